@@ -1,0 +1,33 @@
+"""The algorithm's axes as settings. A preset is nothing but values of these fields."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from invrl.section import Section
+
+
+class AlgorithmConfig(Section):
+    """Advantage x ratio level x surrogate x off-policy correction x aggregation x KL x entropy."""
+
+    advantage: str = Field("grpo", description="'grpo', 'dr_grpo', or module:name of an AdvantageFn")
+    advantage_eps: PositiveFloat = Field(1e-4, description="added to the group's reward deviation (grpo)")
+    policy_loss: str = Field("clip", description="surrogate: 'clip', or module:name of a PolicyLoss")
+    ratio_level: Literal["token"] = Field("token", description="level at which current/old ratios are taken")
+    eps_clip_low: PositiveFloat = Field(0.2, description="lower clip bound: ratio >= 1 - this")
+    eps_clip_high: PositiveFloat = Field(0.2, description="upper clip bound: ratio <= 1 + this")
+    correction: Literal["none", "truncated"] = Field(
+        "truncated", description="off-policy correction on old/rollout (truncated importance sampling)"
+    )
+    correction_cap: PositiveFloat = Field(2.0, description="cap of the truncated importance weight")
+    aggregation: Literal["token_mean"] = Field("token_mean", description="how token losses become one number")
+    kl_coef: NonNegativeFloat = Field(
+        0.0, description="weight of the k3 KL to the frozen reference; 0: no reference"
+    )
+    old_logprobs: Literal["recompute", "engine"] = Field(
+        "recompute",
+        description="the old policy: recomputed when the batch is taken, or the engine's log-probs",
+    )
+    steps_per_batch: PositiveInt = Field(1, description="optimizer steps per batch (mini-batches)")

@@ -1,0 +1,96 @@
+"""The one exception tree. A bad rollout is data (`types.FailedRollout`), never an exception.
+
+InvrlError
+├── ConfigError            bad input: names the field, the value, the reason and the fix
+│   └── PluginError        an import path that does not import, is not callable, or does not fit
+├── DeadlineError          a wait across a process ran out; says what it waited for
+├── ServerError            an OS process we started did not come up, died, or answered wrongly
+├── SessionError           refused by the gateway; carries the HTTP status and a machine-readable code
+├── BufferStateError       a transition the buffer's state machine does not have
+├── TrainError             the trainer cannot go on (non-finite loss, a layout Megatron gets wrong, ...)
+└── WeightSyncError        an update that did not commit; engines are on the old version, or out
+    ├── LayoutError        names, shapes or dtypes do not fit the engine: nothing was sent
+    ├── ChecksumError      the engine does not hold the bytes that the trainer sent
+    └── CanaryError        the served model is not the trained one
+"""
+
+from __future__ import annotations
+
+
+class InvrlError(Exception):
+    """Root of everything invrl raises on purpose."""
+
+
+class ConfigError(InvrlError):
+    """Bad input, found before any process starts."""
+
+    def __init__(self, *, field: str, value: object, reason: str, fix: str) -> None:
+        super().__init__(f"{field} = {value!r}: {reason}. Fix: {fix}")
+        self.field = field
+        self.value = value
+        self.reason = reason
+        self.fix = fix
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_config_error, (type(self), self.field, self.value, self.reason, self.fix))
+
+
+def _rebuild_config_error(
+    cls: type[ConfigError], field: str, value: object, reason: str, fix: str
+) -> ConfigError:
+    return cls(field=field, value=value, reason=reason, fix=fix)
+
+
+class PluginError(ConfigError):
+    """User code given by import path cannot be used."""
+
+
+class DeadlineError(InvrlError):
+    """A wait that crosses a process ran out."""
+
+    def __init__(self, waited_for: str, seconds: float) -> None:
+        super().__init__(f"waited {seconds:.1f} s for {waited_for}")
+        self.waited_for = waited_for
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (DeadlineError, (self.waited_for, self.seconds))
+
+
+class ServerError(InvrlError):
+    """A server process did not start, died or misbehaved; the message ends with its last log lines."""
+
+
+class SessionError(InvrlError):
+    """The gateway refuses a request; `status` and `code` become the dialect's own error body."""
+
+    def __init__(self, message: str, *, status: int, code: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class BufferStateError(InvrlError):
+    """The buffer's state machine has no such transition: a bug of ours, never of the data."""
+
+
+class TrainError(InvrlError):
+    """The trainer cannot go on."""
+
+
+class WeightSyncError(InvrlError):
+    """A weight update did not commit."""
+
+
+class LayoutError(WeightSyncError):
+    """The trainer's tensors do not fit the engine; found before a byte moved."""
+
+
+class ChecksumError(WeightSyncError):
+    """An engine does not hold the bytes that the trainer sent."""
+
+
+class CanaryError(WeightSyncError):
+    """Engine and trainer log-probs differ by more than the bound on the fixed prompts."""

@@ -1,0 +1,230 @@
+"""The plug points (user code by `package.module:name`) and the seams between our own parts.
+
+Everything here is a Protocol or a value that one takes; `plugins.py` loads user code and checks its
+signature at start-up. The loop, the dispatcher and the weight transaction know only these seams,
+never each other's packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.metrics import Metric
+from invrl.types import (
+    FailedRollout,
+    Group,
+    GroupLease,
+    RolloutSummary,
+    TakenBatch,
+    Task,
+    TensorSpec,
+    TrainBatch,
+    WeightVersion,
+)
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+# ------------------------------------------------------------------ what users write
+
+
+class Endpoint(Protocol):
+    """What a rollout function is given: an OpenAI endpoint of its own (one session)."""
+
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def api_key(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    def openai(self) -> AsyncOpenAI:
+        """A ready client; its retries and deadline are set for this session."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutResult:
+    """What a rollout function may return instead of a bare float."""
+
+    reward: float | None = None
+    """None only where a reward function is set."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward, for the metrics."""
+    output: str = ""
+    """Whatever the reward function needs (the final answer, say)."""
+
+
+class RolloutFn(Protocol):
+    """Runs one task. Async or sync (a sync one runs in a thread)."""
+
+    def __call__(
+        self, task: Task, endpoint: Endpoint
+    ) -> float | RolloutResult | Awaitable[float | RolloutResult]: ...
+
+
+class GroupRolloutFn(Protocol):
+    """Runs a whole group (for relative judging): marked by `group = True` on the function. One result
+    per endpoint, in order."""
+
+    def __call__(
+        self, task: Task, endpoints: Sequence[Endpoint]
+    ) -> Sequence[float | RolloutResult] | Awaitable[Sequence[float | RolloutResult]]: ...
+
+
+class RewardFn(Protocol):
+    def __call__(self, task: Task, result: RolloutResult) -> float | Awaitable[float]: ...
+
+
+class TaskSource(Protocol):
+    """Tasks of a split ("train": as long as the run asks; "eval": finite and never among the others),
+    the same ones for the same seed."""
+
+    def __call__(self, split: str, seed: int) -> Iterator[Task]: ...
+
+
+class GroupFilter(Protocol):
+    """Keeps a complete group (None) or drops it with a reason (a short snake_case word)."""
+
+    def __call__(self, group: Group) -> str | None: ...
+
+
+class AdvantageFn(Protocol):
+    """One advantage per rollout of a group from its rewards; both float64 [G]."""
+
+    def __call__(self, rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]: ...
+
+
+# ------------------------------------------------------------------ seams of the loop
+
+
+class Buffer(Protocol):
+    """The buffer as others hold it (`buffer/buffer_handle.py`; the state machine is `buffer/buffer.py`)."""
+
+    async def lease(self) -> GroupLease | None:
+        """Work to run now; None while the staleness bound or the task source admits no more."""
+        ...
+
+    async def record(self, outcome: RolloutSummary | FailedRollout) -> None:
+        """Idempotent: the same outcome may arrive again after a crash."""
+        ...
+
+    async def take(self) -> TakenBatch:
+        """The next batch of whole groups, no token older than the staleness bound. Waits; DeadlineError
+        names what is missing."""
+        ...
+
+    async def trained(self, batch_id: int) -> None: ...
+
+    async def advance(self, version: WeightVersion) -> None:
+        """The trainer now holds `version`: admission and staleness count against it."""
+        ...
+
+    async def release(self, version: WeightVersion) -> None:
+        """The canary of `version` has passed: tokens sampled under it count."""
+        ...
+
+    async def metrics(self) -> Mapping[str, Metric]:
+        """Counts since the last call (groups and rollouts by state and drop reason, staleness)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What training on one batch did."""
+
+    batch_id: int
+    optimizer_steps: int
+    metrics: Mapping[str, Metric]
+    seconds: Mapping[str, float]
+
+
+class Trainer(Protocol):
+    """All ranks of the trainer behind one handle (`train/train_handle.py`)."""
+
+    async def train(self, batch: TrainBatch) -> StepResult: ...
+
+    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """Log-prob of each prompt's token t >= 1 given those before it (temperature 1): [T-1] each."""
+        ...
+
+    async def save_checkpoint(self, path: str) -> None: ...
+
+    async def export_hugging_face(self, path: str) -> None: ...
+
+
+# ------------------------------------------------------------------ seams of the weight transaction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightLayout:
+    """What the trainer will send: the tensors, in sending order."""
+
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedWeights:
+    """Weights written where the carrier's receivers can take them. `handle` is the carrier's own
+    (for the arena: path and slot; for buckets: the serialized handles), opaque to the transaction."""
+
+    version: WeightVersion
+    handle: str
+    checksums: Mapping[str, str]
+    """Per tensor: hex xxh3-64 of its bytes in Hugging Face order (row-major)."""
+    num_bytes: int
+    seconds: float
+
+
+class WeightSender(Protocol):
+    """The trainer's side of a carrier."""
+
+    async def layout(self) -> WeightLayout: ...
+
+    async def stage(self, version: WeightVersion) -> StagedWeights:
+        """Write the current weights. The weights staged before stay whole until the next call."""
+        ...
+
+    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]: ...
+
+
+class WeightReceiver(Protocol):
+    """One engine's side of a carrier. Every call has a deadline and raises WeightSyncError."""
+
+    @property
+    def name(self) -> str: ...
+    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
+        """LayoutError unless names, shapes and dtypes are the engine's, all of them, each once."""
+        ...
+
+    async def pause(self) -> None:
+        """Generation stands still; running requests are retracted and held; the cache is flushed."""
+        ...
+
+    async def load(self, staged: StagedWeights) -> None:
+        """Move the bytes into the engine."""
+        ...
+
+    async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
+        """Hashes read back from the engine's own parameters, as in StagedWeights.checksums."""
+        ...
+
+    async def commit(self, version: WeightVersion) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]: ...
+
+
+class Fleet(Protocol):
+    """The rollout half as the loop holds it (`rollout/rollout_handle.py`)."""
+
+    async def receivers(self) -> Sequence[WeightReceiver]: ...
+
+    async def evict(self, name: str, reason: str) -> None:
+        """Take an engine out of the router: it gets no more traffic."""
+        ...

@@ -1,0 +1,67 @@
+"""Metrics are values that know their own reduction: ranks and micro-batches return them, `merge`
+adds them up, `resolve` makes floats. Sinks are elsewhere (`metric_sinks.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A weighted mean: `total` is the weighted sum."""
+
+    total: float
+    weight: float = 1.0
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    def value(self) -> float:
+        return self.total / self.weight if self.weight else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    total: float
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    most: float
+
+    def __add__(self, other: Max) -> Max:
+        return Max(max(self.most, other.most))
+
+    def value(self) -> float:
+        return self.most
+
+
+Metric = Mean | Sum | Max
+Metrics = Mapping[str, Metric]
+
+
+def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
+    """Reduce metrics of the same name. Raises TypeError where the kinds differ."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            seen = merged.get(name)
+            if seen is None:
+                merged[name] = metric
+            elif type(seen) is not type(metric):
+                raise TypeError(f"metric {name}: {type(seen).__name__} and {type(metric).__name__}")
+            else:
+                merged[name] = seen + metric  # type: ignore[operator]
+    return merged
+
+
+def resolve(metrics: Metrics, prefix: str = "") -> dict[str, float]:
+    """Plain numbers for a sink."""
+    return {prefix + name: metric.value() for name, metric in metrics.items()}

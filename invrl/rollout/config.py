@@ -1,0 +1,60 @@
+"""Settings of the rollout half: what is run, against how many engines, sampled how."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from invrl.section import Section
+
+
+class RolloutConfig(Section):
+    """User code, tasks, sampling and the workers that run rollouts."""
+
+    rollout_function_path: str = Field(
+        "rollout_fns.calculator:rollout",
+        description="module:name of the rollout function: async (task, endpoint) -> reward or RolloutResult",
+    )
+    reward_function_path: str = Field(
+        "", description="module:name of (task, result) -> float, applied to what the rollout function returns"
+    )
+    task_source_path: str = Field(
+        "", description="module:name of a function (split, seed) -> iterator of Task; or give --task-file"
+    )
+    task_file: str = Field("", description="JSONL file of tasks; fields are named by the next flags")
+    task_id_key: str = Field("id", description="JSONL field with the task's id (line number if absent)")
+    task_label_key: str = Field("label", description="JSONL field with the label")
+    eval_task_file: str = Field(
+        "", description="JSONL file of held-out tasks (else the source's split 'eval')"
+    )
+    rollout_batch_size: PositiveInt = Field(4, description="groups in one training batch")
+    n_samples_per_prompt: PositiveInt = Field(8, description="rollouts in one group")
+    rollout_workers: PositiveInt = Field(1, description="Ray actors that run rollout functions")
+    rollout_concurrency: PositiveInt = Field(32, description="rollouts at a time, over all workers")
+    rollout_timeout_s: PositiveFloat = Field(300.0, description="a rollout that takes longer has failed")
+    rollout_max_attempts: PositiveInt = Field(
+        3, description="tries at one place in a group before it is given up"
+    )
+    temperature: PositiveFloat = Field(1.0, description="sampling temperature of training rollouts")
+    max_new_tokens: PositiveInt = Field(512, description="tokens one turn may sample")
+    eval_interval: NonNegativeInt = Field(
+        0, description="steps between evaluations; 0: before and after only"
+    )
+    eval_tasks: NonNegativeInt = Field(0, description="held-out tasks of an evaluation; 0: no evaluation")
+    eval_samples_per_task: PositiveInt = Field(1, description="samples per held-out task at temperature 1.0")
+
+
+class EngineConfig(Section):
+    """The fleet of SGLang servers and the router in front of it."""
+
+    num_engines: PositiveInt = Field(1, description="SGLang servers in the fleet")
+    engine_dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="weights and compute of the engines"
+    )
+    engine_max_total_tokens: PositiveInt = Field(16384, description="KV-cache tokens per engine (CPU)")
+    engine_start_timeout_s: PositiveFloat = Field(
+        300.0, description="deadline for an engine to become healthy"
+    )
+    engine_health_interval_s: PositiveFloat = Field(5.0, description="seconds between our own health checks")
+    router_start_timeout_s: PositiveFloat = Field(60.0, description="deadline for the router to answer")

@@ -1,0 +1,33 @@
+"""Settings of the trainer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from invrl.section import Section
+
+
+class TrainConfig(Section):
+    """Ranks, precision and the optimizer."""
+
+    data_parallel_size: PositiveInt = Field(1, description="data-parallel ranks; the world size for now")
+    train_dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="compute precision; master weights are float32 always"
+    )
+    lr: PositiveFloat = Field(1e-6, description="learning rate")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1")
+    adam_beta2: float = Field(0.99, ge=0, lt=1, description="AdamW beta 2")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
+    clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm bound; 0: none")
+    max_tokens_per_microbatch: PositiveInt = Field(4096, description="packed tokens of one micro-batch")
+    share_prefixes: bool = Field(
+        True,
+        description="compute a prefix shared by rows of a micro-batch once (exact; needs our own attention)",
+    )
+    use_distributed_optimizer: bool = Field(
+        True, description="shard optimizer state over data-parallel ranks"
+    )
+    train_start_timeout_s: PositiveFloat = Field(600.0, description="deadline for all ranks to be ready")
+    train_step_timeout_s: PositiveFloat = Field(1800.0, description="deadline of one training step")

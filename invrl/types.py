@@ -1,0 +1,315 @@
+"""The vocabulary, in pipeline order: one frozen type per stage of a sample's life.
+
+Axes in names: `_G` members of a group, `_T` tokens, `_B` packed rows. Token ids and versions are
+int32, log-probs and advantages float32. Lengths are checked on construction, so a value that exists
+is consistent. Everybody imports this module; it imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+Json = None | bool | int | float | str | list["Json"] | Mapping[str, "Json"]
+WeightVersion = NewType("WeightVersion", int)
+"""Weight updates the fleet has committed; 0 is the initial model."""
+
+Purpose = Literal["train", "eval", "serve"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+def _same_length(**arrays: NDArray[np.generic]) -> int:
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"lengths differ: {lengths}")
+    return next(iter(lengths.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One item of a dataset: what a rollout is asked to do."""
+
+    id: str
+    payload: Mapping[str, Json]
+    label: Json = None
+    split: str = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. Log-probs that the engine returns are after `temperature`, before `top_p`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMember:
+    """The place of one rollout: its index in the group, and which try at that index it is."""
+
+    index: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLease:
+    """Work handed out by the buffer: run these members of this group. A later lease of the same
+    group holds the replacements of members that failed."""
+
+    group_id: str
+    task: Task
+    members: tuple[GroupMember, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One rollout's capability: whoever has `key` may sample in this session and in no other."""
+
+    id: str
+    key: str
+    base_url: str
+    task_id: str
+    group_id: str
+    index: int
+    attempt: int
+    purpose: Purpose
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Sampled tokens [start, end) of a turn were drawn under `version`."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """One generation. The engine consumed the path's ids, then `context_ids_T`, and emitted
+    `sampled_ids_T`: a path of turns concatenated is exactly what the engine saw."""
+
+    id: str
+    session_id: str
+    parent_id: str | None
+    context_ids_T: NDArray[np.int32]
+    sampled_ids_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    request_digest: str
+    delivered: bool
+    temperature: float
+    prompt_tokens: int
+    cached_tokens: int
+    fork_reason: str
+    """Why this turn starts a root of its own; "" for a first turn and for one that continues."""
+    started_at: float
+    finished_at: float
+
+    def __post_init__(self) -> None:
+        sampled = _same_length(sampled_ids_T=self.sampled_ids_T, logprobs_T=self.logprobs_T)
+        at = 0
+        for span in self.spans:
+            if span.start != at or span.end < span.start:
+                raise ValueError(f"turn {self.id}: version spans do not tile the output: {self.spans}")
+            at = span.end
+        if at != sampled:
+            raise ValueError(f"turn {self.id}: spans end at {at}, {sampled} tokens were sampled")
+
+    @property
+    def versions_T(self) -> NDArray[np.int32]:
+        versions = np.empty(len(self.sampled_ids_T), np.int32)
+        for span in self.spans:
+            versions[span.start : span.end] = span.version
+        return versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """One root-to-leaf branch of a session's turns."""
+
+    turns: tuple[Turn, ...]
+
+    def __post_init__(self) -> None:
+        parents = [turn.parent_id for turn in self.turns]
+        if parents != [None, *(turn.id for turn in self.turns[:-1])]:
+            raise ValueError("the turns of a trajectory are not one root-to-leaf path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSummary:
+    """A finished session as the buffer holds it: ids, lengths and the reward, no token arrays."""
+
+    session_id: str
+    task_id: str
+    group_id: str
+    index: int
+    attempt: int
+    reward: float
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    num_turns: int
+    prompt_tokens: int
+    """Prompt tokens over all turns, as the engine counted them (a cached token counts)."""
+    cached_tokens: int
+    later_prompt_tokens: int
+    """Prompt tokens of the turns after the first of each branch."""
+    later_cached_tokens: int
+    sampled_tokens: int
+    trained_tokens: int
+    """Sampled tokens that may be trained: those of delivered turns that were not aborted."""
+    truncated: bool
+    """Some turn ended because it ran out of tokens."""
+    oldest_version: WeightVersion
+    newest_version: WeightVersion
+    forks: int
+    started_at: float
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """A finished session with its tokens."""
+
+    summary: RolloutSummary
+    trajectories: tuple[Trajectory, ...]
+
+
+class FailureReason(StrEnum):
+    """Why a rollout ended without a reward. Data, counted in the metrics."""
+
+    EXCEPTION = "exception"
+    TIMEOUT = "timeout"
+    WORKER_DIED = "worker_died"
+    BAD_RETURN = "bad_return"
+    BAD_REWARD = "bad_reward"
+    EMPTY = "empty"
+    ABORTED = "aborted"
+    ENGINE = "engine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRollout:
+    """A session that ended without a usable reward, and why."""
+
+    session_id: str
+    task_id: str
+    group_id: str
+    index: int
+    attempt: int
+    reason: FailureReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All rollouts of one task, one per index."""
+
+    id: str
+    task_id: str
+    rollouts_G: tuple[RolloutSummary, ...]
+
+
+class DropReason(StrEnum):
+    """Why a finished rollout or group is not trained."""
+
+    STALE = "stale"
+    ZERO_VARIANCE = "zero_variance"
+    INCOMPLETE = "incomplete"
+    FILTERED = "filtered"
+    OVER_SAMPLED = "over_sampled"
+    REPLACED = "replaced"
+    LATE = "late"
+    RUN_ENDED = "run_ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenBatch:
+    """What the buffer hands to the loop: whole groups, by id; tokens follow from the store."""
+
+    batch_id: int
+    version: WeightVersion
+    """Version the trainer holds when the batch is taken; staleness is counted against it."""
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainSample:
+    """One flat row of training data: a branch of a rollout.
+
+    `loss_mask_T[t]` says that token t was sampled and is trained in this row; where it is False,
+    `rollout_logprobs_T[t]` is 0 and `versions_T[t]` is -1.
+    """
+
+    tokens_T: NDArray[np.int32]
+    loss_mask_T: NDArray[np.bool_]
+    rollout_logprobs_T: NDArray[np.float32]
+    versions_T: NDArray[np.int32]
+    reward: float
+    temperature: float
+    group_id: str
+    rollout_id: str
+    attempt: int
+    turn_ids: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        length = _same_length(
+            tokens_T=self.tokens_T,
+            loss_mask_T=self.loss_mask_T,
+            rollout_logprobs_T=self.rollout_logprobs_T,
+            versions_T=self.versions_T,
+        )
+        if length and self.loss_mask_T[0]:
+            raise ValueError(f"rollout {self.rollout_id}: the first token has no log-prob to train")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainBatch:
+    """Samples with one advantage per token (0 where the loss mask is False). The whole batch, or one
+    data-parallel rank's shard of it. The totals are of the whole batch in either case: they are the
+    loss's global denominators."""
+
+    batch_id: int
+    version: WeightVersion
+    samples: tuple[TrainSample, ...]
+    advantages: tuple[NDArray[np.float32], ...]
+    total_tokens: int
+    """Trained tokens in the whole batch."""
+    total_rollouts: int
+    total_samples: int
+
+    def __post_init__(self) -> None:
+        if len(self.samples) != len(self.advantages):
+            raise ValueError(f"{len(self.samples)} samples, {len(self.advantages)} advantages")
+        for sample, advantages_T in zip(self.samples, self.advantages, strict=True):
+            _same_length(tokens_T=sample.tokens_T, advantages_T=advantages_T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name (Hugging Face's), shape and dtype (torch's name, "bfloat16") of one exported weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """What one committed weight update did. Seconds per phase; gaps in nats."""
+
+    version: WeightVersion
+    num_bytes: int
+    checksum: str
+    seconds: Mapping[str, float]
+    """Keys: prepare, stage, pause, load, commit, resume, canary; `paused` is the whole time that
+    generation stood still."""
+    canary_max_gap: float
+    canary_mean_gap: float
