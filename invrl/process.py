@@ -7,6 +7,7 @@ go to files, never pipes: a grandchild that outlives its parent would hold a pip
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -102,9 +103,7 @@ class ServerProcess:
             self._process.terminate()
         _, left = psutil.wait_procs(family, timeout=grace_s)
         for process in left:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
         psutil.wait_procs(left, timeout=grace_s)
         self._process.wait(timeout=grace_s)
