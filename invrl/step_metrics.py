@@ -1,0 +1,95 @@
+"""What one step of the loop measured, as metric values: pure, from the types of the pipeline.
+
+Names: `rollout/` what was sampled, `sync/` the weight update, `time/` seconds per phase. The
+trainer's own (`train/`) and the buffer's (`buffer/`) come from them. Called by `loop.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from invrl.metrics import Max, Mean, Metric, Sum
+from invrl.types import RolloutSummary, TakenBatch, WeightUpdate
+
+
+def _ratio(part: Iterable[float], whole: Iterable[float]) -> Mean:
+    return Mean(float(sum(part)), float(sum(whole)))
+
+
+def _mean(values: Sequence[float]) -> Mean:
+    return Mean(float(sum(values)), float(len(values)))
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Population standard deviation."""
+    if not values:
+        return 0.0
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+
+
+def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
+    """Reward, lengths, cache and staleness of the rollouts that are trained in this step.
+
+    `later_cached_fraction` is over the prompts of every turn after the first: what the radix cache
+    saved of a conversation that continues.
+    """
+    rollouts: list[RolloutSummary] = [r for group in taken.groups for r in group.rollouts_G]
+    rewards = [r.reward for r in rollouts]
+    spread = [_deviation([r.reward for r in group.rollouts_G]) for group in taken.groups]
+    metrics: dict[str, Metric] = {
+        "reward_mean": _mean(rewards),
+        "reward_std": Mean(_deviation(rewards)),
+        "group_reward_std": _mean(spread),
+        "groups": Sum(len(taken.groups)),
+        "rollouts": Sum(len(rollouts)),
+        "turns": _mean([r.num_turns for r in rollouts]),
+        "response_length": _mean([r.sampled_tokens for r in rollouts]),
+        "response_length_max": Max(float(max((r.sampled_tokens for r in rollouts), default=0))),
+        "truncated_share": _mean([float(r.truncated) for r in rollouts]),
+        "cached_fraction": _ratio((r.cached_tokens for r in rollouts), (r.prompt_tokens for r in rollouts)),
+        "later_cached_fraction": _ratio(
+            (r.later_cached_tokens for r in rollouts), (r.later_prompt_tokens for r in rollouts)
+        ),
+        "forks": Sum(sum(r.forks for r in rollouts)),
+        "staleness_mean": _mean([float(taken.version - r.oldest_version) for r in rollouts]),
+        "staleness_max": Max(float(max((taken.version - r.oldest_version for r in rollouts), default=0))),
+        "seconds_mean": _mean([r.finished_at - r.started_at for r in rollouts]),
+        "sampled_tokens": Sum(sum(r.sampled_tokens for r in rollouts)),
+    }
+    for name in sorted({name for r in rollouts for name in r.reward_components}):
+        values = [r.reward_components[name] for r in rollouts if name in r.reward_components]
+        metrics[f"reward/{name}"] = _mean(values)
+    return metrics
+
+
+def update_metrics(update: WeightUpdate) -> dict[str, Metric]:
+    """The weight update: bytes, seconds per phase, how long generation stood still, the canary."""
+    metrics: dict[str, Metric] = {
+        "version": Max(float(update.version)),
+        "bytes": Sum(float(update.num_bytes)),
+        "canary_max_gap": Max(update.canary_max_gap),
+        "canary_mean_gap": Mean(update.canary_mean_gap),
+    }
+    metrics.update({f"{phase}_s": Sum(seconds) for phase, seconds in update.seconds.items()})
+    return metrics
+
+
+def time_metrics(seconds: Mapping[str, float], taken: TakenBatch, trained_tokens: float) -> dict[str, Metric]:
+    """Seconds per phase of the step, and tokens per second of either half.
+
+    Rollout tokens/s is over the wall time from the first to the last turn of the batch, so it also
+    holds when rollouts overlap training; train tokens/s counts trained tokens over the train phase.
+    """
+    rollouts = [r for group in taken.groups for r in group.rollouts_G]
+    metrics: dict[str, Metric] = {f"{phase}_s": Sum(value) for phase, value in seconds.items()}
+    metrics["step_s"] = Sum(sum(seconds.values()))
+    if rollouts:
+        wall = max(r.finished_at for r in rollouts) - min(r.started_at for r in rollouts)
+        metrics["rollout_tokens_per_s"] = Mean(
+            float(sum(r.sampled_tokens for r in rollouts)), max(wall, 1e-9)
+        )
+    if seconds.get("train"):
+        metrics["train_tokens_per_s"] = Mean(trained_tokens, seconds["train"])
+    return metrics
