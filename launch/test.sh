@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Installs what is missing, then format, lint, types and tests. Arguments go to pytest:
+# ./launch/test.sh tests/unit -k buffer
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+"$ROOT/launch/install.sh"
+export OMP_NUM_THREADS=1
+cd "$ROOT"
+BIN="$ROOT/.venv/bin"
+tied() { "$BIN/python" "$ROOT/launch/tied.py" "$@"; }
+tied "$BIN/ruff" format --check --quiet .
+tied "$BIN/ruff" check --quiet .
+tied "$BIN/pyright"
+exec "$BIN/python" "$ROOT/launch/tied.py" "$BIN/python" -m pytest "$@"
