@@ -29,6 +29,7 @@ from invrl.types import (
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+    from torch import Tensor
 
 # ------------------------------------------------------------------ what users write
 
@@ -97,6 +98,15 @@ class AdvantageFn(Protocol):
     """One advantage per rollout of a group from its rewards; both float64 [G]."""
 
     def __call__(self, rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]: ...
+
+
+class PolicyLoss(Protocol):
+    """Loss of each token from its ratio current/old (which carries the gradient) and its advantage; all
+    torch float32 [N]. Off-policy correction, KL and aggregation come after it."""
+
+    def __call__(
+        self, ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float
+    ) -> Tensor: ...
 
 
 # ------------------------------------------------------------------ seams of the loop

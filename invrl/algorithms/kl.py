@@ -1,0 +1,14 @@
+"""Estimators of KL divergence from log-probs of sampled tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def k3(policy_N: Tensor, other_N: Tensor) -> Tensor:
+    """exp(d) - d - 1 with d = other - policy, [N]: estimates KL(policy || other) under samples of `policy`;
+    never negative, unbiased. J. Schulman, "Approximating KL divergence" (2020); GRPO's KL term, arXiv
+    2402.03300, eq. 4. Computed with expm1: near d = 0 the plain form loses every digit in float32."""
+    difference_N = other_N - policy_N
+    return torch.expm1(difference_N) - difference_N

@@ -1,0 +1,120 @@
+"""The policy loss of one micro-batch: the axes put together. Called by the trainer's step.
+
+Three policies, never confused: *rollout* (what the engine sampled with), *old* (the proximal policy),
+*current* (the one with a gradient). Clipping is on current/old, the correction on old/rollout:
+
+    loss = 1/D  sum_t [ w_t * surrogate(r_t, A_t) + kl_coef * k3(current_t || reference_t) ]
+
+with r = current/old, w from `corrections`, D the global trained-token count. Invariant: the sum of `loss`
+over micro-batches and ranks, and of its gradient, does not depend on how the tokens were split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from invrl.algorithms.aggregation import AGGREGATIONS
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.corrections import CORRECTIONS
+from invrl.algorithms.kl import k3
+from invrl.algorithms.ratios import RATIOS
+from invrl.algorithms.surrogates import clipped_tokens, surrogate_function
+from invrl.interfaces import PolicyLoss
+from invrl.metrics import Max, Mean, Metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """The trained tokens of one micro-batch, flat: float32 [N] each, log-probs in nats at the sampling
+    temperature. N may be 0."""
+
+    current_N: Tensor
+    """Carries the gradient."""
+    old_N: Tensor
+    rollout_N: Tensor
+    advantages_N: Tensor
+    reference_N: Tensor | None
+    """Frozen reference; needed when kl_coef > 0."""
+    entropy_N: Tensor | None
+    """Of the current distribution; for the metrics only."""
+    denominator: float
+    """Trained tokens of the whole mini-batch, over all micro-batches and ranks."""
+
+    def __post_init__(self) -> None:
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_N")}
+        shapes = {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
+        if len(set(shapes.values())) != 1 or self.current_N.dim() != 1:
+            raise ValueError(f"loss inputs are not all of one shape [N]: {shapes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossOutputs:
+    """A scalar to call backward on, and metrics to merge over micro-batches, ranks and steps."""
+
+    loss: Tensor
+    metrics: Mapping[str, Metric]
+
+
+def policy_loss(
+    inputs: LossInputs, config: AlgorithmConfig, surrogate: PolicyLoss | None = None
+) -> LossOutputs:
+    """The loss above. `surrogate`: a loaded user function; None: the one that `config` names.
+
+    Raises ValueError for kl_coef > 0 without reference log-probs, or a denominator below N.
+    """
+    surrogate = surrogate or surrogate_function(config.policy_loss)
+    old_N, rollout_N = inputs.old_N.detach(), inputs.rollout_N.detach()
+    bounds = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
+    ratio_N = RATIOS[config.ratio_level](inputs.current_N, old_N)
+    correction = CORRECTIONS[config.correction](old_N, rollout_N, config.correction_cap)
+    losses_N = correction.weight_N * surrogate(ratio_N, inputs.advantages_N, **bounds)
+    kl_N = None if inputs.reference_N is None else k3(inputs.current_N, inputs.reference_N.detach())
+    if config.kl_coef:
+        if kl_N is None:
+            raise ValueError(f"kl_coef is {config.kl_coef} but there are no reference log-probs")
+        losses_N = losses_N + config.kl_coef * kl_N
+    loss = AGGREGATIONS[config.aggregation](losses_N, inputs.denominator)
+
+    with torch.no_grad():
+        clipped = clipped_tokens(ratio_N, inputs.advantages_N, **bounds)
+        gap_N = (old_N - rollout_N).abs()
+        means = {
+            "loss": losses_N,
+            "clip_fraction": clipped.low_N | clipped.high_N,
+            "clip_fraction_low": clipped.low_N,
+            "clip_fraction_high": clipped.high_N,
+            "ratio_mean": ratio_N,
+            "approx_kl": k3(inputs.current_N, old_N),
+            "correction_mean": correction.weight_N,
+            "correction_capped_fraction": correction.capped_N,
+            "logprob_gap_mean": gap_N,
+        }
+        if kl_N is not None:
+            means["kl_reference"] = kl_N
+        if inputs.entropy_N is not None:
+            means["entropy"] = inputs.entropy_N
+        return LossOutputs(
+            loss=loss, metrics=_metrics(means, {"ratio_max": ratio_N, "logprob_gap_max": gap_N})
+        )
+
+
+def _metrics(means: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, Metric]:
+    """One transfer to the host for all of them. Maxima are of numbers >= 0, so none at all gives 0."""
+    count = next(iter(means.values())).numel()
+    numbers = torch.stack(
+        [tensor.detach().double().sum() for tensor in means.values()]
+        + [
+            torch.cat([t.detach().double(), t.new_zeros(1, dtype=torch.float64)]).max()
+            for t in maxima.values()
+        ]
+    ).tolist()
+    metrics: dict[str, Metric] = {}
+    for name, total in zip(means, numbers, strict=False):
+        metrics[name] = Mean(total, count)
+    for name, most in zip(maxima, numbers[len(means) :], strict=True):
+        metrics[name] = Max(most)
+    return metrics

@@ -1,0 +1,47 @@
+"""Surrogates: the loss of one token from its ratio (current/old) and its advantage. Each is a PolicyLoss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from invrl.interfaces import PolicyLoss
+from invrl.plugins import load_policy_loss
+
+
+def clip(ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float) -> Tensor:
+    """L = -min(r A, clamp(r, 1 - low, 1 + high) A), all [N].
+
+    PPO's clipped objective (arXiv 1707.06347, eq. 7) with the lower and upper bound apart, as DAPO's
+    clip-higher has them (arXiv 2503.14476, section 3.1).
+    """
+    clipped_N = ratio_N.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high)
+    return -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+
+
+SURROGATES: dict[str, PolicyLoss] = {"clip": clip}
+
+
+def surrogate_function(name: str) -> PolicyLoss:
+    """The built-in of that name, or the user's function at `module:name`. Raises PluginError."""
+    return load_policy_loss(name, SURROGATES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Clipped:
+    """Which tokens the clip takes out of the gradient: bool, [N] each."""
+
+    low_N: Tensor
+    high_N: Tensor
+
+
+def clipped_tokens(
+    ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float
+) -> Clipped:
+    """Low: r < 1 - low with A < 0. High: r > 1 + high with A > 0. A ratio on the bound is not clipped."""
+    return Clipped(
+        low_N=(ratio_N < 1.0 - eps_clip_low) & (advantages_N < 0),
+        high_N=(ratio_N > 1.0 + eps_clip_high) & (advantages_N > 0),
+    )
