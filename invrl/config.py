@@ -1,0 +1,213 @@
+"""The configuration: one tree of frozen sections, each declared beside its owner, composed here.
+
+Sources, later ones win: defaults, the algorithm preset, a TOML file, flags (`resolve`). Invariant: what
+`resolve` returns is whole and consistent, or a ConfigError says what to change; nothing has started by
+then. Imports without torch, ray, sglang or transformers. Called by `cli.py`; everybody else is handed
+the sections they own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import tomli_w
+from pydantic import Field, NonNegativeInt, PositiveInt, StrictBool, StrictFloat, StrictInt, ValidationError
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.presets import PRESETS
+from invrl.buffer.config import BufferConfig
+from invrl.config_checks import check
+from invrl.errors import ConfigError
+from invrl.gateway.config import GatewayConfig
+from invrl.rollout.config import EngineConfig, RolloutConfig
+from invrl.section import Section
+from invrl.train.config import TrainConfig
+from invrl.weight_sync_config import WeightSyncConfig
+
+Scalar = StrictBool | StrictInt | StrictFloat | str
+"""What a pass-through option or a flag can be."""
+UpstreamOptions = dict[str, Scalar]
+
+
+class RunConfig(Section):
+    """The run as a whole: its name, length and what it shows."""
+
+    run_name: str = Field("", description="name of the run folder; empty: the time it starts")
+    run_root: str = Field("runs", description="folder that run folders are made in")
+    num_steps: PositiveInt = Field(100, description="training batches, one weight version each")
+    seed: NonNegativeInt = Field(0, description="seed of task order, shuffles and initial values")
+    progress: Literal["auto", "plain", "none"] = Field(
+        "auto", description="'auto': live on a terminal, lines elsewhere; 'plain': lines; 'none'"
+    )
+    tensorboard: bool = Field(True, description="write TensorBoard events into the run folder")
+
+
+class ModelConfig(Section):
+    """The model that is served and trained."""
+
+    model_path: str = Field(
+        "", description="Hugging Face folder (config.json, safetensors, tokenizer, chat template)"
+    )
+
+
+class Config(Section):
+    """Everything a run is told; `resolve()` makes one. `sglang`, `router`, `megatron` pass through to those
+    packages by name."""
+
+    run: RunConfig
+    model: ModelConfig
+    rollout: RolloutConfig
+    engine: EngineConfig
+    gateway: GatewayConfig
+    buffer: BufferConfig
+    algorithm: AlgorithmConfig
+    train: TrainConfig
+    weight_sync: WeightSyncConfig
+    sglang: UpstreamOptions = Field(default_factory=dict)
+    router: UpstreamOptions = Field(default_factory=dict)
+    megatron: UpstreamOptions = Field(default_factory=dict)
+
+    def to_toml(self) -> str:
+        """The whole tree; `resolve` reads it back to an equal one."""
+        return tomli_w.dumps(self.model_dump(mode="json"))
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: info.annotation
+    for name, info in Config.model_fields.items()
+    if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+}
+UPSTREAM = tuple(name for name in Config.model_fields if name not in SECTIONS)
+PRESET_KEY = "algorithm_preset"
+"""Top-level key of a TOML file, and flag: settings of the algorithm by name, below both sources."""
+Tables = Mapping[str, Mapping[str, Scalar]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Values from one place, by table and key; `name` is how an error calls that place."""
+
+    name: str
+    tables: Tables
+    preset: str = ""
+
+
+@dataclass(slots=True)
+class _Layers:
+    values: dict[str, dict[str, Scalar]] = field(default_factory=lambda: {name: {} for name in SECTIONS})
+    origins: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def put(self, source: str, tables: Tables) -> None:
+        for table, entries in tables.items():
+            self.values.setdefault(table, {}).update(entries)
+            self.origins.update({(table, key): source for key in entries})
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The valid name closest to a wrong one, as a fix; or the list of them if none is close."""
+    valid = sorted(names)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"use one of: {', '.join(valid)}" if len(valid) <= 30 else "see --help for the valid names"
+
+
+def read_toml(path: Path) -> Source:
+    """A configuration file as a source. ConfigError for what is not TOML or no known name."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            field="--config", value=str(path), reason=str(error), fix="give a readable TOML file"
+        ) from error
+    preset = document.pop(PRESET_KEY, "")
+    if not isinstance(preset, str):
+        raise ConfigError(
+            field=f"{PRESET_KEY} in {path}",
+            value=preset,
+            reason="a preset is a name",
+            fix=nearest("", PRESETS),
+        )
+    for table, entries in document.items():
+        if table not in Config.model_fields:
+            raise ConfigError(
+                field=f"[{table}] in {path}",
+                value=table,
+                reason="no such table",
+                fix=nearest(table, Config.model_fields),
+            )
+        if not isinstance(entries, dict):
+            raise ConfigError(
+                field=f"{table} in {path}",
+                value=entries,
+                reason="a table is expected",
+                fix=f"write [{table}] and its keys below",
+            )
+        if table in SECTIONS:
+            _check_keys(entries, table, path)
+    return Source(name=str(path), tables=document, preset=preset)
+
+
+def _check_keys(entries: Mapping[str, object], table: str, path: Path) -> None:
+    for key, value in entries.items():
+        if key in SECTIONS[table].model_fields:
+            continue
+        home = [name for name, section in SECTIONS.items() if key in section.model_fields]
+        raise ConfigError(
+            field=f"{key} in table [{table}] of {path}",
+            value=value,
+            reason="no such key",
+            fix=f"move it to table [{home[0]}]" if home else nearest(key, SECTIONS[table].model_fields),
+        )
+
+
+def resolve(*sources: Source) -> Config:
+    """Defaults below the preset below the sources in order; validated and cross-checked."""
+    layers = _Layers()
+    for source in reversed(sources):
+        if source.preset:
+            if source.preset not in PRESETS:
+                raise ConfigError(
+                    field=PRESET_KEY,
+                    value=source.preset,
+                    reason=f"no such preset ({source.name})",
+                    fix=nearest(source.preset, PRESETS),
+                )
+            layers.put(f"preset {source.preset}", {"algorithm": PRESETS[source.preset]})
+            break
+    for source in sources:
+        layers.put(source.name, source.tables)
+    try:
+        config = Config.model_validate(layers.values)
+    except ValidationError as error:
+        _refuse(error, layers)
+    check(config)
+    return config
+
+
+def _refuse(error: ValidationError, layers: _Layers) -> NoReturn:
+    """The first of pydantic's findings, in our terms."""
+    first = error.errors()[0]
+    table, key = (*(str(part) for part in first["loc"]), "")[:2]
+    origin = layers.origins.get((table, key), "default")
+    section = SECTIONS.get(table)
+    info = section.model_fields.get(key) if section else None
+    others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    raise ConfigError(
+        field=f"{table}.{key}" if key else table,
+        value=first["input"],
+        reason=f"{first['msg']} (from {origin}){others}",
+        fix=f"set {key}: {info.description} (default: {info.default!r})"
+        if info
+        else "give a string, a number or a boolean",
+    ) from error
+
+
+def load_resolved(path: Path) -> Config:
+    """The configuration of a run folder, as it was written."""
+    return resolve(read_toml(path))

@@ -1,0 +1,169 @@
+"""What single fields cannot know: contradictions between settings, found before any process starts.
+
+One function per subject, each raising ConfigError with the fix. `check` is pure and is called by
+`config.resolve`; `check_upstream` asks the installed packages about the options that pass through to
+them, and is called by `cli.py` before a run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from invrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from invrl.config import Config
+
+_SECRET_PARTS = ("api_key", "password", "secret", "auth_token")
+_MAX_COUNT = 2**31 - 1
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError at the first contradiction."""
+    _check_batch(config)
+    _check_tasks(config)
+    _check_sampling(config)
+    _check_engines(config)
+    _check_upstream_names(config)
+    _check_sizes(config)
+
+
+def _check_batch(config: Config) -> None:
+    groups, samples = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+    ranks, steps = config.train.data_parallel_size, config.algorithm.steps_per_batch
+    if groups * samples < ranks:
+        raise ConfigError(
+            field="train.data_parallel_size",
+            value=ranks,
+            reason=f"a batch has {groups} x {samples} = {groups * samples} rollouts, fewer than ranks",
+            fix="lower --data-parallel-size or raise --rollout-batch-size",
+        )
+    if steps > groups:
+        raise ConfigError(
+            field="algorithm.steps_per_batch",
+            value=steps,
+            reason=f"a mini-batch is made of whole groups, and a batch has {groups}",
+            fix="lower --steps-per-batch or raise --rollout-batch-size",
+        )
+    if samples == 1 and config.algorithm.advantage in ("grpo", "dr_grpo"):
+        raise ConfigError(
+            field="rollout.n_samples_per_prompt",
+            value=samples,
+            reason=f"{config.algorithm.advantage} compares the rollouts of a group; with one, every "
+            "advantage is 0",
+            fix="set --n-samples-per-prompt to 2 or more",
+        )
+
+
+def _check_tasks(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.task_source_path and rollout.task_file:
+        raise ConfigError(
+            field="rollout.task_file",
+            value=rollout.task_file,
+            reason=f"tasks come from one place, and task_source_path is {rollout.task_source_path!r}",
+            fix="give --task-file or --task-source-path, not both",
+        )
+    for name in ("task_file", "eval_task_file"):
+        path = getattr(rollout, name)
+        if path and not Path(path).expanduser().is_file():
+            raise ConfigError(
+                field=f"rollout.{name}", value=path, reason="no such file", fix="give a JSONL file"
+            )
+    if rollout.eval_tasks and rollout.task_file and not rollout.eval_task_file:
+        raise ConfigError(
+            field="rollout.eval_tasks",
+            value=rollout.eval_tasks,
+            reason="a task file has no held-out split",
+            fix="give --eval-task-file, or set --eval-tasks 0",
+        )
+    if rollout.eval_interval and not rollout.eval_tasks:
+        raise ConfigError(
+            field="rollout.eval_interval",
+            value=rollout.eval_interval,
+            reason="there are no held-out tasks to evaluate on (eval_tasks is 0)",
+            fix="set --eval-tasks, or --eval-interval 0",
+        )
+    for name in ("rollout_function_path", "reward_function_path", "task_source_path"):
+        path = getattr(rollout, name)
+        module, _, name_in_module = path.partition(":")
+        if path and not all(part.isidentifier() for part in (*module.split("."), name_in_module)):
+            raise ConfigError(
+                field=f"rollout.{name}",
+                value=path,
+                reason="not an import path",
+                fix="write module:name, for example rollout_fns.calculator:rollout",
+            )
+
+
+def _check_sampling(config: Config) -> None:
+    if config.rollout.max_new_tokens >= config.engine.engine_max_total_tokens:
+        raise ConfigError(
+            field="rollout.max_new_tokens",
+            value=config.rollout.max_new_tokens,
+            reason=f"an engine's KV cache holds {config.engine.engine_max_total_tokens} tokens in all",
+            fix="lower --max-new-tokens or raise --engine-max-total-tokens",
+        )
+
+
+def _check_engines(config: Config) -> None:
+    if config.rollout.rollout_concurrency > config.gateway.max_open_sessions:
+        raise ConfigError(
+            field="rollout.rollout_concurrency",
+            value=config.rollout.rollout_concurrency,
+            reason=f"the gateway admits {config.gateway.max_open_sessions} open sessions",
+            fix="lower --rollout-concurrency or raise --max-open-sessions",
+        )
+    if config.rollout.rollout_workers > config.rollout.rollout_concurrency:
+        raise ConfigError(
+            field="rollout.rollout_workers",
+            value=config.rollout.rollout_workers,
+            reason=f"only {config.rollout.rollout_concurrency} rollouts run at a time",
+            fix="lower --rollout-workers or raise --rollout-concurrency",
+        )
+    if config.gateway.gateway_port > 65535:
+        raise ConfigError(
+            field="gateway.gateway_port",
+            value=config.gateway.gateway_port,
+            reason="ports end at 65535",
+            fix="choose a port up to 65535, or 0 for a free one",
+        )
+
+
+def _check_upstream_names(config: Config) -> None:
+    """The resolved configuration is written down, so it must hold no secret."""
+    tables = {"sglang": config.sglang, "router": config.router, "megatron": config.megatron}
+    for table, options in tables.items():
+        for name in options:
+            if any(part in name for part in _SECRET_PARTS):
+                raise ConfigError(
+                    field=f"{table}.{name}",
+                    value="(not shown)",
+                    reason="invrl makes the keys of its private servers itself, anew for each run",
+                    fix=f"leave --{table}-{name.replace('_', '-')} out",
+                )
+
+
+def _check_sizes(config: Config) -> None:
+    """Counts travel as int32 (token ids, positions, versions)."""
+    for table in type(config).model_fields:
+        section = getattr(config, table)
+        for name, value in section if not isinstance(section, dict) else section.items():
+            if isinstance(value, int) and abs(value) > _MAX_COUNT:
+                raise ConfigError(
+                    field=f"{table}.{name}",
+                    value=value,
+                    reason="over 2^31 - 1",
+                    fix="choose a smaller number",
+                )
+
+
+def check_upstream(config: Config) -> None:
+    """Options that pass through, against the installed packages' own definitions; slow to import."""
+    from invrl.rollout.sglang_args import check_router_options, check_sglang_options
+    from invrl.train.megatron_args import check_megatron_options
+
+    check_sglang_options(config.sglang)
+    check_router_options(config.router)
+    check_megatron_options(config.megatron)

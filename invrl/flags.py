@@ -1,0 +1,151 @@
+"""The command line as a source of configuration: one kebab-case flag per field, and their help.
+
+Leaf names are unique across sections, so a flag needs no prefix. Booleans are `--x` / `--no-x`. Options
+of other packages pass through as `--sglang-*`, `--router-*`, `--megatron-*`. Called by `cli.py`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from pydantic.fields import FieldInfo
+
+from invrl.algorithms.presets import PRESETS
+from invrl.config import PRESET_KEY, SECTIONS, UPSTREAM, Scalar, Source, nearest, read_toml
+from invrl.errors import ConfigError
+
+CONFIG_FLAG = "--config"
+PRESET_FLAG = "--" + PRESET_KEY.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One field of the tree."""
+
+    table: str
+    key: str
+    info: FieldInfo
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key.replace("_", "-")
+
+    @property
+    def is_switch(self) -> bool:
+        return self.info.annotation is bool
+
+
+LEAVES = [
+    Leaf(table=table, key=key, info=info)
+    for table, section in SECTIONS.items()
+    for key, info in section.model_fields.items()
+]
+
+
+def parse_flags(arguments: Sequence[str]) -> tuple[Source, ...]:
+    """The sources a command line names: its TOML file, if any, then its flags.
+
+    Raises ConfigError for an unknown flag (with the nearest valid one), a missing or a stray value.
+    """
+    leaves = {leaf.flag: leaf for leaf in LEAVES}
+    switches = {"--no-" + leaf.flag[2:]: leaf for leaf in LEAVES if leaf.is_switch}
+    tables: dict[str, dict[str, Scalar]] = {}
+    files: list[Source] = []
+    preset = ""
+    rest = list(arguments)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        given = value if equals else None
+        if flag in switches or (flag in leaves and leaves[flag].is_switch):
+            leaf = switches.get(flag) or leaves[flag]
+            tables.setdefault(leaf.table, {})[leaf.key] = _switch(flag, given, flag not in switches)
+        elif flag in leaves:
+            leaf = leaves[flag]
+            tables.setdefault(leaf.table, {})[leaf.key] = _value(flag, given, rest)
+        elif flag == CONFIG_FLAG:
+            files.append(read_toml(Path(_value(flag, given, rest)).expanduser()))
+        elif flag == PRESET_FLAG:
+            preset = _value(flag, given, rest)
+        elif package := next((name for name in UPSTREAM if flag.startswith(f"--{name}-")), ""):
+            key = flag.removeprefix(f"--{package}-").replace("-", "_")
+            tables.setdefault(package, {})[key] = _upstream_value(given, rest)
+        else:
+            known = [*leaves, *switches, CONFIG_FLAG, PRESET_FLAG]
+            reason = "no such flag" if flag.startswith("--") else "no flag takes this"
+            raise ConfigError(field="command line", value=flag, reason=reason, fix=nearest(flag, known))
+    return (*files, Source(name="command line", tables=tables, preset=preset))
+
+
+def _value(flag: str, given: str | None, rest: list[str]) -> str:
+    if given is None and (not rest or rest[0].startswith("--")):
+        raise ConfigError(field=flag, value="", reason="a value is missing", fix=f"write {flag} VALUE")
+    return rest.pop(0) if given is None else given
+
+
+def _switch(flag: str, given: str | None, meaning: bool) -> bool:
+    if given is not None:
+        raise ConfigError(
+            field=flag, value=given, reason="a switch takes no value", fix="write --name or --no-name"
+        )
+    return meaning
+
+
+def _upstream_value(given: str | None, rest: list[str]) -> Scalar:
+    """As typed: a number, true/false, or text; a flag with nothing behind it is true."""
+    if given is None:
+        if not rest or rest[0].startswith("--"):
+            return True
+        given = rest.pop(0)
+    if given.lower() in ("true", "false"):
+        return given.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(given)
+        except ValueError:
+            continue
+    return given
+
+
+def flag_help() -> str:
+    """Every flag, by section, with its default."""
+    lines = [
+        "sources:",
+        *_entry(f"{CONFIG_FLAG} FILE", "TOML file; its tables are the sections below, flags win over it"),
+        *_entry(f"{PRESET_FLAG} NAME", f"settings of the algorithm by name: {', '.join(sorted(PRESETS))}"),
+    ]
+    for table, section in SECTIONS.items():
+        lines += ["", f"[{table}] {(section.__doc__ or '').strip().splitlines()[0]}"]
+        for leaf in (leaf for leaf in LEAVES if leaf.table == table):
+            default = leaf.info.default
+            text = f"{leaf.info.description} (default: {default!r})"
+            names = f"{leaf.flag}, --no-{leaf.flag[2:]}" if leaf.is_switch else f"{leaf.flag} {_kind(leaf)}"
+            lines += _entry(names, text)
+    lines += [
+        "",
+        "options of other packages (checked against the installed version):",
+        *_entry("--sglang-*", "SGLang's ServerArgs, for example --sglang-chunked-prefill-size 512"),
+        *_entry("--router-*", "sglang-router's arguments, for example --router-policy manual"),
+        *_entry("--megatron-*", "fields of its Transformer-, DistributedDataParallel- and OptimizerConfig"),
+    ]
+    return "\n".join(lines)
+
+
+def _kind(leaf: Leaf) -> str:
+    """What stands for the value in the help: the choices, or the type."""
+    annotation = leaf.info.annotation
+    if choices := get_args(annotation):
+        return "{" + ",".join(map(str, choices)) + "}"
+    return "N" if annotation is int else "X" if annotation is float else "TEXT"
+
+
+def _entry(names: str, text: str) -> list[str]:
+    column = 36
+    wrapped = textwrap.wrap(text, 110 - column)
+    head = f"  {names}"
+    if len(head) >= column - 1:
+        return [head, *(" " * column + line for line in wrapped)]
+    return [head.ljust(column) + wrapped[0], *(" " * column + line for line in wrapped[1:])]
