@@ -1,0 +1,314 @@
+"""policy_loss against an independent float64 computation: plain loops, math.exp, and the analytic gradient
+written out by hand. Random tensors would hide the corners, so hypothesis draws them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.losses import LossInputs, LossOutputs, policy_loss
+from invrl.algorithms.presets import PRESETS
+from invrl.metrics import merge, resolve
+
+TOLERANCE = 2e-5  # float32 sums of up to 100 terms of size up to 20
+
+
+@dataclass(frozen=True)
+class Token:
+    current: float
+    old: float
+    rollout: float
+    advantage: float
+    reference: float
+
+
+def reference_token(token: Token, config: AlgorithmConfig) -> tuple[float, float]:
+    """Loss of one token and its derivative with respect to the current log-prob, in float64."""
+    ratio = math.exp(token.current - token.old)
+    weight = 1.0
+    if config.correction == "truncated":
+        weight = min(math.exp(token.old - token.rollout), config.correction_cap)
+    low, high = 1 - config.eps_clip_low, 1 + config.eps_clip_high
+    clipped = (token.advantage > 0 and ratio > high) or (token.advantage < 0 and ratio < low)
+    used = min(max(ratio, low), high) if clipped else ratio
+    loss = -weight * used * token.advantage
+    gradient = 0.0 if clipped else -weight * ratio * token.advantage
+    gap = token.reference - token.current
+    loss += config.kl_coef * (math.exp(gap) - gap - 1)
+    gradient += config.kl_coef * (1 - math.exp(gap))
+    return loss, gradient
+
+
+def reference_loss(
+    tokens: list[Token], config: AlgorithmConfig, denominator: float
+) -> tuple[float, list[float]]:
+    pairs = [reference_token(token, config) for token in tokens]
+    return sum(loss for loss, _ in pairs) / denominator, [g / denominator for _, g in pairs]
+
+
+def run(tokens: list[Token], config: AlgorithmConfig, denominator: float) -> tuple[LossOutputs, torch.Tensor]:
+    def column(name: str) -> torch.Tensor:
+        return torch.tensor([getattr(token, name) for token in tokens], dtype=torch.float32)
+
+    current_N = column("current").requires_grad_()
+    outputs = policy_loss(
+        LossInputs(
+            current_N=current_N,
+            old_N=column("old"),
+            rollout_N=column("rollout"),
+            advantages_N=column("advantage"),
+            reference_N=column("reference"),
+            entropy_N=None,
+            denominator=denominator,
+        ),
+        config,
+    )
+    outputs.loss.backward()
+    assert current_N.grad is not None
+    return outputs, current_N.grad
+
+
+def near_a_bound(token: Token, config: AlgorithmConfig) -> bool:
+    """float32 and float64 may disagree on which side of the clip a ratio lies; ties have their own test."""
+    ratio = math.exp(token.current - token.old)
+    return any(abs(ratio - bound) < 1e-4 for bound in (1 - config.eps_clip_low, 1 + config.eps_clip_high))
+
+
+def exact(low: float, high: float) -> st.SearchStrategy[float]:
+    """Multiples of 1/1024: exact in float32 and float64, and so are their sums."""
+    return st.integers(int(low * 1024), int(high * 1024)).map(lambda n: n / 1024)
+
+
+logprobs = exact(-4.0, 0.0)
+advantages = st.one_of(st.just(0.0), exact(-3.0, 3.0))
+tokens_strategy = st.builds(
+    lambda old, d_current, d_rollout, d_reference, advantage: Token(
+        current=old + d_current,
+        old=old,
+        rollout=old + d_rollout,
+        advantage=advantage,
+        reference=old + d_reference,
+    ),
+    logprobs,
+    exact(-1.0, 1.0),
+    exact(-1.5, 1.5),
+    exact(-1.0, 1.0),
+    advantages,
+)
+configs = st.builds(
+    AlgorithmConfig,
+    eps_clip_low=st.sampled_from([0.1, 0.2, 0.5]),
+    eps_clip_high=st.sampled_from([0.1, 0.28, 0.4]),
+    correction=st.sampled_from(["none", "truncated"]),
+    correction_cap=st.sampled_from([1.0, 2.0]),
+    kl_coef=st.sampled_from([0.0, 0.04, 1.0]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tokens=st.lists(tokens_strategy, min_size=1, max_size=40), config=configs, others=st.integers(0, 60))
+def test_loss_and_gradient_equal_float64(tokens: list[Token], config: AlgorithmConfig, others: int) -> None:
+    tokens = [token for token in tokens if not near_a_bound(token, config)]
+    denominator = float(max(1, len(tokens)) + others)  # tokens that other ranks hold
+    expected, gradient = reference_loss(tokens, config, denominator)
+    outputs, measured = run(tokens, config, denominator)
+    assert outputs.loss.item() == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+    assert measured.tolist() == pytest.approx(gradient, rel=TOLERANCE, abs=TOLERANCE)
+    if tokens:
+        assert resolve(outputs.metrics)["loss"] == pytest.approx(
+            expected * denominator / len(tokens), rel=TOLERANCE, abs=TOLERANCE
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.lists(tokens_strategy, max_size=12), min_size=1, max_size=6),
+    config=configs,
+    mini_batches=st.integers(1, 3),
+)
+def test_micro_batches_and_mini_batches_add_up(
+    rows: list[list[Token]], config: AlgorithmConfig, mini_batches: int
+) -> None:
+    """Rows may be empty (fully masked). Each mini-batch has its own denominator; its micro-batches, one
+    per row, sum to the loss, gradient and metrics of all its tokens at once."""
+    for k in range(mini_batches):
+        mine = rows[k::mini_batches]
+        flat = [token for row in mine for token in row]
+        denominator = float(max(1, len(flat)))
+        whole, whole_gradient = run(flat, config, denominator)
+        parts = [run(row, config, denominator) for row in mine]
+        assert sum(o.loss.item() for o, _ in parts) == pytest.approx(whole.loss.item(), rel=1e-5, abs=1e-5)
+        gradient = [g for _, part in parts for g in part.tolist()]
+        assert gradient == pytest.approx(whole_gradient.tolist(), rel=1e-6, abs=1e-7)
+        merged = resolve(merge(outputs.metrics for outputs, _ in parts))
+        if mine:
+            assert merged == pytest.approx(resolve(whole.metrics), rel=1e-5, abs=1e-5)
+
+
+def one(ratio: float, advantage: float) -> Token:
+    """A token whose ratio is exact in float32: old is log-prob 0."""
+    return Token(
+        current=math.log(ratio), old=0.0, rollout=0.0, advantage=advantage, reference=math.log(ratio)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.5, 1.0, -1.25, 0.0),  # above the bound, wants up: clipped
+        (1.5, -1.0, 1.5, 1.5),  # above the bound, wants down: not clipped
+        (0.25, -1.0, 0.5, 0.0),  # below the bound, wants down: clipped
+        (0.25, 1.0, -0.25, -0.25),  # below the bound, wants up: not clipped
+        (1.0, 2.0, -2.0, -2.0),  # on policy: the gradient is -A
+        (3.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_clip_cases(ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    config = AlgorithmConfig(eps_clip_low=0.5, eps_clip_high=0.25)
+    outputs, measured = run([one(ratio, advantage)], config, 1.0)
+    assert outputs.loss.item() == pytest.approx(loss, abs=1e-6)
+    assert measured.tolist() == pytest.approx([gradient], abs=1e-6)
+
+
+def test_a_tie_at_the_bound_is_not_clipped_and_its_loss_is_the_bound() -> None:
+    """On the bound both branches are equal, so the loss is certain; the clip fraction counts neither."""
+    from invrl.algorithms.surrogates import clip, clipped_tokens
+
+    ratio_N = torch.tensor([1.25, 1.25, 0.5, 0.5], requires_grad=True)
+    advantages_N = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    losses_N = clip(ratio_N, advantages_N, eps_clip_low=0.5, eps_clip_high=0.25)
+    assert losses_N.tolist() == [-1.25, 1.25, -0.5, 0.5]
+    losses_N.sum().backward()
+    assert ratio_N.grad is not None
+    assert torch.isfinite(ratio_N.grad).all()
+    clipped = clipped_tokens(ratio_N.detach(), advantages_N, eps_clip_low=0.5, eps_clip_high=0.25)
+    assert not (clipped.low_N | clipped.high_N).any()
+
+
+def test_metrics_count_what_the_clip_and_the_cap_cut() -> None:
+    config = AlgorithmConfig(eps_clip_low=0.2, eps_clip_high=0.2, correction_cap=2.0)
+    tokens = [
+        one(1.5, 1.0),
+        one(0.5, -1.0),
+        one(0.5, -1.0),
+        replace(one(1.0, 1.0), rollout=-2.0),  # old/rollout = e^2, capped at 2
+        one(1.5, -1.0),
+    ]
+    outputs, _ = run(tokens, config, 5.0)
+    metrics = resolve(outputs.metrics)
+    assert metrics["clip_fraction"] == pytest.approx(3 / 5)
+    assert metrics["clip_fraction_low"] == pytest.approx(2 / 5)
+    assert metrics["clip_fraction_high"] == pytest.approx(1 / 5)
+    assert metrics["correction_capped_fraction"] == pytest.approx(1 / 5)
+    assert metrics["correction_mean"] == pytest.approx((4 + 2) / 5)
+    assert metrics["ratio_max"] == pytest.approx(1.5)
+    assert metrics["ratio_mean"] == pytest.approx(1.0)
+    assert metrics["logprob_gap_mean"] == pytest.approx(2 / 5)
+    assert metrics["logprob_gap_max"] == pytest.approx(2.0)
+    assert metrics["kl_reference"] == pytest.approx(0.0)
+    expected_kl = sum(math.exp(-math.log(r)) + math.log(r) - 1 for r in (1.5, 0.5, 0.5, 1.0, 1.5)) / 5
+    assert metrics["approx_kl"] == pytest.approx(expected_kl, rel=1e-5)
+
+
+def test_an_empty_micro_batch_has_a_gradient_path_and_neutral_metrics() -> None:
+    outputs, gradient = run([], AlgorithmConfig(kl_coef=0.1), 0.0)
+    assert outputs.loss.item() == 0.0
+    assert gradient.shape == (0,)
+    full, _ = run([one(1.5, 1.0)], AlgorithmConfig(kl_coef=0.1), 1.0)
+    assert merge([outputs.metrics, full.metrics]) == full.metrics
+
+
+def test_entropy_is_reported_and_does_not_change_the_loss() -> None:
+    zero = torch.zeros(3)
+    inputs = LossInputs(
+        current_N=zero.clone().requires_grad_(),
+        old_N=zero,
+        rollout_N=zero,
+        advantages_N=torch.ones(3),
+        reference_N=None,
+        entropy_N=torch.tensor([1.0, 2.0, 3.0]),
+        denominator=3.0,
+    )
+    outputs = policy_loss(inputs, AlgorithmConfig())
+    assert outputs.loss.item() == -1.0
+    assert resolve(outputs.metrics)["entropy"] == 2.0
+    assert "kl_reference" not in outputs.metrics
+
+
+def test_no_gradient_reaches_old_rollout_or_reference() -> None:
+    tensors = [torch.zeros(2).requires_grad_() for _ in range(4)]
+    current_N, old_N, rollout_N, reference_N = tensors
+    inputs = LossInputs(
+        current_N=current_N,
+        old_N=old_N,
+        rollout_N=rollout_N,
+        advantages_N=torch.ones(2),
+        reference_N=reference_N,
+        entropy_N=None,
+        denominator=2.0,
+    )
+    policy_loss(inputs, AlgorithmConfig(kl_coef=1.0)).loss.backward()
+    assert current_N.grad is not None
+    assert old_N.grad is None
+    assert rollout_N.grad is None
+    assert reference_N.grad is None
+
+
+def test_wrong_inputs_are_refused() -> None:
+    zero = torch.zeros(2)
+    with pytest.raises(ValueError, match="one shape"):
+        LossInputs(
+            current_N=zero,
+            old_N=torch.zeros(3),
+            rollout_N=zero,
+            advantages_N=zero,
+            reference_N=None,
+            entropy_N=None,
+            denominator=2.0,
+        )
+    inputs = LossInputs(
+        current_N=zero,
+        old_N=zero,
+        rollout_N=zero,
+        advantages_N=zero,
+        reference_N=None,
+        entropy_N=None,
+        denominator=1.0,
+    )
+    with pytest.raises(ValueError, match="denominator"):
+        policy_loss(inputs, AlgorithmConfig())
+    with pytest.raises(ValueError, match="no reference"):
+        policy_loss(inputs, AlgorithmConfig(kl_coef=0.1))
+
+
+def test_a_surrogate_of_the_users_replaces_the_built_in() -> None:
+    def unclipped(
+        ratio_N: torch.Tensor, advantages_N: torch.Tensor, *, eps_clip_low: float, eps_clip_high: float
+    ) -> torch.Tensor:
+        return -ratio_N * advantages_N
+
+    log_two = torch.full((1,), math.log(2.0))
+    zero = torch.zeros(1)
+    inputs = LossInputs(
+        current_N=log_two.requires_grad_(),
+        old_N=zero,
+        rollout_N=zero,
+        advantages_N=torch.ones(1),
+        reference_N=None,
+        entropy_N=None,
+        denominator=1.0,
+    )
+    assert policy_loss(inputs, AlgorithmConfig(), unclipped).loss.item() == pytest.approx(-2.0)
+    assert policy_loss(inputs, AlgorithmConfig(), None).loss.item() == pytest.approx(-1.2)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_values_of_the_fields(name: str) -> None:
+    config = AlgorithmConfig.model_validate(PRESETS[name])
+    assert {field: getattr(config, field) for field in PRESETS[name]} == PRESETS[name]

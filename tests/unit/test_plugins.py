@@ -1,0 +1,143 @@
+"""Import paths: what loads, and what each mistake is answered with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from invrl.algorithms.advantages import ADVANTAGES
+from invrl.algorithms.surrogates import SURROGATES
+from invrl.errors import ConfigError, PluginError
+from invrl.plugins import (
+    is_group_form,
+    load_advantage,
+    load_group_filter,
+    load_policy_loss,
+    load_reward_function,
+    load_rollout_function,
+    load_task_source,
+)
+
+GOOD = """
+import functools
+
+async def rollout(task, endpoint): return 1.0
+def sync_rollout(task, endpoint, *, retries=3): return 1.0
+def anything(*args, **kwargs): return 1.0
+async def judged(task, endpoints): return [1.0]
+judged.group = True
+def reward(task, result): return 0.0
+def tasks(split, seed): return iter(())
+def keep(group): return None
+def advantage(rewards_G, *, eps): return rewards_G
+def loss(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high): return -ratio_N
+
+class Agent:
+    def __init__(self, n): self.n = n
+    async def __call__(self, task, endpoint): return self.n
+    async def run(self, task, endpoint): return self.n
+agent = Agent(3)
+partial = functools.partial(lambda n, task, endpoint: n, 2)
+
+def one_argument(task): return 1.0
+def three(task, endpoint, model): return 1.0
+def keyword_needed(task, endpoint, *, model): return 1.0
+def no_eps(rewards_G): return rewards_G
+def positional_eps(rewards_G, epsilon): return rewards_G
+number = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder as the working directory, not on the Python path; forgotten afterwards."""
+    import sys
+
+    (tmp_path / "my_agent.py").write_text(GOOD)
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").write_text("")
+    (tmp_path / "my_package" / "rewards.py").write_text("def exact(task, result): return 1.0\n")
+    (tmp_path / "raises.py").write_text("import os\n\n1 / 0\n")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
+    (tmp_path / "needs.py").write_text("import a_library_nobody_has\n")
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in {"my_agent", "my_package"}:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["rollout", "sync_rollout", "anything", "agent", "agent.run", "partial", "judged"]
+)
+def test_rollout_functions_that_fit(here: Path, name: str) -> None:
+    function = load_rollout_function(f"my_agent:{name}")
+    assert callable(function)
+    assert is_group_form(function) == (name == "judged")
+
+
+def test_the_other_plug_points(here: Path) -> None:
+    assert load_reward_function("my_agent:reward").__name__ == "reward"  # type: ignore[attr-defined]
+    assert callable(load_reward_function("my_package.rewards:exact"))
+    assert list(load_task_source("my_agent:tasks")("train", 0)) == []
+    assert load_group_filter("my_agent:keep", {})(None) is None  # type: ignore[arg-type]
+    assert callable(load_advantage("my_agent:advantage", ADVANTAGES))
+    assert callable(load_policy_loss("my_agent:loss", SURROGATES))
+
+
+def test_built_in_names_come_first() -> None:
+    assert load_advantage("dr_grpo", ADVANTAGES) is ADVANTAGES["dr_grpo"]
+    assert load_policy_loss("clip", SURROGATES) is SURROGATES["clip"]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason", "fix"),
+    [
+        ("", "not of the form module:name", "module:name"),
+        ("my_agent", "not of the form module:name", "module:name"),
+        ("my_agent:", "not of the form module:name", "module:name"),
+        ("my/agent.py:rollout", "not of the form module:name", "module:name"),
+        ("my_agnet:rollout", "no module 'my_agnet'", "did you mean 'my_agent'"),
+        ("my_package.reward:exact", "no module 'my_package.reward'", "did you mean 'my_package.rewards'"),
+        ("nowhere_at_all_xyz.deep:f", "no module 'nowhere_at_all_xyz'", "as Python imports it"),
+        ("raises:f", "ZeroDivisionError: division by zero", 'python -c "import raises"'),
+        ("raises:f", "raises.py:3", "import raises"),
+        ("exits:f", "SystemExit: 3", "import exits"),
+        ("needs:f", "No module named 'a_library_nobody_has'", "import needs"),
+        ("syntax:f", "SyntaxError", "import syntax"),
+        ("my_agent:rolout", "my_agent has no 'rolout'", "did you mean 'rollout'"),
+        ("my_agent:agent.runn", "has no 'agent.runn'", "did you mean 'run'"),
+        ("my_agent:number", "3 is not callable", "give a function"),
+        ("my_agent:Agent", "a class", "give a function"),
+        ("my_agent:one_argument", "(task) does not take", "one_argument(task, endpoint)"),
+        ("my_agent:three", "missing a required argument: 'model'", "three(task, endpoint)"),
+        ("my_agent:keyword_needed", "missing a required", "keyword_needed(task, endpoint)"),
+    ],
+)
+def test_mistakes_name_the_field_the_reason_and_the_fix(here: Path, path: str, reason: str, fix: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        load_rollout_function(path)
+    error = caught.value
+    assert isinstance(error, ConfigError)
+    assert (error.field, error.value) == ("rollout_function_path", path)
+    assert reason in error.reason
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize("name", ["no_eps", "positional_eps"])
+def test_keyword_parameters_are_part_of_the_call(here: Path, name: str) -> None:
+    with pytest.raises(PluginError, match=r"eps") as caught:
+        load_advantage(f"my_agent:{name}", ADVANTAGES)
+    assert caught.value.fix == f"write it as {name}(rewards_G, *, eps)"
+
+
+def test_a_mistyped_built_in_is_told_the_names() -> None:
+    with pytest.raises(PluginError) as caught:
+        load_advantage("grpoo", ADVANTAGES)
+    assert "did you mean 'grpo'" in caught.value.fix
+    assert "dr_grpo" in caught.value.fix
