@@ -1,0 +1,116 @@
+"""The reward curve, and held-out results before and after, as one picture from metrics.jsonl alone.
+
+Works for a dead run too: `python -m invrl.report RUN_FOLDER`, or `invrl report RUN_FOLDER`. Called by
+`cluster.py` at the end of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from invrl.errors import ConfigError
+
+Json = dict[str, float | None]
+REWARD, REWARD_STD = "rollout/reward_mean", "rollout/reward_std"
+EVAL_PREFIX = "eval/"
+EVAL_PARTS = ("accuracy", "reward")
+"""What counts as a held-out result: `eval/` metrics whose last word is one of these, or starts so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One metric over steps."""
+
+    name: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+def read_metrics(path: Path) -> list[Json]:
+    """The rows of metrics.jsonl; a torn last line (a killed run) is left out."""
+    rows: list[Json] = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def curve(rows: Sequence[Json], name: str) -> Curve:
+    """Steps and values of one metric; of a step written twice (a resumed run) the later counts."""
+    points = {int(row["step"] or 0): value for row in rows if (value := row.get(name)) is not None}
+    steps = tuple(sorted(points))
+    return Curve(name=name, steps=steps, values=tuple(points[step] for step in steps))
+
+
+def eval_names(rows: Sequence[Json]) -> list[str]:
+    """Held-out results in these rows."""
+    names = {name for row in rows for name in row if name.startswith(EVAL_PREFIX)}
+    return sorted(
+        n for n in names if n.rpartition("/")[2].split("_")[0] in EVAL_PARTS or n.endswith(EVAL_PARTS)
+    )
+
+
+def write_report(run_folder: Path) -> Path:
+    """Draw `report/reward.png` in the run folder and return its path.
+
+    Raises ConfigError if the folder holds no metrics.
+    """
+    metrics = run_folder / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    if not rows:
+        raise ConfigError(
+            field="run folder",
+            value=str(run_folder),
+            reason="no steps in metrics.jsonl",
+            fix="give a run's folder",
+        )
+    picture = run_folder / "report" / "reward.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    _draw(rows, run_folder.name, picture)
+    return picture
+
+
+def _draw(rows: Sequence[Json], title: str, picture: Path) -> None:
+    # Agg through the object interface: no display, no global state of pyplot.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    reward, spread = curve(rows, REWARD), curve(rows, REWARD_STD)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(
+        reward.steps, reward.values, color="C0", linewidth=1.2, label="training reward (mean of the batch)"
+    )
+    if spread.steps == reward.steps:
+        low = [mean - std for mean, std in zip(reward.values, spread.values, strict=True)]
+        high = [mean + std for mean, std in zip(reward.values, spread.values, strict=True)]
+        axes.fill_between(reward.steps, low, high, color="C0", alpha=0.12, linewidth=0)
+    for i, name in enumerate(eval_names(rows)):
+        held_out = curve(rows, name)
+        color = f"C{i + 1}"
+        axes.plot(
+            held_out.steps, held_out.values, "o--", color=color, label="held out: " + name[len(EVAL_PREFIX) :]
+        )
+        for step, value in {(s, v) for s, v in zip(held_out.steps, held_out.values, strict=True)}:
+            axes.annotate(
+                f"{value:.2f}", (step, value), xytext=(4, 4), textcoords="offset points", color=color
+            )
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    axes.set_ylabel("reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", fontsize="small")
+    figure.savefig(picture, dpi=120)
+
+
+if __name__ == "__main__":
+    print(write_report(Path(sys.argv[1])))

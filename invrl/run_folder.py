@@ -1,0 +1,128 @@
+"""A run's folder: where everything that a viewer needs is, also for a dead run.
+
+Invariant: a folder belongs to one configuration; it is refused to another. Called by `cli.py`, which
+hands it to `cluster.py`; every component writes only at the paths named here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from invrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from invrl.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """Paths of a run; all absolute."""
+
+    path: Path
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.resolved.toml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def store_path(self) -> Path:
+        """SQLite: sessions, turns, outbox (`run_store.py`)."""
+        return self.path / "run.sqlite"
+
+    @property
+    def ledger_path(self) -> Path:
+        """SQLite: the buffer's ledger."""
+        return self.path / "ledger.sqlite"
+
+    @property
+    def tensorboard_path(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report"
+
+    def log_path(self, process: str) -> Path:
+        """Log file of the process of this name."""
+        return self.path / "logs" / f"{process}.log"
+
+
+def make_run_folder(config: Config) -> RunFolder:
+    """Create the folder (or reopen that of the same configuration) and write the configuration down.
+
+    Raises ConfigError if the folder holds another configuration, or things that are not a run's.
+    """
+    root = Path(config.run.run_root).expanduser().absolute()
+    name = config.run.run_name
+    if Path(name).name != name or name in (".", ".."):
+        raise ConfigError(
+            field="run.run_name", value=name, reason="a name, not a path", fix="give the folder as --run-root"
+        )
+    try:
+        path = root / name if name else _new_by_time(root)
+        path.mkdir(parents=True, exist_ok=True)
+        folder = RunFolder(path=path)
+        _check_holder(folder, config)
+        for sub in (path / "logs", folder.checkpoints_path, folder.report_path):
+            sub.mkdir(exist_ok=True)
+        _write_atomically(folder.config_path, config.to_toml())
+    except OSError as error:
+        raise ConfigError(
+            field="run.run_root",
+            value=str(root),
+            reason=f"cannot be written: {error}",
+            fix="give a writable --run-root",
+        ) from error
+    return folder
+
+
+def _new_by_time(root: Path) -> Path:
+    """A folder nobody else made: mkdir is the test, so two runs of one second get two folders."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
+        path = root / (stamp + suffix)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise OSError(f"{root} has a hundred runs of {stamp}")
+
+
+def _check_holder(folder: RunFolder, config: Config) -> None:
+    if not folder.config_path.exists():
+        if any(folder.path.iterdir()):
+            raise ConfigError(
+                field="run.run_name",
+                value=folder.path.name,
+                reason=f"{folder.path} is not empty and is not a run folder",
+                fix="choose another --run-name",
+            )
+        return
+    before, now = folder.config_path.read_text().splitlines(), config.to_toml().splitlines()
+    if before != now:
+        changed = sorted(set(now) - set(before)) or sorted(set(before) - set(now))
+        raise ConfigError(
+            field="run.run_name",
+            value=folder.path.name,
+            reason=f"{folder.path} holds a run with another configuration; now: {'; '.join(changed[:3])}",
+            fix="choose another --run-name, or repeat that configuration",
+        )
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    os.replace(new, path)
