@@ -1,0 +1,198 @@
+"""The one place in the trainer that knows CPU from CUDA.
+
+`prepare()` must run before any module of Megatron is imported (`rank.py` does it first). On CUDA it
+changes nothing in torch. On a CPU it makes megatron-core 0.16.1 run: what Megatron asks of
+`torch.cuda` is answered for the CPU. Wherever TransformerEngine is absent, it repairs how the
+distributed optimizer loads torch's AdamW (the step counts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
+_CPU = torch.device("cpu")
+_prepared = False
+
+TRAIN_ENV = {
+    "OMP_NUM_THREADS": "1",
+    # Activations and logits are tens of megabytes. By default malloc maps them afresh each time and the
+    # kernel zeroes every page; these keep freed memory in the process.
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+"""Environment of a trainer rank on CPU; it must be set before the process starts."""
+
+
+def on_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else _CPU
+
+
+def backend() -> str:
+    """The process group's backend."""
+    return "nccl" if on_cuda() else "gloo"
+
+
+def prepare() -> None:
+    """Idempotent; call it before importing Megatron."""
+    global _prepared
+    if _prepared:
+        return
+    _prepared = True
+    if not on_cuda():
+        _stand_in_for_cuda()
+        _keep_megatron_on_cpu()
+    _repair_distributed_optimizer()
+
+
+def fuse_adam(optimizer: MegatronOptimizer) -> None:
+    """On CPU torch's AdamW makes a pass over memory per operation unless it is told to fuse them."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for part in chained:
+        if isinstance(part.optimizer, torch.optim.AdamW) and not on_cuda():
+            for group in part.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+
+
+def _stand_in_for_cuda() -> None:
+    """Device, memory, stream and random-state calls of `torch.cuda`, on the CPU."""
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    cuda.current_device = lambda: _CPU  # Megatron uses it only as `device=`
+    for owner, name in (
+        (cuda, "set_device"),
+        (cuda, "synchronize"),
+        (cuda, "empty_cache"),
+        (cuda.nvtx, "range_push"),
+        (cuda.nvtx, "range_pop"),
+    ):  # a function of its own for each: dynamo, if it is ever imported, refuses one under two names
+        setattr(owner, name, lambda *args, **kwargs: None)
+    tensor.cuda = lambda self, *args, **kwargs: self
+    module.cuda = lambda self, *args, **kwargs: self
+    # `with torch.device(...)` knows factories by identity: let it note them before they are wrapped.
+    _device_constructors()
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
+        setattr(torch, name, _factory(getattr(torch, name)))
+
+    tensor_type = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Megatron compares with 'torch.cuda.FloatTensor'."""
+        answer = tensor_type(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    tensor.type = type_name
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = lambda *args, **kwargs: _Stream()
+    cuda.default_stream = lambda *args, **kwargs: _Stream()
+    cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+class _Stream:
+    """A CUDA stream or event where everything has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _nothing(self, *args: Any) -> None:
+        pass
+
+    wait_stream = wait_event = record = wait = synchronize = _nothing
+
+    def record_event(self, *args: Any) -> _Stream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+
+def _factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.zeros(..., device="cuda")` and its kin, on the CPU."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return made
+
+
+def _keep_megatron_on_cpu() -> None:
+    compiler: Any = torch.compile
+    fuse: Any = lambda function: function  # noqa: E731
+    torch.compile = fuse  # importing Megatron decorates its fused functions; inductor is for the GPU
+    try:
+        import megatron.core.jit as jit
+
+        jit.disable_jit_fuser()
+    finally:
+        torch.compile = compiler
+    import megatron.core.tensor_parallel.random as random
+
+    rng: Any = random
+    rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    rng._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # Its tracker warns that the CPU's random state moved; here that is the state it keeps.
+    logging.getLogger(random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def _repair_distributed_optimizer() -> None:
+    """Without TransformerEngine or Apex the optimizer is torch's AdamW, whose state holds a `step`
+    tensor per parameter. Megatron's template for loading lacks it, its copy drops it, and after a
+    load every parameter shares one tensor, so each step counts many times."""
+    import megatron.core.optimizer.distrib_optimizer as module
+
+    if module.HAVE_APEX_OR_TE:
+        return
+    owner: Any = module.DistributedOptimizer
+    state_dict, load_state_dict = owner.state_dict, owner.load_state_dict
+    set_states = owner._set_main_param_and_optimizer_states
+
+    def state_dict_with_steps(self: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if "step" not in self.optimizer.state[parameter]:
+                    self.optimizer.state[parameter].update(
+                        step=torch.tensor(0.0),
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
+                    )
+        return state_dict(self)
+
+    def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> Any:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        return set_states(self, model_param, {**tensors, "step": tensors.get("step", state.get("step"))})
+
+    def load_with_own_steps(self: Any, state: Any) -> None:
+        load_state_dict(self, state)
+        for own in self.optimizer.state.values():
+            own["step"] = own["step"].clone()
+
+    owner.state_dict, owner.load_state_dict = state_dict_with_steps, load_with_own_steps
+    owner._set_main_param_and_optimizer_states = set_states_with_step

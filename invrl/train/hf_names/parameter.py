@@ -1,0 +1,86 @@
+"""How one Megatron parameter is made of Hugging Face tensors: the vocabulary of the name files.
+
+Invariant: `split(join(tensors)) == tensors`, byte for byte. A name file is a table; how tensors are
+fused is here, once. (With tensor parallelism each tensor is sliced before `join` and gathered after
+`split`; this table stays as it is.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Fusion = Literal["plain", "qkv", "stack"]
+"""plain: one tensor as it is. qkv: rows interleaved by key-value group (its queries, its key, its
+value). stack: one under the other (gate, up)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """`{}` in the names is the layer's number."""
+
+    megatron: str
+    hugging_face: tuple[str, ...]
+    fusion: Fusion = "plain"
+
+    def at(self, layer: int) -> Parameter:
+        return Parameter(
+            megatron=self.megatron.format(layer),
+            hugging_face=tuple(name.format(layer) for name in self.hugging_face),
+            fusion=self.fusion,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family's parameters in the order in which they are sent, and what its attention has extra.
+    What an engine fuses (q, k, v; gate, up) stands back to back."""
+
+    before: tuple[Parameter, ...]
+    layer: tuple[Parameter, ...]
+    after: tuple[Parameter, ...]
+    head: Parameter
+    """Absent where the embedding is tied."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def parameters(self, *, layers: int, tied: bool) -> list[Parameter]:
+        numbered = [parameter.at(layer) for layer in range(layers) for parameter in self.layer]
+        return [*self.before, *numbered, *self.after, *(() if tied else (self.head,))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """What the interleaving of qkv depends on."""
+
+    groups: int
+    """Key-value heads."""
+    queries_per_group: int
+    head_dim: int
+
+
+def join(fusion: Fusion, tensors: list[torch.Tensor], heads: Heads) -> torch.Tensor:
+    """Hugging Face tensors -> the Megatron parameter."""
+    import torch
+
+    if fusion == "plain":
+        (tensor,) = tensors
+        return tensor
+    if fusion == "stack":
+        return torch.cat(tensors)
+    by_group = [tensor.reshape(heads.groups, -1, *tensor.shape[1:]) for tensor in tensors]
+    return torch.cat(by_group, dim=1).flatten(0, 1)
+
+
+def split(fusion: Fusion, tensor: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
+    """The inverse of `join`. Views where possible; each is contiguous."""
+    if fusion == "plain":
+        return [tensor]
+    if fusion == "stack":
+        return list(tensor.chunk(2))
+    by_group = tensor.reshape(heads.groups, -1, *tensor.shape[1:])
+    rows = [heads.queries_per_group * heads.head_dim, heads.head_dim, heads.head_dim]
+    return [part.flatten(0, 1).contiguous() for part in by_group.split(rows, dim=1)]

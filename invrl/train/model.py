@@ -1,0 +1,126 @@
+"""The policy: Megatron's GPTModel from a Hugging Face config, over packed rows.
+
+`PolicyModel.forward` gives log-probs of the wanted tokens; the vocabulary projection is computed at
+the rows that predict one, and nowhere else. Imported after `device.prepare()`, by `rank.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from invrl.train import device
+from invrl.train.attention import PackedRow, TreeAttention
+from invrl.train.hf_config import HuggingFaceConfig
+from invrl.train.hf_names.families import FAMILIES
+from invrl.train.logprobs import token_logprobs
+from invrl.train.packing import MicroBatch
+from invrl.train.weights import load_weights
+
+
+class PolicyModel(GPTModel):
+    """A decoder that answers with log-probs, not with logits."""
+
+    def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore
+        """Log-probs and entropies of the wanted tokens, float32 [N] each."""
+        at, dtype = device.device(), self.config.params_dtype
+        tokens_P, positions_P, predict_from_N, targets_N, temperature_N = (
+            torch.from_numpy(array).to(at)
+            for array in (
+                micro_batch.tokens_P,
+                micro_batch.positions_P,
+                micro_batch.predict_from_N,
+                micro_batch.targets_N,
+                micro_batch.temperature_N,
+            )
+        )
+        # [P, 1, hidden]: one row, the batch axis is Megatron's.
+        hidden = self.embedding(input_ids=tokens_P[None], position_ids=positions_P[None])
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary(positions_P),
+            packed_seq_params=PackedRow.of(micro_batch, at, dtype),
+        )
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden.index_select(0, predict_from_N), weight=weight)
+        return token_logprobs(logits.squeeze(1), targets_N, temperature_N)
+
+    def _rotary(self, positions_P: torch.Tensor) -> torch.Tensor:
+        """Angles [P, 1, 1, head_dim] of each token's own position."""
+        inv_freq = self.rotary_pos_emb.inv_freq.to(positions_P.device)
+        angles = torch.outer(positions_P.float(), inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+def build_model(
+    config: HuggingFaceConfig, folder: str | Path, dtype: torch.dtype, options: Mapping[str, Any]
+) -> PolicyModel:
+    """The model with the folder's weights, on this rank's device. `options`: TransformerConfig fields
+    given by the user, checked by `megatron_args`."""
+    transformer = transformer_config(config, dtype, options)
+    layer = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.self_attention.submodules.core_attention = TreeAttention
+    model = PolicyModel(
+        config=transformer,
+        transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
+            layer_specs=[layer] * config.num_layers,
+            layer_norm=WrappedTorchNorm,  # pyright: ignore[reportArgumentType]
+        ),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_positions,
+        share_embeddings_and_output_weights=config.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=config.rope_theta,  # pyright: ignore[reportArgumentType]
+        rope_scaling=config.rope_factor is not None,
+        rope_scaling_factor=config.rope_factor or 1.0,
+    )
+    load_weights(model, config, folder)
+    return model.to(device.device())
+
+
+def transformer_config(
+    config: HuggingFaceConfig, dtype: torch.dtype, options: Mapping[str, Any]
+) -> TransformerConfig:
+    """Megatron's description of the model: the same function as Hugging Face's, no fused kernels that
+    need TransformerEngine or Apex."""
+    family = FAMILIES[config.model_type]
+    fields: dict[str, Any] = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_query_groups": config.num_kv_heads,
+        "kv_channels": config.head_dim,
+        "ffn_hidden_size": config.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": family.qkv_bias,
+        "qk_layernorm": family.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": True,
+        "perform_initialization": False,  # every weight is loaded
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        # Set before DDP is built: losses are sums over global denominators, gradients are summed.
+        "calculate_per_token_loss": True,
+    }
+    return TransformerConfig(**fields | dict(options))

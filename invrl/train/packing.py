@@ -1,0 +1,322 @@
+"""Packing: training rows become micro-batches in which a shared prefix is computed once.
+
+Sorted row by row, sequences that share a prefix are neighbours, so one pass over the sorted rows lays
+out a prefix trie: each row adds only the tokens after its longest common prefix with the row before
+it. The rows that share their first token are a tree, and a token attends to its own ancestors only,
+at its own depth: the result is what each row alone would give. Tokens after the last trained one,
+and that one itself (it is only predicted), are not computed at all.
+
+Pure numpy, called by `step.py`, `logprobs.py` (rank side) and `train_handle.py` (sharding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.types import TrainBatch, TrainSample
+
+DENSE_TREE_TOKENS = 256
+"""A branching tree of at most this many tokens is one attention call under a mask of tokens^2; a
+larger one is a call per branch, over the branch's ancestors and itself."""
+QUERY_CHUNK = 1024
+"""Queries of one masked call: bounds the mask of a long branch."""
+ATTENTION_TOKENS = 4096
+"""Context length at which a token's attention costs as much as the rest of the model (balance only)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """A sequence, and the tokens in it whose log-prob is wanted."""
+
+    tokens_T: NDArray[np.int32]
+    wanted_N: NDArray[np.int64]
+    """Places of those tokens, ascending, each >= 1."""
+    temperature: float
+
+    @property
+    def computed(self) -> int:
+        """Tokens the model must see: those before the last wanted one."""
+        return int(self.wanted_N[-1]) if len(self.wanted_N) else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionBlock:
+    """Queries [start, end) of a micro-batch attend to `prefix`, then to [start, end)."""
+
+    start: int
+    end: int
+    prefix_K: NDArray[np.int64]
+    """Places of the ancestors, root first."""
+    mask_QK: NDArray[np.bool_] | None
+    """[end - start, len(prefix) + end - start]; None: no prefix, and causal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """P packed tokens; N wanted ones, row by row in the order of `rows`."""
+
+    tokens_P: NDArray[np.int64]
+    positions_P: NDArray[np.int64]
+    blocks: tuple[AttentionBlock, ...]
+    predict_from_N: NDArray[np.int64]
+    """Place of the packed token whose output predicts each wanted token."""
+    targets_N: NDArray[np.int64]
+    temperature_N: NDArray[np.float32]
+    rows: tuple[tuple[int, NDArray[np.int64]], ...]
+    """(index of the row, its wanted places), for the values that go with the wanted tokens."""
+
+    def pick(self, arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        """Values [N] of the wanted tokens, from one array [T] per row."""
+        if not self.rows:
+            return np.empty(0, np.float32)
+        return np.concatenate([arrays[index][wanted_N] for index, wanted_N in self.rows])
+
+    def place(self, values_N: NDArray[np.float32], arrays: Sequence[NDArray[np.float32]]) -> None:
+        """The inverse of `pick`: write the values into one array [T] per row."""
+        at = 0
+        for index, wanted_N in self.rows:
+            arrays[index][wanted_N] = values_N[at : at + len(wanted_N)]
+            at += len(wanted_N)
+
+
+def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
+    """One row per sample; the trained tokens are wanted."""
+    return [
+        Row(
+            tokens_T=sample.tokens_T,
+            wanted_N=np.flatnonzero(sample.loss_mask_T),
+            temperature=sample.temperature,
+        )
+        for sample in samples
+    ]
+
+
+def pack(rows: Sequence[Row], *, max_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` packed tokens (a longer row stands alone), at least one:
+    a rank without data still takes part in the step, with an empty micro-batch. Rows that want nothing
+    are left out."""
+    order = [index for index, row in enumerate(rows) if row.computed]
+    if share_prefixes:
+        order.sort(key=lambda index: _sort_key(rows[index].tokens_T))
+    layout = _Layout(share_prefixes)
+    packed: list[MicroBatch] = []
+    for index in order:
+        if layout.size and layout.size + layout.added_by(rows[index]) > max_tokens:
+            packed.append(layout.micro_batch())
+            layout = _Layout(share_prefixes)
+        layout.add(index, rows[index])
+    packed.append(layout.micro_batch() if layout.size else _EMPTY)
+    return packed
+
+
+def _sort_key(tokens_T: NDArray[np.int32]) -> bytes:
+    """Byte order is token order, as ids are not negative."""
+    return tokens_T.astype(">u4").tobytes()
+
+
+def common_prefix(a_T: NDArray[np.integer], b_T: NDArray[np.integer]) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(a_T), len(b_T))
+    differs = a_T[:length] != b_T[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """A run of tokens [start, end) and the places of its ancestors."""
+
+    start: int
+    end: int
+    ancestors_K: NDArray[np.int64]
+
+
+class _Layout:
+    """A micro-batch under construction: rows come in sorted order."""
+
+    def __init__(self, share_prefixes: bool) -> None:
+        self.size = 0
+        self._share = share_prefixes
+        self._tokens: list[NDArray[np.int32]] = []
+        self._trees: list[list[_Branch]] = []
+        self._last_T = np.empty(0, np.int32)
+        self._last_places_T = np.empty(0, np.int64)
+        self._predict_from: list[NDArray[np.int64]] = []
+        self._targets: list[NDArray[np.int32]] = []
+        self._temperatures: list[NDArray[np.float32]] = []
+        self._positions: list[NDArray[np.int64]] = []
+        self._rows: list[tuple[int, NDArray[np.int64]]] = []
+
+    def added_by(self, row: Row) -> int:
+        return row.computed - self._shared(row)
+
+    def _shared(self, row: Row) -> int:
+        return common_prefix(self._last_T, row.tokens_T[: row.computed]) if self._share else 0
+
+    def add(self, index: int, row: Row) -> None:
+        shared, tokens_T = self._shared(row), row.tokens_T[: row.computed]
+        added = len(tokens_T) - shared
+        ancestors_K = self._last_places_T[:shared]
+        places_T = np.concatenate([ancestors_K, np.arange(self.size, self.size + added)])
+        if added:
+            if shared == 0:
+                self._trees.append([])
+            self._trees[-1].append(_Branch(self.size, self.size + added, ancestors_K))
+            self._tokens.append(tokens_T[shared:])
+            self._positions.append(np.arange(shared, len(tokens_T)))
+            self._last_T, self._last_places_T = tokens_T, places_T
+            self.size += added
+        self._predict_from.append(places_T[row.wanted_N - 1])
+        self._targets.append(row.tokens_T[row.wanted_N])
+        self._temperatures.append(np.full(len(row.wanted_N), row.temperature, np.float32))
+        self._rows.append((index, row.wanted_N))
+
+    def micro_batch(self) -> MicroBatch:
+        return MicroBatch(
+            tokens_P=np.concatenate(self._tokens).astype(np.int64),
+            positions_P=np.concatenate(self._positions),
+            blocks=tuple(block for tree in self._trees for block in _blocks(tree)),
+            predict_from_N=np.concatenate(self._predict_from),
+            targets_N=np.concatenate(self._targets).astype(np.int64),
+            temperature_N=np.concatenate(self._temperatures),
+            rows=tuple(self._rows),
+        )
+
+
+_NOWHERE = np.empty(0, np.int64)
+_EMPTY = MicroBatch(
+    tokens_P=np.zeros(1, np.int64),
+    positions_P=np.zeros(1, np.int64),
+    blocks=(AttentionBlock(start=0, end=1, prefix_K=_NOWHERE, mask_QK=None),),
+    predict_from_N=_NOWHERE,
+    targets_N=_NOWHERE,
+    temperature_N=np.empty(0, np.float32),
+    rows=(),
+)
+
+
+def _blocks(tree: list[_Branch]) -> list[AttentionBlock]:
+    """The attention calls of one tree."""
+    start, end = tree[0].start, tree[-1].end
+    if len(tree) > 1 and end - start <= DENSE_TREE_TOKENS:
+        mask_QK = np.zeros((end - start, end - start), np.bool_)
+        for branch in tree:
+            rows = slice(branch.start - start, branch.end - start)
+            mask_QK[rows, branch.ancestors_K - start] = True
+            mask_QK[rows, rows] = np.tri(branch.end - branch.start, dtype=np.bool_)
+        return [AttentionBlock(start=start, end=end, prefix_K=_NOWHERE, mask_QK=mask_QK)]
+    blocks: list[AttentionBlock] = []
+    for branch in tree:
+        if not len(branch.ancestors_K):
+            blocks.append(
+                AttentionBlock(start=branch.start, end=branch.end, prefix_K=_NOWHERE, mask_QK=None)
+            )
+            continue
+        for at in range(branch.start, branch.end, QUERY_CHUNK):
+            chunk = min(QUERY_CHUNK, branch.end - at)
+            prefix_K = np.concatenate([branch.ancestors_K, np.arange(branch.start, at)])
+            mask_QK = np.tri(chunk, len(prefix_K) + chunk, len(prefix_K), dtype=np.bool_)
+            blocks.append(AttentionBlock(start=at, end=at + chunk, prefix_K=prefix_K, mask_QK=mask_QK))
+    return blocks
+
+
+# ------------------------------------------------------------------ mini-batches and ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankBatch:
+    """One rank's work: its share of each mini-batch (one optimizer step each). Totals in a mini-batch
+    are of the whole mini-batch over all ranks: its denominators."""
+
+    batch_id: int
+    mini_batches: tuple[TrainBatch, ...]
+
+
+def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
+    """Whole groups, in order, in at most `steps` parts of about equally many groups: with fewer groups
+    than steps there are fewer parts. Parts in which nothing is trained are left out."""
+    groups = list(dict.fromkeys(sample.group_id for sample in batch.samples))
+    part_of = {group: at * min(steps, len(groups)) // len(groups) for at, group in enumerate(groups)}
+    parts: list[list[int]] = [[] for _ in range(min(steps, len(groups)))]
+    for index, sample in enumerate(batch.samples):
+        parts[part_of[sample.group_id]].append(index)
+    return [part for part in (_select(batch, indices) for indices in parts) if part.total_tokens]
+
+
+def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
+    """These samples as a batch of their own, totals included."""
+    samples = tuple(batch.samples[index] for index in indices)
+    return replace(
+        batch,
+        samples=samples,
+        advantages=tuple(batch.advantages[index] for index in indices),
+        total_tokens=int(sum(sample.loss_mask_T.sum() for sample in samples)),
+        total_rollouts=len({(sample.rollout_id, sample.attempt) for sample in samples}),
+        total_samples=len(samples),
+    )
+
+
+def shard_batch(batch: TrainBatch, *, ranks: int, steps: int) -> list[RankBatch]:
+    """Each rank's share of each mini-batch. What a mini-batch holds does not depend on `ranks`."""
+    shards = [_shard(mini_batch, ranks) for mini_batch in mini_batches(batch, steps)]
+    return [
+        RankBatch(batch_id=batch.batch_id, mini_batches=tuple(shard[rank] for shard in shards))
+        for rank in range(ranks)
+    ]
+
+
+def _shard(batch: TrainBatch, ranks: int) -> list[TrainBatch]:
+    """Balance by cost. Groups stay whole where that balances as well as splitting them does: rows of
+    a group share their prompt, and each part of it would compute the prompt again."""
+    best: list[list[int]] = []
+    best_cost = float("inf")
+    for parts in (1, 2, 4, 8) if ranks > 1 else (1,):
+        loads = _assign(batch, ranks, parts)
+        cost = max(_cost(batch, indices) for indices in loads)
+        if cost < best_cost:
+            best, best_cost = loads, cost
+    return [
+        replace(
+            batch,
+            samples=tuple(batch.samples[index] for index in indices),
+            advantages=tuple(batch.advantages[index] for index in indices),
+        )
+        for indices in best
+    ]
+
+
+def _assign(batch: TrainBatch, ranks: int, parts: int) -> list[list[int]]:
+    """Split each group's rollouts into `parts`, then give the costliest part to the least loaded rank.
+    The rows of one rollout stay together."""
+    groups: dict[str, dict[str, list[int]]] = {}
+    for index, sample in enumerate(batch.samples):
+        groups.setdefault(sample.group_id, {}).setdefault(sample.rollout_id, []).append(index)
+    items: list[list[int]] = []
+    for rollouts in groups.values():
+        rows = list(rollouts.values())
+        size = -(-len(rows) // parts)
+        items += [sum(rows[at : at + size], []) for at in range(0, len(rows), size)]
+    costs = [_cost(batch, item) for item in items]
+    loads: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0.0] * ranks
+    for at in sorted(range(len(items)), key=lambda at: -costs[at]):
+        rank = totals.index(min(totals))
+        loads[rank] += items[at]
+        totals[rank] += costs[at]
+    return [sorted(load) for load in loads]
+
+
+def _cost(batch: TrainBatch, indices: Sequence[int]) -> float:
+    """Work of computing these samples together, in tokens: shared prefixes once, attention by depth."""
+    total, last_T = 0.0, np.empty(0, np.int32)
+    rows = [row for row in rows_of(batch.samples[index] for index in indices) if row.computed]
+    for row in sorted(rows, key=lambda row: _sort_key(row.tokens_T)):
+        tokens_T = row.tokens_T[: row.computed]
+        shared, length = common_prefix(last_T, tokens_T), len(tokens_T)
+        total += (length - shared) * (1 + (length + shared) / 2 / ATTENTION_TOKENS)
+        last_T = tokens_T
+    return total

@@ -1,0 +1,102 @@
+"""Weights between a Hugging Face folder, Megatron's parameters, and whoever is sent them.
+
+Invariant: what is exported right after loading is what was loaded, byte for byte, under the same
+names. Called by `model.py` (load), `checkpoint.py` and `weight_sender.py` (export).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from invrl.errors import TrainError
+from invrl.train.hf_config import HuggingFaceConfig
+from invrl.train.hf_names.families import FAMILIES
+from invrl.train.hf_names.parameter import Heads, Parameter, join, split
+from invrl.types import TensorSpec
+
+
+def parameters(config: HuggingFaceConfig) -> list[Parameter]:
+    """The model's parameters, in sending order."""
+    return FAMILIES[config.model_type].parameters(layers=config.num_layers, tied=config.tie_embeddings)
+
+
+def _heads(config: HuggingFaceConfig) -> Heads:
+    return Heads(
+        groups=config.num_kv_heads,
+        queries_per_group=config.num_heads // config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+
+
+def load_weights(model: torch.nn.Module, config: HuggingFaceConfig, folder: str | Path) -> None:
+    """Fill every parameter of `model` from the folder's safetensors, cast to the parameter's dtype.
+    Raises TrainError unless names and shapes fit exactly."""
+    own = dict(model.named_parameters())
+    table = parameters(config)
+    if own.keys() != {parameter.megatron for parameter in table}:
+        differ = own.keys() ^ {parameter.megatron for parameter in table}
+        raise TrainError(f"{config.model_type}: the name file and the model differ in {sorted(differ)[:5]}")
+    files = _tensor_files(Path(folder))
+    wanted = {name for parameter in table for name in parameter.hugging_face}
+    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
+    if differ := wanted ^ (files.keys() - ignored):
+        raise TrainError(f"{folder}: tensors missing from it or unknown to us: {sorted(differ)[:5]}")
+    opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
+    with torch.no_grad():
+        for parameter in table:
+            tensors = [opened[files[name]].get_tensor(name) for name in parameter.hugging_face]
+            joined = join(parameter.fusion, tensors, _heads(config))
+            target = own[parameter.megatron]
+            if target.shape != joined.shape:
+                raise TrainError(
+                    f"{folder}: {parameter.hugging_face} give {tuple(joined.shape)}, "
+                    f"{parameter.megatron} is {tuple(target.shape)}"
+                )
+            target.copy_(joined)
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise TrainError(f"{folder} holds no model.safetensors")
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def export_weights(
+    model: torch.nn.Module, config: HuggingFaceConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, contiguous tensor in `dtype`), in sending order. A tensor may be a view of the
+    model's own memory: use it before the next training step."""
+    own = dict(model.named_parameters())
+    for parameter in parameters(config):
+        tensor = own[parameter.megatron].detach()
+        parts = split(parameter.fusion, tensor, _heads(config))
+        for name, part in zip(parameter.hugging_face, parts, strict=True):
+            yield name, part.to(dtype)
+
+
+def weight_specs(
+    model: torch.nn.Module, config: HuggingFaceConfig, dtype: torch.dtype
+) -> tuple[TensorSpec, ...]:
+    """What `export_weights` will give."""
+    own = dict(model.named_parameters())
+    return tuple(
+        TensorSpec(name=name, shape=tuple(part.shape), dtype=str(dtype).removeprefix("torch."))
+        for parameter in parameters(config)
+        for name, part in zip(
+            parameter.hugging_face,
+            split(parameter.fusion, own[parameter.megatron].detach().to("meta"), _heads(config)),
+            strict=True,
+        )
+    )
