@@ -1,0 +1,423 @@
+"""The buffer: a pure state machine from tasks to training batches. No Ray, no clock, no IO.
+
+    lease ──► in flight ──► finished ──► grouped ──► taken ──► trained
+                 │             │            │          │
+                 └─────────────┴────────────┴──────────┴─────► dropped(reason)
+
+Invariants: every place (group, index, attempt) that is leased ends in exactly one state; a rollout is in at
+most one batch; no token in a batch is more than `max_staleness` versions older than the trainer; as long
+as tasks come, a batch comes together. The code does not care what number the staleness bound is.
+
+The loop's order is take → trained → advance → release. Call `advance` once the engines sample under the new
+version: what is leased after it must not begin under the old one, or bound 0 could never be met. `advance`
+with the version unchanged frees the last batch's places (a loop without a trainer). Held by
+`buffer_actor.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from invrl.buffer.config import BufferConfig
+from invrl.buffer.ledger import Ledger, LedgerEntry, Place, RolloutState
+from invrl.buffer.policies import ZERO_VARIANCE, admission_limit, newest_version, oldest_version
+from invrl.errors import BufferStateError
+from invrl.interfaces import GroupFilter
+from invrl.metrics import Max, Mean, Metric, Sum, merge
+from invrl.types import (
+    DropReason,
+    FailedRollout,
+    FailureReason,
+    Group,
+    GroupLease,
+    GroupMember,
+    RolloutSummary,
+    TakenBatch,
+    Task,
+    WeightVersion,
+)
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    """A group that is not taken: its members' current attempts and what has come back."""
+
+    id: str
+    number: int
+    task: Task
+    attempts_G: list[int]
+    to_lease: list[int]
+    """Indices whose current attempt nobody has leased."""
+    finished: dict[int, RolloutSummary] = field(default_factory=dict)
+    passed_over: bool = False
+    """Was ready when a full batch was taken without it."""
+
+    def rollouts(self) -> list[RolloutSummary]:
+        return [self.finished[index] for index in sorted(self.finished)]
+
+    def complete(self) -> bool:
+        return len(self.finished) == len(self.attempts_G)
+
+    def group(self) -> Group:
+        return Group(id=self.id, task_id=self.task.id, rollouts_G=tuple(self.rollouts()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferCounts:
+    """Where the groups are; what a deadline error tells."""
+
+    needed: int
+    ready: int
+    unreleased: int
+    """Of the ready ones, those with tokens of a version whose canary has not passed."""
+    in_flight: int
+    limit: int
+    dropped: dict[str, int]
+    """Groups dropped since the start, by reason."""
+    failed: dict[str, int]
+    """Rollouts failed since the start, by reason."""
+    source_end: str
+    """Why the task source gives no more; "" while it does."""
+
+    @property
+    def can_fill(self) -> bool:
+        """Whether a batch can still come together."""
+        return not self.source_end or self.ready + self.in_flight >= self.needed
+
+    def __str__(self) -> str:
+        text = f"{self.needed} groups; {self.ready} ready"
+        if self.unreleased:
+            text += f" ({self.unreleased} of them wait for their weight version's release)"
+        text += f", {self.in_flight} in flight (at most {self.limit} under way)"
+        for name, counts in (("groups dropped", self.dropped), ("rollouts failed", self.failed)):
+            if counts:
+                text += f"; {name}: " + ", ".join(f"{n} {reason}" for reason, n in sorted(counts.items()))
+        return text + (f"; {self.source_end}" if self.source_end else "")
+
+
+class Buffer:
+    """The state machine. `tasks` is read as groups are leased; `emit` gets every ledger entry."""
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        *,
+        rollout_batch_size: int,
+        n_samples_per_prompt: int,
+        max_attempts: int,
+        tasks: Iterator[Task],
+        group_filter: GroupFilter,
+        emit: Callable[[LedgerEntry], None] | None = None,
+    ) -> None:
+        self.version = WeightVersion(0)
+        self.released = WeightVersion(0)
+        self._max_staleness = config.max_staleness
+        self._batch_size = rollout_batch_size
+        self._group_size = n_samples_per_prompt
+        self._max_attempts = max_attempts
+        self._limit = admission_limit(
+            max_staleness=config.max_staleness,
+            rollout_batch_size=rollout_batch_size,
+            over_sampling_groups=config.over_sampling_groups,
+        )
+        self._tasks = tasks
+        self._source_end = ""
+        self._filter = group_filter
+        self._ledger = Ledger(emit)
+        self._in_flight: dict[str, _OpenGroup] = {}
+        self._ready: dict[str, _OpenGroup] = {}
+        self._replacements: deque[str] = deque()
+        self._batch: TakenBatch | None = None
+        self._batch_trained = False
+        self._groups_leased = 0
+        self._batches_taken = 0
+        self._dropped: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._since: dict[str, Metric] = {}
+        self._closed = False
+
+    # ------------------------------------------------------------------ work out, outcomes in
+
+    def lease(self) -> GroupLease | None:
+        """Replacements of failed members first, then a new group if the bound admits one."""
+        if self._closed:
+            return None
+        if self._replacements:
+            return self._hand_out(self._in_flight[self._replacements.popleft()])
+        if len(self._in_flight) + len(self._ready) + self._groups_taken() >= self._limit:
+            return None
+        task = self._next_task()
+        if task is None:
+            return None
+        number = self._groups_leased
+        self._groups_leased += 1
+        group = _OpenGroup(
+            id=f"g{number}",
+            number=number,
+            task=task,
+            attempts_G=[0] * self._group_size,
+            to_lease=list(range(self._group_size)),
+        )
+        self._in_flight[group.id] = group
+        self._count("groups_leased")
+        return self._hand_out(group)
+
+    def record(self, outcome: RolloutSummary | FailedRollout) -> None:
+        """Idempotent, in any order. An outcome nobody waits for (its place has one already, its group has
+        ended, or it was never leased) is counted and changes nothing."""
+        place = Place(outcome.group_id, outcome.index, outcome.attempt)
+        state = self._ledger.state(place)
+        if state is not RolloutState.IN_FLIGHT:
+            self._count("outcomes_unknown" if state is None else "outcomes_late")
+            return
+        group = self._in_flight[place.group_id]
+        if isinstance(outcome, FailedRollout):
+            self._fail(group, place, outcome.reason, outcome.detail)
+        elif not math.isfinite(outcome.reward):
+            self._fail(group, place, FailureReason.BAD_REWARD, f"reward {outcome.reward}")
+        else:
+            self._move(group, place.index, RolloutState.FINISHED)
+            group.finished[place.index] = outcome
+            self._note({"rollouts_finished": Sum(1), "finished_reward_mean": Mean(outcome.reward)})
+            if self._stale(group):
+                self._drop(group, DropReason.STALE)
+            elif group.complete():
+                self._complete(group)
+
+    # ------------------------------------------------------------------ batches
+
+    def take(self) -> TakenBatch | None:
+        """The next batch of whole groups, oldest first; None while it is not there. Raises
+        BufferStateError while the batch before is out."""
+        if self._batch is not None:
+            raise BufferStateError(f"batch {self._batch.batch_id} is out: call trained and advance first")
+        eligible = [group for group in self._ready.values() if self._is_released(group)]
+        if len(eligible) < self._batch_size:
+            return None
+        eligible.sort(key=lambda group: (oldest_version(group.rollouts()), group.number))
+        batch = TakenBatch(
+            batch_id=self._batches_taken,
+            version=self.version,
+            groups=tuple(group.group() for group in eligible[: self._batch_size]),
+        )
+        for group in eligible[: self._batch_size]:
+            del self._ready[group.id]
+            for index in range(self._group_size):
+                self._move(group, index, RolloutState.TAKEN, batch_id=batch.batch_id)
+        for group in eligible[self._batch_size :]:
+            group.passed_over = True
+        self._batch, self._batch_trained = batch, False
+        self._batches_taken += 1
+        self._note(_staleness(batch))
+        return batch
+
+    def trained(self, batch_id: int) -> None:
+        """The optimizer has seen this batch. Raises BufferStateError unless it is the one that is out."""
+        if self._batch is None or self._batch_trained or self._batch.batch_id != batch_id:
+            raise BufferStateError(f"batch {batch_id} is not out for training")
+        self._end_batch(self._batch, RolloutState.TRAINED, batch_id=batch_id)
+        self._count("groups_trained", len(self._batch.groups))
+        self._batch_trained = True
+
+    def advance(self, version: WeightVersion) -> None:
+        """The trainer holds `version` and the engines sample under it. What is now too old is dropped."""
+        if version < self.version:
+            raise BufferStateError(f"version {version} after {self.version}")
+        if self._batch is not None and not self._batch_trained:
+            raise BufferStateError(f"version {version} before batch {self._batch.batch_id} is trained")
+        self.version = version
+        self._batch = None
+        for group in [*self._in_flight.values(), *self._ready.values()]:
+            if self._stale(group):
+                self._drop(group, DropReason.OVER_SAMPLED if group.passed_over else DropReason.STALE)
+
+    def release(self, version: WeightVersion) -> None:
+        """The canary of `version` has passed: groups with its tokens may be taken."""
+        self.released = max(self.released, version)
+
+    def close(self) -> None:
+        """The run ends: everything that is not trained is dropped, and nothing is leased any more."""
+        self._closed = True
+        for group in [*self._in_flight.values(), *self._ready.values()]:
+            self._drop(group, DropReason.RUN_ENDED)
+        if self._batch is not None and not self._batch_trained:
+            self._end_batch(self._batch, RolloutState.DROPPED, reason=DropReason.RUN_ENDED)
+            self._note_drop(DropReason.RUN_ENDED, len(self._batch.groups))
+        self._batch = None
+
+    # ------------------------------------------------------------------ what there is to know
+
+    def counts(self) -> BufferCounts:
+        return BufferCounts(
+            needed=self._batch_size,
+            ready=len(self._ready),
+            unreleased=sum(not self._is_released(group) for group in self._ready.values()),
+            in_flight=len(self._in_flight),
+            limit=self._limit,
+            dropped=dict(self._dropped),
+            failed=dict(self._failed),
+            source_end=self._source_end,
+        )
+
+    def metrics(self) -> dict[str, Metric]:
+        """Events since the last call, and how many groups and rollouts are in each state now.
+        `finished_reward_mean` is over all finished rollouts, also those whose groups were dropped: a
+        filter that leaves out solved tasks does not bias it."""
+        metrics, self._since = self._since, {}
+        metrics["groups_in_flight"] = Mean(len(self._in_flight))
+        metrics["groups_ready"] = Mean(len(self._ready))
+        metrics["groups_taken"] = Mean(self._groups_taken())
+        for state in RolloutState:
+            metrics[f"rollouts_{state}"] = Mean(self._ledger.count(state))
+        return metrics
+
+    # ------------------------------------------------------------------ inside
+
+    def _groups_taken(self) -> int:
+        return len(self._batch.groups) if self._batch is not None else 0
+
+    def _next_task(self) -> Task | None:
+        """A source that raises or yields something else has ended; `counts` says why, and who waits for a
+        batch is told."""
+        if self._source_end:
+            return None
+        try:
+            task = next(self._tasks)
+        except StopIteration:
+            self._source_end = "the task source has ended"
+            return None
+        except Exception as error:
+            self._source_end = f"the task source raised {type(error).__name__}: {error}"
+            return None
+        if not isinstance(task, Task):
+            self._source_end = f"the task source yielded {type(task).__name__}, not invrl.types.Task"
+            return None
+        return task
+
+    def _hand_out(self, group: _OpenGroup) -> GroupLease:
+        members = tuple(
+            GroupMember(index=index, attempt=group.attempts_G[index]) for index in sorted(group.to_lease)
+        )
+        group.to_lease = []
+        for member in members:
+            self._move(group, member.index, RolloutState.IN_FLIGHT)
+        return GroupLease(group_id=group.id, task=group.task, members=members)
+
+    def _fail(self, group: _OpenGroup, place: Place, failure: FailureReason, detail: str) -> None:
+        self._failed[failure] += 1
+        self._count(f"rollouts_failed/{failure}")
+        last = place.attempt + 1 >= self._max_attempts
+        reason = DropReason.INCOMPLETE if last else DropReason.REPLACED
+        self._move(group, place.index, RolloutState.DROPPED, reason=reason, failure=failure, detail=detail)
+        self._count(f"rollouts_dropped/{reason}")
+        if last:
+            self._drop(group, DropReason.INCOMPLETE)
+            return
+        group.attempts_G[place.index] += 1
+        group.to_lease.append(place.index)
+        if group.id not in self._replacements:
+            self._replacements.append(group.id)
+
+    def _complete(self, group: _OpenGroup) -> None:
+        word = self._verdict(group)
+        if word is None:
+            del self._in_flight[group.id]
+            self._ready[group.id] = group
+            for index in range(self._group_size):
+                self._move(group, index, RolloutState.GROUPED)
+        elif word == ZERO_VARIANCE:
+            self._drop(group, DropReason.ZERO_VARIANCE)
+        else:
+            self._drop(group, DropReason.FILTERED, word)
+
+    def _verdict(self, group: _OpenGroup) -> str | None:
+        """The filter's word. A filter that raises drops the group and is counted: bad data, not a crash."""
+        if oldest_version(group.rollouts()) is None:
+            return "no_trained_tokens"
+        try:
+            word = self._filter(group.group())
+        except Exception as error:
+            return f"filter_raised_{type(error).__name__}"
+        return word if word is None or isinstance(word, str) else "filter_returned_no_word"
+
+    def _stale(self, group: _OpenGroup) -> bool:
+        oldest = oldest_version(group.rollouts())
+        return oldest is not None and oldest < self.version - self._max_staleness
+
+    def _is_released(self, group: _OpenGroup) -> bool:
+        newest = newest_version(group.rollouts())
+        return newest is None or newest <= self.released
+
+    def _drop(self, group: _OpenGroup, reason: DropReason, word: str = "") -> None:
+        """End a group that was not taken, with every place of it that has not ended."""
+        self._in_flight.pop(group.id, None)
+        self._ready.pop(group.id, None)
+        if group.id in self._replacements:
+            self._replacements.remove(group.id)
+        for index in range(self._group_size):
+            state = self._ledger.state(Place(group.id, index, group.attempts_G[index]))
+            if state is not None and state is not RolloutState.DROPPED:
+                self._move(group, index, RolloutState.DROPPED, reason=reason, detail=word)
+                self._count(f"rollouts_dropped/{reason}")
+        self._note_drop(reason, 1, word)
+
+    def _note_drop(self, reason: DropReason, groups: int, word: str = "") -> None:
+        name = f"{reason}/{word}" if word else str(reason)
+        self._dropped[name] += groups
+        self._count(f"groups_dropped/{name}", groups)
+
+    def _end_batch(
+        self,
+        batch: TakenBatch,
+        state: RolloutState,
+        *,
+        reason: DropReason | None = None,
+        batch_id: int | None = None,
+    ) -> None:
+        for group in batch.groups:
+            for rollout in group.rollouts_G:
+                place = Place(group.id, rollout.index, rollout.attempt)
+                self._ledger.move(place, group.task_id, state, reason=reason, batch_id=batch_id)
+                if reason is not None:
+                    self._count(f"rollouts_dropped/{reason}")
+
+    def _move(
+        self,
+        group: _OpenGroup,
+        index: int,
+        state: RolloutState,
+        *,
+        reason: DropReason | None = None,
+        failure: FailureReason | None = None,
+        detail: str = "",
+        batch_id: int | None = None,
+    ) -> None:
+        self._ledger.move(
+            Place(group.id, index, group.attempts_G[index]),
+            group.task.id,
+            state,
+            reason=reason,
+            failure=failure,
+            detail=detail,
+            batch_id=batch_id,
+        )
+
+    def _note(self, metrics: dict[str, Metric]) -> None:
+        self._since = merge([self._since, metrics])
+
+    def _count(self, name: str, n: int = 1) -> None:
+        self._note({name: Sum(n)})
+
+
+def _staleness(batch: TakenBatch) -> dict[str, Metric]:
+    """Versions that each rollout's oldest token is behind the trainer's, weighted by trained tokens."""
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts_G if rollout.trained_tokens]
+    ages = [float(batch.version - rollout.oldest_version) for rollout in rollouts]
+    tokens = [float(rollout.trained_tokens) for rollout in rollouts]
+    return {
+        "staleness_mean": Mean(sum(a * t for a, t in zip(ages, tokens, strict=True)), sum(tokens)),
+        "staleness_max": Max(max(ages)),
+    }

@@ -1,0 +1,144 @@
+"""The buffer's process: a Ray async actor around the state machine of `buffer.py`.
+
+A plain class: tests make one without Ray, `cluster.py` wraps it with `ray.remote`. It receives, calls,
+replies, and polls the run store's outbox, through which finished sessions arrive; recording is idempotent,
+so an outcome may also be pushed through `record`. A failure of the polling is not lost: whoever waits for
+work or a batch gets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from invrl.buffer.buffer import Buffer
+from invrl.buffer.config import BufferConfig
+from invrl.buffer.policies import group_filter_function
+from invrl.errors import BufferStateError, DeadlineError
+from invrl.metrics import Metric
+from invrl.types import FailedRollout, GroupLease, RolloutSummary, TakenBatch, Task, WeightVersion
+
+Outcome = RolloutSummary | FailedRollout
+
+
+class Outbox(Protocol):
+    """Where outcomes come from (`run_store.RunStore`)."""
+
+    def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]: ...
+
+
+def run_store_outbox(path: Path) -> Outbox:
+    """Imported here, in the process that reads it, and not with this module."""
+    from invrl.run_store import RunStore
+
+    return RunStore(path)
+
+
+class BufferActor:
+    """Arguments travel to the actor's process, so `tasks_factory` is called there."""
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        *,
+        rollout_batch_size: int,
+        n_samples_per_prompt: int,
+        max_attempts: int,
+        tasks_factory: Callable[[], Iterator[Task]],
+        run_store_path: Path,
+        open_outbox: Callable[[Path], Outbox] = run_store_outbox,
+        poll_interval_s: float = 0.02,
+    ) -> None:
+        self._buffer = Buffer(
+            config,
+            rollout_batch_size=rollout_batch_size,
+            n_samples_per_prompt=n_samples_per_prompt,
+            max_attempts=max_attempts,
+            tasks=tasks_factory(),
+            group_filter=group_filter_function(config.group_filter),
+        )
+        self._outbox = open_outbox(run_store_path)
+        self._seen = 0
+        self._poll_interval_s = poll_interval_s
+        self._poller: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        self._changed = asyncio.Condition()
+
+    async def start(self) -> None:
+        """Begin polling the outbox. Once; answers when the actor is alive."""
+        if self._poller is None:
+            self._poller = asyncio.create_task(self._poll())
+
+    async def lease(self) -> GroupLease | None:
+        self._check_poller()
+        return self._buffer.lease()
+
+    async def record(self, outcome: Outcome) -> None:
+        self._buffer.record(outcome)
+        await self._notify()
+
+    async def take(self, timeout_s: float) -> TakenBatch:
+        """Waits for a batch. Raises DeadlineError, naming what is missing, after `timeout_s` or as soon
+        as the task source cannot fill one any more."""
+        start = time.monotonic()
+        async with self._changed:
+            while True:
+                self._check_poller()
+                batch = self._buffer.take()
+                if batch is not None:
+                    return batch
+                waited = time.monotonic() - start
+                if waited >= timeout_s or not self._buffer.counts().can_fill:
+                    raise DeadlineError(f"a batch of {self._buffer.counts()}", waited)
+                try:
+                    await asyncio.wait_for(self._changed.wait(), timeout_s - waited)
+                except TimeoutError:
+                    continue
+
+    async def trained(self, batch_id: int) -> None:
+        self._buffer.trained(batch_id)
+
+    async def advance(self, version: WeightVersion) -> None:
+        self._buffer.advance(version)
+        await self._notify()
+
+    async def release(self, version: WeightVersion) -> None:
+        self._buffer.release(version)
+        await self._notify()
+
+    async def metrics(self) -> Mapping[str, Metric]:
+        return self._buffer.metrics()
+
+    async def close(self) -> Mapping[str, Metric]:
+        """End the run: everything untrained is dropped. The last metrics."""
+        if self._poller is not None:
+            self._poller.cancel()
+        self._buffer.close()
+        return self._buffer.metrics()
+
+    async def _poll(self) -> None:
+        """The outbox is read in a thread: a slow disk must not hold up leases."""
+        try:
+            while True:
+                rows = await asyncio.to_thread(self._outbox.outbox_after, self._seen)
+                for number, outcome in rows:
+                    self._buffer.record(outcome)
+                    self._seen = number
+                if rows:
+                    await self._notify()
+                else:
+                    await asyncio.sleep(self._poll_interval_s)
+        except Exception as error:
+            self._failure = error
+            await self._notify()
+
+    def _check_poller(self) -> None:
+        if self._failure is not None:
+            raise BufferStateError(f"reading the run store's outbox failed: {self._failure!r}")
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

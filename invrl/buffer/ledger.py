@@ -1,0 +1,122 @@
+"""The ledger: where every rollout is in its life, and the one door through which it moves.
+
+A rollout's place is (group, index, attempt); `Ledger.move` is the only way to change its state, checks the
+transition and emits a `LedgerEntry`. Invariant: a place moves forward only and ends once, trained or
+dropped with a reason. In memory; whoever passes `emit` may store the entries, and replaying them rebuilds
+the ledger. Owned by `buffer.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from invrl.errors import BufferStateError
+from invrl.types import DropReason, FailureReason
+
+
+class RolloutState(StrEnum):
+    IN_FLIGHT = "in_flight"
+    """Leased to a worker; no outcome yet."""
+    FINISHED = "finished"
+    """Rewarded; its group is not complete."""
+    GROUPED = "grouped"
+    """In a complete group that may be taken."""
+    TAKEN = "taken"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+_NEXT: dict[RolloutState | None, frozenset[RolloutState]] = {
+    None: frozenset({RolloutState.IN_FLIGHT}),
+    RolloutState.IN_FLIGHT: frozenset({RolloutState.FINISHED, RolloutState.DROPPED}),
+    RolloutState.FINISHED: frozenset({RolloutState.GROUPED, RolloutState.DROPPED}),
+    RolloutState.GROUPED: frozenset({RolloutState.TAKEN, RolloutState.DROPPED}),
+    RolloutState.TAKEN: frozenset({RolloutState.TRAINED, RolloutState.DROPPED}),
+    RolloutState.TRAINED: frozenset(),
+    RolloutState.DROPPED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One try at one index of one group: what a rollout is to the buffer."""
+
+    group_id: str
+    index: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEntry:
+    """One transition."""
+
+    sequence: int
+    place: Place
+    task_id: str
+    state: RolloutState
+    reason: DropReason | None = None
+    """Set exactly when the state is DROPPED."""
+    failure: FailureReason | None = None
+    """Why the rollout itself failed, where that is what dropped it."""
+    detail: str = ""
+    """The filter's own word, or the failure's detail."""
+    batch_id: int | None = None
+    """Set exactly when the state is TAKEN or TRAINED."""
+
+
+class Ledger:
+    """The state of every place that was ever leased."""
+
+    def __init__(self, emit: Callable[[LedgerEntry], None] | None = None) -> None:
+        self._emit = emit
+        self._sequence = 0
+        self._states: dict[Place, RolloutState] = {}
+        self._counts: Counter[RolloutState] = Counter()
+
+    def state(self, place: Place) -> RolloutState | None:
+        """None: never leased."""
+        return self._states.get(place)
+
+    def count(self, state: RolloutState) -> int:
+        return self._counts[state]
+
+    def move(
+        self,
+        place: Place,
+        task_id: str,
+        state: RolloutState,
+        *,
+        reason: DropReason | None = None,
+        failure: FailureReason | None = None,
+        detail: str = "",
+        batch_id: int | None = None,
+    ) -> LedgerEntry:
+        """Raises BufferStateError for a transition that does not exist."""
+        before = self._states.get(place)
+        if state not in _NEXT[before]:
+            raise BufferStateError(f"rollout {place} cannot go from {before} to {state}")
+        if (reason is not None) != (state is RolloutState.DROPPED):
+            raise BufferStateError(f"rollout {place}: state {state} with drop reason {reason}")
+        if (batch_id is not None) != (state in (RolloutState.TAKEN, RolloutState.TRAINED)):
+            raise BufferStateError(f"rollout {place}: state {state} with batch {batch_id}")
+        if before is not None:
+            self._counts[before] -= 1
+        self._states[place] = state
+        self._counts[state] += 1
+        entry = LedgerEntry(
+            sequence=self._sequence,
+            place=place,
+            task_id=task_id,
+            state=state,
+            reason=reason,
+            failure=failure,
+            detail=detail,
+            batch_id=batch_id,
+        )
+        self._sequence += 1
+        if self._emit is not None:
+            self._emit(entry)
+        return entry

@@ -1,0 +1,49 @@
+"""The buffer's decisions as pure functions: which groups count, how many may be under way, how old."""
+
+from __future__ import annotations
+
+from invrl.interfaces import GroupFilter
+from invrl.plugins import load_group_filter
+from invrl.types import DropReason, Group, RolloutSummary, WeightVersion
+
+ZERO_VARIANCE = str(DropReason.ZERO_VARIANCE)
+
+
+def nonzero_variance(group: Group) -> str | None:
+    """Drops a group whose rewards are all equal: its advantages are all 0, so it would teach nothing and
+    dilute the mean (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2)."""
+    rewards = {rollout.reward for rollout in group.rollouts_G}
+    return ZERO_VARIANCE if len(rewards) == 1 else None
+
+
+def keep_all(group: Group) -> str | None:
+    """Keeps every complete group."""
+    return None
+
+
+GROUP_FILTERS: dict[str, GroupFilter] = {"nonzero_variance": nonzero_variance, "none": keep_all}
+
+
+def group_filter_function(name: str) -> GroupFilter:
+    """The built-in of that name, or the user's function at `module:name`. Raises PluginError."""
+    return load_group_filter(name, GROUP_FILTERS)
+
+
+def admission_limit(*, max_staleness: int, rollout_batch_size: int, over_sampling_groups: int) -> int:
+    """Groups that may be under way at once: in flight, ready, or taken and not yet behind a new version.
+
+    Groups are taken oldest first, so with at most (k + 1) batches under way the last of them is taken at
+    most k versions after it was leased. Over-sampled groups come on top: they replace those that are
+    filtered out, and what is left of them ages until it is dropped.
+    """
+    return (max_staleness + 1) * rollout_batch_size + over_sampling_groups
+
+
+def oldest_version(rollouts: list[RolloutSummary]) -> WeightVersion | None:
+    """Version of the oldest token that would be trained; None if there is none."""
+    return min((rollout.oldest_version for rollout in rollouts if rollout.trained_tokens), default=None)
+
+
+def newest_version(rollouts: list[RolloutSummary]) -> WeightVersion | None:
+    """Version of the newest token that would be trained; None if there is none."""
+    return max((rollout.newest_version for rollout in rollouts if rollout.trained_tokens), default=None)
