@@ -1,0 +1,111 @@
+"""What a model folder must hold before a run starts: checked from the files alone, without torch.
+
+Invariant: a folder that passes can be read by the engine (transformers' tokenizer and config), the
+trainer (safetensors by Hugging Face names) and the gateway (chat template). Called by `cli.py` before
+`train` and `serve`, and by `prepare_model.py` on what it made.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from invrl.errors import ConfigError
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+PREPARE = "make a ready folder with `invrl prepare-model`"
+
+
+def _refuse(path: Path, reason: str, fix: str = PREPARE) -> ConfigError:
+    return ConfigError(field="model.model_path", value=str(path), reason=reason, fix=fix)
+
+
+def check_model_folder(path: Path) -> None:
+    """Raises ConfigError (field model.model_path) for the first thing that is missing or broken."""
+    if not path.is_dir():
+        raise _refuse(path, "no such folder", f"give --model-path, or {PREPARE}")
+    vocab_size = _check_config(path)
+    _check_weights(path, vocab_size)
+    _check_tokenizer(path, vocab_size)
+
+
+def _read_json(path: Path, folder: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise _refuse(folder, f"it has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise _refuse(folder, f"{path.name} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise _refuse(folder, f"{path.name} is not a JSON object")
+    return value
+
+
+def _check_config(path: Path) -> int:
+    """The vocabulary size that config.json declares."""
+    config = _read_json(path / "config.json", path)
+    model_type, vocab_size = config.get("model_type"), config.get("vocab_size")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise _refuse(
+            path,
+            f"model_type is {model_type!r}",
+            f"choose a model of type {', '.join(SUPPORTED_MODEL_TYPES)}",
+        )
+    if config.get("quantization_config"):
+        raise _refuse(path, "its weights are quantized; training needs plain ones")
+    if not isinstance(vocab_size, int):
+        raise _refuse(path, f"vocab_size in config.json is {vocab_size!r}")
+    return vocab_size
+
+
+def _check_weights(path: Path, vocab_size: int) -> None:
+    """Every shard is whole (its header fits its size), and the index tells the truth."""
+    index = path / "model.safetensors.index.json"
+    expected: set[str] | None = None
+    if index.exists():
+        weight_map = _read_json(index, path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise _refuse(path, f"{index.name} has no weight_map")
+        expected, names = set(weight_map), sorted({str(name) for name in weight_map.values()})
+    else:
+        names = ["model.safetensors"]
+    found: dict[str, list[int]] = {}
+    for name in names:
+        shard = path / name
+        if not shard.is_file():
+            raise _refuse(path, f"it has no {name} (weights in other formats are not read)")
+        try:
+            with safe_open(shard, framework="np") as tensors:
+                found.update({key: tensors.get_slice(key).get_shape() for key in tensors.keys()})  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise _refuse(path, f"{name} is damaged: {error}") from error
+    if expected is not None and (missing := sorted(expected - set(found))):
+        raise _refuse(path, f"{len(missing)} tensors of {index.name} are in no shard, {missing[0]} first")
+    embedding = found.get("model.embed_tokens.weight")
+    if embedding is None:
+        raise _refuse(path, "the weights hold no model.embed_tokens.weight")
+    if embedding[0] != vocab_size:
+        raise _refuse(path, f"vocab_size is {vocab_size}, the embedding has {embedding[0]} rows")
+
+
+def _check_tokenizer(path: Path, vocab_size: int) -> None:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise _refuse(path, "it has no tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise _refuse(path, f"tokenizer.json cannot be read: {error}") from error
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= vocab_size:  # an id out of the vocabulary kills an engine
+        raise _refuse(path, f"the tokenizer has id {highest}, the model {vocab_size} rows")
+    settings = _read_json(path / "tokenizer_config.json", path)
+    if not settings.get("chat_template") and not (path / "chat_template.jinja").is_file():
+        raise _refuse(
+            path, "its tokenizer has no chat template", "choose an instruct model, or add a template"
+        )
+    if not settings.get("eos_token"):
+        raise _refuse(path, "its tokenizer has no eos_token, so a turn could not end by itself")

