@@ -1,0 +1,487 @@
+"""Single situations of the buffer, one each, with the numbers written out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from invrl.buffer.buffer import Buffer
+from invrl.buffer.config import BufferConfig
+from invrl.buffer.ledger import Ledger, LedgerEntry, Place, RolloutState
+from invrl.buffer.policies import GROUP_FILTERS, admission_limit, group_filter_function, nonzero_variance
+from invrl.errors import BufferStateError, PluginError
+from invrl.interfaces import GroupFilter
+from invrl.metrics import resolve
+from invrl.types import (
+    DropReason,
+    FailedRollout,
+    FailureReason,
+    Group,
+    GroupLease,
+    RolloutSummary,
+    Task,
+    WeightVersion,
+)
+
+
+def summary(
+    group_id: str,
+    index: int,
+    attempt: int = 0,
+    *,
+    reward: float = 1.0,
+    oldest: int = 0,
+    newest: int = 0,
+    tokens: int = 5,
+) -> RolloutSummary:
+    return RolloutSummary(
+        session_id=f"{group_id}.{index}.{attempt}",
+        task_id="t",
+        group_id=group_id,
+        index=index,
+        attempt=attempt,
+        reward=reward,
+        num_turns=1,
+        prompt_tokens=10,
+        cached_tokens=0,
+        later_prompt_tokens=0,
+        later_cached_tokens=0,
+        sampled_tokens=tokens,
+        trained_tokens=tokens,
+        truncated=False,
+        oldest_version=WeightVersion(oldest),
+        newest_version=WeightVersion(newest),
+        forks=0,
+        started_at=0.0,
+        finished_at=1.0,
+    )
+
+
+def failure(group_id: str, index: int, attempt: int = 0) -> FailedRollout:
+    return FailedRollout(
+        session_id=f"{group_id}.{index}.{attempt}",
+        task_id="t",
+        group_id=group_id,
+        index=index,
+        attempt=attempt,
+        reason=FailureReason.EXCEPTION,
+        detail="boom",
+    )
+
+
+def tasks(count: int = 1000) -> Iterator[Task]:
+    return (Task(id=f"t{n}", payload={}) for n in range(count))
+
+
+def make(
+    *,
+    staleness: int = 0,
+    over: int = 0,
+    batch: int = 1,
+    group: int = 2,
+    attempts: int = 2,
+    source: Iterator[Task] | None = None,
+    group_filter: GroupFilter = GROUP_FILTERS["none"],
+    entries: list[LedgerEntry] | None = None,
+) -> Buffer:
+    return Buffer(
+        BufferConfig(max_staleness=staleness, over_sampling_groups=over),
+        rollout_batch_size=batch,
+        n_samples_per_prompt=group,
+        max_attempts=attempts,
+        tasks=source if source is not None else tasks(),
+        group_filter=group_filter,
+        emit=None if entries is None else entries.append,
+    )
+
+
+def lease_all(buffer: Buffer) -> list[GroupLease]:
+    leases = []
+    while (lease := buffer.lease()) is not None:
+        leases.append(lease)
+    return leases
+
+
+def complete(buffer: Buffer, group_id: str, *, oldest: int = 0, newest: int = 0, group: int = 2) -> None:
+    for index in range(group):
+        buffer.record(summary(group_id, index, reward=float(index), oldest=oldest, newest=newest))
+
+
+def values(buffer: Buffer) -> dict[str, float]:
+    return resolve(buffer.metrics())
+
+
+# ------------------------------------------------------------------ admission
+
+
+@pytest.mark.parametrize(("staleness", "over", "expected"), [(0, 0, 3), (1, 0, 6), (3, 2, 14)])
+def test_groups_under_way_are_bounded(staleness: int, over: int, expected: int) -> None:
+    buffer = make(staleness=staleness, over=over, batch=3)
+    assert len(lease_all(buffer)) == expected
+    assert expected == admission_limit(
+        max_staleness=staleness, rollout_batch_size=3, over_sampling_groups=over
+    )
+
+
+def test_at_bound_0_nothing_is_leased_between_take_and_advance() -> None:
+    """A rollout begun then would be one version old when its batch is taken."""
+    buffer = make(staleness=0, batch=1)
+    (lease,) = lease_all(buffer)
+    complete(buffer, lease.group_id)
+    batch = buffer.take()
+    assert batch is not None
+    assert buffer.lease() is None
+    buffer.trained(batch.batch_id)
+    assert buffer.lease() is None
+    buffer.release(WeightVersion(1))
+    buffer.advance(WeightVersion(1))
+    assert buffer.lease() is not None
+
+
+def test_at_bound_1_the_next_batch_is_sampled_while_this_one_trains() -> None:
+    buffer = make(staleness=1, batch=2)
+    first = lease_all(buffer)
+    assert len(first) == 4
+    for lease in first[:2]:
+        complete(buffer, lease.group_id)
+    batch = buffer.take()
+    assert batch is not None
+    assert buffer.lease() is None  # two taken, two in flight
+    for lease in first[2:]:
+        complete(buffer, lease.group_id)
+    buffer.trained(batch.batch_id)
+    buffer.release(WeightVersion(1))
+    buffer.advance(WeightVersion(1))
+    buffer.metrics()
+    batch = buffer.take()
+    assert batch is not None
+    assert values(buffer)["staleness_max"] == 1.0
+
+
+def test_advance_without_a_new_version_frees_the_places() -> None:
+    """A loop without a trainer."""
+    buffer = make(batch=1)
+    for step in range(3):
+        (lease,) = lease_all(buffer)
+        complete(buffer, lease.group_id)
+        batch = buffer.take()
+        assert batch is not None
+        assert (batch.batch_id, batch.version) == (step, 0)
+        buffer.trained(batch.batch_id)
+        buffer.advance(WeightVersion(0))
+
+
+# ------------------------------------------------------------------ failed members
+
+
+def test_a_failed_member_is_replaced_before_new_groups_begin() -> None:
+    buffer = make(batch=2)
+    lease = buffer.lease()
+    assert lease is not None
+    assert [(m.index, m.attempt) for m in lease.members] == [(0, 0), (1, 0)]
+    buffer.record(failure("g0", 1))
+    again = buffer.lease()
+    assert again is not None
+    assert again.group_id == "g0"
+    assert again.task == lease.task
+    assert [(m.index, m.attempt) for m in again.members] == [(1, 1)]
+    following = buffer.lease()
+    assert following is not None
+    assert following.group_id == "g1"
+
+
+def test_two_failed_members_are_one_lease() -> None:
+    buffer = make(group=3)
+    buffer.lease()
+    buffer.record(failure("g0", 2))
+    buffer.record(failure("g0", 0))
+    lease = buffer.lease()
+    assert lease is not None
+    assert [(m.index, m.attempt) for m in lease.members] == [(0, 1), (2, 1)]
+
+
+def test_after_the_last_attempt_the_group_is_dropped_whole() -> None:
+    entries: list[LedgerEntry] = []
+    buffer = make(group=3, attempts=2, entries=entries)
+    buffer.lease()
+    buffer.record(summary("g0", 1))
+    buffer.record(failure("g0", 0))
+    buffer.lease()
+    buffer.record(failure("g0", 0, attempt=1))
+    ends = {e.place: e.reason for e in entries if e.state is RolloutState.DROPPED}
+    assert ends == {
+        Place("g0", 0, 0): DropReason.REPLACED,
+        Place("g0", 0, 1): DropReason.INCOMPLETE,
+        Place("g0", 1, 0): DropReason.INCOMPLETE,
+        Place("g0", 2, 0): DropReason.INCOMPLETE,
+    }
+    assert [e.failure for e in entries if e.place.index == 0 and e.reason] == [FailureReason.EXCEPTION] * 2
+    buffer.record(summary("g0", 2))  # its worker did not know
+    got = values(buffer)
+    assert got["groups_dropped/incomplete"] == 1
+    assert got["rollouts_dropped/incomplete"] == 3
+    assert got["rollouts_dropped/replaced"] == 1
+    assert got["rollouts_failed/exception"] == 2
+    assert got["outcomes_late"] == 1
+    assert buffer.counts().in_flight == 0
+
+
+def test_a_dropped_group_leaves_no_replacement_behind() -> None:
+    buffer = make(group=2, attempts=1)
+    buffer.lease()
+    buffer.record(failure("g0", 0))
+    buffer.record(failure("g0", 1))
+    lease = buffer.lease()
+    assert lease is not None
+    assert lease.group_id == "g1"
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_a_failed_rollout(reward: float) -> None:
+    buffer = make()
+    buffer.lease()
+    buffer.record(summary("g0", 0, reward=reward))
+    assert values(buffer)["rollouts_failed/bad_reward"] == 1
+
+
+# ------------------------------------------------------------------ filters
+
+
+def test_equal_rewards_are_dropped_and_replaced_by_another_group() -> None:
+    buffer = make(batch=1, group_filter=nonzero_variance)
+    buffer.lease()
+    buffer.record(summary("g0", 0, reward=0.5))
+    buffer.record(summary("g0", 1, reward=0.5))
+    assert buffer.take() is None
+    lease = buffer.lease()
+    assert lease is not None
+    complete(buffer, lease.group_id)
+    batch = buffer.take()
+    assert batch is not None
+    assert [group.id for group in batch.groups] == ["g1"]
+    got = values(buffer)
+    assert got["groups_dropped/zero_variance"] == 1
+    assert got["rollouts_dropped/zero_variance"] == 2
+    assert got["finished_reward_mean"] == 0.5  # (0.5 + 0.5 + 0 + 1) / 4: the dropped group counts
+
+
+def raising(group: Group) -> str | None:
+    raise ValueError("oops")
+
+
+def wordless(group: Group) -> str | None:
+    return 3  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("group_filter", "word"),
+    [
+        (lambda group: "too_long", "too_long"),
+        (raising, "filter_raised_ValueError"),
+        (wordless, "filter_returned_no_word"),
+    ],
+)
+def test_a_users_filter_keeps_its_own_word(group_filter: GroupFilter, word: str) -> None:
+    entries: list[LedgerEntry] = []
+    buffer = make(group_filter=group_filter, entries=entries)
+    buffer.lease()
+    complete(buffer, "g0")
+    assert values(buffer)[f"groups_dropped/filtered/{word}"] == 1
+    assert {(e.reason, e.detail) for e in entries if e.reason} == {(DropReason.FILTERED, word)}
+    assert buffer.counts().dropped == {f"filtered/{word}": 1}
+
+
+def test_a_group_without_a_trained_token_is_dropped() -> None:
+    buffer = make()
+    buffer.lease()
+    for index in range(2):
+        buffer.record(summary("g0", index, reward=float(index), tokens=0))
+    assert values(buffer)["groups_dropped/filtered/no_trained_tokens"] == 1
+
+
+def test_filters_by_name() -> None:
+    assert group_filter_function("nonzero_variance") is nonzero_variance
+    with pytest.raises(PluginError, match="did you mean 'nonzero_variance'"):
+        group_filter_function("non_zero_variance")
+
+
+# ------------------------------------------------------------------ versions
+
+
+def test_a_batch_waits_for_the_canary_of_its_tokens() -> None:
+    buffer = make(staleness=1, batch=1)
+    buffer.lease()
+    complete(buffer, "g0", oldest=0, newest=1)  # the engines are already on 1
+    assert buffer.take() is None
+    assert buffer.counts().unreleased == 1
+    assert "1 of them wait for their weight version's release" in str(buffer.counts())
+    buffer.release(WeightVersion(1))
+    assert buffer.take() is not None
+
+
+def test_the_oldest_token_decides() -> None:
+    """Bound 1, trainer at 2: a rollout that began under 0 is too old, whatever it ended under."""
+    buffer = make(staleness=1, batch=1)
+    leases = lease_all(buffer)
+    assert [lease.group_id for lease in leases] == ["g0", "g1"]
+    buffer.release(WeightVersion(2))
+    buffer.advance(WeightVersion(2))
+    complete(buffer, "g0", oldest=0, newest=2)
+    complete(buffer, "g1", oldest=1, newest=2)
+    batch = buffer.take()
+    assert batch is not None
+    assert [group.id for group in batch.groups] == ["g1"]
+    assert values(buffer)["groups_dropped/stale"] == 1
+
+
+def test_a_group_with_one_member_too_old_is_given_up_at_once() -> None:
+    buffer = make(staleness=0, batch=1)
+    buffer.lease()
+    buffer.record(summary("g0", 0))
+    buffer.advance(WeightVersion(1))
+    assert buffer.counts().in_flight == 0
+    assert values(buffer)["rollouts_dropped/stale"] == 2  # the one in flight too
+
+
+def test_older_groups_are_taken_first() -> None:
+    buffer = make(staleness=3, batch=1)
+    lease_all(buffer)
+    buffer.release(WeightVersion(3))
+    buffer.advance(WeightVersion(3))
+    complete(buffer, "g3", oldest=3, newest=3)
+    complete(buffer, "g2", oldest=1, newest=3)
+    complete(buffer, "g1", oldest=1, newest=3)
+    taken = []
+    for _ in range(3):
+        batch = buffer.take()
+        assert batch is not None
+        taken.append(batch.groups[0].id)
+        buffer.trained(batch.batch_id)
+        buffer.advance(WeightVersion(3))
+    assert taken == ["g1", "g2", "g3"]
+
+
+def test_what_a_full_batch_left_over_is_called_over_sampled() -> None:
+    buffer = make(staleness=0, over=2, batch=1)
+    assert len(lease_all(buffer)) == 3
+    complete(buffer, "g0")
+    complete(buffer, "g1")
+    batch = buffer.take()
+    assert batch is not None
+    buffer.trained(batch.batch_id)
+    buffer.release(WeightVersion(1))
+    buffer.advance(WeightVersion(1))
+    complete(buffer, "g2")  # finished too late for any batch
+    got = values(buffer)
+    assert got["groups_dropped/over_sampled"] == 1
+    assert got["groups_dropped/stale"] == 1
+    assert got["groups_trained"] == 1
+
+
+# ------------------------------------------------------------------ the order of calls
+
+
+def test_the_loop_must_keep_its_order() -> None:
+    buffer = make()
+    buffer.lease()
+    complete(buffer, "g0")
+    with pytest.raises(BufferStateError):
+        buffer.trained(0)
+    batch = buffer.take()
+    assert batch is not None
+    with pytest.raises(BufferStateError, match="batch 0 is out"):
+        buffer.take()
+    with pytest.raises(BufferStateError, match="before batch 0 is trained"):
+        buffer.advance(WeightVersion(1))
+    buffer.trained(0)
+    with pytest.raises(BufferStateError):
+        buffer.trained(0)
+    buffer.advance(WeightVersion(1))
+    with pytest.raises(BufferStateError, match="version 0 after 1"):
+        buffer.advance(WeightVersion(0))
+
+
+def test_recording_twice_changes_nothing() -> None:
+    entries: list[LedgerEntry] = []
+    buffer = make(entries=entries)
+    buffer.lease()
+    for _ in range(3):
+        buffer.record(summary("g0", 0))
+        buffer.record(failure("g0", 0))
+    assert [e.state for e in entries if e.place.index == 0] == [
+        RolloutState.IN_FLIGHT,
+        RolloutState.FINISHED,
+    ]
+    assert values(buffer)["outcomes_late"] == 5
+
+
+def test_closing_ends_everything() -> None:
+    entries: list[LedgerEntry] = []
+    buffer = make(staleness=2, batch=1, entries=entries)
+    assert len(lease_all(buffer)) == 3
+    complete(buffer, "g0")
+    assert buffer.take() is not None
+    complete(buffer, "g1")
+    buffer.close()
+    last = {e.place: e for e in entries}
+    assert len(last) == 6
+    assert {(e.state, e.reason) for e in last.values()} == {(RolloutState.DROPPED, DropReason.RUN_ENDED)}
+    assert values(buffer)["groups_dropped/run_ended"] == 3
+    assert buffer.lease() is None
+
+
+# ------------------------------------------------------------------ the task source
+
+
+def broken_source() -> Iterator[Task]:
+    yield from tasks(1)
+    raise OSError("disk gone")
+
+
+def dict_source() -> Iterator[Task]:
+    yield from tasks(1)
+    yield {"id": "t1"}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        (tasks(1), "the task source has ended"),
+        (broken_source(), "the task source raised OSError: disk gone"),
+        (dict_source(), "the task source yielded dict, not invrl.types.Task"),
+    ],
+)
+def test_a_source_that_ends_is_named(source: Iterator[Task], word: str) -> None:
+    buffer = make(staleness=1, batch=1, source=source)
+    assert len(lease_all(buffer)) == 1
+    assert buffer.counts().can_fill  # g0 is still to come
+    complete(buffer, "g0")
+    batch = buffer.take()
+    assert batch is not None
+    assert not buffer.counts().can_fill
+    assert str(buffer.counts()).endswith(word)
+
+
+# ------------------------------------------------------------------ the ledger
+
+
+def test_the_ledger_knows_no_other_transitions() -> None:
+    ledger, place = Ledger(), Place("g0", 0, 0)
+    with pytest.raises(BufferStateError):
+        ledger.move(place, "t", RolloutState.FINISHED)
+    ledger.move(place, "t", RolloutState.IN_FLIGHT)
+    with pytest.raises(BufferStateError):
+        ledger.move(place, "t", RolloutState.IN_FLIGHT)
+    with pytest.raises(BufferStateError, match="drop reason"):
+        ledger.move(place, "t", RolloutState.DROPPED)
+    ledger.move(place, "t", RolloutState.FINISHED)
+    ledger.move(place, "t", RolloutState.GROUPED)
+    with pytest.raises(BufferStateError, match="batch"):
+        ledger.move(place, "t", RolloutState.TAKEN)
+    ledger.move(place, "t", RolloutState.TAKEN, batch_id=0)
+    ledger.move(place, "t", RolloutState.TRAINED, batch_id=0)
+    with pytest.raises(BufferStateError):
+        ledger.move(place, "t", RolloutState.DROPPED, reason=DropReason.RUN_ENDED)
+    assert ledger.count(RolloutState.TRAINED) == 1
+    assert ledger.count(RolloutState.IN_FLIGHT) == 0

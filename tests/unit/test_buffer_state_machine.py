@@ -1,0 +1,308 @@
+"""Random lives of the buffer: leases, outcomes in any order and repeated, failures, equal rewards, weight
+updates that span rollouts. After every step the invariants hold, and from wherever it stands a run whose
+rollouts succeed gets its batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from invrl.buffer.buffer import Buffer
+from invrl.buffer.config import BufferConfig
+from invrl.buffer.ledger import LedgerEntry, Place, RolloutState
+from invrl.buffer.policies import group_filter_function
+from invrl.metrics import Sum
+from invrl.types import (
+    DropReason,
+    FailedRollout,
+    FailureReason,
+    GroupLease,
+    RolloutSummary,
+    TakenBatch,
+    Task,
+    WeightVersion,
+)
+
+
+def endless_tasks() -> Iterator[Task]:
+    return (Task(id=f"t{n}", payload={}) for n in itertools.count())
+
+
+def finished(place: Place, *, reward: float, oldest: int, newest: int, tokens: int = 5) -> RolloutSummary:
+    return RolloutSummary(
+        session_id=f"{place.group_id}.{place.index}.{place.attempt}",
+        task_id="t",
+        group_id=place.group_id,
+        index=place.index,
+        attempt=place.attempt,
+        reward=reward,
+        num_turns=1,
+        prompt_tokens=10,
+        cached_tokens=0,
+        later_prompt_tokens=0,
+        later_cached_tokens=0,
+        sampled_tokens=tokens,
+        trained_tokens=tokens,
+        truncated=False,
+        oldest_version=WeightVersion(oldest),
+        newest_version=WeightVersion(newest),
+        forks=0,
+        started_at=0.0,
+        finished_at=1.0,
+    )
+
+
+def failed(place: Place, reason: FailureReason = FailureReason.TIMEOUT) -> FailedRollout:
+    return FailedRollout(
+        session_id=f"{place.group_id}.{place.index}.{place.attempt}",
+        task_id="t",
+        group_id=place.group_id,
+        index=place.index,
+        attempt=place.attempt,
+        reason=reason,
+        detail="",
+    )
+
+
+class BufferMachine(RuleBasedStateMachine):
+    """The model beside the buffer: who is in flight since which version, and every ledger entry."""
+
+    @initialize(
+        staleness=st.sampled_from([0, 1, 3]),
+        batch=st.integers(1, 3),
+        group=st.integers(1, 3),
+        attempts=st.integers(1, 3),
+        over=st.integers(0, 2),
+    )
+    def begin(self, staleness: int, batch: int, group: int, attempts: int, over: int) -> None:
+        self.staleness, self.batch_size, self.group_size = staleness, batch, group
+        self.max_attempts, self.over = attempts, over
+        self.entries: list[LedgerEntry] = []
+        self.buffer = Buffer(
+            BufferConfig(max_staleness=staleness, over_sampling_groups=over),
+            rollout_batch_size=batch,
+            n_samples_per_prompt=group,
+            max_attempts=attempts,
+            tasks=endless_tasks(),
+            # with one rollout a group has no variance, ever
+            group_filter=group_filter_function("nonzero_variance" if group > 1 else "none"),
+            emit=self.entries.append,
+        )
+        self.version = 0
+        self.in_flight: dict[Place, int] = {}
+        self.recorded: list[RolloutSummary | FailedRollout] = []
+        self.batch: TakenBatch | None = None
+        self.trained_now = False
+        self.ever_taken: set[Place] = set()
+
+    # ---------------------------------------------------------------- what the model knows
+
+    def note_lease(self, lease: GroupLease) -> None:
+        for member in lease.members:
+            place = Place(lease.group_id, member.index, member.attempt)
+            assert place not in self.in_flight
+            assert member.attempt < self.max_attempts
+            self.in_flight[place] = self.version
+
+    def send(self, outcome: RolloutSummary | FailedRollout) -> None:
+        self.recorded.append(outcome)
+        self.buffer.record(outcome)
+
+    def note_batch(self, batch: TakenBatch) -> None:
+        assert len(batch.groups) == self.batch_size
+        assert batch.version == self.version
+        for group in batch.groups:
+            assert [rollout.index for rollout in group.rollouts_G] == list(range(self.group_size))
+            if self.group_size > 1:
+                assert len({rollout.reward for rollout in group.rollouts_G}) > 1
+            for rollout in group.rollouts_G:
+                place = Place(group.id, rollout.index, rollout.attempt)
+                assert place not in self.ever_taken, "in two batches"
+                self.ever_taken.add(place)
+                assert self.version - rollout.oldest_version <= self.staleness, "too stale"
+                assert rollout.newest_version <= self.buffer.released, "not released"
+        self.batch, self.trained_now = batch, False
+
+    # ---------------------------------------------------------------- what may happen
+
+    @rule(times=st.integers(1, 6))
+    def lease(self, times: int) -> None:
+        for _ in range(times):
+            lease = self.buffer.lease()
+            if lease is None:
+                return
+            self.note_lease(lease)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]), times=st.integers(1, 4))
+    def finish(self, data: st.DataObject, reward: float, times: int) -> None:
+        """A rollout holds tokens from the version it began under up to the one it ended under."""
+        for place in data.draw(st.permutations(sorted(self.in_flight, key=str)))[:times]:
+            started = self.in_flight.pop(place)
+            self.send(finished(place, reward=reward, oldest=started, newest=self.version))
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data(), reason=st.sampled_from(list(FailureReason)))
+    def fail(self, data: st.DataObject, reason: FailureReason) -> None:
+        place = data.draw(st.sampled_from(sorted(self.in_flight, key=str)))
+        del self.in_flight[place]
+        self.send(failed(place, reason))
+
+    @precondition(lambda self: self.recorded)
+    @rule(data=st.data())
+    def repeat_an_outcome(self, data: st.DataObject) -> None:
+        before = len(self.entries)
+        self.buffer.record(data.draw(st.sampled_from(self.recorded)))
+        assert len(self.entries) == before
+
+    @rule()
+    def an_outcome_of_nobody(self) -> None:
+        before = len(self.entries)
+        self.buffer.record(failed(Place("elsewhere", 0, 0)))
+        self.buffer.record(finished(Place("g0", 99, 0), reward=1.0, oldest=0, newest=0))
+        assert len(self.entries) == before
+
+    @precondition(lambda self: self.batch is None)
+    @rule()
+    def take(self) -> None:
+        batch = self.buffer.take()
+        if batch is not None:
+            self.note_batch(batch)
+
+    @precondition(lambda self: self.batch is not None and not self.trained_now)
+    @rule()
+    def train(self) -> None:
+        assert self.batch is not None
+        self.buffer.trained(self.batch.batch_id)
+        self.trained_now = True
+
+    @precondition(lambda self: self.trained_now)
+    @rule()
+    def update_weights(self) -> None:
+        self.version += 1
+        self.buffer.release(WeightVersion(self.version))
+        self.buffer.advance(WeightVersion(self.version))
+        self.batch, self.trained_now = None, False
+
+    @rule()
+    def a_batch_always_comes_together(self) -> None:
+        """No deadlock: if rollouts now finish with differing rewards, the loop moves on. Twice, because
+        the second batch must also pass over what the first left to age."""
+        for _ in range(2):
+            if self.batch is not None:
+                if not self.trained_now:
+                    self.train()
+                self.update_weights()
+            for _ in range(100):
+                batch = self.buffer.take()
+                if batch is not None:
+                    self.note_batch(batch)
+                    break
+                self.lease(50)
+                for place in list(self.in_flight):
+                    started = self.in_flight.pop(place)
+                    self.send(finished(place, reward=float(place.index), oldest=started, newest=self.version))
+            else:
+                raise AssertionError(f"no batch: {self.buffer.counts()}")
+
+    def teardown(self) -> None:
+        """The run ends here: everything leased has ended, and what still comes in changes nothing."""
+        if not hasattr(self, "buffer"):
+            return
+        self.buffer.close()
+        assert self.buffer.lease() is None
+        assert self.buffer.take() is None
+        ended = {e.place for e in self.entries if e.state in (RolloutState.TRAINED, RolloutState.DROPPED)}
+        assert ended == {entry.place for entry in self.entries}
+        before = len(self.entries)
+        for place in self.in_flight:
+            self.buffer.record(finished(place, reward=1.0, oldest=self.version, newest=self.version))
+        assert len(self.entries) == before
+
+    # ---------------------------------------------------------------- what always holds
+
+    @invariant()
+    def every_place_moves_forward_and_ends_once(self) -> None:
+        last: dict[Place, LedgerEntry] = {}
+        for number, entry in enumerate(self.entries):
+            assert entry.sequence == number
+            before = last.get(entry.place)
+            if before is not None:
+                assert before.state not in (RolloutState.TRAINED, RolloutState.DROPPED)
+            assert (entry.reason is not None) == (entry.state is RolloutState.DROPPED)
+            last[entry.place] = entry
+        for state in RolloutState:
+            counted = self.buffer.metrics()[f"rollouts_{state}"].value()
+            assert counted == sum(entry.state is state for entry in last.values())
+        self.last = last
+
+    @invariant()
+    def admission_keeps_its_bound(self) -> None:
+        counts = self.buffer.counts()
+        taken = self.batch_size if self.batch is not None else 0
+        limit = (self.staleness + 1) * self.batch_size + self.over
+        assert counts.in_flight + counts.ready + taken <= limit
+
+    @invariant()
+    def nothing_trained_was_not_taken(self) -> None:
+        trained = {e.place for e in self.entries if e.state is RolloutState.TRAINED}
+        assert trained <= self.ever_taken
+
+
+BufferMachine.TestCase.settings = settings(
+    max_examples=250,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestBufferMachine = BufferMachine.TestCase
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("over", [0, 2])
+def test_a_run_with_losses_trains_every_step_within_the_bound(staleness: int, over: int) -> None:
+    """Fifty steps with a third of the rollouts failing or equal, the engine always one lease behind: no
+    step starves, no group waits longer than the bound, and every drop has its reason."""
+    entries: list[LedgerEntry] = []
+    buffer = Buffer(
+        BufferConfig(max_staleness=staleness, over_sampling_groups=over),
+        rollout_batch_size=3,
+        n_samples_per_prompt=2,
+        max_attempts=2,
+        tasks=endless_tasks(),
+        group_filter=group_filter_function("nonzero_variance"),
+        emit=entries.append,
+    )
+    chance = itertools.cycle([0, 1, 2, 3, 4, 5, 6])
+    pending: list[tuple[Place, int]] = []
+    ages: list[int] = []
+    for version in range(50):
+        batch = buffer.take()
+        for _ in range(200):
+            if batch is not None:
+                break
+            while (lease := buffer.lease()) is not None:
+                places = [Place(lease.group_id, m.index, m.attempt) for m in lease.members]
+                pending += [(place, version) for place in places]
+            place, started = pending.pop(0)
+            luck = next(chance)
+            if luck == 0:
+                buffer.record(failed(place))
+            else:
+                reward = float(place.index if luck > 2 else 1)
+                buffer.record(finished(place, reward=reward, oldest=started, newest=version))
+            batch = buffer.take()
+        assert batch is not None, f"step {version}: {buffer.counts()}"
+        ages += [version - r.oldest_version for g in batch.groups for r in g.rollouts_G]
+        buffer.trained(batch.batch_id)
+        buffer.release(WeightVersion(version + 1))
+        buffer.advance(WeightVersion(version + 1))
+    assert max(ages) <= staleness
+    reasons = {entry.reason for entry in entries if entry.reason}
+    assert {DropReason.ZERO_VARIANCE, DropReason.REPLACED} <= reasons
+    assert isinstance(buffer.metrics()["groups_trained"], Sum)
