@@ -74,7 +74,10 @@ class BufferActor:
 
     async def lease(self) -> GroupLease | None:
         self._check_poller()
-        return self._buffer.lease()
+        lease = self._buffer.lease()
+        if lease is None and not self._buffer.counts().can_fill:
+            await self._notify()
+        return lease
 
     async def record(self, outcome: Outcome) -> None:
         self._buffer.record(outcome)

@@ -1,5 +1,6 @@
 """What others hold of the buffer: `interfaces.Buffer` over the Ray actor, every call with a deadline.
-Picklable; made by `cluster.py`, used by the loop and the dispatcher."""
+Picklable; made by `cluster.py`, used by the loop and the dispatcher. What the actor raises keeps its type;
+an actor that died is a ServerError."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from invrl.errors import DeadlineError
+from ray.exceptions import RayActorError
+
+from invrl.errors import DeadlineError, ServerError
 from invrl.metrics import Metric
 from invrl.types import FailedRollout, GroupLease, RolloutSummary, TakenBatch, WeightVersion
 
@@ -63,3 +66,5 @@ class BufferHandle:
             return await asyncio.wait_for(reply, timeout_s)
         except TimeoutError as error:
             raise DeadlineError(f"the buffer actor to answer {name}()", time.monotonic() - start) from error
+        except RayActorError as error:
+            raise ServerError(f"the buffer actor died before it answered {name}(): {error}") from error

@@ -1,0 +1,144 @@
+"""The buffer as a Ray actor over a real run store: handle, deadlines, errors across the process."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from invrl.buffer.buffer_actor import BufferActor
+from invrl.buffer.buffer_handle import BufferHandle
+from invrl.buffer.config import BufferConfig
+from invrl.errors import BufferStateError, DeadlineError, ServerError
+from invrl.metrics import resolve
+from invrl.run_store import RunStoreWriter
+from invrl.types import GroupLease, RolloutSummary, Sampling, Session, Task, WeightVersion
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    already = ray.is_initialized()
+    if not already:
+        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    if not already:
+        ray.shutdown()
+
+
+@pytest.fixture
+async def handle(tmp_path: Path) -> AsyncIterator[BufferHandle]:
+    def endless_tasks() -> Iterator[Task]:
+        return (Task(id=f"t{n}", payload={"n": n}) for n in itertools.count())
+
+    actor = ray.remote(BufferActor).remote(
+        BufferConfig(max_staleness=0),
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        max_attempts=2,
+        tasks_factory=endless_tasks,
+        run_store_path=tmp_path / "run.sqlite",
+    )
+    handle = BufferHandle(actor=actor, batch_timeout_s=20.0)
+    await handle.start()
+    yield handle
+    ray.kill(actor)
+
+
+def finish(store: RunStoreWriter, lease: GroupLease, version: int) -> None:
+    """What the gateway does when sessions finish: state and outbox row in one transaction."""
+    for member in lease.members:
+        id = f"{lease.group_id}.{member.index}.{member.attempt}"
+        session = Session(
+            id=id,
+            key=id,
+            base_url="",
+            task_id=lease.task.id,
+            group_id=lease.group_id,
+            index=member.index,
+            attempt=member.attempt,
+            purpose="train",
+            sampling=Sampling(),
+        )
+        store.open_sessions([session], [hashlib.sha256(id.encode()).digest()], 0.0).result(10)
+        outcome = RolloutSummary(
+            session_id=id,
+            task_id=lease.task.id,
+            group_id=lease.group_id,
+            index=member.index,
+            attempt=member.attempt,
+            reward=float(member.index),
+            num_turns=1,
+            prompt_tokens=1,
+            cached_tokens=0,
+            later_prompt_tokens=0,
+            later_cached_tokens=0,
+            sampled_tokens=1,
+            trained_tokens=1,
+            truncated=False,
+            oldest_version=WeightVersion(version),
+            newest_version=WeightVersion(version),
+            forks=0,
+            started_at=0.0,
+            finished_at=1.0,
+        )
+        store.close_session(id, "finished", outcome, hand_over=True).result(10)
+
+
+async def test_three_steps_over_the_run_store(handle: BufferHandle, tmp_path: Path) -> None:
+    store = RunStoreWriter(tmp_path / "run.sqlite")
+    seen: set[str] = set()
+    for step in range(3):
+        for _ in range(2):
+            lease = await handle.lease()
+            assert lease is not None
+            finish(store, lease, step)
+        assert await handle.lease() is None
+        batch = await handle.take()
+        assert (batch.batch_id, batch.version) == (step, step)
+        ids = {rollout.session_id for group in batch.groups for rollout in group.rollouts_G}
+        assert len(ids) == 4
+        assert not ids & seen
+        seen |= ids
+        await handle.trained(batch.batch_id)
+        await handle.release(WeightVersion(step + 1))
+        await handle.advance(WeightVersion(step + 1))
+        assert resolve(await handle.metrics())["groups_trained"] == 2
+    assert resolve(await handle.close())["rollouts_trained"] == 12
+    store.close()
+
+
+async def test_errors_keep_their_type_across_the_process(handle: BufferHandle) -> None:
+    impatient = BufferHandle(actor=handle.actor, batch_timeout_s=0.2)
+    await impatient.lease()
+    with pytest.raises(DeadlineError, match=r"a batch of 2 groups; 0 ready, 1 in flight"):
+        await impatient.take()
+    with pytest.raises(BufferStateError, match="batch 7 is not out"):
+        await impatient.trained(7)
+
+
+async def test_an_actor_that_does_not_answer_is_a_deadline(handle: BufferHandle) -> None:
+    silent = BufferHandle(actor=handle.actor, batch_timeout_s=30.0, call_timeout_s=-29.5)
+    with pytest.raises(DeadlineError, match=r"the buffer actor to answer take\(\)"):
+        await silent.take()
+
+
+async def test_a_dead_actor_is_a_server_error(handle: BufferHandle) -> None:
+    ray.kill(handle.actor)
+    with pytest.raises(ServerError, match="the buffer actor died"):
+        await handle.lease()
+
+
+async def test_the_handle_travels(handle: BufferHandle) -> None:
+    @ray.remote
+    def lease(handle: BufferHandle) -> str:
+        import asyncio
+
+        lease = asyncio.run(handle.lease())
+        return lease.group_id if lease else ""
+
+    assert await lease.remote(handle) == "g0"

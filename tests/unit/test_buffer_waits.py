@@ -1,0 +1,174 @@
+"""The actor as a plain class: the outbox is polled, takes wait and say what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from invrl.buffer.buffer_actor import BufferActor, Outcome
+from invrl.buffer.config import BufferConfig
+from invrl.errors import BufferStateError, DeadlineError
+from invrl.metrics import resolve
+from invrl.types import FailedRollout, FailureReason, GroupLease, RolloutSummary, Task, WeightVersion
+
+
+class Outbox:
+    """The run store's outbox in memory."""
+
+    def __init__(self) -> None:
+        self.rows: list[Outcome] = []
+        self.broken = False
+
+    def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
+        if self.broken:
+            raise OSError("disk gone")
+        return list(enumerate(self.rows, 1))[seq : seq + limit]
+
+
+def finish(lease: GroupLease, outbox: Outbox, *, equal: bool = False, newest: int = 0) -> None:
+    for member in lease.members:
+        outbox.rows.append(
+            RolloutSummary(
+                session_id=f"{lease.group_id}.{member.index}.{member.attempt}",
+                task_id=lease.task.id,
+                group_id=lease.group_id,
+                index=member.index,
+                attempt=member.attempt,
+                reward=0.0 if equal else float(member.index),
+                num_turns=1,
+                prompt_tokens=1,
+                cached_tokens=0,
+                later_prompt_tokens=0,
+                later_cached_tokens=0,
+                sampled_tokens=1,
+                trained_tokens=1,
+                truncated=False,
+                oldest_version=WeightVersion(0),
+                newest_version=WeightVersion(newest),
+                forks=0,
+                started_at=0.0,
+                finished_at=1.0,
+            )
+        )
+
+
+def endless() -> Iterator[Task]:
+    return (Task(id=f"t{n}", payload={}) for n in itertools.count())
+
+
+def one() -> Iterator[Task]:
+    return iter([Task(id="only", payload={})])
+
+
+@asynccontextmanager
+async def running(outbox: Outbox, *, batch: int = 2, tasks=endless) -> AsyncIterator[BufferActor]:
+    actor = BufferActor(
+        BufferConfig(),
+        rollout_batch_size=batch,
+        n_samples_per_prompt=2,
+        max_attempts=1,
+        tasks_factory=tasks,
+        run_store_path=Path("unused"),
+        open_outbox=lambda path: outbox,
+        poll_interval_s=0.001,
+    )
+    await actor.start()
+    yield actor
+    await actor.close()
+
+
+async def test_outcomes_arrive_through_the_outbox_and_wake_the_take() -> None:
+    outbox = Outbox()
+    async with running(outbox) as actor:
+        waiting = asyncio.create_task(actor.take(10.0))
+        leases = [await actor.lease(), await actor.lease()]
+        assert await actor.lease() is None
+        for lease in leases:
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+            assert lease is not None
+            finish(lease, outbox)
+        batch = await waiting
+        assert [group.id for group in batch.groups] == ["g0", "g1"]
+        await actor.record(outbox.rows[0])  # pushed as well: idempotent
+        assert resolve(await actor.metrics())["outcomes_late"] == 1
+
+
+async def test_a_release_wakes_the_take() -> None:
+    outbox = Outbox()
+    async with running(outbox, batch=1) as actor:
+        lease = await actor.lease()
+        assert lease is not None
+        finish(lease, outbox, newest=1)
+        waiting = asyncio.create_task(actor.take(5.0))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await actor.release(WeightVersion(1))
+        batch = await waiting
+        with pytest.raises(BufferStateError, match="batch 0 is out"):
+            await actor.take(5.0)
+        await actor.trained(batch.batch_id)
+        assert await actor.lease() is None
+        await actor.advance(WeightVersion(1))
+        assert await actor.lease() is not None
+
+
+async def test_a_deadline_names_what_is_missing() -> None:
+    outbox = Outbox()
+    async with running(outbox) as actor:
+        leases = [await actor.lease(), await actor.lease()]
+        assert leases[0] is not None
+        finish(leases[0], outbox, equal=True)
+        outbox.rows.append(
+            FailedRollout(
+                session_id="x",
+                task_id="t1",
+                group_id="g1",
+                index=0,
+                attempt=0,
+                reason=FailureReason.TIMEOUT,
+                detail="",
+            )
+        )
+        lease = None
+        while lease is None:
+            lease = await actor.lease()
+            await asyncio.sleep(0.001)
+        finish(lease, outbox)
+        with pytest.raises(DeadlineError) as caught:
+            await actor.take(0.3)
+        assert "a batch of 2 groups; 1 ready, 0 in flight (at most 2 under way)" in str(caught.value)
+        assert "groups dropped: 1 incomplete, 1 zero_variance" in str(caught.value)
+        assert "rollouts failed: 1 timeout" in str(caught.value)
+
+
+async def test_an_ended_task_source_fails_the_take_at_once() -> None:
+    """Also when the end is found only after the last outcome came in."""
+    outbox = Outbox()
+    async with running(outbox, tasks=one) as actor:
+        waiting = asyncio.create_task(actor.take(60.0))
+        lease = await actor.lease()
+        assert lease is not None
+        finish(lease, outbox)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert await actor.lease() is None
+        with pytest.raises(DeadlineError, match="the task source has ended"):
+            await asyncio.wait_for(waiting, 5.0)
+
+
+async def test_a_broken_outbox_reaches_those_who_wait() -> None:
+    outbox = Outbox()
+    async with running(outbox) as actor:
+        waiting = asyncio.create_task(actor.take(60.0))
+        await asyncio.sleep(0.01)
+        outbox.broken = True
+        with pytest.raises(BufferStateError, match="disk gone"):
+            await asyncio.wait_for(waiting, 5.0)
+        with pytest.raises(BufferStateError, match="disk gone"):
+            await actor.lease()
