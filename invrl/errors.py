@@ -62,13 +62,23 @@ class ServerError(InvrlError):
 
 
 class SessionError(InvrlError):
-    """The gateway refuses a request; `status` and `code` become the dialect's own error body."""
+    """The gateway refuses a request; `status`, `code` and `param` (the request's field at fault) become
+    the dialect's own error body."""
 
-    def __init__(self, message: str, *, status: int, code: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        code: str,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
         self.code = code
+        self.param = param
         self.retry_after_s = retry_after_s
 
 

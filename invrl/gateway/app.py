@@ -1,0 +1,137 @@
+"""The gateway put together: one FastAPI application over registry, conversations, store and engine.
+
+Nothing but these routes is reachable: the fleet's own admin routes have no counterpart here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from invrl.errors import SessionError
+from invrl.gateway.agent_api import AgentEndpoint, session_keys
+from invrl.gateway.dialects.chat import ChatDialect
+from invrl.gateway.engine import Engine
+from invrl.gateway.lifecycle import Lifecycle
+from invrl.gateway.loop_lag import LoopLag
+from invrl.gateway.rendering import Renderer
+from invrl.gateway.session_api import KeyRing, session_routes
+from invrl.gateway.sessions import SessionRegistry
+from invrl.gateway.settings import GatewaySettings
+from invrl.gateway.turns import Turns
+from invrl.run_store import RunStoreWriter
+from invrl.types import Sampling
+
+_log = logging.getLogger(__name__)
+_AGENT_PREFIXES = ("/v1", "/s/{key}/v1")
+
+
+def make_app(
+    settings: GatewaySettings,
+    *,
+    engine: Engine,
+    renderer: Renderer,
+    store: RunStoreWriter,
+    on_shutdown: Callable[[], object] = lambda: None,
+) -> FastAPI:
+    """`on_shutdown` runs after the last request; an awaitable that it returns is awaited."""
+    registry = SessionRegistry(
+        max_open=settings.max_open_sessions, ttl_s=settings.session_ttl_s, public_url=settings.url
+    )
+    turns = Turns(
+        engine=engine,
+        renderer=renderer,
+        store=store,
+        context_length=settings.context_length,
+        generate_timeout_s=settings.generate_timeout_s,
+    )
+    sampling = Sampling(
+        temperature=settings.temperature, top_p=settings.top_p, max_new_tokens=settings.max_new_tokens
+    )
+    lifecycle = Lifecycle(registry=registry, turns=turns, store=store, sampling=sampling)
+    chat = ChatDialect(
+        model=settings.model_name, vocab_size=settings.vocab_size, token_text=renderer.token_text
+    )
+    lag = LoopLag()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        background = [asyncio.create_task(lifecycle.expire_forever()), asyncio.create_task(lag.measure())]
+        yield
+        for task in background:
+            task.cancel()
+        last = on_shutdown()
+        if asyncio.iscoroutine(last):
+            await last
+
+    def metrics() -> dict[str, object]:
+        return {
+            "run_id": settings.run_id,
+            "sessions": registry.counts(),
+            "loop_lag_ms": lag.summary(),
+            **turns.metrics(),
+        }
+
+    app = FastAPI(title="invrl gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def models(request: Request) -> Response:
+        registry.by_key(session_keys(request.path_params.get("key"), dict(request.headers)))
+        return Response(chat.models(), media_type="application/json")
+
+    sampling_route = AgentEndpoint(chat, registry=registry, turns=turns, settings=settings)
+    for prefix in _AGENT_PREFIXES:
+        app.router.routes.append(Route(prefix + chat.path, sampling_route))
+        app.router.routes.append(Route(prefix + "/models", models, methods=["GET"]))
+    keys = KeyRing(settings.env_key.get_secret_value(), registry)
+    app.include_router(session_routes(keys=keys, lifecycle=lifecycle, turns=turns, metrics=metrics))
+    _add_error_handlers(app, chat)
+    return app
+
+
+def _add_error_handlers(app: FastAPI, dialect: ChatDialect) -> None:
+    """Every refusal has the shape that agents' clients know."""
+
+    def refusal(error: SessionError) -> Response:
+        headers = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
+        return Response(
+            dialect.error(error), status_code=error.status, headers=headers, media_type="application/json"
+        )
+
+    @app.exception_handler(SessionError)
+    async def refused(_: Request, error: SessionError) -> Response:
+        return refusal(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"][1:])
+        return refusal(
+            SessionError(
+                f"{place}: {first['msg']}" if place else str(first["msg"]),
+                status=400,
+                code="invalid_request",
+                param=place or None,
+            )
+        )
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path.partition('/s/')[0] or '/s/…'}: {error.detail}"
+        code = "not_found" if error.status_code == 404 else "invalid_request"
+        return refusal(SessionError(message, status=error.status_code, code=code))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:
+        _log.error("a request failed inside of the gateway", exc_info=error)
+        return refusal(SessionError("internal error", status=500, code="internal_error"))

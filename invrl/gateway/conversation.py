@@ -1,0 +1,76 @@
+"""The live side of an open session: its forest, the generations in flight, the turns so far.
+
+Invariant: a request is answered with an earlier answer only if it is a retry of the request that the
+answer was made for; a client that asks the same thing again on purpose gets a fresh sample. Held by
+`turns.py`; ends with the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from invrl.gateway.forest import Forest
+from invrl.gateway.generation import Generation
+from invrl.gateway.sessions import SessionRecord
+from invrl.types import Turn
+
+
+class Conversation:
+    """Everything about a session that dies with it."""
+
+    def __init__(self, record: SessionRecord) -> None:
+        self.record = record
+        self.forest = Forest()
+        self.turns: list[Turn] = []
+        self.delivered: set[str] = set()
+        self.closing = False
+        self.closed = asyncio.Lock()
+        """Held while the session is being closed."""
+        self._generations: dict[str, Generation] = {}
+        """The latest generation for each request digest."""
+        self._running: set[Generation] = set()
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """A client's request, until its answer is delivered or given up."""
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    def retried(self, digest: str, retry: bool | None) -> Generation | None:
+        """The generation that this request is a retry of. `retry` is what the client says: the official
+        clients count their retries in a header; None: it says nothing. Then the same request again is
+        taken for a retry in training and evaluation, and for a new question in serving."""
+        earlier = self._generations.get(digest)
+        if earlier is None or earlier.failed:
+            return None
+        if retry is None:
+            retry = self.record.session.purpose != "serve"
+        undelivered = not earlier.running and not earlier.delivered
+        return earlier if retry or undelivered else None
+
+    def start(self, digest: str, generation: Generation) -> None:
+        self._generations[digest] = generation
+        self._running = {other for other in self._running if other.running} | {generation}
+
+    async def settle(self, deadline_s: float) -> None:
+        """Ends what is being sampled and lets answers on their way out arrive."""
+        self.closing = True
+        running = [generation for generation in self._running if generation.running]
+        for generation in running:
+            generation.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                for generation in running:
+                    await generation.settled()
+                await self._idle.wait()

@@ -1,0 +1,100 @@
+"""The gateway's OS process, and what others hold of it.
+
+`python -m invrl.gateway.gateway_server --settings FILE` serves; `GatewayServer` starts such a process
+and ends it. Importing this module loads no tokenizer and no web framework.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+import urllib.request
+from pathlib import Path
+
+from invrl.gateway.settings import GatewaySettings
+from invrl.process import ServerProcess
+
+
+class GatewayServer:
+    """A gateway in its own process. The settings file in `folder` holds keys: only its owner reads it."""
+
+    def __init__(self, settings: GatewaySettings, *, folder: Path, log: Path) -> None:
+        self._settings = settings
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "gateway.json"
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as out:
+            out.write(settings.to_json())
+        command = [sys.executable, "-m", "invrl.gateway.gateway_server", "--settings", str(file)]
+        self.process = ServerProcess("gateway", command, log=log, env={"OMP_NUM_THREADS": "1"})
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches it (agents: `settings.url`)."""
+        host = self._settings.host
+        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self._settings.port}"
+
+    def wait_ready(self, *, deadline_s: float = 60.0) -> float:
+        """Seconds until it answers. Raises ServerError, DeadlineError."""
+        return self.process.wait_ready(self._answers, deadline_s=deadline_s)
+
+    def stop(self) -> None:
+        self.process.stop()
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=2.0) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+def serve(settings: GatewaySettings) -> None:
+    """Runs until it is told to stop; every accepted turn is committed when this returns."""
+    import uvicorn
+
+    from invrl.gateway.app import make_app
+    from invrl.gateway.rendering import load_renderer
+    from invrl.gateway.sglang_engine import SGLangEngine
+    from invrl.run_store import RunStoreWriter
+
+    renderer = load_renderer(settings.model_path, settings.vocab_size)
+    store = RunStoreWriter(Path(settings.store_path))
+    router_key = settings.router_api_key.get_secret_value() if settings.router_api_key else None
+
+    async def run() -> None:
+        engine = SGLangEngine(settings.router_url, api_key=router_key)
+        app = make_app(settings, engine=engine, renderer=renderer, store=store, on_shutdown=engine.close)
+        config = uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            access_log=False,
+            log_level="warning",
+            timeout_graceful_shutdown=3,
+            timeout_keep_alive=75,
+            backlog=4096,
+        )
+        await uvicorn.Server(config).serve()
+
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    store.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the gateway of a run")
+    parser.add_argument("--settings", required=True, type=Path, help="JSON file of GatewaySettings")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    serve(GatewaySettings.model_validate(json.loads(arguments.settings.read_text())))
+
+
+if __name__ == "__main__":
+    main()

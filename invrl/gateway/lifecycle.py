@@ -1,0 +1,115 @@
+"""Opening, rewarding and closing sessions: the registry, the live conversations and the store, kept
+in step. Invariant: a session is closed once; who closes it again gets the same outcome. Called by the
+session API, and by itself when a session's time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from invrl.errors import SessionError
+from invrl.gateway.outcome import failed, summarise
+from invrl.gateway.sessions import SessionRecord, SessionRegistry, SessionState
+from invrl.gateway.turns import Turns
+from invrl.run_store import Outcome, RunStoreWriter
+from invrl.types import FailureReason, GroupMember, Purpose, Sampling
+
+_log = logging.getLogger(__name__)
+
+_SETTLE_S = 5.0
+_EXPIRY_INTERVAL_S = 1.0
+
+
+class Lifecycle:
+    """The life of sessions, from the first to the last write."""
+
+    def __init__(
+        self, *, registry: SessionRegistry, turns: Turns, store: RunStoreWriter, sampling: Sampling
+    ) -> None:
+        self._registry = registry
+        self._turns = turns
+        self._store = store
+        self._sampling = sampling
+
+    async def open(
+        self,
+        *,
+        task_id: str,
+        group_id: str,
+        members: Sequence[GroupMember],
+        purpose: Purpose,
+        sampling: Sampling | None,
+    ) -> list[SessionRecord]:
+        """All members or none. SessionError 429 when they do not fit, 400 where tokens sampled so could
+        not be trained."""
+        sampling = sampling or self._sampling
+        if purpose == "train" and (sampling.temperature <= 0 or sampling.top_p != 1):
+            raise SessionError(
+                "training needs temperature > 0 and top_p = 1: the log-probs of other samplings are not "
+                "those of the policy",
+                status=400,
+                code="untrainable_sampling",
+                param="sampling",
+            )
+        now = time.time()
+        records = self._registry.open(
+            task_id=task_id, group_id=group_id, members=members, purpose=purpose, sampling=sampling, now=now
+        )
+        for record in records:
+            self._turns.open(record)
+        await asyncio.wrap_future(
+            self._store.open_sessions(
+                [record.session for record in records], [record.key_hash for record in records], now
+            )
+        )
+        return records
+
+    async def reward(self, record: SessionRecord, reward: float, components: Mapping[str, float]) -> None:
+        self._registry.reward(record, reward, components)
+        await asyncio.wrap_future(self._store.set_reward(record.session.id, reward, components))
+
+    async def finish(self, record: SessionRecord) -> Outcome:
+        return await self._close(record, "finished", None)
+
+    async def abort(
+        self,
+        record: SessionRecord,
+        reason: FailureReason,
+        detail: str,
+        *,
+        state: SessionState = "aborted",
+    ) -> Outcome:
+        return await self._close(record, state, failed(record, reason, detail))
+
+    async def expire_forever(self) -> None:
+        """Aborts sessions whose time is up."""
+        while True:
+            await asyncio.sleep(_EXPIRY_INTERVAL_S)
+            for record in self._registry.expired(time.time()):
+                detail = "the session was open for longer than session_ttl_s"
+                try:
+                    await self.abort(record, FailureReason.TIMEOUT, detail, state="expired")
+                except Exception:  # the next round tries again; other sessions must not wait for it
+                    _log.exception("cannot expire session %s", record.session.id)
+
+    async def _close(self, record: SessionRecord, state: SessionState, outcome: Outcome | None) -> Outcome:
+        """`outcome` None: what the session's turns and reward say."""
+        if record.outcome is not None:
+            return record.outcome
+        conversation = self._turns.conversation_to_close(record)
+        async with conversation.closed:
+            if record.outcome is not None:
+                return record.outcome
+            await conversation.settle(_SETTLE_S)
+            if outcome is None:
+                outcome = summarise(record, conversation.turns, conversation.delivered, time.time())
+            hand_over = record.session.purpose == "train"
+            await asyncio.wrap_future(
+                self._store.close_session(record.session.id, state, outcome, hand_over=hand_over)
+            )
+            self._registry.close(record, state, outcome)
+            self._turns.close(record)
+            return outcome

@@ -1,0 +1,231 @@
+"""Messages to token ids and sampled ids to text, with the model folder's own template and tokenizer.
+
+A first turn is the template's whole rendering. A turn that continues is the exact ids of its path plus
+the rendered tail: template(all messages) must start with template(what the path stands for), and only
+what follows is tokenised. Invariant: ids that an engine consumed or emitted are never made again from
+text. Used by `conversation.py` and `generation.py`; only the gateway's process loads tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from invrl.errors import ConfigError, SessionError
+from invrl.gateway.forest import ForkReason, Message
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_PROBE = "invrl-probe"
+_UNFINISHED = "�"
+
+
+class TextTokenizer(Protocol):
+    """The part of tokenizers.Tokenizer that is used here."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """Ids to append to a path, or why the path cannot be continued."""
+
+    ids: list[int]
+    fork: ForkReason | None = None
+
+
+class Renderer:
+    """`template(messages, add_generation_prompt) -> text` and a tokenizer, made to agree."""
+
+    def __init__(
+        self,
+        template: Callable[[Sequence[Message], bool], str],
+        tokenizer: TextTokenizer,
+        *,
+        end_ids: frozenset[int],
+        vocab_size: int,
+    ) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._after_reply, self.end_of_turn, self.end_of_turn_id = self._find_end_of_turn()
+        self.end_ids = end_ids if self.end_of_turn_id is None else end_ids | {self.end_of_turn_id}
+        """Tokens that end a turn; the engine must stop at each."""
+
+    def first(self, messages: Sequence[Message]) -> list[int]:
+        """The whole conversation and the head of the reply. SessionError 400 if the template refuses."""
+        return self._encode(self._text(messages, True))
+
+    def tail(self, messages: Sequence[Message], depth: int, *, closed: bool) -> Tail:
+        """What follows the recorded ids of `messages[:depth]`. `closed`: they end with the template's
+        end-of-turn token; otherwise (out of tokens, a stop string) the tail begins with it, as context
+        that was not sampled."""
+        full = self._text(messages, True)
+        recorded = self._text(messages[:depth], False)
+        if not full.startswith(recorded):
+            thinking = any("</think>" in message.content for message in messages[:depth])
+            return Tail(
+                ids=[], fork=ForkReason.THINKING_STRIPPED if thinking else ForkReason.TEMPLATE_CHANGED
+            )
+        end = recorded.rfind(self.end_of_turn or self._after_reply)
+        if end < 0:
+            return Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED)
+        return Tail(ids=self._encode(full[end + (len(self.end_of_turn) if closed else 0) :]))
+
+    def is_closed(self, sampled_ids: Sequence[int]) -> bool:
+        return bool(sampled_ids) and sampled_ids[-1] == self.end_of_turn_id
+
+    def text(self, sampled_ids: Sequence[int]) -> str:
+        """A reply's text: without the token that ended it, special tokens not shown."""
+        ids = sampled_ids[:-1] if sampled_ids and sampled_ids[-1] in self.end_ids else sampled_ids
+        return self._tokenizer.decode(ids)
+
+    def token_text(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id])
+
+    def stream(self, stop: Sequence[str]) -> TextStream:
+        return TextStream(self, stop)
+
+    def _text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        try:
+            return self._template(messages, add_generation_prompt)
+        except Exception as error:  # templates raise what they like, mostly jinja2.TemplateError
+            raise SessionError(
+                f"the model's chat template refuses this conversation: {error}",
+                status=400,
+                code="invalid_messages",
+            ) from error
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self._tokenizer.encode(text)
+        if ids and max(ids) >= self._vocab_size:  # such an id would end the engine's process
+            raise SessionError(
+                f"token {max(ids)} is outside of the model's vocabulary ({self._vocab_size})",
+                status=400,
+                code="invalid_messages",
+            )
+        return ids
+
+    def _find_end_of_turn(self) -> tuple[str, str, int | None]:
+        """What the template writes after a reply, and the special token that it begins with (text, id):
+        ("", None) for a template that ends turns otherwise."""
+        text = self._text([Message("user", "x"), Message("assistant", _PROBE)], False)
+        after = text[text.rfind(_PROBE) + len(_PROBE) :]
+        ids = self._tokenizer.encode(after)
+        if not ids or self._tokenizer.decode(ids[:1]):  # special tokens decode to nothing
+            return after, "", None
+        end = next(n for n in range(1, len(after) + 1) if self._tokenizer.encode(after[:n]) == ids[:1])
+        return after, after[:end], ids[0]
+
+
+class TextStream:
+    """Text of a reply as its ids arrive. Never splits a character, shows nothing of a stop string nor
+    of what might become one; the pieces joined are the reply's text."""
+
+    def __init__(self, renderer: Renderer, stop: Sequence[str]) -> None:
+        self._renderer = renderer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._shown_from = 0
+        """Ids before this one have been decoded for good; a few of them are context for the rest."""
+        self._read_to = 0
+        self._text = ""
+        self._sent = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        """New text that may be shown."""
+        self._ids.extend(ids)
+        whole_characters, text = self._unread()
+        if text and whole_characters:
+            self._text += text
+            self._shown_from, self._read_to = self._read_to, len(self._ids)
+        return self._send(self._safe_length())
+
+    def finish(self) -> str:
+        """The rest, once the last id has been pushed."""
+        whole = self._renderer.text(self._ids)
+        self._text = whole if whole.startswith(self._text) else self._text + self._unread()[1]
+        return self._send(self._cut())
+
+    @property
+    def text(self) -> str:
+        """All that was shown."""
+        return self._text[: self._sent]
+
+    def _unread(self) -> tuple[bool, str]:
+        """Text of the ids since the last whole character, and whether it ends with one."""
+        context = self._renderer.text(self._ids[self._shown_from : self._read_to])
+        text = self._renderer.text(self._ids[self._shown_from :])
+        return not text.endswith(_UNFINISHED), text[len(context) :]
+
+    def _send(self, end: int) -> str:
+        piece = self._text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return piece
+
+    def _cut(self) -> int:
+        """Where the first stop string starts, or the end."""
+        return min([at for stop in self._stop if (at := self._text.find(stop)) >= 0], default=len(self._text))
+
+    def _safe_length(self) -> int:
+        cut = self._cut()
+        if cut < len(self._text):
+            return cut
+        held = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self._text)), held, -1):
+                if self._text.endswith(stop[:size]):
+                    held = size
+                    break
+        return len(self._text) - held
+
+
+class _FastTokenizer:
+    """The Rust tokenizer of a model folder: nothing added when it encodes, special tokens hidden when
+    it decodes."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+
+    def encode(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=True)
+
+
+def load_renderer(model_path: str, vocab_size: int) -> Renderer:
+    """The renderer of a model folder. ConfigError where it has no fast tokenizer or chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not tokenizer.chat_template:
+        missing = "fast tokenizer (tokenizer.json)" if backend is None else "chat template"
+        raise ConfigError(
+            field="model_path", value=model_path, reason=f"the folder has no {missing}", fix="add it"
+        )
+
+    def template(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        return tokenizer.apply_chat_template(
+            plain, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    end_ids = _end_ids(Path(model_path)) | ({tokenizer.eos_token_id} - {None})
+    return Renderer(template, _FastTokenizer(backend), end_ids=frozenset(end_ids), vocab_size=vocab_size)
+
+
+def _end_ids(folder: Path) -> set[int]:
+    """The end tokens that the model's own settings name; engines stop at them."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        named = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        ids.update(named if isinstance(named, list) else [] if named is None else [named])
+    return ids

@@ -1,0 +1,49 @@
+"""What a gateway process is told at its start, as one JSON file. Written by the cluster, read by
+`gateway_server.py`; imports without tokenizers."""
+
+from __future__ import annotations
+
+import json
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, SecretStr
+
+from invrl.section import Section
+
+
+class GatewaySettings(Section):
+    """All a gateway needs to know."""
+
+    run_id: str = ""
+    host: str = "127.0.0.1"
+    port: PositiveInt
+    public_url: str = Field("", description="URL agents reach the gateway at; empty: http://host:port")
+    router_url: str
+    router_api_key: SecretStr | None = None
+    env_key: SecretStr = Field(min_length=16, description="key of those who open sessions")
+    model_path: str
+    model_name: str
+    store_path: str
+    temperature: NonNegativeFloat = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_new_tokens: PositiveInt = 512
+    context_length: PositiveInt
+    vocab_size: PositiveInt
+    max_open_sessions: PositiveInt = 1024
+    session_ttl_s: PositiveFloat = 3600.0
+    generate_timeout_s: PositiveFloat = 600.0
+    max_body_bytes: PositiveInt = 16 * 2**20
+    body_timeout_s: PositiveFloat = 30.0
+    keep_alive_s: PositiveFloat = Field(10.0, description="seconds of silence before a stream's comment")
+
+    @property
+    def url(self) -> str:
+        """Where agents are sent."""
+        return (self.public_url or f"http://{self.host}:{self.port}").rstrip("/")
+
+    def to_json(self) -> str:
+        """With the secrets: for a file that only its owner reads."""
+        values = self.model_dump()
+        for name, value in values.items():
+            if isinstance(value, SecretStr):
+                values[name] = value.get_secret_value()
+        return json.dumps(values)

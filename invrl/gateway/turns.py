@@ -1,0 +1,214 @@
+"""From a request to a turn: match, render, sample, commit, deliver.
+
+Dialects hand over a `TurnRequest` and show the `Answer`; everything in between is the same for all of
+them. Invariant: a turn joins the forest only when its tokens are durable and whole. Held by `app.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from invrl.errors import SessionError
+from invrl.gateway.conversation import Conversation
+from invrl.gateway.engine import Engine, Generate
+from invrl.gateway.forest import ForkReason, Message, Node
+from invrl.gateway.generation import Generation, Proposal
+from invrl.gateway.rendering import Renderer
+from invrl.gateway.sampling import ClientSampling, TurnSampling, resolve
+from invrl.gateway.sessions import SessionRecord
+from invrl.run_store import RunStoreWriter
+from invrl.types import Turn
+
+_ENGINE_MARGIN = 8
+"""Tokens of the context length that SGLang keeps for itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """What every dialect's request comes down to."""
+
+    messages: tuple[Message, ...]
+    sampling: ClientSampling
+    stop: tuple[str, ...]
+    stream: bool
+    digest: str
+    """Of the request as it came: equal for a retry."""
+    retry: bool | None
+    """What the client says; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a request continues the forest, and the ids it adds there."""
+
+    parent: Node | None
+    depth: int
+    context_ids: list[int]
+    fork: ForkReason | None
+
+
+class Turns:
+    """All live conversations and how they go on."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        renderer: Renderer,
+        store: RunStoreWriter,
+        context_length: int,
+        generate_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._store = store
+        self._context_length = context_length
+        self._generate_timeout_s = generate_timeout_s
+        self._conversations: dict[str, Conversation] = {}
+        self.counts: Counter[str] = Counter()
+        self.forks: Counter[str] = Counter()
+        self.overridden: Counter[str] = Counter()
+
+    def open(self, record: SessionRecord) -> None:
+        self._conversations[record.session.id] = Conversation(record)
+
+    def conversation(self, record: SessionRecord) -> Conversation:
+        """SessionError 401 once the session is being closed."""
+        conversation = self._conversations.get(record.session.id)
+        if conversation is None or conversation.closing:
+            raise SessionError("the session is closed", status=401, code="session_closed")
+        return conversation
+
+    def conversation_to_close(self, record: SessionRecord) -> Conversation:
+        return self._conversations[record.session.id]
+
+    def close(self, record: SessionRecord) -> None:
+        self._conversations.pop(record.session.id, None)
+
+    def begin(self, conversation: Conversation, request: TurnRequest) -> tuple[Generation, tuple[str, ...]]:
+        """The generation that answers `request`, and the sampling parameters that are overridden for
+        the first time in this session. SessionError 400 if the request cannot be rendered or fits not."""
+        earlier = conversation.retried(request.digest, request.retry)
+        if earlier is not None:
+            self.counts["retries_answered"] += 1
+            return earlier, ()
+        record = conversation.record
+        session = record.session
+        place = self._place(conversation, request.messages)
+        input_ids = [*(place.parent.ids() if place.parent else ()), *place.context_ids]
+        sampling, overridden = resolve(session.purpose, session.sampling, request.sampling, request.stop)
+        sampling = self._fit(sampling, len(input_ids))
+        if place.fork is not None:
+            conversation.forest.count_fork(place.fork)
+            self.forks[place.fork.value] += 1
+        news = tuple(name for name in overridden if name not in record.overridden)
+        record.overridden.update(news)
+        self.overridden.update(news)
+        generation = Generation(
+            Proposal(
+                request=Generate(
+                    rid="turn-" + secrets.token_hex(12),
+                    session_id=session.id,
+                    input_ids=input_ids,
+                    sampling=sampling,
+                    stop_token_ids=sorted(self._renderer.end_ids),
+                    stream=request.stream,
+                ),
+                parent=place.parent,
+                context_ids=place.context_ids,
+                messages=request.messages[place.depth :],
+                fork_reason=place.fork.value if place.fork else "",
+                digest=request.digest,
+            ),
+            engine=self._engine,
+            renderer=self._renderer,
+            commit=lambda turn, proposal, text: self._commit(conversation, turn, proposal, text),
+            timeout_s=self._generate_timeout_s,
+        )
+        conversation.start(request.digest, generation)
+        return generation, news
+
+    def deliver(self, conversation: Conversation, generation: Generation) -> None:
+        """The answer has left whole: the turn may be trained."""
+        generation.delivered = True
+        turn_id = generation.proposal.request.rid
+        if turn_id not in conversation.delivered:
+            conversation.delivered.add(turn_id)
+            self._store.mark_delivered(turn_id)
+            self.counts["delivered"] += 1
+
+    def overview(self, record: SessionRecord) -> list[dict[str, str | int | bool | None]]:
+        """One line per turn of an open session."""
+        conversation = self._conversations.get(record.session.id)
+        if conversation is None:
+            return []
+        return [
+            {
+                "id": turn.id,
+                "parent_id": turn.parent_id,
+                "fork_reason": turn.fork_reason,
+                "finish_reason": turn.finish_reason,
+                "delivered": turn.id in conversation.delivered,
+                "prompt_tokens": turn.prompt_tokens,
+                "cached_tokens": turn.cached_tokens,
+                "sampled_tokens": len(turn.sampled_ids_T),
+            }
+            for turn in conversation.turns
+        ]
+
+    def metrics(self) -> Mapping[str, Mapping[str, int]]:
+        return {"turns": dict(self.counts), "forks": dict(self.forks), "overridden": dict(self.overridden)}
+
+    def _place(self, conversation: Conversation, messages: Sequence[Message]) -> _Place:
+        match = conversation.forest.match(messages)
+        if match.node is None:
+            return _Place(parent=None, depth=0, context_ids=self._renderer.first(messages), fork=match.fork)
+        tail = self._renderer.tail(messages, match.depth, closed=match.node.closed)
+        if tail.fork is not None:
+            return _Place(parent=None, depth=0, context_ids=self._renderer.first(messages), fork=tail.fork)
+        return _Place(parent=match.node, depth=match.depth, context_ids=tail.ids, fork=match.fork)
+
+    def _fit(self, sampling: TurnSampling, prompt: int) -> TurnSampling:
+        room = self._context_length - _ENGINE_MARGIN - prompt
+        if room < 1:
+            raise SessionError(
+                f"This model's maximum context length is {self._context_length} tokens (of which "
+                f"{_ENGINE_MARGIN} are the engine's); your messages resulted in {prompt} tokens.",
+                status=400,
+                code="context_length_exceeded",
+                param="messages",
+            )
+        return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+
+    def _commit(
+        self, conversation: Conversation, turn: Turn, proposal: Proposal, text: str
+    ) -> asyncio.Future[None]:
+        sampled = len(turn.sampled_ids_T)
+        self.counts[turn.finish_reason] += 1
+        self.counts["sampled_tokens"] += sampled
+        self.counts["prompt_tokens"] += turn.prompt_tokens
+        self.counts["cached_tokens"] += turn.cached_tokens
+        loop = asyncio.get_running_loop()
+        if not sampled or conversation.record.state != "open":
+            done: asyncio.Future[None] = loop.create_future()
+            done.set_result(None)
+            return done
+        messages = (*proposal.messages, Message("assistant", text))
+        conversation.turns.append(turn)
+        durable = asyncio.wrap_future(self._store.add_turn(turn, msgspec.json.encode(messages)), loop=loop)
+        if turn.finish_reason != "abort":
+            closed = self._renderer.is_closed(turn.sampled_ids_T.tolist())
+            node = Node(turn=turn, parent=proposal.parent, messages=messages, closed=closed)
+            durable.add_done_callback(lambda done: _join(conversation, node, done))
+        return durable
+
+
+def _join(conversation: Conversation, node: Node, durable: asyncio.Future[None]) -> None:
+    if not durable.cancelled() and durable.exception() is None:
+        conversation.forest.add(node)

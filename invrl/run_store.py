@@ -1,0 +1,287 @@
+"""The run's store: sessions, turns and the outbox, in one SQLite file.
+
+The gateway alone writes sessions, turns and outbox rows (`RunStoreWriter`: one thread, group commit);
+the buffer actor and the loop read in their own processes (`RunStore`). Invariants: a closed session's
+final state and its outbox row are one transaction, so the two cannot disagree; what a future of the
+writer reports as done survives kill -9 of the process (WAL; an operating-system crash may lose the
+last commits, never the file). Session keys are stored hashed. Whoever keeps more in this file (the
+buffer's ledger) adds its tables to `_SCHEMA` and takes turns with the gateway through the busy timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from invrl.types import (
+    FailedRollout,
+    Purpose,
+    Rollout,
+    RolloutSummary,
+    Sampling,
+    Session,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
+
+Outcome = RolloutSummary | FailedRollout
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+  id TEXT PRIMARY KEY, key_hash BLOB NOT NULL UNIQUE, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
+  member INTEGER NOT NULL, attempt INTEGER NOT NULL, purpose TEXT NOT NULL, sampling BLOB NOT NULL,
+  opened_at REAL NOT NULL, state TEXT NOT NULL, reward REAL, components BLOB, outcome BLOB);
+CREATE TABLE IF NOT EXISTS turns (
+  seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL, parent_id TEXT,
+  context_ids BLOB NOT NULL, sampled_ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans BLOB NOT NULL,
+  finish_reason TEXT NOT NULL, request_digest TEXT NOT NULL, delivered INTEGER NOT NULL,
+  temperature REAL NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+  fork_reason TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, messages BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS turns_of_session ON turns (session_id, seq);
+CREATE TABLE IF NOT EXISTS outbox (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE, failed INTEGER NOT NULL,
+  outcome BLOB NOT NULL);
+"""
+_TURN_COLUMNS = (
+    "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, request_digest, "
+    "delivered, temperature, prompt_tokens, cached_tokens, fork_reason, started_at, finished_at"
+)
+
+_encode = msgspec.json.encode
+_Statement = tuple[str, tuple[object, ...]]
+_Work = tuple[tuple[_Statement, ...], Future[None]]
+"""Statements that belong into one transaction, and who waits for it."""
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Autocommit connection with the schema in place; whoever comes first creates the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("PRAGMA synchronous=NORMAL")
+    db.executescript(_SCHEMA)
+    return db
+
+
+class RunStoreWriter:
+    """The gateway's side. Every method queues its statements and returns at once; the future is done
+    when the commit that holds them is."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = _connect(path)
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="run-store-writer", daemon=True)
+        self._thread.start()
+
+    def open_sessions(
+        self, sessions: Sequence[Session], key_hashes: Sequence[bytes], opened_at: float
+    ) -> Future[None]:
+        sql = "INSERT INTO sessions VALUES (?,?,?,?,?,?,?,?,?,'open',NULL,NULL,NULL)"
+        return self._submit(
+            (
+                sql,
+                (
+                    session.id,
+                    key_hash,
+                    session.task_id,
+                    session.group_id,
+                    session.index,
+                    session.attempt,
+                    session.purpose,
+                    _encode(session.sampling),
+                    opened_at,
+                ),
+            )
+            for session, key_hash in zip(sessions, key_hashes, strict=True)
+        )
+
+    def add_turn(self, turn: Turn, messages: bytes) -> Future[None]:
+        """`messages`: JSON of the messages that the turn's tokens stand for, the reply last."""
+        values = (
+            turn.id,
+            turn.session_id,
+            turn.parent_id,
+            np.ascontiguousarray(turn.context_ids_T, np.int32).tobytes(),
+            np.ascontiguousarray(turn.sampled_ids_T, np.int32).tobytes(),
+            np.ascontiguousarray(turn.logprobs_T, np.float32).tobytes(),
+            _encode(turn.spans),
+            turn.finish_reason,
+            turn.request_digest,
+            turn.delivered,
+            turn.temperature,
+            turn.prompt_tokens,
+            turn.cached_tokens,
+            turn.fork_reason,
+            turn.started_at,
+            turn.finished_at,
+            messages,
+        )
+        places = ",".join("?" * len(values))
+        return self._submit([(f"INSERT INTO turns ({_TURN_COLUMNS}, messages) VALUES ({places})", values)])
+
+    def mark_delivered(self, turn_id: str) -> Future[None]:
+        return self._submit([("UPDATE turns SET delivered=1 WHERE id=?", (turn_id,))])
+
+    def set_reward(self, session_id: str, reward: float, components: Mapping[str, float]) -> Future[None]:
+        sql = "UPDATE sessions SET reward=?, components=? WHERE id=?"
+        return self._submit([(sql, (reward, _encode(components), session_id))])
+
+    def close_session(
+        self, session_id: str, state: str, outcome: Outcome, *, hand_over: bool
+    ) -> Future[None]:
+        """The session's final state, and with `hand_over` its outbox row, in one transaction."""
+        body = _encode(outcome)
+        statements: list[_Statement] = [
+            ("UPDATE sessions SET state=?, outcome=? WHERE id=?", (state, body, session_id))
+        ]
+        if hand_over:
+            failed = isinstance(outcome, FailedRollout)
+            sql = "INSERT INTO outbox (session_id, failed, outcome) VALUES (?,?,?)"
+            statements.append((sql, (session_id, failed, body)))
+        return self._submit(statements)
+
+    def close(self, *, deadline_s: float = 30.0) -> None:
+        """Commit what is queued and end the thread."""
+        self._queue.put(None)
+        self._thread.join(deadline_s)
+
+    def _submit(self, statements: Iterable[_Statement]) -> Future[None]:
+        done: Future[None] = Future()
+        self._queue.put((tuple(statements), done))
+        return done
+
+    def _run(self) -> None:
+        open_ = True
+        while open_:
+            item = self._queue.get()
+            batch = []
+            while item is not None:
+                batch.append(item)
+                try:
+                    item = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            else:
+                open_ = False
+            self._commit(batch)
+        self._db.close()
+
+    def _commit(self, batch: list[_Work]) -> None:
+        """All of `batch` in one transaction; if it fails, one by one, so that only the culprit fails."""
+        if not batch:
+            return
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for statements, _ in batch:
+                for sql, values in statements:
+                    self._db.execute(sql, values)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            if len(batch) == 1:
+                batch[0][1].set_exception(error)
+            else:
+                for item in batch:
+                    self._commit([item])
+            return
+        for _, done in batch:
+            done.set_result(None)
+
+
+class RunStore:
+    """The readers' side, for other processes than the gateway (and for tests)."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = _connect(path)
+        self._db.execute("PRAGMA query_only=1")
+
+    def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
+        """Outcomes handed over after row `seq` (0: all), in order, at most `limit`."""
+        sql = "SELECT seq, failed, outcome FROM outbox WHERE seq>? ORDER BY seq LIMIT ?"
+        return [
+            (number, msgspec.json.decode(body, type=FailedRollout if failed else RolloutSummary))
+            for number, failed, body in self._db.execute(sql, (seq, limit))
+        ]
+
+    def turns(self, session_id: str) -> list[Turn]:
+        """All turns of a session, in the order of their commits."""
+        sql = f"SELECT {_TURN_COLUMNS} FROM turns WHERE session_id=? ORDER BY seq"
+        return [_turn(row) for row in self._db.execute(sql, (session_id,))]
+
+    def rollout(self, session_id: str) -> Rollout:
+        """A finished session with its branches. KeyError if it is unknown, open, or failed."""
+        sql = "SELECT outcome FROM sessions WHERE id=? AND state='finished'"
+        row = self._db.execute(sql, (session_id,)).fetchone()
+        if row is None:
+            raise KeyError(f"no finished session {session_id}")
+        try:
+            summary = msgspec.json.decode(row[0], type=RolloutSummary)
+        except msgspec.ValidationError:
+            raise KeyError(f"session {session_id} finished without a usable reward") from None
+        return Rollout(summary=summary, trajectories=branches(self.turns(session_id)))
+
+    def rollouts(self, session_ids: Sequence[str]) -> list[Rollout]:
+        return [self.rollout(session_id) for session_id in session_ids]
+
+    def session_state(self, session_id: str) -> str:
+        """'open', 'finished', 'aborted' or 'expired'; KeyError if unknown."""
+        row = self._db.execute("SELECT state FROM sessions WHERE id=?", (session_id,)).fetchone()
+        if row is None:
+            raise KeyError(f"no session {session_id}")
+        return str(row[0])
+
+    def open_sessions(self) -> list[tuple[bytes, Purpose, Sampling]]:
+        """(key hash, purpose, sampling) of the sessions still open: what a restarted gateway would take
+        up again."""
+        rows = self._db.execute("SELECT key_hash, purpose, sampling FROM sessions WHERE state='open'")
+        return [(key, purpose, msgspec.json.decode(body, type=Sampling)) for key, purpose, body in rows]
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def branches(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
+    """Root-to-leaf paths through the turns of one session, in the order of their leaves. Turns that
+    were aborted or never delivered are in them; what may be trained is for the reader to say."""
+    by_id = {turn.id: turn for turn in turns}
+    inner = {turn.parent_id for turn in turns}
+    paths = []
+    for leaf in turns:
+        if leaf.id in inner:
+            continue
+        path = [leaf]
+        while path[-1].parent_id is not None:
+            path.append(by_id[path[-1].parent_id])
+        paths.append(Trajectory(turns=tuple(reversed(path))))
+    return tuple(paths)
+
+
+def _turn(row: tuple) -> Turn:  # type: ignore[type-arg]
+    return Turn(
+        id=row[0],
+        session_id=row[1],
+        parent_id=row[2],
+        context_ids_T=np.frombuffer(row[3], np.int32),
+        sampled_ids_T=np.frombuffer(row[4], np.int32),
+        logprobs_T=np.frombuffer(row[5], np.float32),
+        spans=msgspec.json.decode(row[6], type=tuple[VersionSpan, ...]),
+        finish_reason=row[7],
+        request_digest=row[8],
+        delivered=bool(row[9]),
+        temperature=row[10],
+        prompt_tokens=row[11],
+        cached_tokens=row[12],
+        fork_reason=row[13],
+        started_at=row[14],
+        finished_at=row[15],
+    )

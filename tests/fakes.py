@@ -1,0 +1,150 @@
+"""Stand-ins for what is slow to start. Each passes the same contract tests as the real thing.
+
+`FakeEngine` is an HTTP server that speaks SGLang's `/generate` as the gateway uses it: ids in; ids,
+log-probs, version spans and cache counts out, streamed cumulatively or whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import Callable, Sequence
+
+from aiohttp import web
+
+Script = Callable[[Sequence[int]], Sequence[int]]
+"""Prompt ids to reply ids; a reply ends where the script ends it, at a stop token or out of tokens."""
+
+
+def random_reply(*, seed: int = 0, tokens: int = 12, vocab: tuple[int, int] = (10, 300), end: int = 2) -> Script:
+    """Random tokens, then the end token."""
+    source = random.Random(seed)
+
+    def reply(_: Sequence[int]) -> list[int]:
+        return [source.randrange(*vocab) for _ in range(tokens)] + [end]
+
+    return reply
+
+
+class FakeEngine:
+    """Use as an async context manager; `url` is where it listens."""
+
+    def __init__(self, script: Script, *, version: int = 0, token_delay_s: float = 0.0) -> None:
+        self.script = script
+        self.version = version
+        self.token_delay_s = token_delay_s
+        self.drop_connections = 0
+        """So many requests are cut off before an answer."""
+        self.abort_next = False
+        self.requests: list[dict] = []
+        self.cancelled: list[str] = []
+        self.running: set[str] = set()
+        self.url = ""
+        self._cache: list[list[int]] = []
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> FakeEngine:
+        app = web.Application(client_max_size=2**28)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = "http://127.0.0.1:%d" % self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        if self.drop_connections:
+            self.drop_connections -= 1
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        self.running.add(body["rid"])
+        try:
+            return await self._answer(request, body)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.cancelled.append(body["rid"])
+            raise
+        finally:
+            self.running.discard(body["rid"])
+
+    async def _answer(self, request: web.Request, body: dict) -> web.StreamResponse:
+        prompt = body["input_ids"]
+        params = body["sampling_params"]
+        reply, finish = self._reply(prompt, params)
+        cached = max((_common(prompt, seen) for seen in self._cache), default=0)
+        cached = min(cached, len(prompt) - 1)
+        spans: list[dict] = []
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if body.get("stream"):
+            await response.prepare(request)
+        out: dict = {}
+        for count in range(1, len(reply) + 1):
+            if self.token_delay_s:
+                await asyncio.sleep(self.token_delay_s)
+            if spans and spans[-1]["version"] == str(self.version):
+                spans[-1]["end"] = count
+            else:
+                spans.append({"version": str(self.version), "start": count - 1, "end": count})
+            if not body.get("stream") and count < len(reply):
+                continue
+            ids = reply[:count]
+            out = {
+                "text": "",
+                "output_ids": ids,
+                "meta_info": {
+                    "id": body["rid"],
+                    "finish_reason": finish if count == len(reply) else None,
+                    "prompt_tokens": len(prompt),
+                    "completion_tokens": count,
+                    "cached_tokens": cached,
+                    "weight_version": str(self.version),
+                    "weight_versions": [dict(span) for span in spans],
+                    "output_token_logprobs": [[fake_logprob(token), token, None] for token in ids],
+                },
+            }
+            if body.get("stream"):
+                await response.write(b"data: " + json.dumps(out).encode() + b"\n\n")
+        self._cache = [*self._cache[-63:], [*prompt, *reply]]
+        if not body.get("stream"):
+            return web.json_response(out)
+        with contextlib.suppress(ConnectionResetError):
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _reply(self, prompt: Sequence[int], params: dict) -> tuple[list[int], dict]:
+        reply = list(self.script(prompt))
+        if self.abort_next:
+            self.abort_next = False
+            return reply[:1], {"type": "abort", "message": "told to"}
+        limit = params["max_new_tokens"]
+        for count, token in enumerate(reply[:limit], 1):
+            if token in params["stop_token_ids"]:
+                return reply[:count], {"type": "stop", "matched": token}
+        return reply[:limit], {"type": "length", "length": limit}
+
+
+def fake_logprob(token: int) -> float:
+    """The log-prob that the fake gives a token."""
+    return -(token % 97) / 97 - 0.01
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,127 @@
+"""Who may sample, until when; what a finished session hands over; whose sampling counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_run_store import turn
+
+from invrl.errors import SessionError
+from invrl.gateway.outcome import failed, summarise
+from invrl.gateway.sampling import ClientSampling, resolve
+from invrl.gateway.sessions import SessionRecord, SessionRegistry
+from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, RolloutSummary, Sampling
+
+MEMBERS = [GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2)]
+
+
+def registry(max_open: int = 8) -> SessionRegistry:
+    return SessionRegistry(max_open=max_open, ttl_s=10.0, public_url="http://host:1/")
+
+
+def opened(book: SessionRegistry, now: float = 0.0, purpose: Purpose = "train") -> list[SessionRecord]:
+    return book.open(
+        task_id="t", group_id="g", members=MEMBERS, purpose=purpose, sampling=Sampling(), now=now
+    )
+
+
+def test_a_key_opens_its_own_session_only():
+    book = registry()
+    first, second = opened(book)
+    assert first.session.key != second.session.key
+    assert len(first.session.key) >= 4 + 32
+    assert first.session.base_url == f"http://host:1/s/{first.session.key}/v1"
+    assert [r.session.attempt for r in (first, second)] == [0, 2]
+    assert book.by_key([first.session.key]) is first
+    assert book.by_key([first.session.key] * 2) is first
+    for keys in ([], ["isk-guess"], [first.session.key, second.session.key], [first.session.id]):
+        with pytest.raises(SessionError) as caught:
+            book.by_key(keys)
+        assert caught.value.status == 401
+
+
+def test_admission_takes_a_whole_group_or_none():
+    book = registry(max_open=3)
+    first = opened(book)
+    with pytest.raises(SessionError) as caught:
+        opened(book)
+    assert (caught.value.status, caught.value.retry_after_s) == (429, 1.0)
+    assert book.counts() == {"open": 2}
+    book.close(first[0], "finished", failed(first[0], FailureReason.EMPTY, ""))
+    opened(book)
+    assert book.counts() == {"open": 3, "finished": 1}
+
+
+def test_a_closed_session_is_refused_and_keeps_its_outcome():
+    book = registry()
+    record = opened(book)[0]
+    outcome = failed(record, FailureReason.EMPTY, "")
+    book.close(record, "aborted", outcome)
+    with pytest.raises(SessionError, match="aborted") as caught:
+        book.by_key([record.session.key])
+    assert (caught.value.status, caught.value.code) == (401, "session_closed")
+    with pytest.raises(SessionError) as late:
+        book.reward(record, 1.0, {})
+    assert late.value.status == 409
+    assert book.by_id(record.session.id).outcome == outcome
+
+
+def test_sessions_expire_after_their_time():
+    book = registry()
+    old, young = opened(book, now=0.0), opened(book, now=5.0)
+    assert book.expired(10.0) == []
+    assert book.expired(10.1) == old
+    book.close(old[0], "expired", failed(old[0], FailureReason.TIMEOUT, ""))
+    assert book.expired(100.0) == [old[1], *young]
+
+
+def test_a_summary_counts_only_what_was_delivered_as_trained():
+    record = opened(registry())[0]
+    record.reward = 0.25
+    turns = [
+        turn("1"),
+        replace(turn("2", parent="1"), finish_reason="length", fork_reason=""),
+        replace(turn("3"), finish_reason="abort", fork_reason="history_edited"),
+        turn("4"),
+    ]
+    outcome = summarise(record, turns, {"1", "2", "3"}, 9.0)
+    assert isinstance(outcome, RolloutSummary)
+    assert (outcome.reward, outcome.num_turns, outcome.forks, outcome.truncated) == (0.25, 4, 1, True)
+    assert (outcome.prompt_tokens, outcome.later_prompt_tokens) == (20, 5)
+    assert (outcome.cached_tokens, outcome.later_cached_tokens) == (8, 2)
+    assert (outcome.sampled_tokens, outcome.trained_tokens) == (12, 6)
+    assert (outcome.oldest_version, outcome.newest_version) == (3, 4)
+    assert (outcome.started_at, outcome.finished_at) == (0.0, 9.0)
+
+
+def test_sessions_without_tokens_or_reward_have_failed():
+    record = opened(registry())[0]
+    no_reward = summarise(record, [turn("1")], {"1"}, 0.0)
+    record.reward = 1.0
+    undelivered = summarise(record, [turn("1")], set(), 0.0)
+    nothing = summarise(record, [], set(), 0.0)
+    for outcome, reason in (
+        (no_reward, FailureReason.BAD_REWARD),
+        (undelivered, FailureReason.EMPTY),
+        (nothing, FailureReason.EMPTY),
+    ):
+        assert isinstance(outcome, FailedRollout)
+        assert outcome.reason is reason
+    evaluation = opened(registry(), purpose="eval")[0]
+    assert isinstance(summarise(evaluation, [turn("1")], {"1"}, 0.0), RolloutSummary)
+
+
+def test_the_run_samples_in_training_and_the_client_in_serving():
+    asked = ClientSampling(temperature=0.2, top_p=1.0, seed=3, max_new_tokens=9, logit_bias={"5": 1.0})
+    pinned = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=20)
+    for purpose in ("train", "eval"):
+        sampling, overridden = resolve(purpose, pinned, asked, ("x",))
+        assert (sampling.temperature, sampling.seed, sampling.logit_bias) == (1.0, None, {})
+        assert (sampling.max_new_tokens, sampling.stop) == (9, ("x",))
+        assert overridden == ("temperature", "logit_bias", "seed")
+    sampling, overridden = resolve("serve", pinned, asked, ())
+    assert (sampling.temperature, sampling.seed, sampling.logit_bias) == (0.2, 3, {"5": 1.0})
+    assert overridden == ()
+    sampling, overridden = resolve("serve", pinned, ClientSampling(max_new_tokens=21), ())
+    assert (sampling.max_new_tokens, overridden) == (20, ("max_tokens",))

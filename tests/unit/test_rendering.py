@@ -1,0 +1,163 @@
+"""Messages to ids and ids to text: exact ids are kept, text is never re-tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invrl.errors import SessionError
+from invrl.gateway.forest import ForkReason, Message
+from invrl.gateway.rendering import Renderer, load_renderer
+from invrl.tiny_model import make_tiny_model
+
+END = 2
+ASK, MORE = Message("user", "What is 12*13?"), Message("user", "and Ünïcödé 漢字 🙂?")
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return load_renderer(str(folder), 512)
+
+
+def with_template(renderer: Renderer, template) -> Renderer:
+    return Renderer(template, renderer._tokenizer, end_ids=frozenset({END}), vocab_size=512)
+
+
+def chatml(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    text = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in messages)
+    return text + "<|im_start|>assistant\n" * add_generation_prompt
+
+
+def test_end_of_turn_is_read_off_the_template(renderer: Renderer):
+    assert (renderer.end_of_turn, renderer.end_of_turn_id) == ("<|im_end|>", END)
+    assert renderer.end_ids == {END}
+
+
+def test_a_first_turn_is_the_whole_rendering(renderer: Renderer):
+    ids = renderer.first([ASK, MORE])
+    assert ids == renderer._tokenizer.encode(chatml([ASK, MORE], True))
+
+
+def test_a_closed_turn_is_continued_after_its_end_token(renderer: Renderer):
+    reply = Message("assistant", "calc(12*13)")
+    tail = renderer.tail([ASK, reply, MORE], 2, closed=True)
+    assert tail.fork is None
+    assert tail.ids == renderer._tokenizer.encode("\n" + chatml([MORE], True))
+
+
+def test_a_turn_that_ran_out_of_tokens_gets_its_end_token_as_context(renderer: Renderer):
+    tail = renderer.tail([ASK, Message("assistant", "calc(12"), MORE], 2, closed=False)
+    assert tail.ids == renderer._tokenizer.encode("<|im_end|>\n" + chatml([MORE], True))
+    assert tail.ids[0] == END
+
+
+texts = st.text(st.characters(exclude_characters="<|>", exclude_categories=["Cs"]), max_size=20)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(texts, min_size=3, max_size=7))
+def test_path_and_tail_are_the_templates_own_rendering(renderer: Renderer, contents: list[str]):
+    """Where the reply was spelled as the tokenizer spells it, incremental equals full rendering."""
+    messages = [Message("assistant" if at % 2 else "user", text) for at, text in enumerate(contents)]
+    depth = 2 * ((len(messages) - 1) // 2)
+    if depth == len(messages):
+        depth -= 2
+    head = renderer.first(messages[: depth - 1])
+    sampled = [*renderer._tokenizer.encode(messages[depth - 1].content), END]
+    tail = renderer.tail(messages, depth, closed=renderer.is_closed(sampled))
+    assert head + sampled + tail.ids == renderer._tokenizer.encode(chatml(messages, True))
+
+
+def test_stripped_thinking_and_a_changed_template_fork(renderer: Renderer):
+    def strips(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        last = max((at for at, m in enumerate(messages) if m.role == "user"), default=0)
+        kept = [
+            Message(m.role, m.content.split("</think>")[-1]) if at < last else m
+            for at, m in enumerate(messages)
+        ]
+        return chatml(kept, add_generation_prompt)
+
+    def counts(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        return f"{len(messages)} messages" + chatml(messages, add_generation_prompt)
+
+    thought = Message("assistant", "<think>hm</think>4")
+    stripped = with_template(renderer, strips).tail([ASK, thought, MORE], 2, closed=True)
+    assert stripped.fork is ForkReason.THINKING_STRIPPED
+    assert with_template(renderer, strips).tail([ASK, Message("assistant", "4"), MORE], 2, closed=True).ids
+    changed = with_template(renderer, counts).tail([ASK, Message("assistant", "4"), MORE], 2, closed=True)
+    assert changed.fork is ForkReason.TEMPLATE_CHANGED
+
+
+def test_a_template_without_an_end_token_keeps_what_it_writes_after_a_reply(renderer: Renderer):
+    def plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        return "".join(f"{m.role}: {m.content}\n\n" for m in messages) + "assistant: " * add_generation_prompt
+
+    made = with_template(renderer, plain)
+    assert made.end_of_turn_id is None
+    tail = made.tail([ASK, Message("assistant", "4"), MORE], 2, closed=False)
+    assert tail.ids == renderer._tokenizer.encode(f"\n\nuser: {MORE.content}\n\nassistant: ")
+
+
+def test_what_the_template_refuses_is_a_400(renderer: Renderer):
+    def refuses(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        if messages[-1].content == "no":
+            raise ValueError("roles must alternate")
+        return chatml(messages, add_generation_prompt)
+
+    with pytest.raises(SessionError, match="roles must alternate") as caught:
+        with_template(renderer, refuses).first([Message("user", "no")])
+    assert caught.value.status == 400
+
+
+def test_ids_outside_of_the_vocabulary_never_reach_an_engine(renderer: Renderer):
+    small = Renderer(chatml, renderer._tokenizer, end_ids=frozenset({END}), vocab_size=3)
+    with pytest.raises(SessionError, match="vocabulary"):
+        small.first([ASK])
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(3, 511), max_size=40), cuts=st.lists(st.integers(0, 40), max_size=8))
+def test_streamed_text_is_the_whole_text(renderer: Renderer, ids: list[int], cuts: list[int]):
+    """Any ids (also ones that spell half a character), in chunks of any size."""
+    stream = renderer.stream(())
+    edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    pieces = [stream.push(ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    pieces.append(stream.finish())
+    assert "".join(pieces) == renderer.text(ids) == stream.text
+
+
+def test_characters_are_never_split(renderer: Renderer):
+    ids = renderer._tokenizer.encode("漢字🙂")
+    assert len(ids) > 3
+    stream = renderer.stream(())
+    pieces = [stream.push([token]) for token in [*ids, END]] + [stream.finish()]
+    assert "".join(pieces) == "漢字🙂"
+    assert all("�" not in piece for piece in pieces)
+
+
+def test_nothing_of_a_stop_string_is_shown(renderer: Renderer):
+    stream = renderer.stream(("STOP", "\n\n"))
+    ids = renderer._tokenizer.encode("one STO two ST\nOP STOP three")
+    pieces = [stream.push([token]) for token in ids] + [stream.finish()]
+    assert "".join(pieces) == "one STO two ST\nOP "
+    assert all("STOP"[: len(p)] != p for p in pieces[-3:] if p)
+
+
+def test_loading_a_folder_without_a_template_names_it(tmp_path: Path):
+    from invrl.errors import ConfigError
+
+    folder = make_tiny_model(tmp_path / "tiny")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = folder / "tokenizer_config.json"
+    import json
+
+    values = json.loads(config.read_text())
+    values.pop("chat_template", None)
+    config.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="chat template"):
+        load_renderer(str(folder), 512)

@@ -1,0 +1,219 @@
+"""The run's store: what was committed is there after kill -9, and outcomes go out exactly once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from invrl.run_store import RunStore, RunStoreWriter, branches
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    RolloutSummary,
+    Sampling,
+    Session,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
+
+V = WeightVersion
+
+
+def session(name: str, index: int = 0) -> Session:
+    return Session(
+        id=name,
+        key="isk-secret-" + name,
+        base_url="http://x",
+        task_id="t",
+        group_id="g",
+        index=index,
+        attempt=0,
+        purpose="train",
+        sampling=Sampling(),
+    )
+
+
+def turn(name: str, session_id: str = "a", parent: str | None = None, sampled: int = 3) -> Turn:
+    return Turn(
+        id=name,
+        session_id=session_id,
+        parent_id=parent,
+        context_ids_T=np.arange(5, dtype=np.int32),
+        sampled_ids_T=np.arange(sampled, dtype=np.int32) + 100_000,
+        logprobs_T=np.linspace(-3, -1e-7, sampled, dtype=np.float32),
+        spans=(VersionSpan(version=V(3), start=0, end=1), VersionSpan(version=V(4), start=1, end=sampled)),
+        finish_reason="stop",
+        request_digest="d",
+        delivered=False,
+        temperature=0.7,
+        prompt_tokens=5,
+        cached_tokens=2,
+        fork_reason="",
+        started_at=1.25,
+        finished_at=2.5,
+    )
+
+
+def summary(session_id: str, reward: float = 0.5) -> RolloutSummary:
+    return RolloutSummary(
+        session_id=session_id,
+        task_id="t",
+        group_id="g",
+        index=0,
+        attempt=0,
+        reward=reward,
+        reward_components={"exact": 1.0},
+        num_turns=2,
+        prompt_tokens=10,
+        cached_tokens=4,
+        later_prompt_tokens=5,
+        later_cached_tokens=2,
+        sampled_tokens=6,
+        trained_tokens=6,
+        truncated=False,
+        oldest_version=V(3),
+        newest_version=V(4),
+        forks=0,
+        started_at=1.0,
+        finished_at=3.0,
+    )
+
+
+def failure(session_id: str) -> FailedRollout:
+    return FailedRollout(
+        session_id=session_id,
+        task_id="t",
+        group_id="g",
+        index=1,
+        attempt=0,
+        reason=FailureReason.TIMEOUT,
+        detail="late",
+    )
+
+
+def same(left: Turn, right: Turn) -> bool:
+    return all(
+        np.array_equal(a, b) and a.dtype == b.dtype if isinstance(a, np.ndarray) else a == b
+        for a, b in ((getattr(left, f.name), getattr(right, f.name)) for f in fields(Turn))
+    )
+
+
+def test_a_rollout_comes_back_as_it_was_written(tmp_path: Path):
+    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer.open_sessions([session("a")], [b"hash-a"], 1.0)
+    for made in (turn("1"), turn("2", parent="1"), turn("3", parent="1")):
+        writer.add_turn(made, b"[]")
+    writer.mark_delivered("1")
+    writer.close_session("a", "finished", summary("a"), hand_over=True).result(10)
+    rollout = reader.rollout("a")
+    assert rollout.summary == summary("a")
+    paths = [[t.id for t in trajectory.turns] for trajectory in rollout.trajectories]
+    assert paths == [["1", "2"], ["1", "3"]]
+    assert same(rollout.trajectories[0].turns[1], turn("2", parent="1"))
+    assert rollout.trajectories[0].turns[0].delivered
+    assert [r.summary.session_id for r in reader.rollouts(["a"])] == ["a"]
+    writer.close()
+
+
+def test_outcomes_leave_in_order_once_and_only_where_they_are_handed_over(tmp_path: Path):
+    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer.open_sessions([session(n, i) for i, n in enumerate("abc")], [b"a", b"b", b"c"], 1.0)
+    assert reader.outbox_after(0) == []
+    writer.close_session("a", "finished", summary("a"), hand_over=True)
+    writer.close_session("b", "expired", failure("b"), hand_over=True)
+    writer.close_session("c", "finished", summary("c"), hand_over=False).result(10)
+    rows = reader.outbox_after(0)
+    assert [outcome for _, outcome in rows] == [summary("a"), failure("b")]
+    assert reader.outbox_after(rows[0][0]) == rows[1:]
+    assert reader.outbox_after(rows[1][0]) == []
+    assert [reader.session_state(name) for name in "abc"] == ["finished", "expired", "finished"]
+    with pytest.raises(KeyError):
+        reader.rollout("b")
+    with pytest.raises(KeyError):
+        reader.rollout("nobody")
+    writer.close()
+
+
+def test_closing_is_one_transaction(tmp_path: Path):
+    """The state must not change when the outbox row cannot be written."""
+    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    writer.open_sessions([session("a")], [b"a"], 1.0).result(10)
+    writer.close_session("a", "finished", summary("a"), hand_over=True).result(10)
+    again = writer.close_session("a", "aborted", failure("a"), hand_over=True)
+    with pytest.raises(sqlite3.IntegrityError):
+        again.result(10)
+    assert reader.session_state("a") == "finished"
+    assert [outcome for _, outcome in reader.outbox_after(0)] == [summary("a")]
+    writer.close()
+
+
+def test_a_write_that_fails_takes_no_other_with_it(tmp_path: Path):
+    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    blocker = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")  # so that all writes below are one batch
+    futures = [writer.add_turn(turn(name), b"[]") for name in ("1", "2", "2", "3")]
+    blocker.execute("ROLLBACK")
+    failed = []
+    for future in futures:
+        failed.append(future.exception(30) is not None)
+    assert failed == [False, False, True, False]
+    assert [t.id for t in reader.turns("a")] == ["1", "2", "3"]
+    writer.close()
+
+
+def test_keys_are_not_in_the_file(tmp_path: Path):
+    writer = RunStoreWriter(tmp_path / "run.db")
+    writer.open_sessions([session("a")], [b"hash"], 1.0).result(10)
+    writer.close()
+    stored = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert b"isk-secret" not in stored
+    assert RunStore(tmp_path / "run.db").open_sessions() == [(b"hash", "train", Sampling())]
+
+
+def test_what_was_acknowledged_survives_kill_9(tmp_path: Path):
+    program = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[2])
+        from test_run_store import session, turn, RunStoreWriter
+        writer = RunStoreWriter(Path(sys.argv[1]))
+        writer.open_sessions([session("a")], [b"a"], 1.0)
+        for number in range(100_000):
+            writer.add_turn(turn(str(number)), b"[]").result(10)
+            print(number, flush=True)
+        """
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "run.db"), str(Path(__file__).parent)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if int(line) >= 50:
+            break
+    os.kill(child.pid, signal.SIGKILL)
+    acknowledged = [int(line) for line in child.stdout]
+    child.wait(10)
+    last = max([50, *acknowledged])
+    kept = RunStore(tmp_path / "run.db").turns("a")
+    assert [t.id for t in kept][: last + 1] == [str(n) for n in range(last + 1)]
+    assert all(same(t, turn(t.id)) for t in kept)
+    writer = RunStoreWriter(tmp_path / "run.db")
+    writer.close_session("a", "finished", summary("a"), hand_over=True).result(10)
+    assert len(RunStore(tmp_path / "run.db").outbox_after(0)) == 1
+    writer.close()
+
+
+def test_branches_of_a_forest():
+    turns = [turn("1"), turn("2", parent="1"), turn("3"), turn("4", parent="2"), turn("5", parent="1")]
+    paths = [[t.id for t in trajectory.turns] for trajectory in branches(turns)]
+    assert paths == [["3"], ["1", "2", "4"], ["1", "5"]]
