@@ -1,0 +1,54 @@
+"""What SGLang imports and a CPU-only machine does not have, replaced in this process.
+
+`sgl_kernel` has no CPU wheel and torchvision's wheels are CUDA builds that break transformers'
+imports. The stand-ins make the names importable; calling one fails loudly. Invariant: nothing here
+touches a process that sees CUDA. Called by `launch_sglang` (which every SGLang process re-imports)
+and by whoever imports sglang on such a machine (`sglang_args`, the bucket sender).
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+
+_ABSENT = ("sgl_kernel", "torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+
+
+class _Absent(types.ModuleType):
+    """A module whose every name is a function that raises."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*args: object, **kwargs: object) -> None:
+            raise NotImplementedError(f"{self.__name__}.{name} has no CPU build")
+
+        return missing
+
+
+def apply() -> None:
+    """Idempotent. After it `import sglang` works here; on CUDA it does nothing."""
+    import torch
+
+    if torch.cuda.is_available() or isinstance(sys.modules.get("sgl_kernel"), _Absent):
+        return
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang's own switch for its CPU paths
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on two busy cores were 7 times slower
+    # Touched first: it makes transformers replace its lazy module once, before we change it.
+    from transformers import ProcessorMixin
+
+    del ProcessorMixin
+    for name in _ABSENT:
+        sys.modules[name] = _Absent(name)
+    # transformers hides this class where it finds no torchvision; sglang registers with it on import.
+    image_processors = types.SimpleNamespace(register=lambda *args, **kwargs: None)
+    sys.modules["transformers"].AutoImageProcessor = image_processors  # pyright: ignore

@@ -1,0 +1,154 @@
+"""One SGLang server as an OS process: its command line, its keys, its start and its end.
+
+Invariant: it listens on loopback and answers nobody without a key: `api_key` may sample (the router
+holds it), `admin_key` may pause it and change its weights (the weight receiver holds it). Keys travel
+in the environment, so no process listing shows them. Device differences of the rollout half live
+here. Used by `fleet`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from invrl.process import ServerProcess, free_port
+from invrl.rollout.config import EngineConfig
+
+Device = Literal["cpu", "cuda"]
+
+WEIGHT_LOADER = "invrl.rollout.weight_loader.run"
+"""The loader that SGLang imports into its scheduler process, by the path it wants."""
+
+_CPU_FLAGS = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "mem-fraction-static": "0.05",
+}
+
+
+def find_device() -> Device:
+    """What an engine runs on here."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def engine_command(
+    config: EngineConfig,
+    *,
+    python: str,
+    model_path: Path,
+    port: int,
+    device: Device,
+    version: int = 0,
+    passthrough: Sequence[str] = (),
+) -> list[str]:
+    """The command line; later flags win, so what a user passes through comes last."""
+    flags = {
+        "model-path": str(model_path),
+        "host": "127.0.0.1",
+        "port": str(port),
+        "dtype": config.engine_dtype,
+        "weight-version": str(version),
+        "custom-weight-loader": WEIGHT_LOADER,
+        # info prints the server's arguments, keys included, and a line per prefill
+        "log-level": "warning",
+    }
+    if device == "cpu":
+        flags |= _CPU_FLAGS | {"max-total-tokens": str(config.engine_max_total_tokens)}
+    command = [python, "-m", "invrl.rollout.launch_sglang"]
+    for name, value in flags.items():
+        command += [f"--{name}", value]
+    # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.
+    command += ["--incremental-streaming-output", "--skip-server-warmup"]
+    if device == "cpu":
+        command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
+    return [*command, *passthrough]
+
+
+class EngineServer:
+    """`start`, `wait_ready`, `stop`. Start it from a thread that lives as long as it should."""
+
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        *,
+        model_path: Path,
+        run_folder: Path,
+        passthrough: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.api_key = secrets.token_urlsafe(24)
+        self.admin_key = secrets.token_urlsafe(24)
+        self.port = 0
+        self._config = config
+        self._model_path = model_path
+        self._log = run_folder / "logs" / f"{name}.log"
+        self._passthrough = tuple(passthrough)
+        self._env = dict(env or {})
+        self._process: ServerProcess | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.pid
+
+    def start(self, *, version: int = 0) -> None:
+        """Returns at once. `version` names the weights in `model_path`."""
+        import sys
+
+        self.port = free_port()
+        command = engine_command(
+            self._config,
+            python=sys.executable,
+            model_path=self._model_path,
+            port=self.port,
+            device=find_device(),
+            version=version,
+            passthrough=self._passthrough,
+        )
+        keys = {"INVRL_ENGINE_API_KEY": self.api_key, "INVRL_ENGINE_ADMIN_KEY": self.admin_key}
+        env = {"OMP_NUM_THREADS": "1", **self._env, **keys}
+        self._process = ServerProcess(self.name, command, log=self._log, env=env)
+
+    def wait_ready(self) -> float:
+        """Seconds until the engine made its first token. Raises ServerError with the log's last lines
+        if it died, DeadlineError after `engine_start_timeout_s`."""
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.wait_ready(self._makes_a_token, deadline_s=self._config.engine_start_timeout_s)
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.alive()
+
+    def log_tail(self) -> str:
+        return self._process.log_tail() if self._process else ""
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+
+    def _makes_a_token(self) -> bool:
+        """One token instead of SGLang's own warm-up: the server counts as up only after it."""
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        try:
+            # Refused at once until the HTTP process listens, which it does after the model is loaded.
+            answer = httpx.post(
+                f"{self.url}/generate",
+                json={"input_ids": [1], "sampling_params": {"max_new_tokens": 1}},
+                headers=headers,
+                timeout=httpx.Timeout(60.0, connect=1.0),
+            )
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200

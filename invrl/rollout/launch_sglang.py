@@ -1,0 +1,43 @@
+"""`python -m invrl.rollout.launch_sglang <SGLang's flags>`: a real SGLang server, also on CPU.
+
+Invariant: the stand-ins are applied at module level, because SGLang's spawned processes (scheduler,
+detokenizer) re-import the main module and need them too; the server starts only under the
+`__main__` guard. On CUDA this is `sglang.launch_server` and nothing else. Run by `engine_server`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from invrl.rollout import cpu_stand_ins
+
+cpu_stand_ins.apply()
+
+
+def key_flags(environ: Mapping[str, str]) -> list[str]:
+    """The keys as flags: they come by environment, which other users of the machine cannot read."""
+    flags: list[str] = []
+    for flag, variable in (
+        ("--api-key", "INVRL_ENGINE_API_KEY"),
+        ("--admin-api-key", "INVRL_ENGINE_ADMIN_KEY"),
+    ):
+        if environ.get(variable):
+            flags += [flag, environ[variable]]
+    return flags
+
+
+def main(argv: list[str]) -> None:
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args(argv))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main([*sys.argv[1:], *key_flags(os.environ)])

@@ -1,0 +1,151 @@
+"""sglang-router as an OS process, with the settings that suit RL, and its workers.
+
+Invariant: private (loopback; sampling needs the engines' key, management needs a key of its own that
+only `fleet` holds), it never retries, never sheds, never ejects an engine that is only paused, and it
+routes to an engine only after `register` (which happens once that engine holds the fleet's version).
+Used by `fleet`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+
+from invrl.errors import DeadlineError, ServerError
+from invrl.process import ServerProcess, free_port
+
+_FLAGS = {
+    # A session's turns stay on the engine that caches them; cache_aware sent all sessions that share a
+    # system prompt to one engine.
+    "policy": "manual",
+    "request-timeout-secs": "7200",
+    "worker-startup-check-interval": "1",
+    "health-check-interval-secs": "1",
+    "health-check-timeout-secs": "1",
+    "health-failure-threshold": "2",
+    "health-success-threshold": "1",
+    # Answered while generation is paused; /health is not. A hung scheduler is `health.py`'s business.
+    "health-check-endpoint": "/server_info",
+    "shutdown-grace-period-secs": "1",
+    "log-level": "warn",
+}
+# The gateway owns retries; and 4xx answers would count as failures and open the breaker for everyone.
+_SWITCHES = ("--disable-retries", "--disable-circuit-breaker")
+
+
+def router_command(
+    *, python: str, port: int, metrics_port: int, passthrough: Sequence[str] = ()
+) -> list[str]:
+    """The command line without keys (they are given by environment, see `launch_router`)."""
+    command = [python, "-m", "invrl.rollout.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+    for name, value in _FLAGS.items():
+        command += [f"--{name}", value]
+    return [*command, *_SWITCHES, *passthrough]
+
+
+class RouterServer:
+    """`start`, `wait_ready`, then `register` engines."""
+
+    def __init__(self, *, run_folder: Path, start_timeout_s: float, passthrough: Sequence[str] = ()) -> None:
+        self.port = 0
+        self._log = run_folder / "logs" / "router.log"
+        self._start_timeout_s = start_timeout_s
+        self._passthrough = tuple(passthrough)
+        self._management_key = secrets.token_urlsafe(24)
+        self._worker_ids: dict[str, str] = {}
+        self._process: ServerProcess | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.port = free_port()
+        command = router_command(
+            python=sys.executable, port=self.port, metrics_port=free_port(), passthrough=self._passthrough
+        )
+        env = {"INVRL_ROUTER_KEY": self._management_key}
+        self._process = ServerProcess("router", command, log=self._log, env=env)
+
+    async def wait_ready(self) -> None:
+        """Until the router answers. Raises ServerError if it died, DeadlineError."""
+        deadline = time.monotonic() + self._start_timeout_s
+        while not await self._answers():
+            self._running().check_alive()
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the router to answer; last lines of {self._log}:\n{self._running().log_tail()}",
+                    self._start_timeout_s,
+                )
+            await asyncio.sleep(0.1)
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.alive()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+
+    async def register(self, url: str, *, api_key: str, deadline_s: float = 60.0) -> None:
+        """Returns once the router routes to this engine. DeadlineError, ServerError."""
+        deadline = time.monotonic() + deadline_s
+        await self._call("POST", "/workers", {"url": url, "api_key": api_key})
+        while True:
+            for worker in await self._workers():
+                if worker.get("url") == url and worker.get("is_healthy"):
+                    self._worker_ids[url] = str(worker["id"])
+                    return
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"the router to route to {url}", deadline_s)
+            await asyncio.sleep(0.1)
+
+    async def unregister(self, url: str, *, deadline_s: float = 10.0) -> None:
+        """Returns once the router no longer routes to this engine. Nothing to do for a stranger."""
+        worker_id = self._worker_ids.pop(url, None)
+        if worker_id is None:
+            return
+        await self._call("DELETE", f"/workers/{worker_id}", None)
+        deadline = time.monotonic() + deadline_s
+        while any(worker.get("url") == url for worker in await self._workers()):
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"the router to forget {url}", deadline_s)
+            await asyncio.sleep(0.05)
+
+    def _running(self) -> ServerProcess:
+        assert self._process is not None, "the router was not started"
+        return self._process
+
+    async def _workers(self) -> list[dict[str, object]]:
+        answer = await self._call("GET", "/workers", None)
+        workers = answer.get("workers", [])
+        assert isinstance(workers, list)
+        return workers
+
+    async def _answers(self) -> bool:
+        try:
+            await self._call("GET", "/workers", None)
+        except ServerError:
+            return False
+        return True
+
+    async def _call(self, method: str, path: str, body: dict[str, str] | None) -> dict[str, object]:
+        headers = {"Authorization": f"Bearer {self._management_key}"}
+        timeout = aiohttp.ClientTimeout(total=10.0)
+        try:
+            async with (
+                aiohttp.ClientSession(headers=headers, timeout=timeout) as http,
+                http.request(method, self.url + path, json=body) as response,
+            ):
+                if response.status >= 300:
+                    text = (await response.text())[:500]
+                    raise ServerError(f"the router answered {method} {path} with {response.status}: {text}")
+                return dict(await response.json())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ServerError(f"the router does not answer {method} {path}: {error!r}") from error

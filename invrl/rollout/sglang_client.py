@@ -1,0 +1,446 @@
+"""A typed async client of SGLang's native API: token ids in; ids, log-probs and version spans out.
+
+Invariant: nothing leaves here that kills a server (an id outside the vocabulary does) or that it
+would silently cut short; every call has a deadline. One instance speaks to one base URL: the router
+(the gateway, with the engines' key) or one engine (the weight receiver and the health check, with
+the admin key too). Used by the gateway, `weight_receiver`, `fleet` and `health`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Self
+
+import aiohttp
+import msgspec
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from invrl.errors import DeadlineError, ServerError, SessionError
+from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What an engine can take: known from the model folder and the engine's settings."""
+
+    vocab_size: int
+    context_length: int
+    """Prompt and answer together; the KV cache's size where that is smaller."""
+
+    @classmethod
+    def of(cls, model_path: Path | str, *, max_total_tokens: int) -> EngineLimits:
+        config = json.loads((Path(model_path) / "config.json").read_text())
+        positions = int(config.get("max_position_embeddings", max_total_tokens))
+        # SGLang keeps a few KV slots for itself; a request that needs them all would wait for ever.
+        return cls(vocab_size=int(config["vocab_size"]), context_length=min(positions, max_total_tokens - 64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateRequest:
+    """One generation. `input_ids_T` is the whole prompt; `routing_key` keeps a session on one engine."""
+
+    rid: str
+    input_ids_T: NDArray[np.int32]
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    extra_sampling: Mapping[str, Json] = field(default_factory=dict)
+    """Further SGLang sampling parameters by their own names (`top_k`, `json_schema`, ...)."""
+    routing_key: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateChunk:
+    """The tokens that arrived since the chunk before."""
+
+    ids_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
+    spans: tuple[VersionSpan, ...]
+    """Of the whole output so far: who cancels keeps what was sampled, with its versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateResult:
+    """A finished generation, whole. An aborted one holds what was sampled before."""
+
+    ids_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    matched_stop: int | str | None
+    """The token id or the string that ended it."""
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class SglangClient:
+    """Use inside one event loop; `async with`, or `close()` at the end."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        limits: EngineLimits,
+        api_key: str = "",
+        admin_key: str = "",
+        name: str = "",
+        generate_deadline_s: float = 3600.0,
+        control_deadline_s: float = 60.0,
+        connections: int = 0,
+    ) -> None:
+        """`name` is how errors call the server; `connections` 0 means no bound."""
+        self.base_url = base_url.rstrip("/")
+        self.name = name or self.base_url
+        self.limits = limits
+        self._api_key = api_key
+        self._admin_key = admin_key
+        self._generate_deadline_s = generate_deadline_s
+        self._control_deadline_s = control_deadline_s
+        self._connections = connections
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # ------------------------------------------------------------------ generation
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """One whole answer. Raises SessionError (400) for a request that must not be sent, ServerError,
+        DeadlineError. Cancelling the call cancels the generation."""
+        body = self._body(request, stream=False)
+        answer = await self._post(
+            "/generate", body, deadline_s=self._generate_deadline_s, headers=_routing(request.routing_key)
+        )
+        return _Answer().add(_EVENT.decode(answer)).result()
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk | GenerateResult]:
+        """Chunks of new tokens as they come; the last item is the whole result. Errors as in `generate`.
+        Closing the iterator drops the connection, which ends the generation within 0.1 s."""
+        body = self._body(request, stream=True)
+        answer = _Answer()
+        try:
+            async with asyncio.timeout(self._generate_deadline_s):
+                async with self._open("/generate", body, _routing(request.routing_key)) as response:
+                    await self._raise_for_status("/generate", response)
+                    async for event in _events(response.content):
+                        before = len(answer.ids)
+                        answer.add(event)
+                        if len(answer.ids) > before:
+                            yield answer.chunk(before)
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self.name} to finish generation {request.rid}", self._generate_deadline_s
+            ) from None
+        except aiohttp.ClientError as error:
+            raise ServerError(f"{self.name}: the stream of {request.rid} broke off: {error!r}") from error
+        yield answer.result()
+
+    async def prompt_logprobs(
+        self, prompts: Sequence[Sequence[int]], *, deadline_s: float = 120.0
+    ) -> list[NDArray[np.float32]]:
+        """Log-prob of each prompt's token t >= 1 given those before it, at temperature 1: [T-1] each."""
+        for ids in prompts:
+            self.validate(ids, 1)
+        body: dict[str, Json] = {
+            "input_ids": [list(map(int, ids)) for ids in prompts],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answers = orjson.loads(await self._post("/generate", body, deadline_s=deadline_s))
+        rows = [answer["meta_info"]["input_token_logprobs"][1:] for answer in answers]
+        if [len(row) for row in rows] != [len(ids) - 1 for ids in prompts]:
+            raise ServerError(f"{self.name}: prompt log-probs of other lengths than the prompts")
+        return [np.array([entry[0] for entry in row], np.float32) for row in rows]
+
+    async def abort(self, rid: str) -> None:
+        """End one generation (behind a router: ask the engine itself)."""
+        await self._control("/abort_request", {"rid": rid})
+
+    def validate(self, input_ids: Sequence[int] | NDArray[np.int32], max_new_tokens: int) -> None:
+        """SessionError (400) for what the engine would die of, refuse or cut short."""
+        ids_T = np.asarray(input_ids, np.int64)
+        if ids_T.size == 0:
+            raise SessionError("the prompt is empty", status=400, code="empty_prompt")
+        low, high = int(ids_T.min()), int(ids_T.max())
+        if low < 0 or high >= self.limits.vocab_size:
+            raise SessionError(
+                f"token id {low if low < 0 else high} is outside the vocabulary of {self.limits.vocab_size}",
+                status=400,
+                code="invalid_token_id",
+            )
+        if max_new_tokens < 1:
+            raise SessionError(
+                f"max_new_tokens is {max_new_tokens}, at least 1 is needed", status=400, code="invalid_value"
+            )
+        if len(ids_T) + max_new_tokens > self.limits.context_length:
+            raise SessionError(
+                f"{len(ids_T)} prompt tokens and {max_new_tokens} new ones exceed the context of "
+                f"{self.limits.context_length}",
+                status=400,
+                code="context_length_exceeded",
+            )
+
+    # ------------------------------------------------------------------ control (an engine, not the router)
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        await self._control("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._control("/continue_generation", {"torch_empty_cache": False})
+
+    async def flush_cache(self) -> None:
+        await self._control("/flush_cache", {})
+
+    async def begin_weight_update(self) -> None:
+        await self._control("/begin_weight_update", {})
+
+    async def end_weight_update(self) -> None:
+        await self._control("/end_weight_update", {})
+
+    async def update_weights_from_tensor(
+        self, payloads: Sequence[str], *, load_format: str, deadline_s: float
+    ) -> None:
+        """`payloads`: one pickled value (base64) per tensor-parallel rank. Never sends a version: the
+        server would take it even if the load failed (`set_weight_version` comes after the checks)."""
+        body: dict[str, Json] = {
+            "serialized_named_tensors": list(payloads),
+            "load_format": load_format,
+            "flush_cache": False,
+        }
+        await self._control("/update_weights_from_tensor", body, deadline_s=deadline_s)
+
+    async def set_weight_version(self, version: WeightVersion) -> None:
+        """Name what is loaded; running requests go on (the server's own default aborts them)."""
+        await self._control(
+            "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+        )
+
+    async def weight_version(self) -> str:
+        """As the engine names what it holds."""
+        answer = await self._get("/model_info", deadline_s=self._control_deadline_s)
+        return str(orjson.loads(answer)["weight_version"])
+
+    async def answers(self, *, deadline_s: float) -> bool:
+        """The HTTP process answers (it does so while generation is paused)."""
+        return await self._succeeds("/server_info", deadline_s)
+
+    async def generates(self, *, deadline_s: float) -> bool:
+        """The scheduler makes a token: False while paused, starting, or hung."""
+        return await self._succeeds("/health_generate", deadline_s)
+
+    # ------------------------------------------------------------------ wire
+
+    def _body(self, request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
+        self.validate(request.input_ids_T, request.sampling.max_new_tokens)
+        sampling: dict[str, Json] = {
+            **request.extra_sampling,
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
+            "max_new_tokens": request.sampling.max_new_tokens,
+            "skip_special_tokens": False,
+        }
+        if request.stop:
+            sampling["stop"] = list(request.stop)
+        if request.stop_token_ids:
+            sampling["stop_token_ids"] = list(request.stop_token_ids)
+        if request.ignore_eos:
+            sampling["ignore_eos"] = True
+        return {
+            "rid": request.rid,
+            "input_ids": request.input_ids_T.tolist(),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "stream": stream,
+        }
+
+    def _open(
+        self, path: str, body: Mapping[str, Json], headers: Mapping[str, str], *, admin: bool = False
+    ) -> aiohttp.client._RequestContextManager:
+        key = self._admin_key if admin else self._api_key
+        return self._http().post(
+            self.base_url + path,
+            data=orjson.dumps(body),
+            headers={"Content-Type": "application/json", **_bearer(key), **headers},
+        )
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._connections)
+            # Deadlines are set per call, by what is waited for; aiohttp's total of 300 s is not one of ours.
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
+        return self._session
+
+    async def _control(
+        self, path: str, body: Mapping[str, Json], *, deadline_s: float | None = None
+    ) -> bytes:
+        return await self._post(path, body, deadline_s=deadline_s or self._control_deadline_s, admin=True)
+
+    async def _post(
+        self,
+        path: str,
+        body: Mapping[str, Json],
+        *,
+        deadline_s: float,
+        headers: Mapping[str, str] | None = None,
+        admin: bool = False,
+    ) -> bytes:
+        try:
+            async with asyncio.timeout(deadline_s):
+                async with self._open(path, body, headers or {}, admin=admin) as response:
+                    await self._raise_for_status(path, response)
+                    return await response.read()
+        except TimeoutError:
+            raise DeadlineError(f"{self.name} to answer {path}", deadline_s) from None
+        except aiohttp.ClientError as error:
+            raise ServerError(f"{self.name} does not answer {path}: {error!r}") from error
+
+    async def _get(self, path: str, *, deadline_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(deadline_s):
+                async with self._http().get(self.base_url + path, headers=_bearer(self._api_key)) as response:
+                    await self._raise_for_status(path, response)
+                    return await response.read()
+        except TimeoutError:
+            raise DeadlineError(f"{self.name} to answer {path}", deadline_s) from None
+        except aiohttp.ClientError as error:
+            raise ServerError(f"{self.name} does not answer {path}: {error!r}") from error
+
+    async def _succeeds(self, path: str, deadline_s: float) -> bool:
+        try:
+            await self._get(path, deadline_s=deadline_s)
+        except (ServerError, DeadlineError):
+            return False
+        return True
+
+    async def _raise_for_status(self, path: str, response: aiohttp.ClientResponse) -> None:
+        if response.status != 200:
+            text = (await response.read())[:500].decode(errors="replace")
+            raise ServerError(f"{self.name} answered {path} with {response.status}: {text}")
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _routing(key: str) -> dict[str, str]:
+    return {"X-SMG-Routing-Key": key} if key else {}
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Finish(msgspec.Struct):
+    type: FinishReason
+    matched: int | str | list[int] | None = None
+    message: str = ""
+
+
+class _Meta(msgspec.Struct):
+    """The part of SGLang's `meta_info` that we read; decoding checks it."""
+
+    prompt_tokens: int
+    weight_version: str
+    cached_tokens: int = 0
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    finish_reason: _Finish | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Event(msgspec.Struct):
+    meta_info: _Meta | None = None
+    error: msgspec.Raw | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[_Event]:
+    """Server-sent events until `[DONE]`. A line may be longer than aiohttp's line limit."""
+    pending = b""
+    async for data in content.iter_any():
+        pending += data
+        *lines, pending = pending.split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                yield _EVENT.decode(line[6:])
+
+
+class _Answer:
+    """Tokens of one generation put together from disjoint segments (`--incremental-streaming-output`)
+    or from one whole answer."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self._meta: _Meta | None = None
+
+    def add(self, event: _Event) -> _Answer:
+        if event.meta_info is None:
+            detail = bytes(event.error or b"")[:500].decode(errors="replace")
+            raise ServerError(f"the engine failed a generation: {detail}")
+        for logprob, token, _ in event.meta_info.output_token_logprobs:
+            self.ids.append(token)
+            self.logprobs.append(logprob)
+        self._meta = event.meta_info
+        return self
+
+    def chunk(self, start: int) -> GenerateChunk:
+        assert self._meta is not None
+        return GenerateChunk(
+            spans=_spans(self._meta, len(self.ids)),
+            ids_T=np.array(self.ids[start:], np.int32),
+            logprobs_T=np.array(self.logprobs[start:], np.float32),
+        )
+
+    def result(self) -> GenerateResult:
+        if self._meta is None or self._meta.finish_reason is None:
+            raise ServerError("the engine ended a generation without a finish reason")
+        finish = self._meta.finish_reason
+        matched = finish.matched
+        return GenerateResult(
+            ids_T=np.array(self.ids, np.int32),
+            logprobs_T=np.array(self.logprobs, np.float32),
+            spans=_spans(self._meta, len(self.ids)),
+            finish_reason=finish.type,
+            matched_stop=matched[-1] if isinstance(matched, list) else matched,
+            prompt_tokens=self._meta.prompt_tokens,
+            cached_tokens=self._meta.cached_tokens,
+        )
+
+
+def _spans(meta: _Meta, sampled: int) -> tuple[VersionSpan, ...]:
+    """The engine's spans, empty ones left out, tiling [0, sampled)."""
+    if sampled == 0:
+        return ()
+    # An engine that saw no update since the request began may leave the spans out.
+    listed = meta.weight_versions or [_Span(version=meta.weight_version, start=0, end=sampled)]
+    spans = tuple(
+        VersionSpan(version=WeightVersion(int(span.version)), start=span.start, end=min(span.end, sampled))
+        for span in listed
+        if min(span.end, sampled) > span.start
+    )
+    starts, ends = [span.start for span in spans], [span.end for span in spans]
+    if starts != [0, *ends[:-1]] or ends[-1:] != [sampled]:
+        raise ServerError(f"version spans {listed} do not cover {sampled} sampled tokens")
+    return spans
