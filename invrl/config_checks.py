@@ -2,12 +2,11 @@
 
 One function per subject, each raising ConfigError with the fix. `check` is pure and is called by
 `config.resolve`; `check_upstream` asks the installed packages about the options that pass through to
-them, and is called by `cli.py` before a run.
+them, `check_user_code` imports what is given by path: both are called by `cli.py` before a run.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invrl.errors import ConfigError
@@ -22,7 +21,7 @@ _MAX_COUNT = 2**31 - 1
 def check(config: Config) -> None:
     """Raises ConfigError at the first contradiction."""
     _check_batch(config)
-    _check_tasks(config)
+    _check_evaluation(config)
     _check_sampling(config)
     _check_engines(config)
     _check_upstream_names(config)
@@ -56,45 +55,14 @@ def _check_batch(config: Config) -> None:
         )
 
 
-def _check_tasks(config: Config) -> None:
-    rollout = config.rollout
-    if rollout.task_source_path and rollout.task_file:
-        raise ConfigError(
-            field="rollout.task_file",
-            value=rollout.task_file,
-            reason=f"tasks come from one place, and task_source_path is {rollout.task_source_path!r}",
-            fix="give --task-file or --task-source-path, not both",
-        )
-    for name in ("task_file", "eval_task_file"):
-        path = getattr(rollout, name)
-        if path and not Path(path).expanduser().is_file():
-            raise ConfigError(
-                field=f"rollout.{name}", value=path, reason="no such file", fix="give a JSONL file"
-            )
-    if rollout.eval_tasks and rollout.task_file and not rollout.eval_task_file:
-        raise ConfigError(
-            field="rollout.eval_tasks",
-            value=rollout.eval_tasks,
-            reason="a task file has no held-out split",
-            fix="give --eval-task-file, or set --eval-tasks 0",
-        )
-    if rollout.eval_interval and not rollout.eval_tasks:
+def _check_evaluation(config: Config) -> None:
+    if config.rollout.eval_interval and not config.rollout.eval_tasks:
         raise ConfigError(
             field="rollout.eval_interval",
-            value=rollout.eval_interval,
+            value=config.rollout.eval_interval,
             reason="there are no held-out tasks to evaluate on (eval_tasks is 0)",
             fix="set --eval-tasks, or --eval-interval 0",
         )
-    for name in ("rollout_function_path", "reward_function_path", "task_source_path"):
-        path = getattr(rollout, name)
-        module, _, name_in_module = path.partition(":")
-        if path and not all(part.isidentifier() for part in (*module.split("."), name_in_module)):
-            raise ConfigError(
-                field=f"rollout.{name}",
-                value=path,
-                reason="not an import path",
-                fix="write module:name, for example rollout_fns.calculator:rollout",
-            )
 
 
 def _check_sampling(config: Config) -> None:
@@ -160,10 +128,32 @@ def _check_sizes(config: Config) -> None:
 
 
 def check_upstream(config: Config) -> None:
-    """Options that pass through, against the installed packages' own definitions; slow to import."""
-    from invrl.rollout.sglang_args import check_router_options, check_sglang_options
-    from invrl.train.megatron_args import check_megatron_options
+    """Options that pass through, against the installed packages' own definitions; slow to import.
+    Raises ConfigError."""
+    if config.sglang or config.router:
+        from invrl.rollout.sglang_args import check_router_options, check_sglang_options
 
-    check_sglang_options(config.sglang)
-    check_router_options(config.router)
-    check_megatron_options(config.megatron)
+        check_sglang_options(config.sglang)
+        check_router_options(config.router)
+    if config.megatron:
+        from invrl.train.megatron_args import check_megatron_options
+
+        check_megatron_options(config.megatron)
+
+
+def check_user_code(config: Config) -> None:
+    """Everything given by import path, and the tasks: imported, called as far as checks go. Raises
+    ConfigError (PluginError)."""
+    from invrl import plugins
+    from invrl.algorithms.advantages import advantage_function
+    from invrl.algorithms.surrogates import surrogate_function
+    from invrl.buffer.policies import group_filter_function
+    from invrl.rollout.tasks import check_tasks
+
+    plugins.load_rollout_function(config.rollout.rollout_function_path)
+    if config.rollout.reward_function_path:
+        plugins.load_reward_function(config.rollout.reward_function_path)
+    check_tasks(config.rollout, config.run.seed)
+    group_filter_function(config.buffer.group_filter)
+    advantage_function(config.algorithm.advantage)
+    surrogate_function(config.algorithm.policy_loss)

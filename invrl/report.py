@@ -16,9 +16,8 @@ from invrl.errors import ConfigError
 
 Json = dict[str, float | None]
 REWARD, REWARD_STD = "rollout/reward_mean", "rollout/reward_std"
-EVAL_PREFIX = "eval/"
-EVAL_PARTS = ("accuracy", "reward")
-"""What counts as a held-out result: `eval/` metrics whose last word is one of these, or starts so."""
+EVAL_PREFIX, EVAL_SUFFIX = "eval/", "/accuracy"
+"""Held-out results: `eval/<mode>/accuracy`, with its 95 % interval in `..._low` and `..._high`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +51,8 @@ def curve(rows: Sequence[Json], name: str) -> Curve:
 
 def eval_names(rows: Sequence[Json]) -> list[str]:
     """Held-out results in these rows."""
-    names = {name for row in rows for name in row if name.startswith(EVAL_PREFIX)}
-    return sorted(
-        n for n in names if n.rpartition("/")[2].split("_")[0] in EVAL_PARTS or n.endswith(EVAL_PARTS)
-    )
+    names = {name for row in rows for name in row}
+    return sorted(n for n in names if n.startswith(EVAL_PREFIX) and n.endswith(EVAL_SUFFIX))
 
 
 def write_report(run_folder: Path) -> Path:
@@ -95,18 +92,16 @@ def _draw(rows: Sequence[Json], title: str, picture: Path) -> None:
         high = [mean + std for mean, std in zip(reward.values, spread.values, strict=True)]
         axes.fill_between(reward.steps, low, high, color="C0", alpha=0.12, linewidth=0)
     for i, name in enumerate(eval_names(rows)):
-        held_out = curve(rows, name)
-        color = f"C{i + 1}"
-        axes.plot(
-            held_out.steps, held_out.values, "o--", color=color, label="held out: " + name[len(EVAL_PREFIX) :]
-        )
-        for step, value in {(s, v) for s, v in zip(held_out.steps, held_out.values, strict=True)}:
-            axes.annotate(
-                f"{value:.2f}", (step, value), xytext=(4, 4), textcoords="offset points", color=color
-            )
+        held_out, low, high = (curve(rows, name + part) for part in ("", "_low", "_high"))
+        color, mode = f"C{i + 1}", name[len(EVAL_PREFIX) : -len(EVAL_SUFFIX)]
+        axes.plot(held_out.steps, held_out.values, "o--", color=color, label=f"held-out accuracy, {mode}")
+        if held_out.steps == low.steps == high.steps:
+            axes.vlines(held_out.steps, low.values, high.values, color=color, alpha=0.5)
+        for point in zip(held_out.steps, held_out.values, strict=True):
+            axes.annotate(f"{point[1]:.2f}", point, xytext=(4, 4), textcoords="offset points", color=color)
     axes.set_title(title)
     axes.set_xlabel("step")
-    axes.set_ylabel("reward")
+    axes.set_ylabel("reward, accuracy")
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize="small")
     figure.savefig(picture, dpi=120)

@@ -65,7 +65,7 @@ install() {  # arguments as for `pip install`
     say "uv did not succeed: trying pip"
     uv=""
   fi
-  tied "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+  tied "$VENV/bin/python" -m pip install -qq --disable-pip-version-check "$@"
 }
 if [ "$device" = cpu ]; then suffix=""; else suffix="-gpu"; fi
 say "installing for $device with ${uv:-pip} (a few minutes, about 3 GB on cpu)"

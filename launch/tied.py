@@ -1,13 +1,14 @@
 """Runs one command and ends with it whatever it started: `python launch/tied.py COMMAND ...`.
 
-Every process below the command is found even if it was orphaned (this process is the reaper of its
-descendants) and is ended when the command ends, for whatever reason: success, failure, Ctrl-C, TERM, or
-the death of the shell that called us. If this process itself is killed outright, the kernel kills the
-command. Standard library only: the launch scripts call it before anything is installed.
+Two processes. The one that was called passes signals and the exit code on. The one below it adopts every
+orphan under the command, and ends all of them when the command ends or when the caller is gone: after
+success, failure, Ctrl-C, TERM, and kill -9 of this program or of the shell that started it. Standard
+library only: the launch scripts call it before anything is installed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -17,33 +18,53 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+WATCHED = PASSED_ON | {signal.SIGCHLD}
+REAPER = "--reaper"
 GRACE_S = 5.0
+"""Between TERM and KILL for what the command left behind."""
+ORPHAN_GRACE_S = 10.0
+"""The same for the command itself, once nobody waits for it any more."""
 _LIBC = ctypes.CDLL(None)
 
 
-def main(command: list[str]) -> int:
-    parent = os.getppid()
-    _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+def main(arguments: list[str]) -> int:
+    caller = os.getppid()
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    watched = FORWARDED | {signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    child = subprocess.Popen(command, preexec_fn=_in_child)
-    if os.getppid() != parent:  # it died before the kernel knew that we follow it
-        child.terminate()
-    while child.poll() is None:
-        info = signal.sigtimedwait(watched, 0.5)
-        # A terminal's Ctrl-C (si_code > 0) has reached the command already: it is in our process group.
-        if info is not None and info.si_signo in FORWARDED and info.si_code <= 0:
-            child.send_signal(info.si_signo)
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    if arguments[0] != REAPER:
+        return _exit_code(_follow([sys.executable, __file__, REAPER, *arguments], caller, signal.SIGTERM))
+    _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    code = _follow(arguments[1:], caller, signal.SIGKILL)
     end_descendants()
-    code = child.returncode
-    return code if code >= 0 else 128 - code
+    return _exit_code(code)
 
 
-def _in_child() -> None:
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED | {signal.SIGCHLD})
+def _follow(command: list[str], caller: int, on_our_death: signal.Signals) -> int:
+    """Run the command to its end, passing on the signals we get. Its return code."""
+
+    def in_child() -> None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, on_our_death)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+
+    child = subprocess.Popen(command, preexec_fn=in_child)
+    kill_at = float("inf")
+    while child.poll() is None:
+        if os.getppid() != caller and kill_at == float("inf"):
+            child.terminate()
+            kill_at = time.monotonic() + ORPHAN_GRACE_S
+        if time.monotonic() > kill_at:
+            child.kill()
+        info = signal.sigtimedwait(WATCHED, 0.2)
+        # A terminal's Ctrl-C (si_code > 0) has reached the command already: same process group.
+        if info is not None and info.si_signo in PASSED_ON and info.si_code <= 0:
+            child.send_signal(info.si_signo)
+    return child.returncode
+
+
+def _exit_code(returncode: int) -> int:
+    """As a shell gives it: 128 + the number of the signal that ended the command."""
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 def end_descendants() -> None:
@@ -55,21 +76,18 @@ def end_descendants() -> None:
         for pid in left:
             if late or pid not in asked:
                 asked.add(pid)
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-                except ProcessLookupError:
-                    pass
         reap()
         time.sleep(0.02)
+    reap()
 
 
 def reap() -> None:
     """Collect children that have ended, ours and adopted ones."""
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
 
 
 def descendants() -> list[int]:

