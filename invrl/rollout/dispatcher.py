@@ -1,0 +1,186 @@
+"""Keeps rollouts running: leases groups from the buffer, opens their sessions, runs them in the pool.
+
+    buffer.lease() ─► open the group's sessions (one call) ─► waiting ─► pool.run ─► slot is free
+          ▲  None: look again soon                                            │
+          └──────────────── while fewer than `concurrency` run ◄──────────────┘
+
+Invariants: at most `concurrency` rollouts run at a time (a group form larger than that runs alone);
+a slot is free as soon as its rollout has ended, not its group; every session that was opened ends.
+Outcomes reach the buffer through the gateway's outbox, not through here. Whatever goes wrong on our
+side ends the dispatcher with that exception, which `guard` raises where the loop waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from invrl.interfaces import Buffer
+from invrl.rollout.worker_actor import Assignment
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    GroupLease,
+    Purpose,
+    RolloutSummary,
+    Sampling,
+    Session,
+)
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_POLL_S = (0.01, 0.05)
+"""First and longest wait before the buffer is asked again."""
+_ADMISSION_TIMEOUT_S = 600.0
+"""A gateway that admits no session for this long is not coming back."""
+
+
+class SessionOpener(Protocol):
+    """The part of the session API that a dispatcher needs (`session_client.SessionClient`)."""
+
+    async def open(
+        self,
+        lease: GroupLease,
+        *,
+        purpose: Purpose = "train",
+        sampling: Sampling | None = None,
+        deadline_s: float | None = None,
+    ) -> list[Session]: ...
+    async def abort(self, session: Session, reason: FailureReason, detail: str) -> FailedRollout: ...
+
+
+class Pool(Protocol):
+    """Runs assignments (`worker_pool.WorkerPool`)."""
+
+    async def run(self, assignment: Assignment) -> tuple[RolloutSummary | FailedRollout, ...]: ...
+
+
+class Dispatcher:
+    """`group_form`: a lease is one assignment with all its sessions, not one assignment each."""
+
+    def __init__(
+        self, buffer: Buffer, sessions: SessionOpener, pool: Pool, *, concurrency: int, group_form: bool
+    ) -> None:
+        self._buffer = buffer
+        self._sessions = sessions
+        self._pool = pool
+        self._concurrency = concurrency
+        self._group_form = group_form
+        self._waiting: deque[Assignment] = deque()
+        self._runs: dict[asyncio.Task[None], Assignment] = {}
+        self._changed = asyncio.Event()
+        self._scheduler: asyncio.Task[None] | None = None
+        self._failed: asyncio.Future[None] | None = None
+
+    @property
+    def running(self) -> int:
+        """Rollouts running now."""
+        return sum(len(assignment.sessions) for assignment in self._runs.values())
+
+    def start(self) -> None:
+        """Begins to lease, in the running event loop."""
+        self._failed = asyncio.get_running_loop().create_future()
+        self._scheduler = asyncio.create_task(self._guarded(self._schedule()))
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """`work`'s result; if the dispatcher fails first, `work` is cancelled and that failure raised."""
+        if self._failed is None:
+            return await work
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._failed.result()
+            return await task
+        finally:
+            task.cancel()
+
+    async def stop(self, drain_s: float) -> None:
+        """Leases no more, lets running rollouts end for `drain_s` seconds, aborts the rest."""
+        if self._scheduler is not None:
+            self._scheduler.cancel()
+            await asyncio.wait({self._scheduler})
+        left = [session for assignment in self._waiting for session in assignment.sessions]
+        self._waiting.clear()
+        if self._runs:
+            await asyncio.wait(set(self._runs), timeout=drain_s)
+        for run, assignment in list(self._runs.items()):
+            run.cancel()
+            left.extend(assignment.sessions)
+        if self._runs:
+            await asyncio.wait(set(self._runs))
+        ended = await asyncio.gather(*(self._end(session) for session in left), return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException):
+                _log.warning("a session of the ended run stays open: %r", error)
+        if self._failed is not None and self._failed.done():
+            self._failed.exception()  # seen: no warning about it at exit
+
+    async def _end(self, session: Session) -> None:
+        await self._sessions.abort(session, FailureReason.ABORTED, "the run ended")
+
+    async def _schedule(self) -> None:
+        pause, longest = _POLL_S
+        while True:
+            self._changed.clear()
+            self._start_what_fits()
+            if self._waiting or self.running >= self._concurrency:
+                await self._changed.wait()
+                continue
+            lease = await self._buffer.lease()
+            if lease is None:
+                # Not wait_for: in Python 3.11 it loses a cancellation that comes with the event.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._changed.wait()
+                pause = min(2 * pause, longest)
+                continue
+            pause, _ = _POLL_S
+            sessions = await self._sessions.open(lease, deadline_s=_ADMISSION_TIMEOUT_S)
+            self._waiting.extend(assignments(lease, sessions, group_form=self._group_form))
+
+    def _start_what_fits(self) -> None:
+        while self._waiting:
+            running = self.running
+            if running and running + len(self._waiting[0].sessions) > self._concurrency:
+                return
+            assignment = self._waiting.popleft()
+            run = asyncio.create_task(self._guarded(self._run(assignment)))
+            self._runs[run] = assignment
+            run.add_done_callback(self._ended)
+
+    async def _run(self, assignment: Assignment) -> None:
+        for outcome in await self._pool.run(assignment):
+            if isinstance(outcome, FailedRollout):
+                _log.info(
+                    "rollout %s of task %s failed (%s): %s",
+                    outcome.session_id,
+                    outcome.task_id,
+                    outcome.reason,
+                    outcome.detail,
+                )
+
+    def _ended(self, run: asyncio.Task[None]) -> None:
+        del self._runs[run]
+        self._changed.set()
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            if self._failed is not None and not self._failed.done():
+                self._failed.set_exception(error)
+            if self._scheduler is not None and self._scheduler is not asyncio.current_task():
+                self._scheduler.cancel()
+
+
+def assignments(lease: GroupLease, sessions: Sequence[Session], *, group_form: bool) -> list[Assignment]:
+    """The calls of the rollout function that a lease asks for. A later lease of a group, for the
+    replacements of failed members, gives a group form fewer sessions than the group has."""
+    if group_form:
+        return [Assignment(task=lease.task, sessions=tuple(sessions))]
+    return [Assignment(task=lease.task, sessions=(session,)) for session in sessions]

@@ -1,0 +1,88 @@
+"""What a rollout function is given: its session as an OpenAI endpoint.
+
+The connections of all sessions of a worker are one pool (a TLS context and connection per rollout
+would cost more than the request). Each client is the session's own: closing it closes nothing of
+the others. Made by the rollout worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import httpx
+
+from invrl.rollout.session_client import KEEPALIVE_S
+from invrl.types import Session
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+_CONNECT_TIMEOUT_S = 10.0
+_MAX_RETRIES = 2
+"""Safe: the gateway answers a retry with the turn it recorded."""
+
+
+class ConnectionPool(httpx.AsyncBaseTransport):
+    """Connections of one event loop, shared by clients that come and go: a client's close leaves them
+    open, `close_connections` ends them."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._transport = _new_transport()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return await self._transport.handle_async_request(request)
+
+    async def close_connections(self) -> None:
+        await self._transport.aclose()
+
+
+class SessionEndpoint:
+    """One session's `interfaces.Endpoint`. `timeout_s` is the rollout's: no request need wait longer."""
+
+    def __init__(self, session: Session, *, model: str, timeout_s: float, pool: ConnectionPool) -> None:
+        self._session = session
+        self._model = model
+        self._timeout_s = timeout_s
+        self._pool = pool
+
+    @property
+    def base_url(self) -> str:
+        return self._session.base_url
+
+    @property
+    def api_key(self) -> str:
+        return self._session.key
+
+    @property
+    def model(self) -> str:
+        return self._model
+
+    def openai(self) -> AsyncOpenAI:
+        """A ready client. In the thread of a sync function (with an event loop of its own, perhaps)
+        it has connections of its own: a pool belongs to one loop."""
+        import openai  # a second to import: only who uses it pays
+
+        timeout = httpx.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
+        transport = self._pool if _running_loop() is self._pool.loop else _new_transport()
+        return openai.AsyncOpenAI(
+            base_url=self.base_url,
+            api_key=self.api_key,
+            max_retries=_MAX_RETRIES,
+            timeout=timeout,
+            http_client=httpx.AsyncClient(transport=transport, timeout=timeout, follow_redirects=True),
+        )
+
+
+def _new_transport() -> httpx.AsyncHTTPTransport:
+    return httpx.AsyncHTTPTransport(
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S), trust_env=False
+    )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,245 @@
+"""Runs user code on sessions and says how it ended: a reward, or a reason why there is none.
+
+Invariant: nothing that a rollout function or reward function does (raise, hang, return the wrong
+thing, sys.exit, swallow its cancellation) leaves `Runner.run` as an exception; `os._exit` is the
+worker pool's to see. Async functions run in the worker's event loop, sync ones in a thread of their
+own: a thread cannot be ended, so those that outlive their deadline are counted and the pool replaces
+the worker. Called by `worker_actor.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+
+from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
+from invrl.plugins import is_group_form
+from invrl.rollout.rewards import Rejected, as_result, valid_components, valid_reward
+from invrl.types import FailureReason, Task
+
+_CANCEL_GRACE_S = 1.0
+_DETAIL_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The rollout ended with a reward (finite)."""
+
+    reward: float
+    components: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The rollout ended without one."""
+
+    reason: FailureReason
+    detail: str
+
+
+Outcome = Scored | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    error: BaseException
+
+
+class _ThreadGoesOn(Exception):
+    """The message is where the thread is."""
+
+
+class Runner:
+    """One rollout function with its reward function and deadline."""
+
+    def __init__(
+        self, function: RolloutFn | GroupRolloutFn, reward_function: RewardFn | None, *, timeout_s: float
+    ) -> None:
+        self._function: Callable[..., Any] = function
+        self._group = is_group_form(function)
+        self._reward_function = reward_function
+        self._timeout_s = timeout_s
+        self._abandoned: list[threading.Thread] = []
+
+    @property
+    def stuck_threads(self) -> int:
+        """Threads of sync functions that are still running after their deadline."""
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        return len(self._abandoned)
+
+    async def run(self, task: Task, endpoints: Sequence[Endpoint]) -> list[Outcome]:
+        """One outcome per endpoint, in order, within the deadline. A function that is not a group form
+        takes exactly one endpoint."""
+        work = asyncio.create_task(_contained(self._results(task, endpoints)))
+        try:
+            done, _ = await asyncio.wait({work}, timeout=self._timeout_s)
+        except asyncio.CancelledError:
+            work.cancel()
+            raise
+        if done:
+            ended = work.result()
+            if isinstance(ended, list):
+                return ended
+            failure = classify(ended.error, endpoints)
+        else:
+            failure = Failure(
+                reason=FailureReason.TIMEOUT,
+                detail=f"no result within {self._timeout_s:g} s; {await _cancelled(work)}",
+            )
+        return [failure] * len(endpoints)
+
+    async def _results(self, task: Task, endpoints: Sequence[Endpoint]) -> list[Outcome]:
+        if not self._group:
+            (endpoint,) = endpoints
+            returned_G: Sequence[object] = [await self._call(self._function, task, endpoint)]
+        else:
+            returned_G = _one_each(await self._call(self._function, task, list(endpoints)), len(endpoints))
+        return list(await asyncio.gather(*(self._score(task, each, endpoints) for each in returned_G)))
+
+    async def _score(self, task: Task, returned: object, endpoints: Sequence[Endpoint]) -> Outcome:
+        scored = await _contained(self._reward(task, returned))
+        return classify(scored.error, endpoints) if isinstance(scored, _Raised) else scored
+
+    async def _reward(self, task: Task, returned: object) -> Scored:
+        result = as_result(returned)
+        reward: object = result.reward
+        if self._reward_function is not None:
+            reward = await self._call(self._reward_function, task, result)
+        return Scored(reward=valid_reward(reward), components=valid_components(result.components))
+
+    async def _call(self, function: Callable[..., Any], *arguments: object) -> object:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await function(*arguments)
+        returned = await self._call_in_thread(function, *arguments)
+        return await returned if isinstance(returned, Awaitable) else returned
+
+    async def _call_in_thread(self, function: Callable[..., Any], *arguments: object) -> object:
+        # Not the loop's executor: a handful of hanging functions would fill it for good.
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[object] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def deliver(value: object) -> None:
+            if not ended.done():
+                ended.set_result(value)
+
+        def work() -> None:
+            try:
+                value = context.run(function, *arguments)
+            except BaseException as error:
+                value = _Raised(error)
+            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
+                loop.call_soon_threadsafe(deliver, value)
+
+        thread = threading.Thread(target=work, name="rollout", daemon=True)
+        thread.start()
+        try:
+            value = await ended
+        except asyncio.CancelledError:
+            self._abandoned.append(thread)
+            frame = sys._current_frames().get(thread.ident or 0)
+            raise _ThreadGoesOn("".join(traceback.format_stack(frame)[-4:]) if frame else "") from None
+        if isinstance(value, _Raised):
+            raise value.error
+        return value
+
+
+def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
+    """Why user code failed. ENGINE only where a request to our own endpoint met a 5xx or no server: an
+    agent talks to other servers too."""
+    if isinstance(error, Rejected):
+        return Failure(reason=error.reason, detail=error.detail)
+    origins = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
+    reason = FailureReason.EXCEPTION
+    for each in _chain(error):
+        request = _request_of(each)
+        if request is None or _origin(request.url) not in origins:
+            continue
+        if isinstance(each, httpx.TimeoutException):
+            reason = FailureReason.TIMEOUT
+        elif isinstance(each, httpx.TransportError) or (_status_of(each) or 0) >= 500:
+            reason = FailureReason.ENGINE
+    text = "".join(traceback.format_exception(error))
+    return Failure(reason=reason, detail=text[-_DETAIL_CHARS:])
+
+
+async def _contained(work: Awaitable[Any]) -> Any | _Raised:
+    """SystemExit and KeyboardInterrupt would end the event loop if they left a task."""
+    try:
+        return await work
+    except BaseException as error:
+        return _Raised(error)
+
+
+async def _cancelled(work: asyncio.Task[list[Outcome] | _Raised]) -> str:
+    """Cancels; returns where the work was."""
+    work.cancel()
+    done, _ = await asyncio.wait({work}, timeout=_CANCEL_GRACE_S)
+    if not done:
+        return "it ignores its cancellation"
+    ended = work.result()
+    if not isinstance(ended, _Raised):
+        return "it swallowed its cancellation"
+    if isinstance(ended.error, _ThreadGoesOn):
+        return f"its thread goes on, at:\n{ended.error}"
+    return f"it was at:\n{''.join(traceback.format_tb(ended.error.__traceback__)[-4:])}"
+
+
+def _one_each(returned: object, wanted: int) -> Sequence[object]:
+    if isinstance(returned, np.ndarray):
+        returned = list(returned)
+    if not isinstance(returned, list | tuple):
+        raise Rejected(
+            FailureReason.BAD_RETURN,
+            f"the group function returned {type(returned).__name__}, not a list of {wanted} results",
+        )
+    if len(returned) != wanted:
+        raise Rejected(
+            FailureReason.BAD_RETURN,
+            f"the group function returned {len(returned)} results for {wanted} endpoints",
+        )
+    return returned
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from and what it groups; agent frameworks wrap freely."""
+    seen: set[int] = set()
+    left = [error]
+    while left and len(seen) < 64:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        if isinstance(each, BaseExceptionGroup):
+            left.extend(each.exceptions)
+        left.extend(cause for cause in (each.__cause__, each.__context__) if cause is not None)
+
+
+def _request_of(error: BaseException) -> httpx.Request | None:
+    """httpx and the SDKs built on it carry the request; reading httpx's raises where it has none."""
+    try:
+        request = getattr(error, "request", None)
+    except RuntimeError:
+        return None
+    return request if isinstance(request, httpx.Request) else None
+
+
+def _status_of(error: BaseException) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _origin(url: httpx.URL) -> tuple[str, int | None]:
+    return url.host, url.port

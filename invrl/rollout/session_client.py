@@ -1,0 +1,187 @@
+"""The gateway's session API as any outside environment uses it: open, reward, finish, abort.
+
+Invariants: every call ends within its deadline and says what it waited for; a gateway that is full
+(429), restarting (503) or unreachable is asked again until then, with its Retry-After honoured; any
+other refusal is a SessionError at once. Opening takes the environment key; the rest is done with the
+session's own key, so who runs a rollout needs no more than its session. Used by the dispatcher, the
+evaluation and the rollout workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from invrl.errors import DeadlineError, SessionError
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    GroupLease,
+    Purpose,
+    RolloutSummary,
+    Sampling,
+    Session,
+)
+
+T = TypeVar("T")
+KEEPALIVE_S = 2.0
+"""Below uvicorn's 5 s, so that the server never closes a connection just as we write to it."""
+_MAX_DETAIL = 4000
+_ASK_AGAIN = frozenset({429, 502, 503, 504})
+_BACKOFF_S = (0.05, 2.0)
+CLOSED = frozenset({404, 409, 410})
+"""Statuses of a session that has already ended: an abort has nothing left to do."""
+
+
+class _Opened(msgspec.Struct):
+    sessions: list[Session]
+
+
+class SessionClient:
+    """Calls the gateway at `base_url` (no /v1). One per event loop. `deadline_s` bounds each call
+    unless the call says otherwise. Without `env_key` it cannot open sessions."""
+
+    def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = 60.0) -> None:
+        self._url = base_url.rstrip("/")
+        self._env_key = env_key
+        self._deadline_s = deadline_s
+        self._http = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S), trust_env=False
+        )
+
+    async def open(
+        self,
+        lease: GroupLease,
+        *,
+        purpose: Purpose = "train",
+        sampling: Sampling | None = None,
+        deadline_s: float | None = None,
+    ) -> list[Session]:
+        """One session per member of the lease, in order. Waits while the gateway admits no more.
+        Raises SessionError, DeadlineError."""
+        body = {
+            "task_id": lease.task.id,
+            "group_id": lease.group_id,
+            "members": lease.members,
+            "purpose": purpose,
+            "sampling": sampling,
+        }
+        what = f"the gateway to open {len(lease.members)} sessions of group {lease.group_id}"
+        answer = await self._post("/sessions", body, self._env_key, what, deadline_s)
+        sessions = _decoded(answer, _Opened, what).sessions
+        if [(s.index, s.attempt) for s in sessions] != [(m.index, m.attempt) for m in lease.members]:
+            raise SessionError(f"{what}: it opened others: {answer.text}", status=502, code="bad_answer")
+        return sessions
+
+    async def reward(self, session: Session, reward: float, components: Mapping[str, float]) -> None:
+        """Sets the reward of a session that goes on. Raises SessionError, DeadlineError."""
+        body = {"reward": reward, "components": dict(components)}
+        await self._post(
+            f"/sessions/{session.id}/reward", body, session.key, f"the reward of session {session.id}"
+        )
+
+    async def finish(
+        self, session: Session, reward: float | None = None, components: Mapping[str, float] | None = None
+    ) -> RolloutSummary | FailedRollout:
+        """Ends a session; its rollout is committed when this returns. `reward` may have been set
+        before. FailedRollout where the gateway counts it as one (it made no turn, say). Raises
+        SessionError, DeadlineError."""
+        what = f"the gateway to finish session {session.id}"
+        body = {} if reward is None else {"reward": reward, "components": dict(components or {})}
+        answer = await self._post(f"/sessions/{session.id}/finish", body, session.key, what)
+        failed = "reason" in _decoded(answer, dict[str, Any], what)
+        return _decoded(answer, FailedRollout if failed else RolloutSummary, what)
+
+    async def abort(self, session: Session, reason: FailureReason, detail: str) -> FailedRollout:
+        """Ends a session without a reward; what it generates is cancelled. A session that has ended
+        already stays as it ended. Raises SessionError, DeadlineError."""
+        body = {"reason": reason.value, "detail": detail[-_MAX_DETAIL:]}
+        try:
+            await self._post(
+                f"/sessions/{session.id}/abort",
+                body,
+                session.key,
+                f"the gateway to abort session {session.id}",
+            )
+        except SessionError as error:
+            if error.status not in CLOSED:
+                raise
+        return FailedRollout(
+            session_id=session.id,
+            task_id=session.task_id,
+            group_id=session.group_id,
+            index=session.index,
+            attempt=session.attempt,
+            reason=reason,
+            detail=body["detail"],
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _post(
+        self, path: str, body: Mapping[str, object], key: str, what: str, deadline_s: float | None = None
+    ) -> httpx.Response:
+        seconds = self._deadline_s if deadline_s is None else deadline_s
+        end = time.monotonic() + seconds
+        content = msgspec.json.encode(body)
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        backoff, most = _BACKOFF_S
+        seen = "no answer"
+        while (left := end - time.monotonic()) > 0:
+            pause = backoff
+            try:
+                answer = await self._http.post(
+                    self._url + path, content=content, headers=headers, timeout=left
+                )
+            except httpx.TransportError as error:
+                seen = repr(error)
+            else:
+                if answer.is_success:
+                    return answer
+                refusal = _refusal(answer, what)
+                if answer.status_code not in _ASK_AGAIN:
+                    raise refusal
+                seen = str(refusal)
+                pause = backoff if refusal.retry_after_s is None else refusal.retry_after_s
+            await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
+            backoff = min(2 * backoff, most)
+        raise DeadlineError(f"{what}; last seen: {seen}", seconds)
+
+
+def _decoded(answer: httpx.Response, kind: type[T], what: str) -> T:
+    try:
+        return msgspec.json.decode(answer.content, type=kind)
+    except msgspec.DecodeError as error:
+        raise SessionError(
+            f"{what}: cannot read its answer ({error}): {answer.text[:300]}", status=502, code="bad_answer"
+        ) from error
+
+
+def _refusal(answer: httpx.Response, what: str) -> SessionError:
+    """The gateway's error body, or whatever answered in its place."""
+    message, code = answer.text[:300], "refused"
+    try:
+        error = msgspec.json.decode(answer.content, type=dict[str, dict[str, Any]])["error"]
+        message, code = (
+            str(error.get("message", message)),
+            str(error.get("code") or error.get("type") or code),
+        )
+    except (msgspec.DecodeError, KeyError):
+        pass
+    after = answer.headers.get("retry-after", "")
+    try:
+        retry_after_s = max(0.0, float(after))
+    except ValueError:
+        retry_after_s = None
+    return SessionError(
+        f"{what}: {answer.status_code} {message}",
+        status=answer.status_code,
+        code=code,
+        retry_after_s=retry_after_s,
+    )

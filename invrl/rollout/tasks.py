@@ -1,0 +1,211 @@
+"""Where tasks come from: a source function by import path, or a JSONL file.
+
+Invariants: the same split and seed give the same tasks in the same order; the ids of one iterator
+are distinct (the n-th repeat of an id is "id@n"); "eval" is finite. `check_tasks` finds every
+mistake before a process starts; `load_tasks` feeds the buffer and the evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from invrl import plugins
+from invrl.errors import ConfigError, PluginError
+from invrl.interfaces import TaskSource
+from invrl.rollout.config import RolloutConfig
+from invrl.types import Json, Task
+
+
+def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
+    """Tasks of "train" (without end, shuffled again for each epoch) or "eval" (finite, in order of
+    the file or source). Raises ConfigError, PluginError where the tasks cannot be had."""
+    if config.task_source_path:
+        source = plugins.load_task_source(config.task_source_path)
+        return _from_source(source, config.task_source_path, split, seed)
+    tasks = _read_split(config, split)
+    return _distinct(_shuffled_epochs(tasks, seed)) if split == "train" else iter(tasks)
+
+
+def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
+    """The first `eval_tasks` held-out tasks; all runs with this seed see the same ones. Raises
+    ConfigError if there are fewer."""
+    tasks = tuple(islice(load_tasks(config, "eval", seed), config.eval_tasks))
+    if len(tasks) < config.eval_tasks:
+        raise ConfigError(
+            field="eval_tasks",
+            value=config.eval_tasks,
+            reason=f"the split 'eval' has {len(tasks)} tasks",
+            fix=f"ask for at most {len(tasks)}, or add held-out tasks",
+        )
+    return tasks
+
+
+def check_tasks(config: RolloutConfig, seed: int) -> None:
+    """Everything about tasks that can be wrong, found now. Reads the files whole, and of a source the
+    first training task and the held-out tasks. Raises ConfigError, PluginError."""
+    if bool(config.task_source_path) == bool(config.task_file):
+        both = bool(config.task_file)
+        raise ConfigError(
+            field="task_source_path",
+            value=config.task_source_path,
+            reason="both a task source and a task file are given" if both else "there are no tasks",
+            fix="give one of --task-source-path and --task-file",
+        )
+    if config.eval_tasks and config.task_file and not config.eval_task_file:
+        raise ConfigError(
+            field="eval_task_file",
+            value="",
+            reason=f"{config.eval_tasks} held-out tasks are asked for and training tasks come from a file",
+            fix="give --eval-task-file, or --eval-tasks 0",
+        )
+    next(load_tasks(config, "train", seed))
+    if config.eval_tasks:
+        load_eval_tasks(config, seed)
+
+
+# ------------------------------------------------------------------ source by path
+
+
+def _from_source(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
+    passes = _checked_passes(source, path, split, seed)
+    return _distinct(passes)
+
+
+def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
+    """One pass of the source for "eval"; for "train" a source that ends is started again."""
+    while True:
+        empty = True
+        try:
+            iterator = iter(source(split, seed))
+        except Exception as error:
+            raise _source_error(path, f"{path}({split!r}, {seed}) raised {error!r}") from error
+        while True:
+            try:
+                task = next(iterator)
+            except StopIteration:
+                break
+            except Exception as error:
+                raise _source_error(path, f"the split {split!r} raised {error!r}") from error
+            if not isinstance(task, Task):
+                raise _source_error(path, f"the split {split!r} yielded a {type(task).__name__}, not a Task")
+            empty = False
+            yield task
+        if empty:
+            raise _source_error(path, f"the split {split!r} has no tasks")
+        if split != "train":
+            return
+
+
+def _source_error(path: str, reason: str) -> PluginError:
+    return PluginError(
+        field="task_source_path",
+        value=path,
+        reason=reason,
+        fix="let it yield invrl.types.Task objects for the splits 'train' and 'eval'",
+    )
+
+
+def _distinct(tasks: Iterator[Task]) -> Iterator[Task]:
+    seen: dict[str, int] = {}
+    for task in tasks:
+        times = seen.get(task.id, 0)
+        seen[task.id] = times + 1
+        yield replace(task, id=f"{task.id}@{times}") if times else task
+
+
+# ------------------------------------------------------------------ JSONL
+
+
+def _shuffled_epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
+    draw = random.Random(f"tasks/{seed}")
+    while True:
+        yield from draw.sample(tasks, len(tasks))
+
+
+def _read_split(config: RolloutConfig, split: str) -> list[Task]:
+    field, file = (
+        ("task_file", config.task_file) if split == "train" else ("eval_task_file", config.eval_task_file)
+    )
+    rows = _read_rows(field, file)
+    ids = _column(rows, field, file, "task_id_key", config.task_id_key)
+    labels = _column(rows, field, file, "task_label_key", config.task_label_key)
+    tasks: list[Task] = []
+    first_line: dict[str, int] = {}
+    for at, (line, row) in enumerate(rows):
+        name = str(line) if ids is None else _id_text(ids[at], field, file, line)
+        if name in first_line:
+            raise _file_error(
+                field,
+                file,
+                f"lines {first_line[name]} and {line} have the same id {name!r}",
+                "make ids unique",
+            )
+        first_line[name] = line
+        tasks.append(Task(id=name, payload=row, label=None if labels is None else labels[at], split=split))
+    return tasks
+
+
+def _read_rows(field: str, file: str) -> list[tuple[int, dict[str, Json]]]:
+    """Line number and object of each line that is not blank."""
+    rows: list[tuple[int, dict[str, Json]]] = []
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _file_error(field, file, f"cannot be read: {error}", "give a JSONL file in UTF-8") from error
+    # Only "\n" ends a line of JSONL: str.splitlines would cut at U+2028 inside a string.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise _file_error(
+                field, file, f"line {number} is not JSON: {error}", "one JSON object per line"
+            ) from error
+        if not isinstance(row, dict):
+            raise _file_error(
+                field,
+                file,
+                f"line {number} is a JSON {type(row).__name__}, not an object",
+                "one JSON object per line",
+            )
+        rows.append((number, row))
+    if not rows:
+        raise _file_error(field, file, "has no tasks", "one JSON object per line")
+    return rows
+
+
+def _column(
+    rows: list[tuple[int, dict[str, Json]]], field: str, file: str, key_field: str, key: str
+) -> list[Json] | None:
+    """The values under `key`, one per row. None if no row has it and the key is the default one, which
+    may be absent. ConfigError names the first line that lacks it."""
+    lacking = [line for line, row in rows if key not in row]
+    if not lacking:
+        return [row[key] for _, row in rows]
+    if len(lacking) == len(rows) and key == RolloutConfig.model_fields[key_field].default:
+        return None
+    fields = ", ".join(sorted(rows[0][1]))
+    raise _file_error(
+        field,
+        file,
+        f"line {lacking[0]} has no field {key!r} (line {rows[0][0]} has: {fields})",
+        f"add the field, or name another with --{key_field.replace('_', '-')}",
+    )
+
+
+def _id_text(value: Json, field: str, file: str, line: int) -> str:
+    if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
+        return str(value)
+    raise _file_error(
+        field, file, f"line {line}: the id {value!r} is not a string or integer", "give each task a string id"
+    )
+
+
+def _file_error(field: str, file: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError(field=field, value=file, reason=reason, fix=fix)

@@ -1,0 +1,157 @@
+"""The rollout workers as one: gives each assignment to the least busy, replaces those that die.
+
+Invariant: when `run` returns, every session of the assignment has ended, whatever became of the
+worker: those of a worker that died are aborted WORKER_DIED, those of one that does not answer are
+aborted TIMEOUT and the worker is killed (which fails its other assignments as WORKER_DIED). A worker
+with a thread that cannot be ended gets no more work and is killed once it is empty. Used by the
+dispatcher and the evaluation; makes workers through a factory, so it knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from invrl.errors import ServerError
+from invrl.rollout.worker_actor import Assignment, WorkerReply
+from invrl.types import FailedRollout, FailureReason, RolloutSummary, Session
+
+_log = logging.getLogger(__name__)
+_MAX_DEATHS_IN_A_ROW = 16
+"""Without one rollout that ended in between: then it is not a bad rollout but a broken environment."""
+
+
+class WorkerDied(Exception):
+    """The worker's process is gone. Caught by the pool, never leaves it."""
+
+
+class WorkerStuck(Exception):
+    """The worker has not answered by the pool's deadline. Caught by the pool, never leaves it."""
+
+
+class Worker(Protocol):
+    """One worker process, as `worker_handle.RayWorker` and the tests' fakes have it."""
+
+    @property
+    def name(self) -> str: ...
+    async def ready(self, deadline_s: float) -> None: ...
+    async def run(self, assignment: Assignment, deadline_s: float) -> WorkerReply: ...
+    def kill(self) -> None: ...
+
+
+class Sessions(Protocol):
+    """The part of the session API that ends what a dead worker left."""
+
+    async def abort(self, session: Session, reason: FailureReason, detail: str) -> FailedRollout: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    worker: Worker
+    ready: asyncio.Task[None]
+    busy: int = 0
+    """Rollouts running in it."""
+
+
+class WorkerPool:
+    """`size` workers made by `make_worker(name)`. `run_timeout_s` bounds one assignment from the outside:
+    longer than the worker's own deadlines together, so it strikes only when the worker is stuck."""
+
+    def __init__(
+        self,
+        make_worker: Callable[[str], Worker],
+        sessions: Sessions,
+        *,
+        size: int,
+        run_timeout_s: float,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        self._make_worker = make_worker
+        self._sessions = sessions
+        self._size = size
+        self._run_timeout_s = run_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._made = 0
+        self._seats: list[_Seat] = []
+        self._leaving: list[_Seat] = []
+        self._deaths_in_a_row = 0
+        self.replaced = 0
+        """Workers replaced so far."""
+
+    async def start(self) -> None:
+        """All workers ready. Raises PluginError, ServerError, DeadlineError."""
+        self._seats = [self._new_seat() for _ in range(self._size)]
+        await asyncio.gather(*(self._ready(seat) for seat in self._seats))
+
+    async def run(self, assignment: Assignment) -> tuple[RolloutSummary | FailedRollout, ...]:
+        """How each session of the assignment ended, in order. Raises ServerError where workers only
+        die, and what the gateway or the worker's own code raises: never because of user code."""
+        seat = min(self._seats, key=lambda seat: (not seat.ready.done(), seat.busy))
+        seat.busy += len(assignment.sessions)
+        try:
+            await self._ready(seat)
+            reply = await seat.worker.run(assignment, self._run_timeout_s)
+        except WorkerDied as died:
+            if self._replace(seat, str(died)):
+                self._count_death(died)
+            return await self._abort(assignment, FailureReason.WORKER_DIED, str(died))
+        except WorkerStuck as stuck:
+            seat.worker.kill()
+            self._replace(seat, str(stuck))
+            detail = f"{stuck}: its code blocks the worker's event loop or holds the interpreter's lock"
+            return await self._abort(assignment, FailureReason.TIMEOUT, detail)
+        finally:
+            seat.busy -= len(assignment.sessions)
+            self._end_if_left(seat)
+        self._deaths_in_a_row = 0
+        if reply.stuck_threads:
+            self._replace(seat, f"{reply.stuck_threads} of its threads run past their deadline")
+            self._end_if_left(seat)
+        return reply.outcomes
+
+    def stop(self) -> None:
+        """Ends all workers; what runs in them ends as WORKER_DIED."""
+        for seat in [*self._seats, *self._leaving]:
+            seat.ready.cancel()
+            seat.worker.kill()
+        self._seats, self._leaving = [], []
+
+    def _new_seat(self) -> _Seat:
+        worker = self._make_worker(f"rollout worker {self._made}")
+        self._made += 1
+        return _Seat(worker, asyncio.create_task(worker.ready(self._start_timeout_s)))
+
+    async def _ready(self, seat: _Seat) -> None:
+        try:
+            await asyncio.shield(seat.ready)
+        except WorkerDied as died:
+            raise ServerError(f"{seat.worker.name} died while it was started: {died}") from None
+
+    def _replace(self, seat: _Seat, why: str) -> bool:
+        """False if another assignment saw it first."""
+        if seat not in self._seats:
+            return False
+        _log.warning("%s is replaced: %s", seat.worker.name, why)
+        self.replaced += 1
+        self._seats[self._seats.index(seat)] = self._new_seat()
+        self._leaving.append(seat)
+        return True
+
+    def _end_if_left(self, seat: _Seat) -> None:
+        if seat in self._leaving and not seat.busy:
+            self._leaving.remove(seat)
+            seat.worker.kill()
+
+    def _count_death(self, died: WorkerDied) -> None:
+        self._deaths_in_a_row += 1
+        if self._deaths_in_a_row > _MAX_DEATHS_IN_A_ROW:
+            raise ServerError(f"rollout workers die and no rollout ends in between; the last: {died}")
+
+    async def _abort(
+        self, assignment: Assignment, reason: FailureReason, detail: str
+    ) -> tuple[FailedRollout, ...]:
+        aborts = (self._sessions.abort(session, reason, detail) for session in assignment.sessions)
+        return tuple(await asyncio.gather(*aborts))

@@ -1,0 +1,1 @@
+"""Small examples to copy: one rollout function per file (see README.md)."""

@@ -1,0 +1,215 @@
+"""The scheduling core, with a scripted buffer, opener and pool: full slots, no hole, named failures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from invrl.errors import SessionError
+from invrl.rollout.dispatcher import Dispatcher
+from invrl.types import FailureReason, GroupLease, GroupMember, Sampling, Session, Task
+
+
+class Leases:
+    """A buffer that leases `groups` groups of `size`, as fast as it is asked."""
+
+    def __init__(self, groups, size=4):
+        self.left = [
+            GroupLease(
+                group_id=f"g{g}",
+                task=Task(id=f"t{g}", payload={}),
+                members=tuple(GroupMember(index=i, attempt=0) for i in range(size)),
+            )
+            for g in range(groups)
+        ]
+        self.asked = 0
+
+    async def lease(self):
+        self.asked += 1
+        return self.left.pop(0) if self.left else None
+
+
+class Opener:
+    def __init__(self, error=None):
+        self.error = error
+        self.opened, self.aborted = [], {}
+
+    async def open(self, lease, *, purpose="train", sampling=None, deadline_s=None):
+        if self.error:
+            raise self.error
+        made = [
+            Session(
+                id=f"{lease.group_id}/{member.index}",
+                key="k",
+                base_url="http://gw/s/k/v1",
+                task_id=lease.task.id,
+                group_id=lease.group_id,
+                index=member.index,
+                attempt=member.attempt,
+                purpose=purpose,
+                sampling=sampling or Sampling(),
+            )
+            for member in lease.members
+        ]
+        self.opened.extend(made)
+        return made
+
+    async def abort(self, session, reason, detail):
+        self.aborted[session.id] = reason
+
+
+class HeldPool:
+    """Rollouts run until they are released, by session id."""
+
+    def __init__(self, error=None):
+        self.error = error
+        self.running = {}
+        self.calls = []
+        self.most = 0
+
+    async def run(self, assignment):
+        if self.error:
+            raise self.error
+        ids = tuple(s.id for s in assignment.sessions)
+        self.calls.append(ids)
+        self.running[ids] = asyncio.Event()
+        self.most = max(self.most, sum(len(each) for each in self.running))
+        try:
+            await self.running[ids].wait()
+        finally:
+            del self.running[ids]
+        return ()
+
+    def release(self, *ids):
+        self.running[ids].set()
+
+
+async def until(condition, seconds=2.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        await asyncio.sleep(0.002)
+
+
+def dispatcher(buffer, opener, pool, concurrency, group_form=False):
+    made = Dispatcher(buffer, opener, pool, concurrency=concurrency, group_form=group_form)
+    made.start()
+    return made
+
+
+async def test_slots_are_full_and_refilled_rollout_by_rollout():
+    buffer, opener, pool = Leases(groups=3), Opener(), HeldPool()
+    it = dispatcher(buffer, opener, pool, concurrency=6)
+    await until(lambda: it.running == 6)
+    await asyncio.sleep(0.05)
+    assert len(pool.running) == 6
+    # The second group is opened, half of it waits; the third is not leased.
+    assert len(opener.opened) == 8
+    assert len(buffer.left) == 1
+    pool.release("g0/1")
+    await until(lambda: ("g1/2",) in pool.running)
+    pool.release("g0/2")
+    pool.release("g0/3")
+    await until(lambda: ("g2/0",) in pool.running)
+    assert pool.most == 6
+    await it.stop(0.0)
+
+
+async def test_every_rollout_runs_once():
+    buffer, opener, pool = Leases(groups=20), Opener(), HeldPool()
+    it = dispatcher(buffer, opener, pool, concurrency=5)
+    for _ in range(80):
+        await until(lambda: pool.running)
+        released = next(iter(pool.running))
+        pool.release(*released)
+        await until(lambda released=released: released not in pool.running)
+    await until(lambda: not it.running and len(pool.calls) == 80)
+    assert sorted(pool.calls) == sorted((f"g{g}/{i}",) for g in range(20) for i in range(4))
+    await it.stop(0.0)
+    assert opener.aborted == {}
+
+
+async def test_a_group_form_gets_its_sessions_together_even_beyond_the_slots():
+    buffer, pool = Leases(groups=2), HeldPool()
+    it = dispatcher(buffer, Opener(), pool, concurrency=3, group_form=True)
+    first = tuple(f"g0/{i}" for i in range(4))
+    await until(lambda: first in pool.running)
+    await asyncio.sleep(0.03)
+    assert list(pool.running) == [first]
+    pool.release(*first)
+    await until(lambda: tuple(f"g1/{i}" for i in range(4)) in pool.running)
+    await it.stop(0.0)
+
+
+async def test_an_idle_buffer_is_not_hammered():
+    buffer = Leases(groups=0)
+    it = dispatcher(buffer, Opener(), HeldPool(), concurrency=4)
+    await asyncio.sleep(0.5)
+    assert 5 <= buffer.asked <= 20
+    await it.stop(0.0)
+
+
+async def test_new_work_is_found_soon():
+    buffer, pool = Leases(groups=0), HeldPool()
+    it = dispatcher(buffer, Opener(), pool, concurrency=4)
+    await asyncio.sleep(0.3)
+    buffer.left = Leases(groups=1).left
+    await until(lambda: len(pool.running) == 4, seconds=0.2)
+    await it.stop(0.0)
+
+
+class BrokenBuffer:
+    async def lease(self):
+        raise ConnectionError("the buffer actor is gone")
+
+
+@pytest.mark.parametrize(
+    ("parts", "cause"),
+    [
+        ((BrokenBuffer(), Opener(), HeldPool()), ConnectionError),
+        ((Leases(1), Opener(SessionError("no", status=401, code="x")), HeldPool()), SessionError),
+        ((Leases(1), Opener(), HeldPool(RuntimeError("a bug"))), RuntimeError),
+    ],
+)
+async def test_a_failure_of_ours_ends_the_wait_for_a_batch(parts, cause):
+    it = dispatcher(*parts, concurrency=4)
+    cancelled = asyncio.Event()
+
+    async def take():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(cause):
+        await asyncio.wait_for(it.guard(take()), 2.0)
+    await asyncio.wait_for(cancelled.wait(), 1.0)
+    await it.stop(0.0)
+
+
+async def test_guard_gives_back_what_it_guards():
+    it = dispatcher(Leases(0), Opener(), HeldPool(), concurrency=4)
+    assert await it.guard(asyncio.sleep(0, "batch")) == "batch"
+
+    async def fails():
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError):
+        await it.guard(fails())
+    await it.stop(0.0)
+
+
+async def test_stop_drains_then_aborts_whatever_is_left():
+    buffer, opener, pool = Leases(groups=2), Opener(), HeldPool()
+    it = dispatcher(buffer, opener, pool, concurrency=3)
+    await until(lambda: len(pool.running) == 3)
+    stopping = asyncio.create_task(it.stop(0.2))
+    await asyncio.sleep(0.02)
+    pool.release("g0/0")
+    await stopping
+    assert not pool.running
+    assert opener.aborted == {f"g0/{i}": FailureReason.ABORTED for i in (1, 2, 3)}
+    assert len(buffer.left) == 1

@@ -1,0 +1,306 @@
+"""Whatever user code does, `Runner.run` returns one typed outcome per session, in time."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from invrl.interfaces import RolloutResult
+from invrl.rollout.runner import Failure, Runner, Scored
+from invrl.types import FailureReason, Task
+
+TASK = Task(id="t", payload={"q": "?"}, label="4")
+OURS = "http://127.0.0.1:8000/s/key/v1"
+
+
+class Address:
+    base_url = OURS
+    api_key = "key"
+    model = "m"
+
+    def openai(self):
+        raise AssertionError("not used here")
+
+
+async def run_one(function, reward_function=None, timeout_s=5.0):
+    runner = Runner(function, reward_function, timeout_s=timeout_s)
+    (outcome,) = await runner.run(TASK, [Address()])
+    return outcome
+
+
+def returning(value):
+    async def rollout(task, endpoint):
+        return value
+
+    return rollout
+
+
+def raising(error):
+    async def rollout(task, endpoint):
+        raise error
+
+    return rollout
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward"),
+    [
+        (0.25, 0.25),
+        (1, 1.0),
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (np.bool_(False), 0.0),
+        (np.int64(3), 3.0),
+        (-2.0, -2.0),
+        (RolloutResult(reward=0.5, components={"format": 1}), 0.5),
+    ],
+)
+async def test_usable_rewards(returned, reward):
+    outcome = await run_one(returning(returned))
+    assert isinstance(outcome, Scored)
+    assert outcome.reward == reward
+    assert type(outcome.reward) is float
+
+
+async def test_components_become_floats():
+    outcome = await run_one(returning(RolloutResult(reward=1.0, components={"format": True})))
+    assert outcome == Scored(reward=1.0, components={"format": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason", "seen"),
+    [
+        (None, FailureReason.BAD_RETURN, "NoneType"),
+        ("0.5", FailureReason.BAD_RETURN, "str"),
+        ([1.0], FailureReason.BAD_RETURN, "list"),
+        (1j, FailureReason.BAD_RETURN, "complex"),
+        (RolloutResult(components=[("a", 1.0)]), FailureReason.BAD_RETURN, "list"),  # type: ignore[arg-type]
+        (float("nan"), FailureReason.BAD_REWARD, "nan"),
+        (float("inf"), FailureReason.BAD_REWARD, "inf"),
+        (np.float32("nan"), FailureReason.BAD_REWARD, "nan"),
+        (10**400, FailureReason.BAD_REWARD, "inf"),
+        (1e30, FailureReason.BAD_REWARD, "1e+30"),
+        (RolloutResult(), FailureReason.BAD_REWARD, "None"),
+        (RolloutResult(reward="1"), FailureReason.BAD_REWARD, "str"),  # type: ignore[arg-type]
+        (RolloutResult(reward=1.0, components={"x": float("nan")}), FailureReason.BAD_REWARD, "'x'"),
+    ],
+)
+async def test_unusable_returns_are_named(returned, reason, seen):
+    outcome = await run_one(returning(returned))
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is reason
+    assert seen in outcome.detail
+
+
+async def test_an_exception_keeps_its_traceback():
+    outcome = await run_one(raising(KeyError("no such field")))
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is FailureReason.EXCEPTION
+    assert "no such field" in outcome.detail
+    assert "test_rollout_runner.py" in outcome.detail
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()]
+)
+async def test_exceptions_that_are_not_errors_stay_inside(error):
+    outcome = await run_one(raising(error))
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is FailureReason.EXCEPTION
+    assert type(error).__name__ in outcome.detail
+
+
+async def test_sys_exit_in_a_sync_function_stays_inside():
+    outcome = await run_one(lambda task, endpoint: sys.exit(3))
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is FailureReason.EXCEPTION
+
+
+async def test_a_hang_ends_at_the_deadline_and_says_where():
+    async def rollout(task, endpoint):
+        await asyncio.Event().wait()
+
+    started = time.monotonic()
+    outcome = await run_one(rollout, timeout_s=0.1)
+    assert time.monotonic() - started < 1.0
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is FailureReason.TIMEOUT
+    assert "Event().wait()" in outcome.detail
+
+
+async def test_a_function_that_swallows_its_cancellation_cannot_hold_us():
+    released = asyncio.Event()
+
+    async def rollout(task, endpoint):
+        while not released.is_set():
+            try:
+                await released.wait()
+            except asyncio.CancelledError:
+                continue
+
+    started = time.monotonic()
+    outcome = await run_one(rollout, timeout_s=0.1)
+    assert time.monotonic() - started < 3.0
+    released.set()
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is FailureReason.TIMEOUT
+    assert "ignores its cancellation" in outcome.detail
+
+
+async def test_a_sync_function_runs_in_a_thread_of_its_own():
+    def rollout(task, endpoint):
+        time.sleep(0.2)
+        return float(threading.current_thread() is not threading.main_thread())
+
+    runner = Runner(rollout, None, timeout_s=5.0)
+    started = time.monotonic()
+    outcomes = await asyncio.gather(*(runner.run(TASK, [Address()]) for _ in range(40)))
+    assert time.monotonic() - started < 2.0  # a pool of a few threads would need more
+    assert [outcome for (outcome,) in outcomes] == [Scored(reward=1.0, components={})] * 40
+    assert runner.stuck_threads == 0
+
+
+async def test_a_sync_hang_is_left_behind_and_counted():
+    release = threading.Event()
+
+    def rollout(task, endpoint):
+        release.wait()
+        return 1.0
+
+    runner = Runner(rollout, None, timeout_s=0.1)
+    (outcome,) = await runner.run(TASK, [Address()])
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is FailureReason.TIMEOUT
+    assert "release.wait()" in outcome.detail
+    assert runner.stuck_threads == 1
+    release.set()
+    for _ in range(100):
+        if not runner.stuck_threads:
+            break
+        await asyncio.sleep(0.01)
+    assert runner.stuck_threads == 0
+
+
+async def test_a_sync_function_may_return_an_awaitable():
+    outcome = await run_one(lambda task, endpoint: returning(0.5)(task, endpoint))
+    assert outcome == Scored(reward=0.5, components={})
+
+
+async def test_an_object_with_an_async_call():
+    class Agent:
+        async def __call__(self, task, endpoint):
+            return 0.75
+
+    assert await run_one(Agent()) == Scored(reward=0.75, components={})
+
+
+# ------------------------------------------------------------------ reward functions
+
+
+async def test_the_reward_function_judges_what_was_returned():
+    async def judge(task, result):
+        return 1.0 if result.output == task.label else 0.0
+
+    assert await run_one(returning(RolloutResult(output="4")), judge) == Scored(reward=1.0, components={})
+    outcome = await run_one(returning(0.5), lambda task, result: result.reward * 2)
+    assert outcome == Scored(reward=1.0, components={})
+
+
+@pytest.mark.parametrize(
+    ("judge", "reason"),
+    [
+        (lambda task, result: None, FailureReason.BAD_REWARD),
+        (lambda task, result: float("nan"), FailureReason.BAD_REWARD),
+        (lambda task, result: "good", FailureReason.BAD_REWARD),
+        (lambda task, result: 1 / 0, FailureReason.EXCEPTION),
+        (lambda task, result: time.sleep(3.0), FailureReason.TIMEOUT),
+    ],
+)
+async def test_a_bad_reward_function_fails_the_rollout(judge, reason):
+    outcome = await run_one(returning(RolloutResult(output="4")), judge, timeout_s=0.5)
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is reason
+
+
+# ------------------------------------------------------------------ groups
+
+
+def group_returning(value):
+    async def rollout(task, endpoints):
+        return value
+
+    rollout.group = True  # type: ignore[attr-defined]
+    return rollout
+
+
+async def run_group(function, reward_function=None, timeout_s=5.0):
+    return await Runner(function, reward_function, timeout_s=timeout_s).run(
+        TASK, [Address(), Address(), Address()]
+    )
+
+
+async def test_a_group_fails_member_by_member():
+    first, second, third = await run_group(group_returning([1.0, float("nan"), RolloutResult(reward=0.5)]))
+    assert first == Scored(reward=1.0, components={})
+    assert isinstance(second, Failure)
+    assert second.reason is FailureReason.BAD_REWARD
+    assert third == Scored(reward=0.5, components={})
+
+
+async def test_a_reward_function_that_exits_on_one_member_fails_that_member():
+    def judge(task, result):
+        return sys.exit(1) if result.output == "b" else 1.0
+
+    outcomes = await run_group(group_returning([RolloutResult(output=name) for name in "abc"]), judge)
+    assert [type(outcome) for outcome in outcomes] == [Scored, Failure, Scored]
+
+
+@pytest.mark.parametrize("returned", [[1.0, 2.0], 1.0, {"a": 1.0}, "abc"])
+async def test_a_group_that_returns_the_wrong_shape_fails_whole(returned):
+    outcomes = await run_group(group_returning(returned))
+    assert {o.reason for o in outcomes if isinstance(o, Failure)} == {FailureReason.BAD_RETURN}
+    assert len(outcomes) == 3
+
+
+async def test_a_group_may_return_an_array():
+    outcomes = await run_group(group_returning(np.array([0.0, 0.5, 1.0])))
+    assert [o.reward for o in outcomes if isinstance(o, Scored)] == [0.0, 0.5, 1.0]
+
+
+# ------------------------------------------------------------------ engine or user?
+
+
+def status_error(url, status):
+    request = httpx.Request("POST", url)
+    return openai.APIStatusError("x", response=httpx.Response(status, request=request), body=None)
+
+
+def wrapped(error):
+    outer = RuntimeError("the agent framework gave up")
+    outer.__cause__ = ExceptionGroup("in parallel", [error])
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (status_error(f"{OURS}/chat/completions", 503), FailureReason.ENGINE),
+        (wrapped(status_error(f"{OURS}/chat/completions", 500)), FailureReason.ENGINE),
+        (httpx.ConnectError("refused", request=httpx.Request("POST", OURS)), FailureReason.ENGINE),
+        (httpx.ReadTimeout("late", request=httpx.Request("POST", OURS)), FailureReason.TIMEOUT),
+        (status_error(f"{OURS}/chat/completions", 400), FailureReason.EXCEPTION),
+        (status_error("http://judge.example/v1/chat", 503), FailureReason.EXCEPTION),
+        (httpx.ConnectError("no request known"), FailureReason.EXCEPTION),
+    ],
+)
+async def test_only_our_own_endpoint_is_the_engine(error, reason):
+    outcome = await run_one(raising(error))
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is reason

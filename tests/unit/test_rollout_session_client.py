@@ -1,0 +1,208 @@
+"""The session API client against a scripted HTTP server: what is retried, what is refused, for how long."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from invrl.errors import DeadlineError, SessionError
+from invrl.rollout.session_client import SessionClient
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    GroupLease,
+    GroupMember,
+    RolloutSummary,
+    Sampling,
+    Session,
+    Task,
+)
+
+LEASE = GroupLease(
+    group_id="g",
+    task=Task(id="t", payload={"secret": 1}),
+    members=(GroupMember(index=0, attempt=0), GroupMember(index=3, attempt=2)),
+)
+
+
+def session(index, attempt):
+    return Session(
+        id=f"s{index}",
+        key=f"k{index}",
+        base_url=f"http://gw/s/k{index}/v1",
+        task_id="t",
+        group_id="g",
+        index=index,
+        attempt=attempt,
+        purpose="train",
+        sampling=Sampling(temperature=0.5),
+    )
+
+
+SUMMARY = RolloutSummary(
+    session_id="s0",
+    task_id="t",
+    group_id="g",
+    index=0,
+    attempt=0,
+    reward=0.5,
+    reward_components={"format": 1.0},
+    num_turns=2,
+    prompt_tokens=10,
+    cached_tokens=5,
+    later_prompt_tokens=6,
+    later_cached_tokens=5,
+    sampled_tokens=7,
+    trained_tokens=7,
+    truncated=False,
+    oldest_version=1,  # type: ignore[arg-type]
+    newest_version=2,  # type: ignore[arg-type]
+    forks=0,
+    started_at=1.0,
+    finished_at=2.0,
+)
+
+
+class ScriptedGateway:
+    """Answers in order: (status, body, headers); the last one again and again."""
+
+    def __init__(self):
+        self.answers = []
+        self.requests = []
+
+    async def handle(self, request):
+        self.requests.append(
+            (request.path, request.headers["Authorization"], msgspec.json.decode(await request.read()))
+        )
+        status, body, headers = self.answers[min(len(self.requests), len(self.answers)) - 1]
+        return web.Response(
+            status=status, body=msgspec.json.encode(body), headers=headers, content_type="application/json"
+        )
+
+
+@pytest.fixture
+async def gateway():
+    scripted = ScriptedGateway()
+    app = web.Application()
+    app.router.add_post("/{path:.*}", scripted.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    scripted.client = SessionClient(f"http://127.0.0.1:{port}/", env_key="env", deadline_s=1.0)
+    yield scripted
+    await scripted.client.close()
+    await runner.cleanup()
+
+
+OPENED = {"sessions": [session(0, 0), session(3, 2)]}
+FULL = {"error": {"message": "full", "type": "rate_limit_error", "code": "capacity"}}
+
+
+async def test_open_sends_the_lease_with_the_environment_key(gateway):
+    gateway.answers = [(201, OPENED, {})]
+    opened = await gateway.client.open(LEASE, purpose="eval", sampling=Sampling(temperature=0.0))
+    assert opened == [session(0, 0), session(3, 2)]
+    assert gateway.requests == [
+        (
+            "/sessions",
+            "Bearer env",
+            {
+                "task_id": "t",
+                "group_id": "g",
+                "members": [{"index": 0, "attempt": 0}, {"index": 3, "attempt": 2}],
+                "purpose": "eval",
+                "sampling": {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 512},
+            },
+        )
+    ]
+
+
+async def test_open_waits_as_long_as_the_gateway_asks(gateway):
+    gateway.answers = [(429, FULL, {"Retry-After": "0.3"}), (503, {}, {}), (201, OPENED, {})]
+    started = time.monotonic()
+    assert len(await gateway.client.open(LEASE)) == 2
+    assert time.monotonic() - started >= 0.3
+    assert len(gateway.requests) == 3
+
+
+async def test_a_gateway_that_stays_full_ends_in_a_deadline_that_says_so(gateway):
+    gateway.answers = [(429, FULL, {"Retry-After": "60"})]
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"open 2 sessions of group g.*429 full"):
+        await gateway.client.open(LEASE, deadline_s=0.2)
+    assert time.monotonic() - started < 1.0
+
+
+async def test_no_gateway_at_all_ends_in_a_deadline(unused_tcp_port=1):
+    client = SessionClient(f"http://127.0.0.1:{unused_tcp_port}", deadline_s=0.2)
+    with pytest.raises(DeadlineError, match="ConnectError"):
+        await client.open(LEASE)
+    await client.close()
+
+
+async def test_a_refusal_is_not_asked_again(gateway):
+    gateway.answers = [(401, {"error": {"message": "bad key", "code": "invalid_api_key"}}, {})]
+    with pytest.raises(SessionError, match="bad key") as caught:
+        await gateway.client.open(LEASE)
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    assert len(gateway.requests) == 1
+
+
+@pytest.mark.parametrize("body", [{}, {"sessions": [session(0, 0)]}, {"sessions": [{"id": "x"}, 5]}, [1]])
+async def test_an_answer_that_does_not_fit_is_an_error(gateway, body):
+    gateway.answers = [(201, body, {})]
+    with pytest.raises(SessionError) as caught:
+        await gateway.client.open(LEASE)
+    assert caught.value.code == "bad_answer"
+
+
+async def test_finish_with_the_sessions_own_key(gateway):
+    gateway.answers = [(200, SUMMARY, {})]
+    assert await gateway.client.finish(session(0, 0), 0.5, {"format": 1.0}) == SUMMARY
+    assert gateway.requests == [
+        ("/sessions/s0/finish", "Bearer k0", {"reward": 0.5, "components": {"format": 1.0}})
+    ]
+
+
+async def test_finish_of_a_session_that_failed(gateway):
+    failed = FailedRollout(
+        session_id="s0",
+        task_id="t",
+        group_id="g",
+        index=0,
+        attempt=0,
+        reason=FailureReason.EMPTY,
+        detail="no turn",
+    )
+    gateway.answers = [(200, failed, {})]
+    assert await gateway.client.finish(session(0, 0), 1.0) == failed
+
+
+async def test_reward_then_finish_without_one(gateway):
+    gateway.answers = [(200, {}, {}), (200, SUMMARY, {})]
+    await gateway.client.reward(session(0, 0), 0.5, {})
+    await gateway.client.finish(session(0, 0))
+    assert [(path, body) for path, _, body in gateway.requests] == [
+        ("/sessions/s0/reward", {"reward": 0.5, "components": {}}),
+        ("/sessions/s0/finish", {}),
+    ]
+
+
+async def test_abort_survives_a_restart_and_a_session_that_has_ended(gateway):
+    gateway.answers = [(503, {}, {}), (409, {}, {})]
+    failed = await gateway.client.abort(session(3, 2), FailureReason.TIMEOUT, "x" * 10_000)
+    assert (failed.reason, failed.index, failed.attempt) == (FailureReason.TIMEOUT, 3, 2)
+    path, key, body = gateway.requests[-1]
+    assert (path, key, body["reason"]) == ("/sessions/s3/abort", "Bearer k3", "timeout")
+    assert len(body["detail"]) == 4000
+
+
+async def test_an_abort_that_is_refused_is_not_taken_for_done(gateway):
+    gateway.answers = [(401, {}, {})]
+    with pytest.raises(SessionError):
+        await gateway.client.abort(session(0, 0), FailureReason.TIMEOUT, "")

@@ -1,0 +1,220 @@
+"""Workers die and get stuck; the pool replaces them and every session still ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from invrl.errors import PluginError, ServerError
+from invrl.rollout.worker_actor import Assignment, WorkerReply
+from invrl.rollout.worker_pool import WorkerDied, WorkerPool, WorkerStuck
+from invrl.types import FailedRollout, FailureReason, Sampling, Session, Task
+
+
+def session(name):
+    return Session(
+        id=name,
+        key=f"key-{name}",
+        base_url="http://gw/s/k/v1",
+        task_id=name,
+        group_id="g",
+        index=0,
+        attempt=0,
+        purpose="train",
+        sampling=Sampling(),
+    )
+
+
+def failed(session, reason, detail):
+    return FailedRollout(
+        session_id=session.id,
+        task_id=session.task_id,
+        group_id=session.group_id,
+        index=session.index,
+        attempt=session.attempt,
+        reason=reason,
+        detail=detail,
+    )
+
+
+def assignment(name, sessions=1):
+    return Assignment(
+        task=Task(id=name, payload={}), sessions=tuple(session(f"{name}{i}") for i in range(sessions))
+    )
+
+
+class FakeWorker:
+    """Tasks are named by what happens: ok, die (the process), stuck, thread (one is left), hold, bug."""
+
+    def __init__(self, name):
+        self.name = name
+        self.given = []
+        self.dead = asyncio.Event()
+        self.release = asyncio.Event()
+        self.threads = 0
+
+    async def ready(self, deadline_s):
+        return None
+
+    async def run(self, assignment, deadline_s):
+        self.given.append(assignment.task.id)
+        does = assignment.task.id.split("-")[0]
+        if does == "die":
+            self.dead.set()
+        if does == "bug":
+            raise ZeroDivisionError("a bug of ours")
+        if does == "thread":
+            self.threads += 1
+        if does in ("hold", "stuck"):
+            waits = [asyncio.create_task(self.dead.wait()), asyncio.create_task(self.release.wait())]
+            done, _ = await asyncio.wait(
+                waits, timeout=0.05 if does == "stuck" else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            for wait in waits:
+                wait.cancel()
+            if not done:
+                raise WorkerStuck(f"{self.name} did not answer")
+        if self.dead.is_set():
+            raise WorkerDied(f"{self.name}: exit code 1")
+        outcomes = tuple(failed(s, FailureReason.EXCEPTION, "done") for s in assignment.sessions)
+        return WorkerReply(outcomes=outcomes, stuck_threads=self.threads)
+
+    def kill(self):
+        self.dead.set()
+
+
+class Aborts:
+    def __init__(self):
+        self.seen = {}
+
+    async def abort(self, session, reason, detail):
+        self.seen[session.id] = (reason, detail)
+        return failed(session, reason, detail)
+
+
+async def started_pool(size=1, make=FakeWorker):
+    workers, aborts = [], Aborts()
+
+    def make_worker(name):
+        workers.append(make(name))
+        return workers[-1]
+
+    pool = WorkerPool(make_worker, aborts, size=size, run_timeout_s=1.0)
+    await pool.start()
+    return pool, workers, aborts
+
+
+def reasons(outcomes):
+    return [outcome.reason for outcome in outcomes]
+
+
+async def test_the_least_busy_worker_is_given_the_next_assignment():
+    pool, workers, _ = await started_pool(size=2)
+    runs = [asyncio.create_task(pool.run(assignment("hold-a", sessions=3)))]
+    await asyncio.sleep(0)
+    runs += [asyncio.create_task(pool.run(assignment(f"hold-{n}"))) for n in "bcd"]
+    await asyncio.sleep(0.01)
+    assert [w.given for w in workers] == [["hold-a"], ["hold-b", "hold-c", "hold-d"]]
+    for worker in workers:
+        worker.release.set()
+    await asyncio.gather(*runs)
+
+
+async def test_a_death_fails_what_ran_there_and_only_that():
+    pool, workers, aborts = await started_pool(size=2)
+    elsewhere = asyncio.create_task(pool.run(assignment("hold-elsewhere", sessions=2)))
+    await asyncio.sleep(0.01)
+    beside = asyncio.create_task(pool.run(assignment("hold-beside")))
+    await asyncio.sleep(0.01)
+    assert reasons(await pool.run(assignment("die"))) == [FailureReason.WORKER_DIED]
+    assert reasons(await beside) == [FailureReason.WORKER_DIED]
+    assert set(aborts.seen) == {"die0", "hold-beside0"}
+    assert not elsewhere.done()
+    workers[0].release.set()
+    assert reasons(await elsewhere) == [FailureReason.EXCEPTION] * 2
+    assert len(workers) == 3
+    assert pool.replaced == 1
+    assert reasons(await pool.run(assignment("ok"))) == [FailureReason.EXCEPTION]
+
+
+async def test_a_worker_that_does_not_answer_is_killed_and_replaced():
+    pool, workers, aborts = await started_pool()
+    beside = asyncio.create_task(pool.run(assignment("hold-beside")))
+    await asyncio.sleep(0.01)
+    assert reasons(await pool.run(assignment("stuck"))) == [FailureReason.TIMEOUT]
+    assert "event loop" in aborts.seen["stuck0"][1]
+    assert reasons(await beside) == [FailureReason.WORKER_DIED]
+    assert workers[0].dead.is_set()
+    assert pool.replaced == 1
+
+
+async def test_a_worker_with_a_stuck_thread_leaves_once_it_is_empty():
+    pool, workers, aborts = await started_pool()
+    running = asyncio.create_task(pool.run(assignment("hold-running")))
+    await asyncio.sleep(0.01)
+    await pool.run(assignment("thread"))
+    assert pool.replaced == 1
+    assert not workers[0].dead.is_set()
+    await pool.run(assignment("ok"))
+    assert workers[1].given == ["ok"]
+    workers[0].release.set()
+    assert reasons(await running) == [FailureReason.EXCEPTION]
+    assert workers[0].dead.is_set()
+    assert aborts.seen == {}
+
+
+async def test_endless_deaths_end_the_run_with_their_cause():
+    pool, workers, _ = await started_pool()
+    with pytest.raises(ServerError, match=r"die and no rollout ends.*exit code 1"):
+        for _ in range(100):
+            await pool.run(assignment("die"))
+    assert len(workers) < 30
+
+
+async def test_deaths_with_rollouts_in_between_do_not():
+    pool, _, _ = await started_pool()
+    for _ in range(40):
+        await pool.run(assignment("die"))
+        await pool.run(assignment("ok"))
+    assert pool.replaced == 40
+
+
+async def test_one_death_of_a_full_worker_counts_once():
+    pool, _, _ = await started_pool()
+    beside = [asyncio.create_task(pool.run(assignment(f"hold-{i}"))) for i in range(64)]
+    await asyncio.sleep(0.01)
+    await pool.run(assignment("die"))
+    ended = await asyncio.gather(*beside)
+    assert {reason for outcomes in ended for reason in reasons(outcomes)} == {FailureReason.WORKER_DIED}
+    assert pool.replaced == 1
+
+
+async def test_an_error_of_ours_is_not_swallowed():
+    pool, _, _ = await started_pool()
+    with pytest.raises(ZeroDivisionError):
+        await pool.run(assignment("bug"))
+
+
+async def test_a_plugin_that_does_not_load_surfaces_at_start():
+    class Unloadable(FakeWorker):
+        async def ready(self, deadline_s):
+            raise PluginError(field="rollout_function_path", value="a:b", reason="no", fix="yes")
+
+    with pytest.raises(PluginError):
+        await started_pool(make=Unloadable)
+
+
+async def test_a_worker_that_dies_while_it_starts_is_named():
+    class Stillborn(FakeWorker):
+        async def ready(self, deadline_s):
+            raise WorkerDied("exit code 7")
+
+    with pytest.raises(ServerError, match=r"rollout worker 0 died while it was started: exit code 7"):
+        await started_pool(make=Stillborn)
+
+
+async def test_stop_ends_all_workers():
+    pool, workers, _ = await started_pool(size=3)
+    pool.stop()
+    assert all(worker.dead.is_set() for worker in workers)

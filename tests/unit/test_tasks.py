@@ -1,0 +1,169 @@
+"""Tasks from a file or a source: the same for the same seed, ids distinct, mistakes named."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import pytest
+
+from invrl.errors import ConfigError, PluginError
+from invrl.rollout.config import RolloutConfig
+from invrl.rollout.tasks import check_tasks, load_eval_tasks, load_tasks
+from invrl.types import Task
+
+
+def rows(n):
+    return "\n".join(json.dumps({"id": f"q{i}", "question": f"{i}?", "label": i}) for i in range(n))
+
+
+@pytest.fixture
+def task_file(tmp_path):
+    def write(text, name="tasks.jsonl"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def from_file(path, **fields):
+    return RolloutConfig(task_file=path, **fields)
+
+
+def ids(tasks, n):
+    return [task.id for task in islice(tasks, n)]
+
+
+def test_train_repeats_in_seeded_epochs_with_distinct_ids(task_file):
+    config = from_file(task_file(rows(10)))
+    first = ids(load_tasks(config, "train", 7), 30)
+    assert first == ids(load_tasks(config, "train", 7), 30) != ids(load_tasks(config, "train", 8), 30)
+    assert sorted(first[:10]) == sorted(f"q{i}" for i in range(10))
+    assert sorted(first[10:20]) == sorted(f"q{i}@1" for i in range(10))
+    assert sorted(first[20:]) == sorted(f"q{i}@2" for i in range(10))
+    assert [i.split("@")[0] for i in first[10:20]] != first[:10]
+
+
+def test_a_task_keeps_its_row_and_label(task_file):
+    path = task_file('{"uid": 5, "gold": [1, 2], "q": "a\u2028b"}\n\n')
+    config = from_file(path, task_id_key="uid", task_label_key="gold")
+    task = next(load_tasks(config, "train", 0))
+    assert task == Task(id="5", payload={"uid": 5, "gold": [1, 2], "q": "a\u2028b"}, label=[1, 2])
+
+
+def test_without_an_id_the_line_number_is_it(task_file):
+    config = from_file("", eval_task_file=task_file('{"q": 1}\n\n{"q": 2}\n'))
+    assert [(t.id, t.label, t.split) for t in load_tasks(config, "eval", 0)] == [
+        ("1", None, "eval"),
+        ("3", None, "eval"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "seen"),
+    [
+        ("", {}, "has no tasks"),
+        ("\n  \n", {}, "has no tasks"),
+        ('{"id": 1}\nnot json', {}, "line 2 is not JSON"),
+        ('{"id": 1}\n\n[1]', {}, "line 3 is a JSON list"),
+        ("null", {}, "line 1 is a JSON NoneType"),
+        ('{"id": 1}\n{"q": 1}', {}, "line 2 has no field 'id'"),
+        ('{"id": 1, "label": 1}\n{"id": 2}', {}, "line 2 has no field 'label'"),
+        ('{"id": 1, "q": 1}', {"task_label_key": "gold"}, "line 1 has no field 'gold' (line 1 has: id, q)"),
+        ('{"q": 1}', {"task_id_key": "uid"}, "line 1 has no field 'uid'"),
+        ('{"id": 1}\n{"id": 2}\n{"id": "1"}', {}, "lines 1 and 3 have the same id '1'"),
+        ('{"id": [1]}', {}, "the id [1] is not a string or integer"),
+        ('{"id": true}', {}, "the id True is not a string or integer"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_line(task_file, text, fields, seen):
+    with pytest.raises(ConfigError) as caught:
+        check_tasks(from_file(task_file(text), **fields), seed=0)
+    assert seen in caught.value.reason
+    assert caught.value.field == "task_file"
+
+
+def test_a_missing_file_and_bytes_that_are_no_text(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check_tasks(from_file(str(tmp_path / "none.jsonl")), seed=0)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check_tasks(from_file(str(tmp_path / "binary")), seed=0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"task_file": "a", "task_source_path": "b:c"}])
+def test_one_place_of_tasks(fields):
+    with pytest.raises(ConfigError, match="give one of"):
+        check_tasks(RolloutConfig(**fields), seed=0)
+
+
+def test_an_evaluation_needs_held_out_tasks_and_enough_of_them(task_file):
+    train = task_file(rows(3))
+    with pytest.raises(ConfigError, match="eval_task_file"):
+        check_tasks(from_file(train, eval_tasks=2), seed=0)
+    config = from_file(train, eval_task_file=task_file(rows(3), "eval.jsonl"), eval_tasks=4)
+    with pytest.raises(ConfigError, match="has 3 tasks"):
+        check_tasks(config, seed=0)
+    assert [t.id for t in load_eval_tasks(config.model_copy(update={"eval_tasks": 2}), 0)] == ["q0", "q1"]
+
+
+# ------------------------------------------------------------------ sources
+
+
+def endless(split, seed):
+    for i in range(1000):
+        yield Task(id=f"{seed}-{i}", payload={}, split=split)
+
+
+def three_then_ends(split, seed):
+    return iter([Task(id=name, payload={}) for name in "abc"])
+
+
+def nothing(split, seed):
+    return iter(())
+
+
+def no_tasks_but_strings(split, seed):
+    yield "What is 1+1?"
+
+
+def broken(split, seed):
+    yield Task(id="a", payload={}) if split == "train" else 1 / 0
+
+
+def raises_at_once(split, seed):
+    raise OSError("the dataset is not there")
+
+
+def from_source(function, **fields):
+    return RolloutConfig(task_source_path=f"{__name__}:{function.__name__}", **fields)
+
+
+def test_a_source_gets_split_and_seed():
+    assert ids(load_tasks(from_source(endless), "train", 3), 2) == ["3-0", "3-1"]
+
+
+def test_a_training_source_that_ends_is_started_again():
+    assert ids(load_tasks(from_source(three_then_ends), "train", 0), 5) == ["a", "b", "c", "a@1", "b@1"]
+    assert ids(load_tasks(from_source(three_then_ends), "eval", 0), 5) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("function", "seen"),
+    [
+        (nothing, "has no tasks"),
+        (no_tasks_but_strings, "yielded a str"),
+        (broken, "ZeroDivisionError"),
+        (raises_at_once, "not there"),
+    ],
+)
+def test_a_bad_source_is_a_plugin_error(function, seen):
+    with pytest.raises(PluginError) as caught:
+        check_tasks(from_source(function, eval_tasks=1), seed=0)
+    assert seen in caught.value.reason
+    assert caught.value.field == "task_source_path"
+
+
+def test_the_calculator_passes():
+    check_tasks(RolloutConfig(task_source_path="rollout_fns.calculator:task_source", eval_tasks=200), seed=0)
