@@ -81,6 +81,15 @@ class SessionError(InvrlError):
         self.param = param
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_session_error, (self.message, self.status, self.code, self.param, self.retry_after_s))
+
+
+def _rebuild_session_error(
+    message: str, status: int, code: str, param: str | None, retry_after_s: float | None
+) -> SessionError:
+    return SessionError(message, status=status, code=code, param=param, retry_after_s=retry_after_s)
+
 
 class BufferStateError(InvrlError):
     """The buffer's state machine has no such transition: a bug of ours, never of the data."""
@@ -91,7 +100,13 @@ class TrainError(InvrlError):
 
 
 class WeightSyncError(InvrlError):
-    """A weight update did not commit."""
+    """A weight update did not commit. `engine` failed first; `unrestored` engines may hold mixed or new
+    weights, stand paused, and must leave the fleet."""
+
+    def __init__(self, message: str, *, engine: str = "", unrestored: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.engine = engine
+        self.unrestored = unrestored
 
 
 class LayoutError(WeightSyncError):

@@ -1,7 +1,7 @@
 """Stand-ins for what is slow to start. Each passes the same contract tests as the real thing.
 
 `FakeEngine` is an HTTP server that speaks SGLang's `/generate` as the gateway uses it: ids in; ids,
-log-probs, version spans and cache counts out, streamed cumulatively or whole.
+log-probs, version spans and cache counts out, whole or streamed (incrementally, as our engines do).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ Script = Callable[[Sequence[int]], Sequence[int]]
 """Prompt ids to reply ids; a reply ends where the script ends it, at a stop token or out of tokens."""
 
 
-def random_reply(*, seed: int = 0, tokens: int = 12, vocab: tuple[int, int] = (10, 300), end: int = 2) -> Script:
+def random_reply(
+    *, seed: int = 0, tokens: int = 12, vocab: tuple[int, int] = (10, 300), end: int = 2
+) -> Script:
     """Random tokens, then the end token."""
     source = random.Random(seed)
 
@@ -53,7 +55,7 @@ class FakeEngine:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
-        self.url = "http://127.0.0.1:%d" % self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -100,7 +102,7 @@ class FakeEngine:
                 spans.append({"version": str(self.version), "start": count - 1, "end": count})
             if not body.get("stream") and count < len(reply):
                 continue
-            ids = reply[:count]
+            ids = reply[:count] if not body.get("stream") else reply[count - 1 : count]
             out = {
                 "text": "",
                 "output_ids": ids,

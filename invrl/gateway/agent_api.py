@@ -15,11 +15,10 @@ from collections.abc import Mapping
 
 from starlette.types import Receive, Scope, Send
 
-from invrl.errors import SessionError
+from invrl.errors import DeadlineError, ServerError, SessionError
 from invrl.gateway.connection import ClientConnection
 from invrl.gateway.conversation import Conversation
 from invrl.gateway.dialects.chat import ChatDialect, ChatRequest
-from invrl.gateway.engine import EngineError
 from invrl.gateway.generation import Generation
 from invrl.gateway.sessions import SessionRecord, SessionRegistry
 from invrl.gateway.settings import GatewaySettings
@@ -64,7 +63,7 @@ class AgentEndpoint:
             await self._serve(client, record, raw)
         except SessionError as error:
             await self._refuse(client, error)
-        except EngineError as error:
+        except (ServerError, DeadlineError) as error:
             _log.warning("generation failed: %s", error)
             refusal = SessionError(str(error), status=503, code="engine_unavailable", retry_after_s=1.0)
             await self._refuse(client, refusal)

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from invrl.errors import SessionError
 from invrl.gateway.agent_api import AgentEndpoint, session_keys
 from invrl.gateway.dialects.chat import ChatDialect
-from invrl.gateway.engine import Engine
+from invrl.gateway.generation import Engine
 from invrl.gateway.lifecycle import Lifecycle
 from invrl.gateway.loop_lag import LoopLag
 from invrl.gateway.rendering import Renderer
@@ -50,7 +50,6 @@ def make_app(
         renderer=renderer,
         store=store,
         context_length=settings.context_length,
-        generate_timeout_s=settings.generate_timeout_s,
     )
     sampling = Sampling(
         temperature=settings.temperature, top_p=settings.top_p, max_new_tokens=settings.max_new_tokens

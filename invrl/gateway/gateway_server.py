@@ -59,15 +59,22 @@ def serve(settings: GatewaySettings) -> None:
 
     from invrl.gateway.app import make_app
     from invrl.gateway.rendering import load_renderer
-    from invrl.gateway.sglang_engine import SGLangEngine
+    from invrl.rollout.sglang_client import EngineLimits, SglangClient
     from invrl.run_store import RunStoreWriter
 
     renderer = load_renderer(settings.model_path, settings.vocab_size)
     store = RunStoreWriter(Path(settings.store_path))
-    router_key = settings.router_api_key.get_secret_value() if settings.router_api_key else None
+    router_key = settings.router_api_key.get_secret_value() if settings.router_api_key else ""
 
     async def run() -> None:
-        engine = SGLangEngine(settings.router_url, api_key=router_key)
+        limits = EngineLimits(vocab_size=settings.vocab_size, context_length=settings.context_length)
+        engine = SglangClient(
+            settings.router_url,
+            limits=limits,
+            api_key=router_key,
+            name="the fleet",
+            generate_deadline_s=settings.generate_timeout_s,
+        )
         app = make_app(settings, engine=engine, renderer=renderer, store=store, on_shutdown=engine.close)
         config = uvicorn.Config(
             app,

@@ -1,8 +1,9 @@
 """One turn being sampled, from the proposal to the commit.
 
 A generation belongs to nobody: clients attach to it (the first one, and retries that join), and when
-the last one has gone it is cancelled, upstream too. Invariants: the engine's prompt count must equal
-the proposal's, or nothing is recorded; `answer()` returns only after the commit that holds the turn.
+the last one has gone it is cancelled, upstream too. Invariants: a turn whose prompt the engine counts
+otherwise than the proposal is an aborted one; `answer()` returns only after the commit that holds the
+turn; what was sampled of an aborted one is recorded, and never continued or trained.
 Started by `turns.py`.
 """
 
@@ -10,24 +11,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from invrl.errors import SessionError
-from invrl.gateway.engine import Chunk, Engine, EngineError, Generate
+from invrl.errors import InvrlError, ServerError, SessionError
 from invrl.gateway.forest import Message, Node
 from invrl.gateway.rendering import Renderer, TextStream
+from invrl.rollout.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
 from invrl.types import FinishReason, Turn, VersionSpan
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Proposal:
     """What will be sampled, and where in the forest it goes."""
 
-    request: Generate
+    request: GenerateRequest
+    stream: bool
     parent: Node | None
     context_ids: Sequence[int]
     messages: tuple[Message, ...]
@@ -36,13 +43,13 @@ class Proposal:
     digest: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
     """What one chunk of the engine adds to the answer."""
 
     text: str
-    ids: Sequence[int]
-    logprobs: Sequence[float]
+    ids_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,28 +59,31 @@ class Answer:
     turn: Turn
     text: str
     pieces: tuple[Piece, ...]
-    finish_reason: FinishReason
 
 
 Commit = Callable[[Turn, Proposal, str], "asyncio.Future[None]"]
 """Records a turn with its reply's text; done when it is durable."""
 
 
+class Engine(Protocol):
+    """What the gateway asks of the fleet (`SglangClient`); cancelling ends the generation there."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult: ...
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateResult, None]: ...
+
+
 class Generation:
     """Runs a proposal. `delivered`: some client got the whole answer."""
 
-    def __init__(
-        self, proposal: Proposal, *, engine: Engine, renderer: Renderer, commit: Commit, timeout_s: float
-    ) -> None:
+    def __init__(self, proposal: Proposal, *, engine: Engine, renderer: Renderer, commit: Commit) -> None:
         self.proposal = proposal
         self.delivered = False
         self._engine = engine
-        self._stream: TextStream = renderer.stream(proposal.request.sampling.stop)
+        self._stream: TextStream = renderer.stream(proposal.request.stop)
         self._commit = commit
-        self._timeout_s = timeout_s
         self._pieces: list[Piece] = []
         self._spans: tuple[VersionSpan, ...] = ()
-        self._cached_tokens = 0
         self.started_at = time.time()
         self._attached = 0
         self._changed = asyncio.Event()
@@ -120,7 +130,7 @@ class Generation:
             await changed.wait()
 
     async def answer(self) -> Answer:
-        """The turn, committed. SessionError or EngineError if there is none."""
+        """The turn, committed. SessionError, ServerError or DeadlineError if there is none."""
         try:
             return await asyncio.shield(self._task)
         except asyncio.CancelledError:
@@ -132,46 +142,54 @@ class Generation:
 
     async def _run(self) -> Answer:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                finish = await self._sample()
-        except TimeoutError:
-            self._record("abort")
-            raise EngineError(f"no whole answer within {self._timeout_s:.0f} s", retryable=False) from None
-        except (asyncio.CancelledError, EngineError):
+            result = await self._sample()
+        except (asyncio.CancelledError, InvrlError):
             self._record("abort")
             raise
         self._publish(replace(_EMPTY, text=self._stream.finish()))
-        turn, durable = self._record(finish)
-        if finish == "abort":
-            raise EngineError("the engine aborted this generation", retryable=False)
+        turn, durable = self._record(result.finish_reason, result)
         await asyncio.shield(durable)
-        return Answer(turn=turn, text=self._stream.text, pieces=tuple(self._pieces), finish_reason=finish)
+        if result.finish_reason == "abort":
+            raise ServerError("the engine aborted this generation")
+        return Answer(turn=turn, text=self._stream.text, pieces=tuple(self._pieces))
 
-    async def _sample(self) -> FinishReason:
-        for attempt in (1, 2):
-            try:
-                async with contextlib.aclosing(self._engine.generate(self.proposal.request)) as chunks:  # type: ignore[type-var]
-                    async for chunk in chunks:
-                        self._take(chunk)
-                        if chunk.finish_reason is not None:
-                            return chunk.finish_reason
-                raise EngineError("the engine ended its answer without a reason", retryable=not self._pieces)
-            except EngineError as error:
-                if attempt == 2 or not error.retryable or self._pieces:
-                    raise
-        raise AssertionError("unreachable")
+    async def _sample(self) -> GenerateResult:
+        """Asks once more if the fleet fails before the first token."""
+        request = self.proposal.request
+        try:
+            return await self._ask(request)
+        except ServerError as error:
+            if self._pieces:
+                raise
+            _log.warning("asking again: %s", error)
+            return await self._ask(replace(request, rid=request.rid + "-again"))
 
-    def _take(self, chunk: Chunk) -> None:
-        sent = len(self.proposal.request.input_ids)
-        if chunk.prompt_tokens != sent:
-            raise EngineError(
-                f"the engine consumed {chunk.prompt_tokens} prompt tokens, {sent} were sent", retryable=False
-            )
+    async def _ask(self, request: GenerateRequest) -> GenerateResult:
+        if self.proposal.stream:
+            result = None
+            async with contextlib.aclosing(self._engine.stream(request)) as items:
+                async for item in items:
+                    if isinstance(item, GenerateChunk):
+                        self._take(item)
+                    else:
+                        result = item
+            if result is None:
+                raise ServerError("the engine's stream ended without a result")
+        else:
+            result = await self._engine.generate(request)
+            if len(result.ids_T):
+                self._take(
+                    GenerateChunk(ids_T=result.ids_T, logprobs_T=result.logprobs_T, spans=result.spans)
+                )
+        sent = len(request.input_ids_T)
+        if result.prompt_tokens != sent:
+            raise ServerError(f"the engine consumed {result.prompt_tokens} prompt tokens, {sent} were sent")
+        return result
+
+    def _take(self, chunk: GenerateChunk) -> None:
         self._spans = chunk.spans
-        self._cached_tokens = chunk.cached_tokens
-        if chunk.ids:
-            text = self._stream.push(chunk.ids)
-            self._publish(Piece(text=text, ids=chunk.ids, logprobs=chunk.logprobs))
+        text = self._stream.push(chunk.ids_T.tolist())
+        self._publish(Piece(text=text, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T))
 
     def _publish(self, piece: Piece) -> None:
         self._pieces.append(piece)
@@ -181,23 +199,24 @@ class Generation:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _record(self, finish: FinishReason) -> tuple[Turn, asyncio.Future[None]]:
+    def _record(
+        self, finish: FinishReason, result: GenerateResult | None = None
+    ) -> tuple[Turn, asyncio.Future[None]]:
         proposal = self.proposal
-        ids = [token for piece in self._pieces for token in piece.ids]
         turn = Turn(
             id=proposal.request.rid,
-            session_id=proposal.request.session_id,
+            session_id=proposal.request.routing_key,
             parent_id=proposal.parent.turn.id if proposal.parent else None,
             context_ids_T=np.asarray(proposal.context_ids, np.int32),
-            sampled_ids_T=np.asarray(ids, np.int32),
-            logprobs_T=np.asarray([x for piece in self._pieces for x in piece.logprobs], np.float32),
-            spans=self._spans if ids else (),
+            sampled_ids_T=np.concatenate([_EMPTY.ids_T, *(piece.ids_T for piece in self._pieces)]),
+            logprobs_T=np.concatenate([_EMPTY.logprobs_T, *(piece.logprobs_T for piece in self._pieces)]),
+            spans=self._spans,
             finish_reason=finish,
             request_digest=proposal.digest,
             delivered=False,
             temperature=proposal.request.sampling.temperature,
-            prompt_tokens=len(proposal.request.input_ids),
-            cached_tokens=self._cached_tokens,
+            prompt_tokens=len(proposal.request.input_ids_T),
+            cached_tokens=result.cached_tokens if result else 0,
             fork_reason=proposal.fork_reason,
             started_at=self.started_at,
             finished_at=time.time(),
@@ -205,4 +224,4 @@ class Generation:
         return turn, self._commit(turn, proposal, self._stream.text)
 
 
-_EMPTY = Piece(text="", ids=(), logprobs=())
+_EMPTY = Piece(text="", ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0, np.float32))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from invrl.types import Purpose, Sampling
+from invrl.types import Json, Purpose, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSampling:
-    """What a client asked for; None where it said nothing."""
+    """What a client asked for; None where it said nothing. The names are SGLang's."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -20,57 +20,47 @@ class ClientSampling:
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
-    seed: int | None = None
+    sampling_seed: int | None = None
     max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSampling:
-    """How one turn is sampled; the neutral values change nothing of the model's distribution."""
+    """How one turn is sampled."""
 
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[str, float] = field(default_factory=dict)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    sampling: Sampling
+    extra: Mapping[str, Json]
+    """Further parameters of SGLang; empty in training and evaluation."""
+    overridden: tuple[str, ...]
+    """Names that the client set to no effect, as SGLang calls them."""
 
 
-_CHANGES_DISTRIBUTION = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-)
+_NEUTRAL: Mapping[str, Json] = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "sampling_seed": None,
+}
+"""Values that change nothing of the model's distribution."""
 
 
-def resolve(
-    purpose: Purpose, pinned: Sampling, client: ClientSampling, stop: tuple[str, ...]
-) -> tuple[TurnSampling, tuple[str, ...]]:
-    """The turn's sampling, and the names that the client set to no effect. `pinned.max_new_tokens`
-    bounds every session: a client may ask for fewer tokens."""
-    run = TurnSampling(
-        temperature=pinned.temperature, top_p=pinned.top_p, max_new_tokens=pinned.max_new_tokens, stop=stop
-    )
-    asked = {name: value for name in _CHANGES_DISTRIBUTION if (value := getattr(client, name)) is not None}
+def resolve(purpose: Purpose, pinned: Sampling, client: ClientSampling) -> TurnSampling:
+    """`pinned.max_new_tokens` bounds every session: a client may ask for fewer tokens, not for more."""
+    asked = {name: getattr(client, name) for name in ("temperature", "top_p", *_NEUTRAL)}
+    asked = {name: value for name, value in asked.items() if value is not None}
     overridden = []
+    sampling, extra = pinned, {}
     if purpose == "serve":
-        run = replace(run, **asked)
+        extra = {name: asked.pop(name) for name in _NEUTRAL if name in asked}
+        sampling = replace(pinned, **asked)
     else:
-        overridden = [name for name, value in asked.items() if value != getattr(run, name)]
-    wanted = client.max_new_tokens
-    if wanted is not None and wanted > pinned.max_new_tokens:
-        overridden.append("max_tokens")
-    elif wanted is not None:
-        run = replace(run, max_new_tokens=wanted)
-    return run, tuple(overridden)
+        run = {"temperature": pinned.temperature, "top_p": pinned.top_p, **_NEUTRAL}
+        overridden = [name for name, value in asked.items() if value != run[name]]
+    if client.max_new_tokens is not None:
+        sampling = replace(sampling, max_new_tokens=min(client.max_new_tokens, pinned.max_new_tokens))
+        if client.max_new_tokens > pinned.max_new_tokens:
+            overridden.append("max_new_tokens")
+    return TurnSampling(sampling=sampling, extra=extra, overridden=tuple(overridden))

@@ -13,17 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
+import numpy as np
 
 from invrl.errors import SessionError
 from invrl.gateway.conversation import Conversation
-from invrl.gateway.engine import Engine, Generate
 from invrl.gateway.forest import ForkReason, Message, Node
-from invrl.gateway.generation import Generation, Proposal
+from invrl.gateway.generation import Engine, Generation, Proposal
 from invrl.gateway.rendering import Renderer
-from invrl.gateway.sampling import ClientSampling, TurnSampling, resolve
+from invrl.gateway.sampling import ClientSampling, resolve
 from invrl.gateway.sessions import SessionRecord
+from invrl.rollout.sglang_client import GenerateRequest
 from invrl.run_store import RunStoreWriter
-from invrl.types import Turn
+from invrl.types import Sampling, Turn
 
 _ENGINE_MARGIN = 8
 """Tokens of the context length that SGLang keeps for itself."""
@@ -63,13 +64,11 @@ class Turns:
         renderer: Renderer,
         store: RunStoreWriter,
         context_length: int,
-        generate_timeout_s: float,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._store = store
         self._context_length = context_length
-        self._generate_timeout_s = generate_timeout_s
         self._conversations: dict[str, Conversation] = {}
         self.counts: Counter[str] = Counter()
         self.forks: Counter[str] = Counter()
@@ -102,24 +101,26 @@ class Turns:
         session = record.session
         place = self._place(conversation, request.messages)
         input_ids = [*(place.parent.ids() if place.parent else ()), *place.context_ids]
-        sampling, overridden = resolve(session.purpose, session.sampling, request.sampling, request.stop)
-        sampling = self._fit(sampling, len(input_ids))
+        chosen = resolve(session.purpose, session.sampling, request.sampling)
+        sampling = self._fit(chosen.sampling, len(input_ids))
         if place.fork is not None:
             conversation.forest.count_fork(place.fork)
             self.forks[place.fork.value] += 1
-        news = tuple(name for name in overridden if name not in record.overridden)
+        news = tuple(name for name in chosen.overridden if name not in record.overridden)
         record.overridden.update(news)
         self.overridden.update(news)
         generation = Generation(
             Proposal(
-                request=Generate(
+                request=GenerateRequest(
                     rid="turn-" + secrets.token_hex(12),
-                    session_id=session.id,
-                    input_ids=input_ids,
+                    input_ids_T=np.asarray(input_ids, np.int32),
                     sampling=sampling,
-                    stop_token_ids=sorted(self._renderer.end_ids),
-                    stream=request.stream,
+                    stop=request.stop,
+                    stop_token_ids=tuple(sorted(self._renderer.end_ids)),
+                    extra_sampling=chosen.extra,
+                    routing_key=session.id,
                 ),
+                stream=request.stream,
                 parent=place.parent,
                 context_ids=place.context_ids,
                 messages=request.messages[place.depth :],
@@ -129,7 +130,6 @@ class Turns:
             engine=self._engine,
             renderer=self._renderer,
             commit=lambda turn, proposal, text: self._commit(conversation, turn, proposal, text),
-            timeout_s=self._generate_timeout_s,
         )
         conversation.start(request.digest, generation)
         return generation, news
@@ -174,7 +174,7 @@ class Turns:
             return _Place(parent=None, depth=0, context_ids=self._renderer.first(messages), fork=tail.fork)
         return _Place(parent=match.node, depth=match.depth, context_ids=tail.ids, fork=match.fork)
 
-    def _fit(self, sampling: TurnSampling, prompt: int) -> TurnSampling:
+    def _fit(self, sampling: Sampling, prompt: int) -> Sampling:
         room = self._context_length - _ENGINE_MARGIN - prompt
         if room < 1:
             raise SessionError(

@@ -90,9 +90,7 @@ def test_match_agrees_with_comparing_every_conversation(turns: list[list[Message
         forest.add(nodes[-1])
     start = data.draw(st.sampled_from(nodes)).conversation()
     request = start[: data.draw(st.integers(0, len(start)))] + data.draw(st.lists(messages, max_size=4))
-    expected = max(
-        (len(c) for n in nodes if (c := n.conversation()) == request[: len(c)]), default=0
-    )
+    expected = max((len(c) for n in nodes if (c := n.conversation()) == request[: len(c)]), default=0)
     match = forest.match(request)
     assert match.depth == expected
     assert (match.node.conversation() if match.node else []) == request[:expected]

@@ -113,15 +113,21 @@ def test_sessions_without_tokens_or_reward_have_failed():
 
 
 def test_the_run_samples_in_training_and_the_client_in_serving():
-    asked = ClientSampling(temperature=0.2, top_p=1.0, seed=3, max_new_tokens=9, logit_bias={"5": 1.0})
+    asked = ClientSampling(
+        temperature=0.2, top_p=1.0, sampling_seed=3, max_new_tokens=9, logit_bias={"5": 1.0}
+    )
     pinned = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=20)
-    for purpose in ("train", "eval"):
-        sampling, overridden = resolve(purpose, pinned, asked, ("x",))
-        assert (sampling.temperature, sampling.seed, sampling.logit_bias) == (1.0, None, {})
-        assert (sampling.max_new_tokens, sampling.stop) == (9, ("x",))
-        assert overridden == ("temperature", "logit_bias", "seed")
-    sampling, overridden = resolve("serve", pinned, asked, ())
-    assert (sampling.temperature, sampling.seed, sampling.logit_bias) == (0.2, 3, {"5": 1.0})
-    assert overridden == ()
-    sampling, overridden = resolve("serve", pinned, ClientSampling(max_new_tokens=21), ())
-    assert (sampling.max_new_tokens, overridden) == (20, ("max_tokens",))
+    purposes: tuple[Purpose, ...] = ("train", "eval")
+    for purpose in purposes:
+        chosen = resolve(purpose, pinned, asked)
+        assert chosen.sampling == replace(pinned, max_new_tokens=9)
+        assert chosen.extra == {}
+        assert chosen.overridden == ("temperature", "logit_bias", "sampling_seed")
+    served = resolve("serve", pinned, asked)
+    assert served.sampling == Sampling(temperature=0.2, top_p=1.0, max_new_tokens=9)
+    assert served.extra == {"logit_bias": {"5": 1.0}, "sampling_seed": 3}
+    assert served.overridden == ()
+    bounded = resolve("serve", pinned, ClientSampling(max_new_tokens=21))
+    assert (bounded.sampling.max_new_tokens, bounded.overridden) == (20, ("max_new_tokens",))
+    neutral = ClientSampling(temperature=1.0, top_k=-1, frequency_penalty=0.0, logit_bias={})
+    assert resolve("train", pinned, neutral).overridden == ()

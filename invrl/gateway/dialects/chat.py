@@ -92,7 +92,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     presence_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -162,7 +162,7 @@ class ChatDialect:
                 presence_penalty=body.presence_penalty,
                 repetition_penalty=body.repetition_penalty,
                 logit_bias=body.logit_bias,
-                seed=body.seed,
+                sampling_seed=body.seed,
                 max_new_tokens=limit,
             ),
             stop=stop,
@@ -180,7 +180,7 @@ class ChatDialect:
             "index": 0,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
             "logprobs": self._logprobs(answer.pieces) if request.logprobs else None,
-            "finish_reason": answer.finish_reason,
+            "finish_reason": answer.turn.finish_reason,
         }
         return msgspec.json.encode(
             {
@@ -199,7 +199,7 @@ class ChatDialect:
 
     def stream_piece(self, request: ChatRequest, turn_id: str, created: float, piece: Piece) -> bytes:
         """Nothing while the piece's text is held back (half a character, perhaps a stop string)."""
-        if not piece.text and not (request.logprobs and piece.ids):
+        if not piece.text and not (request.logprobs and len(piece.ids_T)):
             return b""
         logprobs = self._logprobs((piece,)) if request.logprobs else None
         return self._event(
@@ -209,7 +209,7 @@ class ChatDialect:
     def stream_tail(self, request: ChatRequest, answer: Answer) -> bytes:
         turn = answer.turn
         tail = self._event(
-            turn.id, turn.started_at, {}, finish=answer.finish_reason, usage=request.include_usage
+            turn.id, turn.started_at, {}, finish=answer.turn.finish_reason, usage=request.include_usage
         )
         if request.include_usage:
             usage = self._envelope(turn.id, turn.started_at) | {"choices": [], "usage": _usage(answer)}
@@ -292,7 +292,7 @@ class ChatDialect:
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         content = []
         for piece in pieces:
-            for token_id, logprob in zip(piece.ids, piece.logprobs, strict=True):
+            for token_id, logprob in zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True):
                 text = self._token_text(token_id)
                 content.append(
                     {
