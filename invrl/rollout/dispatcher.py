@@ -50,7 +50,9 @@ class SessionOpener(Protocol):
         sampling: Sampling | None = None,
         deadline_s: float | None = None,
     ) -> list[Session]: ...
-    async def abort(self, session: Session, reason: FailureReason, detail: str) -> FailedRollout: ...
+    async def abort(
+        self, session: Session, reason: FailureReason, detail: str
+    ) -> RolloutSummary | FailedRollout: ...
 
 
 class Pool(Protocol):

@@ -34,8 +34,6 @@ KEEPALIVE_S = 2.0
 _MAX_DETAIL = 4000
 _ASK_AGAIN = frozenset({429, 502, 503, 504})
 _BACKOFF_S = (0.05, 2.0)
-CLOSED = frozenset({404, 409, 410})
-"""Statuses of a session that has already ended: an abort has nothing left to do."""
 
 
 class _Opened(msgspec.Struct):
@@ -89,37 +87,24 @@ class SessionClient:
         self, session: Session, reward: float | None = None, components: Mapping[str, float] | None = None
     ) -> RolloutSummary | FailedRollout:
         """Ends a session; its rollout is committed when this returns. `reward` may have been set
-        before. FailedRollout where the gateway counts it as one (it made no turn, say). Raises
-        SessionError, DeadlineError."""
+        before. FailedRollout where the gateway counts it as one (it made no turn, or had been aborted
+        before). Raises SessionError, DeadlineError."""
         what = f"the gateway to finish session {session.id}"
         body = {} if reward is None else {"reward": reward, "components": dict(components or {})}
         answer = await self._post(f"/sessions/{session.id}/finish", body, session.key, what)
-        failed = "reason" in _decoded(answer, dict[str, Any], what)
-        return _decoded(answer, FailedRollout if failed else RolloutSummary, what)
+        return _outcome(answer, what)
 
-    async def abort(self, session: Session, reason: FailureReason, detail: str) -> FailedRollout:
-        """Ends a session without a reward; what it generates is cancelled. A session that has ended
-        already stays as it ended. Raises SessionError, DeadlineError."""
-        body = {"reason": reason.value, "detail": detail[-_MAX_DETAIL:]}
-        try:
-            await self._post(
-                f"/sessions/{session.id}/abort",
-                body,
-                session.key,
-                f"the gateway to abort session {session.id}",
-            )
-        except SessionError as error:
-            if error.status not in CLOSED:
-                raise
-        return FailedRollout(
-            session_id=session.id,
-            task_id=session.task_id,
-            group_id=session.group_id,
-            index=session.index,
-            attempt=session.attempt,
-            reason=reason,
-            detail=body["detail"],
-        )
+    async def abort(
+        self, session: Session, reason: FailureReason, detail: str
+    ) -> RolloutSummary | FailedRollout:
+        """Ends a session without a reward; what it generates is cancelled. How the session ended: one
+        that had ended before stays as it was. Raises SessionError, DeadlineError."""
+        what = f"the gateway to abort session {session.id}"
+        # User code's text may hold lone surrogates, which no JSON carries.
+        detail = detail[-_MAX_DETAIL:].encode(errors="replace").decode()
+        body = {"reason": reason.value, "detail": detail}
+        answer = await self._post(f"/sessions/{session.id}/abort", body, session.key, what)
+        return _outcome(answer, what)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -161,6 +146,12 @@ def _decoded(answer: httpx.Response, kind: type[T], what: str) -> T:
         raise SessionError(
             f"{what}: cannot read its answer ({error}): {answer.text[:300]}", status=502, code="bad_answer"
         ) from error
+
+
+def _outcome(answer: httpx.Response, what: str) -> RolloutSummary | FailedRollout:
+    """A FailedRollout is told by its `reason`."""
+    failed = "reason" in _decoded(answer, dict[str, Any], what)
+    return _decoded(answer, FailedRollout if failed else RolloutSummary, what)
 
 
 def _refusal(answer: httpx.Response, what: str) -> SessionError:

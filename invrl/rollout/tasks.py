@@ -68,12 +68,19 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
         load_eval_tasks(config, seed)
 
 
+_ID_FIX = "give each task an id of 1 to 256 characters, in Unicode"
+
+
+def _usable_id(name: str) -> bool:
+    """Ids travel in JSON and become part of group ids: no lone surrogates, no essays."""
+    return 0 < len(name) <= 256 and name.encode(errors="replace").decode() == name
+
+
 # ------------------------------------------------------------------ source by path
 
 
 def _from_source(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
-    passes = _checked_passes(source, path, split, seed)
-    return _distinct(passes)
+    return _distinct(_checked_passes(source, path, split, seed))
 
 
 def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
@@ -93,6 +100,8 @@ def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Ite
                 raise _source_error(path, f"the split {split!r} raised {error!r}") from error
             if not isinstance(task, Task):
                 raise _source_error(path, f"the split {split!r} yielded a {type(task).__name__}, not a Task")
+            if not (isinstance(task.id, str) and _usable_id(task.id)):
+                raise _source_error(path, f"the split {split!r} yielded the task id {task.id!r}: {_ID_FIX}")
             empty = False
             yield task
         if empty:
@@ -200,10 +209,11 @@ def _column(
 
 
 def _id_text(value: Json, field: str, file: str, line: int) -> str:
-    if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
-        return str(value)
+    name = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
+    if name is not None and _usable_id(name):
+        return name
     raise _file_error(
-        field, file, f"line {line}: the id {value!r} is not a string or integer", "give each task a string id"
+        field, file, f"line {line}: the id {value!r} is not a string or integer that can be used", _ID_FIX
     )
 
 

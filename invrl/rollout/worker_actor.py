@@ -14,10 +14,9 @@ import time
 from dataclasses import dataclass
 
 from invrl import plugins
-from invrl.errors import SessionError
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Outcome, Runner
-from invrl.rollout.session_client import CLOSED, SessionClient
+from invrl.rollout.session_client import SessionClient
 from invrl.types import FailedRollout, FailureReason, RolloutSummary, Session, Task
 
 _BEAT_S = 0.25
@@ -105,14 +104,7 @@ class RolloutWorker:
                     "async functions must await, blocking ones be plain `def`."
                 )
             return await self._client.abort(session, outcome.reason, detail)
-        try:
-            return await self._client.finish(session, outcome.reward, outcome.components)
-        except SessionError as error:
-            if error.status not in CLOSED:
-                raise
-            return await self._client.abort(
-                session, FailureReason.ABORTED, f"ended before its reward: {error}"
-            )
+        return await self._client.finish(session, outcome.reward, outcome.components)
 
 
 class _LoopWatch:

@@ -45,7 +45,9 @@ class Worker(Protocol):
 class Sessions(Protocol):
     """The part of the session API that ends what a dead worker left."""
 
-    async def abort(self, session: Session, reason: FailureReason, detail: str) -> FailedRollout: ...
+    async def abort(
+        self, session: Session, reason: FailureReason, detail: str
+    ) -> RolloutSummary | FailedRollout: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +154,6 @@ class WorkerPool:
 
     async def _abort(
         self, assignment: Assignment, reason: FailureReason, detail: str
-    ) -> tuple[FailedRollout, ...]:
+    ) -> tuple[RolloutSummary | FailedRollout, ...]:
         aborts = (self._sessions.abort(session, reason, detail) for session in assignment.sessions)
         return tuple(await asyncio.gather(*aborts))

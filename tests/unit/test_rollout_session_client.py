@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 
 import msgspec
@@ -138,8 +139,8 @@ async def test_a_gateway_that_stays_full_ends_in_a_deadline_that_says_so(gateway
     assert time.monotonic() - started < 1.0
 
 
-async def test_no_gateway_at_all_ends_in_a_deadline(unused_tcp_port=1):
-    client = SessionClient(f"http://127.0.0.1:{unused_tcp_port}", deadline_s=0.2)
+async def test_no_gateway_at_all_ends_in_a_deadline():
+    client = SessionClient("http://127.0.0.1:1", deadline_s=0.2)
     with pytest.raises(DeadlineError, match="ConnectError"):
         await client.open(LEASE)
     await client.close()
@@ -193,16 +194,44 @@ async def test_reward_then_finish_without_one(gateway):
     ]
 
 
-async def test_abort_survives_a_restart_and_a_session_that_has_ended(gateway):
-    gateway.answers = [(503, {}, {}), (409, {}, {})]
-    failed = await gateway.client.abort(session(3, 2), FailureReason.TIMEOUT, "x" * 10_000)
-    assert (failed.reason, failed.index, failed.attempt) == (FailureReason.TIMEOUT, 3, 2)
+FAILED = FailedRollout(
+    session_id="s3",
+    task_id="t",
+    group_id="g",
+    index=3,
+    attempt=2,
+    reason=FailureReason.TIMEOUT,
+    detail="x",
+)
+
+
+async def test_abort_survives_a_restart_of_the_gateway(gateway):
+    gateway.answers = [(503, {}, {}), (200, FAILED, {})]
+    assert await gateway.client.abort(session(3, 2), FailureReason.TIMEOUT, "x" * 10_000) == FAILED
     path, key, body = gateway.requests[-1]
     assert (path, key, body["reason"]) == ("/sessions/s3/abort", "Bearer k3", "timeout")
     assert len(body["detail"]) == 4000
+
+
+async def test_an_abort_after_the_finish_tells_how_the_session_ended(gateway):
+    gateway.answers = [(200, SUMMARY, {})]
+    assert await gateway.client.abort(session(0, 0), FailureReason.WORKER_DIED, "\ud800") == SUMMARY
+    assert gateway.requests[-1][2]["detail"] == "?"
 
 
 async def test_an_abort_that_is_refused_is_not_taken_for_done(gateway):
     gateway.answers = [(401, {}, {})]
     with pytest.raises(SessionError):
         await gateway.client.abort(session(0, 0), FailureReason.TIMEOUT, "")
+
+
+def test_a_refusal_crosses_processes():
+    error = SessionError("full", status=429, code="capacity", param="x", retry_after_s=2.0)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.args, copy.status, copy.code, copy.param, copy.retry_after_s) == (
+        ("full",),
+        429,
+        "capacity",
+        "x",
+        2.0,
+    )

@@ -166,9 +166,13 @@ async def test_a_worker_with_a_stuck_thread_leaves_once_it_is_empty():
 
 async def test_endless_deaths_end_the_run_with_their_cause():
     pool, workers, _ = await started_pool()
-    with pytest.raises(ServerError, match=r"die and no rollout ends.*exit code 1"):
+
+    async def rollouts_that_all_die():
         for _ in range(100):
             await pool.run(assignment("die"))
+
+    with pytest.raises(ServerError, match=r"die and no rollout ends.*exit code 1"):
+        await rollouts_that_all_die()
     assert len(workers) < 30
 
 

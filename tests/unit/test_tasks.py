@@ -75,6 +75,8 @@ def test_without_an_id_the_line_number_is_it(task_file):
         ('{"id": 1}\n{"id": 2}\n{"id": "1"}', {}, "lines 1 and 3 have the same id '1'"),
         ('{"id": [1]}', {}, "the id [1] is not a string or integer"),
         ('{"id": true}', {}, "the id True is not a string or integer"),
+        ('{"id": ""}', {}, "the id '' is not"),
+        ('{"id": "\\ud800"}', {}, "is not a string or integer that can be used"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_its_line(task_file, text, fields, seen):
@@ -132,6 +134,10 @@ def broken(split, seed):
     yield Task(id="a", payload={}) if split == "train" else 1 / 0
 
 
+def bad_id(split, seed):
+    yield Task(id="", payload={})
+
+
 def raises_at_once(split, seed):
     raise OSError("the dataset is not there")
 
@@ -154,6 +160,7 @@ def test_a_training_source_that_ends_is_started_again():
     [
         (nothing, "has no tasks"),
         (no_tasks_but_strings, "yielded a str"),
+        (bad_id, "task id ''"),
         (broken, "ZeroDivisionError"),
         (raises_at_once, "not there"),
     ],
