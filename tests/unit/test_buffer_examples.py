@@ -228,10 +228,13 @@ def test_after_the_last_attempt_the_group_is_dropped_whole() -> None:
 
 
 def test_a_dropped_group_leaves_no_replacement_behind() -> None:
-    buffer = make(group=2, attempts=1)
+    """Index 0 waits for its second try when index 1 uses up its last."""
+    buffer = make(group=2, attempts=2)
+    buffer.lease()
+    buffer.record(failure("g0", 1))
     buffer.lease()
     buffer.record(failure("g0", 0))
-    buffer.record(failure("g0", 1))
+    buffer.record(failure("g0", 1, attempt=1))
     lease = buffer.lease()
     assert lease is not None
     assert lease.group_id == "g1"
