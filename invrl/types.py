@@ -313,3 +313,5 @@ class WeightUpdate:
     generation stood still."""
     canary_max_gap: float
     canary_mean_gap: float
+    lost_engines: tuple[str, ...] = ()
+    """Engines that failed after the commit: on the new version, but not serving. They must leave."""

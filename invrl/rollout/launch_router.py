@@ -1,4 +1,4 @@
-"""`python -m invrl.rollout.launch_router <the router's flags>`: sglang-router with its management key
+"""`python -m invrl.rollout.launch_router <the router's flags>`: sglang-router with its keys
 taken from the environment, which other users of the machine cannot read. Run by `router_server`."""
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from collections.abc import Mapping
 
 
 def key_flags(environ: Mapping[str, str]) -> list[str]:
-    """Management needs this key; the engines' keys are given per worker."""
-    key = environ.get("INVRL_ROUTER_KEY", "")
-    return ["--control-plane-api-keys", f"invrl:invrl:admin:{key}"] if key else []
+    """Sampling needs one key, management another; each engine's own is given when it is registered."""
+    flags: list[str] = []
+    if environ.get("INVRL_ROUTER_API_KEY"):
+        flags += ["--api-key", environ["INVRL_ROUTER_API_KEY"]]
+    if environ.get("INVRL_ROUTER_MANAGEMENT_KEY"):
+        flags += ["--control-plane-api-keys", f"invrl:invrl:admin:{environ['INVRL_ROUTER_MANAGEMENT_KEY']}"]
+    return flags
 
 
 def main(argv: list[str]) -> None:

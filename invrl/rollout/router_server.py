@@ -1,8 +1,9 @@
 """sglang-router as an OS process, with the settings that suit RL, and its workers.
 
-Invariant: private (loopback; sampling needs the engines' key, management needs a key of its own that
-only `fleet` holds), it never retries, never sheds, never ejects an engine that is only paused, and it
-routes to an engine only after `register` (which happens once that engine holds the fleet's version).
+Invariant: private (loopback; sampling needs `api_key`, which the gateway holds, management another key
+that never leaves this file; towards an engine it uses that engine's key), it never retries, never
+sheds, never ejects an engine that is only paused, and it routes to an engine only after `register`
+(which happens once that engine holds the fleet's version).
 Used by `fleet`.
 """
 
@@ -55,6 +56,7 @@ class RouterServer:
 
     def __init__(self, *, run_folder: Path, start_timeout_s: float, passthrough: Sequence[str] = ()) -> None:
         self.port = 0
+        self.api_key = secrets.token_urlsafe(24)
         self._log = run_folder / "logs" / "router.log"
         self._start_timeout_s = start_timeout_s
         self._passthrough = tuple(passthrough)
@@ -71,7 +73,10 @@ class RouterServer:
         command = router_command(
             python=sys.executable, port=self.port, metrics_port=free_port(), passthrough=self._passthrough
         )
-        env = {"INVRL_ROUTER_KEY": self._management_key}
+        env = {
+            "INVRL_ROUTER_API_KEY": self.api_key,
+            "INVRL_ROUTER_MANAGEMENT_KEY": self._management_key,
+        }
         self._process = ServerProcess("router", command, log=self._log, env=env)
 
     async def wait_ready(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
@@ -130,7 +130,9 @@ class SglangClient:
         )
         return _Answer().add(_EVENT.decode(answer)).result()
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk | GenerateResult]:
+    async def stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[GenerateChunk | GenerateResult, None]:
         """Chunks of new tokens as they come; the last item is the whole result. Errors as in `generate`.
         Closing the iterator drops the connection, which ends the generation within 0.1 s."""
         body = self._body(request, stream=True)

@@ -1,0 +1,205 @@
+"""M engines behind one router, as one thing that starts, updates and ends.
+
+Invariant: the router knows an engine only while it holds the fleet's version whole; an engine that
+leaves (`evict`) is unregistered first and then ended. A plain class: `invrl serve` uses it directly,
+training inside a Ray actor. Start it from a thread that lives as long as the servers should.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from invrl.errors import ServerError, WeightSyncError
+from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver
+from invrl.rollout.config import EngineConfig
+from invrl.rollout.engine_server import EngineServer
+from invrl.rollout.health import HealthCheck, HealthPolicy
+from invrl.rollout.router_server import RouterServer
+from invrl.rollout.sglang_args import router_flags, sglang_flags
+from invrl.rollout.sglang_client import EngineLimits, SglangClient
+from invrl.rollout.weight_receiver import ArenaReceiver, EngineReceiver
+from invrl.types import WeightVersion
+from invrl.weight_sync import load_verified
+
+_LOG = logging.getLogger(__name__)
+
+
+class FleetReceiver(ArenaReceiver):
+    """Knows whether its engine is paused, for the health check."""
+
+    is_paused = False
+
+    async def pause(self) -> None:
+        self.is_paused = True
+        await super().pause()
+
+    async def resume(self) -> None:
+        await super().resume()
+        self.is_paused = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine:
+    """One engine of the fleet: its process, the client with its keys, its receiver."""
+
+    server: EngineServer
+    client: SglangClient
+    receiver: EngineReceiver
+    seconds_to_start: float = field(default=0.0)
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    def alive(self) -> bool:
+        return self.server.alive()
+
+    def paused(self) -> bool:
+        return isinstance(self.receiver, FleetReceiver) and self.receiver.is_paused
+
+    async def generates(self, *, deadline_s: float) -> bool:
+        return await self.client.generates(deadline_s=deadline_s)
+
+
+class Fleet:
+    """`start`, then `router_url` and `router_api_key` are for the gateway, `receivers` for updates."""
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        model_path: Path,
+        run_folder: Path,
+        sglang: Mapping[str, str] | None = None,
+        router: Mapping[str, str] | None = None,
+    ) -> None:
+        """`sglang`, `router`: what the user passes through, by upstream's field names. ConfigError."""
+        self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
+        self._config = engine
+        self._model_path = model_path
+        self._run_folder = run_folder
+        self._replies = run_folder / "engine_replies"
+        self._sglang_flags = sglang_flags(sglang or {})
+        self._engines: dict[str, Engine] = {}
+        self._version = WeightVersion(0)
+        self._router = RouterServer(
+            run_folder=run_folder,
+            start_timeout_s=engine.router_start_timeout_s,
+            passthrough=router_flags(router or {}),
+        )
+        self._watch: asyncio.Task[None] | None = None
+        self.evicted: dict[str, str] = {}
+        """Name -> reason of engines that left and were not restarted."""
+
+    @property
+    def router_url(self) -> str:
+        return self._router.url
+
+    @property
+    def router_api_key(self) -> str:
+        return self._router.api_key
+
+    @property
+    def engines(self) -> Mapping[str, Engine]:
+        return dict(self._engines)
+
+    async def start(self) -> None:
+        """All engines at once, and the router; returns when every engine is routable. On an error
+        nothing is left running."""
+        try:
+            self._router.start()
+            names = [f"engine-{at}" for at in range(self._config.num_engines)]
+            self._engines = {name: self._launch(name) for name in names}
+            await asyncio.gather(*(self._ready(engine) for engine in self._engines.values()))
+            await self._router.wait_ready()
+            await asyncio.gather(*(self._register(engine) for engine in self._engines.values()))
+        except BaseException:
+            await self.stop()
+            raise
+        policy = HealthPolicy(interval_s=self._config.engine_health_interval_s)
+        self._watch = asyncio.create_task(HealthCheck(policy).watch(lambda: self.engines, self.evict))
+
+    async def receivers(self) -> Sequence[WeightReceiver]:
+        return [engine.receiver for engine in self._engines.values()]
+
+    async def committed(self, version: WeightVersion) -> None:
+        """The fleet now holds `version`: what an engine that is restarted must load."""
+        self._version = version
+
+    async def evict(self, name: str, reason: str) -> None:
+        """Unregister an engine, then end it. Nothing to do for one that has left."""
+        engine = self._engines.pop(name, None)
+        if engine is None:
+            return
+        _LOG.error("%s leaves the fleet: %s", name, reason)
+        self.evicted[name] = reason
+        with contextlib.suppress(ServerError):  # a router that is gone routes to nobody
+            await self._router.unregister(engine.server.url)
+        await self._end(engine)
+
+    async def restart(self, name: str, layout: WeightLayout, staged: StagedWeights) -> None:
+        """Bring an evicted engine back with `staged` (the fleet's version), proved by checksum, and
+        only then let the router know it. Raises ServerError, DeadlineError, WeightSyncError."""
+        if name in self._engines:
+            raise ServerError(f"{name} is running")
+        engine = self._launch(name)
+        try:
+            await self._ready(engine)
+            await engine.receiver.check(layout, staged)
+            await load_verified(engine.receiver, staged)
+            await engine.receiver.commit(staged.version)
+            await engine.client.flush_cache()
+            if staged.version != self._version:
+                raise WeightSyncError(
+                    f"{name} was loaded with version {staged.version}, the fleet holds {self._version}",
+                    engine=name,
+                )
+            await self._register(engine)
+        except BaseException:
+            await self._end(engine)
+            raise
+        self._engines[name] = engine
+        self.evicted.pop(name, None)
+
+    async def stop(self) -> None:
+        """End everything. Idempotent."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+            self._watch = None
+        engines, self._engines = list(self._engines.values()), {}
+        await asyncio.gather(*(self._end(engine) for engine in engines))
+        await asyncio.to_thread(self._router.stop)
+        shutil.rmtree(self._replies, ignore_errors=True)
+
+    def _launch(self, name: str) -> Engine:
+        server = EngineServer(
+            name,
+            self._config,
+            model_path=self._model_path,
+            run_folder=self._run_folder,
+            passthrough=self._sglang_flags,
+        )
+        # In this thread: the kernel ends a child together with the thread that started it.
+        server.start()
+        client = SglangClient(
+            server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
+        )
+        receiver = FleetReceiver(name, client, reply_folder=self._replies)
+        return Engine(server=server, client=client, receiver=receiver)
+
+    async def _ready(self, engine: Engine) -> None:
+        engine.seconds_to_start = await asyncio.to_thread(engine.server.wait_ready)
+
+    async def _register(self, engine: Engine) -> None:
+        await self._router.register(engine.server.url, api_key=engine.server.api_key)
+
+    async def _end(self, engine: Engine) -> None:
+        await engine.client.close()
+        await asyncio.to_thread(engine.server.stop)

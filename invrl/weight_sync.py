@@ -1,0 +1,264 @@
+"""One weight update of the whole fleet as a transaction, the same for every carrier.
+
+    stage ─► prepare ─► pause ─► load ─► checksums ─► commit ─► resume ─► canary
+      └────────┴─ nothing touched   └───────┴────────────┴─ old weights back, old version, resume
+
+Invariant: all engines hold the new version or none does. A failure before the commit is complete puts
+the weights staged before back into every engine that was told to load, proves that by checksum, and
+resumes; an engine that cannot be restored stays paused and is named in the error. Nobody samples while
+weights differ from the version's name. Pure over `interfaces`; called by the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from invrl.errors import CanaryError, ChecksumError, DeadlineError, LayoutError, WeightSyncError
+from invrl.interfaces import StagedWeights, WeightReceiver, WeightSender
+from invrl.types import WeightUpdate, WeightVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryBound:
+    """Largest |engine - trainer| log-prob gap in nats on the canary prompts."""
+
+    max_gap: float
+    mean_gap: float
+
+    @classmethod
+    def for_dtypes(cls, *dtypes: str) -> CanaryBound:
+        """The coarsest dtype of engine and trainer decides. fp32 against fp32 differs by 1e-5; bf16 by
+        a few hundredths on average and far more on single unlikely tokens, so its mean is what tells."""
+        if all(dtype == "float32" for dtype in dtypes):
+            return cls(max_gap=1e-3, mean_gap=1e-3)
+        return cls(max_gap=2.0, mean_gap=0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseDeadlines:
+    """Seconds each phase may take, over all engines (they work side by side)."""
+
+    stage: float = 300.0
+    prepare: float = 300.0
+    pause: float = 60.0
+    load: float = 120.0
+    commit: float = 30.0
+    resume: float = 30.0
+    canary: float = 300.0
+
+
+class WeightTransaction:
+    """Remembers the weights staged last, to go back to. One update at a time."""
+
+    def __init__(
+        self,
+        sender: WeightSender,
+        receivers: Callable[[], Awaitable[Sequence[WeightReceiver]]],
+        *,
+        canary_prompts: Sequence[Sequence[int]],
+        bound: CanaryBound,
+        deadlines: PhaseDeadlines | None = None,
+    ) -> None:
+        """`receivers` gives the engines of the fleet at the start of each update (`Fleet.receivers`)."""
+        self._sender = sender
+        self._receivers = receivers
+        self._canary_prompts = canary_prompts
+        self._bound = bound
+        self._deadlines = deadlines or PhaseDeadlines()
+        self._committed: StagedWeights | None = None
+
+    async def run(self, version: WeightVersion) -> WeightUpdate:
+        """Give `version` to every engine. Raises LayoutError, ChecksumError, CanaryError or another
+        WeightSyncError; except after CanaryError every engine not in `unrestored` serves the old one."""
+        update = _Update(receivers=tuple(await self._receivers()))
+        if not update.receivers:
+            raise WeightSyncError("the fleet has no engine to update")
+        staged = await self._stage(update, version)
+        try:
+            await self._exchange(update, staged)
+        except BaseException as error:  # cancellation too: no engine may stay paused or mixed
+            unrestored = await self._roll_back(update)
+            if isinstance(error, WeightSyncError):
+                error.unrestored = unrestored
+            raise
+        self._committed = staged
+        # Also when we are cancelled: an engine that stays paused holds its agents for ever.
+        await asyncio.shield(asyncio.ensure_future(self._resume_committed(update)))
+        maximum, mean = await self._canary(update, version)
+        return WeightUpdate(
+            version=version,
+            num_bytes=staged.num_bytes,
+            checksum=combined_checksum(staged.checksums),
+            seconds=update.seconds,
+            canary_max_gap=maximum,
+            canary_mean_gap=mean,
+            lost_engines=tuple(update.lost),
+        )
+
+    async def _stage(self, update: _Update, version: WeightVersion) -> StagedWeights:
+        """Generation goes on meanwhile. Nothing is touched yet, so errors need no undoing."""
+        with update.timed("stage"):
+            try:
+                async with asyncio.timeout(self._deadlines.stage):
+                    layout = await self._sender.layout()
+                    staged = await self._sender.stage(version)
+            except TimeoutError:
+                raise WeightSyncError(f"staging took over {self._deadlines.stage} s") from None
+        with update.timed("prepare"):
+            await update.each("prepare", self._deadlines.prepare, lambda one: one.check(layout, staged))
+        return staged
+
+    async def _exchange(self, update: _Update, staged: StagedWeights) -> None:
+        """From the pause to the commit on all engines."""
+        update.paused_at = time.monotonic()
+        with update.timed("pause"):
+            await update.each("pause", self._deadlines.pause, lambda one: one.pause())
+        update.touched = True
+        with update.timed("load"):
+            await update.each("load", self._deadlines.load, lambda one: load_verified(one, staged))
+        with update.timed("commit"):
+            await update.each("commit", self._deadlines.commit, lambda one: one.commit(staged.version))
+
+    async def _roll_back(self, update: _Update) -> tuple[str, ...]:
+        """Names of the engines that could not be brought back to the old weights and resumed."""
+        healthy = update.receivers
+        old = self._committed
+        if update.touched and old is None:
+            return tuple(one.name for one in healthy)
+        if update.touched and old is not None:
+            await update.try_each("load", self._deadlines.load, lambda one: load_verified(one, old))
+            await update.try_each("commit", self._deadlines.commit, lambda one: one.commit(old.version))
+        await update.try_each("resume", self._deadlines.resume, lambda one: one.resume())
+        return tuple(update.lost)
+
+    async def _resume_committed(self, update: _Update) -> None:
+        """Every engine is whole and new. One that does not resume is lost, not a reason to go back."""
+        with update.timed("resume"):
+            await update.try_each("resume", self._deadlines.resume, lambda one: one.resume())
+        update.seconds["paused"] = time.monotonic() - update.paused_at
+        update.raise_if_all_lost()
+
+    async def _canary(self, update: _Update, version: WeightVersion) -> tuple[float, float]:
+        """(largest, mean) gap over engines, prompts and tokens. CanaryError beyond the bound."""
+        if not self._canary_prompts:
+            return 0.0, 0.0
+        found: dict[str, np.ndarray] = {}
+
+        async def ask(one: WeightReceiver) -> None:
+            found[one.name] = np.concatenate(await one.logprobs(self._canary_prompts))
+
+        with update.timed("canary"):
+            expected = np.concatenate(await self._sender.logprobs(self._canary_prompts))
+            await update.try_each("canary", self._deadlines.canary, ask)
+        update.raise_if_all_lost()
+        gaps = {name: np.abs(served - expected) for name, served in found.items()}
+        for name, gap in gaps.items():
+            maximum, mean = float(gap.max()), float(gap.mean())
+            # "not <=": a NaN must not pass
+            if not (maximum <= self._bound.max_gap and mean <= self._bound.mean_gap):
+                raise CanaryError(
+                    f"{name} serves another model than the trained one: on the canary prompts of version "
+                    f"{version} log-probs differ by {maximum:.2e} at most and {mean:.2e} on average; "
+                    f"the bounds are {self._bound.max_gap:.0e} and {self._bound.mean_gap:.0e}",
+                    engine=name,
+                )
+        return max(float(gap.max()) for gap in gaps.values()), max(float(gap.mean()) for gap in gaps.values())
+
+
+@dataclass(slots=True, kw_only=True)
+class _Update:
+    """One run's bookkeeping: who is in it, who was lost, what took how long."""
+
+    receivers: tuple[WeightReceiver, ...]
+    seconds: dict[str, float] = field(default_factory=dict)
+    lost: dict[str, Exception] = field(default_factory=dict)
+    paused_at: float = 0.0
+    touched: bool = False
+    """Some engine may have been written."""
+
+    def timed(self, phase: str) -> _Timed:
+        return _Timed(self.seconds, phase)
+
+    async def each(
+        self, phase: str, deadline_s: float, call: Callable[[WeightReceiver], Awaitable[None]]
+    ) -> None:
+        """All engines side by side; waits for all, then raises the first failure, naming its engine."""
+        failures = await self._call(self.receivers, deadline_s, call)
+        for name, error in failures.items():
+            kind = type(error) if isinstance(error, LayoutError | ChecksumError) else WeightSyncError
+            raise kind(f"{name} failed in phase {phase}: {error}", engine=name) from error
+
+    async def try_each(
+        self, phase: str, deadline_s: float, call: Callable[[WeightReceiver], Awaitable[None]]
+    ) -> None:
+        """As `each`, but an engine that fails is lost: noted, and not called again."""
+        remaining = [one for one in self.receivers if one.name not in self.lost]
+        self.lost.update(await self._call(remaining, deadline_s, call))
+
+    def raise_if_all_lost(self) -> None:
+        if len(self.lost) == len(self.receivers):
+            name, error = next(iter(self.lost.items()))
+            raise WeightSyncError(
+                f"every engine was lost after the commit, {name} with: {error}",
+                engine=name,
+                unrestored=tuple(self.lost),
+            )
+
+    async def _call(
+        self,
+        receivers: Sequence[WeightReceiver],
+        deadline_s: float,
+        call: Callable[[WeightReceiver], Awaitable[None]],
+    ) -> Mapping[str, Exception]:
+        async def one(receiver: WeightReceiver) -> Exception | None:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await call(receiver)
+            except TimeoutError:
+                return DeadlineError(f"engine {receiver.name}", deadline_s)
+            except Exception as error:
+                return error
+            return None
+
+        errors = await asyncio.gather(*(one(receiver) for receiver in receivers))
+        pairs = zip(receivers, errors, strict=True)
+        return {receiver.name: error for receiver, error in pairs if error is not None}
+
+
+class _Timed:
+    """Adds the seconds spent within to `seconds[phase]`."""
+
+    def __init__(self, seconds: dict[str, float], phase: str) -> None:
+        self._seconds, self._phase, self._start = seconds, phase, 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        spent = time.monotonic() - self._start
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
+
+
+async def load_verified(receiver: WeightReceiver, staged: StagedWeights) -> None:
+    """Load and prove it: ChecksumError unless the engine's parameters hash to what was staged."""
+    await receiver.load(staged)
+    held = await receiver.checksums(staged)
+    wrong = [name for name, value in staged.checksums.items() if held.get(name) != value]
+    if wrong or len(held) != len(staged.checksums):
+        raise ChecksumError(
+            f"{len(wrong)} of {len(staged.checksums)} tensors are not what was sent, "
+            f"{wrong[0] if wrong else 'names'} first",
+            engine=receiver.name,
+        )
+
+
+def combined_checksum(checksums: Mapping[str, str]) -> str:
+    """One hash over names and per-tensor hashes, whatever their order."""
+    lines = "".join(f"{name} {checksums[name]}\n" for name in sorted(checksums))
+    return xxhash.xxh3_64_hexdigest(lines.encode())
