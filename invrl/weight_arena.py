@@ -160,6 +160,10 @@ class ArenaWriter:
     def path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
+    def close(self) -> None:
+        """Nobody can open the arena any more; who has it mapped keeps it."""
+        os.close(self._fd)
+
     def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
         """Write all tensors of the layout, each once, any order, any device. Raises LayoutError."""
         start = time.monotonic()

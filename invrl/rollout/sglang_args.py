@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -127,6 +128,7 @@ def _flag(shown: str, field: UpstreamField, value: str) -> list[str]:
     return [field.flag, value]
 
 
+@functools.cache
 def _sglang_fields() -> Mapping[str, UpstreamField]:
     try:
         import torch  # noqa: F401
@@ -148,6 +150,7 @@ def _sglang_fields() -> Mapping[str, UpstreamField]:
     return _from_parser(parser)
 
 
+@functools.cache
 def _router_fields() -> Mapping[str, UpstreamField]:
     try:
         from sglang_router.router_args import RouterArgs

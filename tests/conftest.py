@@ -1,0 +1,46 @@
+"""What tests share: tiny models, and ONE real fp32 engine behind the real router per session.
+
+`tiny_fleet` takes 20 to 60 s to start; its weights and versions change as weight tests run, so a test
+that uses it assumes neither.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+import pytest
+
+from invrl.rollout.config import EngineConfig
+from invrl.rollout.fleet import Fleet
+from invrl.rollout.sglang_client import SglangClient
+from invrl.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """fp32 Qwen3 with ChatML; as many KV heads as heads, so that q and k can be mistaken."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-qwen3", kv_heads=4)
+
+
+@pytest.fixture(scope="session")
+async def tiny_fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    """One real SGLang server and the real router."""
+    fleet = Fleet(EngineConfig(engine_dtype="float32"), tiny_model, tmp_path_factory.mktemp("fleet"))
+    await fleet.start()
+    try:
+        yield fleet
+    finally:
+        await fleet.stop()
+
+
+@pytest.fixture
+async def router_client(tiny_fleet: Fleet) -> AsyncIterator[SglangClient]:
+    """What the gateway holds: the router's address and key."""
+    async with SglangClient(
+        tiny_fleet.router_url, limits=tiny_fleet.limits, api_key=tiny_fleet.router_api_key, name="router"
+    ) as client:
+        yield client

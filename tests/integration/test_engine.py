@@ -1,0 +1,162 @@
+"""One real engine: token ids in and out, refusals that save its life, keys, and errors one can read."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from torch_trainer import TorchSender
+
+from invrl.errors import ServerError, SessionError
+from invrl.rollout.config import EngineConfig
+from invrl.rollout.engine_server import EngineServer
+from invrl.rollout.fleet import Engine, Fleet
+from invrl.rollout.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
+from invrl.tiny_model import make_tiny_model
+from invrl.types import Sampling
+
+
+@pytest.fixture
+def engine(tiny_fleet: Fleet) -> Engine:
+    return tiny_fleet.engines["engine-0"]
+
+
+def request(ids: list[int], *, new: int = 8, rid: str = "", **fields) -> GenerateRequest:
+    return GenerateRequest(
+        rid=rid or f"r{np.random.randint(1 << 40)}",
+        input_ids_T=np.array(ids, np.int32),
+        sampling=Sampling(max_new_tokens=new),
+        **fields,
+    )
+
+
+async def test_stream_and_whole_have_the_same_shape(engine: Engine) -> None:
+    whole = await engine.client.generate(request([1, 30, 40], new=9, ignore_eos=True))
+    assert (len(whole.ids_T), len(whole.logprobs_T), whole.finish_reason) == (9, 9, "length")
+    assert [(span.start, span.end) for span in whole.spans] == [(0, 9)]
+    items = [item async for item in engine.client.stream(request([1, 30, 40], new=9, ignore_eos=True))]
+    chunks, result = items[:-1], items[-1]
+    assert isinstance(result, GenerateResult)
+    assert all(isinstance(chunk, GenerateChunk) for chunk in chunks)
+    assert len(chunks) > 1
+    assert np.concatenate([chunk.ids_T for chunk in chunks]).tolist() == result.ids_T.tolist()
+    assert np.concatenate([chunk.logprobs_T for chunk in chunks]).tolist() == result.logprobs_T.tolist()
+    assert result.prompt_tokens == 3
+
+
+async def test_a_stop_token_ends_and_is_reported(engine: Engine) -> None:
+    found = None
+    for _ in range(40):
+        result = await engine.client.generate(
+            request([1, 30], new=64, stop_token_ids=tuple(range(0, 512, 2)))
+        )
+        if result.finish_reason == "stop":
+            found = result
+            break
+    assert found is not None
+    assert found.matched_stop == found.ids_T[-1]  # the stop token is among the sampled ones
+
+
+async def test_a_longer_prompt_continues_from_the_cache(engine: Engine) -> None:
+    first = await engine.client.generate(request([9, 9, 8, 8, *range(60, 90)], new=10, ignore_eos=True))
+    whole = [9, 9, 8, 8, *range(60, 90), *first.ids_T.tolist(), 7]
+    second = await engine.client.generate(request(whole, new=2))
+    assert second.cached_tokens >= len(whole) - 3
+
+
+async def test_prompt_logprobs_are_the_models(engine: Engine, tiny_model: Path) -> None:
+    """Only while the engine holds the folder's weights; otherwise the weight tests prove the same."""
+    if await engine.client.weight_version() != "0":
+        pytest.skip("the shared engine has been updated; test_weight_sync compares its canaries")
+    prompts = [[1, 40, 41, 300], [7, 8, 9, 10, 11, 400]]
+    expected = await TorchSender(tiny_model).logprobs(prompts)
+    for got, want in zip(await engine.client.prompt_logprobs(prompts), expected, strict=True):
+        assert np.abs(got - want).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("ids", "new", "code"),
+    [
+        ([1, 512], 4, "invalid_token_id"),
+        ([1, -1], 4, "invalid_token_id"),
+        ([], 4, "empty_prompt"),
+        ([1] * 2000, 100, "context_length_exceeded"),
+        ([1], 0, "invalid_value"),
+    ],
+)
+async def test_what_would_kill_or_be_cut_short_is_never_sent(
+    engine: Engine, ids: list[int], new: int, code: str
+) -> None:
+    with pytest.raises(SessionError) as raised:
+        await engine.client.generate(request(ids, new=new))
+    assert (raised.value.status, raised.value.code) == (400, code)
+    with pytest.raises(SessionError):
+        async for _ in engine.client.stream(request(ids, new=new)):
+            pass
+    assert await engine.client.generates(deadline_s=20)
+
+
+async def test_abort_returns_what_was_sampled(engine: Engine) -> None:
+    flight = asyncio.create_task(
+        engine.client.generate(request([1, 2, 3], new=1900, rid="to-abort", ignore_eos=True))
+    )
+    await asyncio.sleep(0.7)
+    await engine.client.abort("to-abort")
+    result = await asyncio.wait_for(flight, 20)
+    assert result.finish_reason == "abort"
+    assert 0 < len(result.ids_T) < 1900
+    assert len(result.logprobs_T) == len(result.ids_T)
+
+
+async def test_a_closed_stream_ends_the_generation(engine: Engine) -> None:
+    stream = engine.client.stream(request([1, 2, 3], new=1900, ignore_eos=True))
+    async for _ in stream:
+        break
+    await stream.aclose()
+    await asyncio.sleep(0.3)
+    flush = engine.client.flush_cache()  # refused while a request runs
+    await asyncio.wait_for(flush, 20)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/pause_generation", "/update_weights_from_tensor"])
+@pytest.mark.parametrize("key", ["", "wrong", "sampling"])
+async def test_without_the_right_key_nothing_is_answered(engine: Engine, path: str, key: str) -> None:
+    if key == "sampling" and path == "/generate":
+        pytest.skip("that is the right key")
+    headers = {"Authorization": f"Bearer {engine.server.api_key if key == 'sampling' else key}"}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(engine.server.url + path, json={}, headers=headers) as response,
+    ):
+        assert response.status in (401, 403)
+
+
+async def test_a_pause_holds_requests_and_health_says_no_hang(tiny_fleet: Fleet, engine: Engine) -> None:
+    await engine.receiver.pause()
+    try:
+        assert engine.paused()
+        assert await engine.client.answers(deadline_s=5)
+        flight = asyncio.create_task(engine.client.generate(request([5, 6], new=3, ignore_eos=True)))
+        await asyncio.sleep(0.5)
+        assert not flight.done()
+    finally:
+        await engine.receiver.resume()
+    assert len((await asyncio.wait_for(flight, 20)).ids_T) == 3
+    assert not engine.paused()
+    assert "engine-0" in tiny_fleet.engines
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "broken")
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    server = EngineServer("engine-x", EngineConfig(), model_path=folder, run_folder=tmp_path)
+    server.start()
+    try:
+        with pytest.raises(ServerError, match=r"(?i)safetensor|header"):
+            server.wait_ready()
+    finally:
+        server.stop()
+    assert not server.alive()

@@ -1,0 +1,289 @@
+"""Weight updates into a live engine: whole, proved, invisible to who is sampling; and what must trip."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch_trainer import Tensors, TorchSender
+
+from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
+from invrl.interfaces import StagedWeights, WeightReceiver
+from invrl.rollout.fleet import Fleet
+from invrl.rollout.sglang_client import GenerateRequest, GenerateResult, SglangClient
+from invrl.rollout.weight_receiver import ArenaReceiver, BucketReceiver, EngineReceiver
+from invrl.types import Sampling, TensorSpec, WeightVersion
+from invrl.weight_arena import ArenaHandle, _create, num_bytes
+from invrl.weight_sync import CanaryBound, WeightTransaction
+
+CANARY = [[1, 20, 35, 70, 300, 410, 9, 2], [5, 400, 33, 33, 90, 100, 511]]
+FP32 = CanaryBound.for_dtypes("float32", "float32")
+
+
+class Update:
+    """One transaction after another against the shared engine, versions counting on."""
+
+    version = 0
+
+    def __init__(self, sender: TorchSender, receivers: Sequence[WeightReceiver]) -> None:
+        async def fixed() -> Sequence[WeightReceiver]:
+            return receivers
+
+        self.sender = sender
+        self.transaction = WeightTransaction(sender, fixed, canary_prompts=CANARY, bound=FP32)
+
+    async def run(self):
+        version = WeightVersion(Update.version + 1)
+        update = await self.transaction.run(version)
+        Update.version = version
+        return update
+
+
+@pytest.fixture
+def receiver(tiny_fleet: Fleet) -> EngineReceiver:
+    return tiny_fleet.engines["engine-0"].receiver
+
+
+@pytest.fixture
+async def update(tiny_model: Path, receiver: EngineReceiver) -> Update:
+    """A trainer whose first weights the engine holds."""
+    update = Update(TorchSender(tiny_model), [receiver])
+    await update.run()
+    return update
+
+
+def held(receiver: EngineReceiver, sender: TorchSender):
+    staged = StagedWeights(version=WeightVersion(0), handle="", checksums={}, num_bytes=0, seconds=0)
+    return receiver.checksums(staged)
+
+
+async def sample(client: SglangClient, index: int, tokens: int) -> GenerateResult:
+    request = GenerateRequest(
+        rid=f"flight-{index}-{np.random.randint(1 << 30)}",
+        input_ids_T=np.array([1, 100 + index, 20, 30, 40], np.int32),
+        sampling=Sampling(max_new_tokens=tokens),
+        ignore_eos=True,
+        routing_key=f"session-{index}",
+    )
+    result = None
+    seen = 0
+    async for item in client.stream(request):
+        if isinstance(item, GenerateResult):
+            result = item
+        else:
+            seen += len(item.ids_T)
+    assert result is not None
+    assert seen == len(result.ids_T)
+    return result
+
+
+async def test_twenty_updates_leave_the_trainers_bytes(update: Update, receiver: EngineReceiver) -> None:
+    for seed in range(20):
+        update.sender.train(seed)
+        done = await update.run()
+        assert done.canary_max_gap <= 1e-3
+    assert await held(receiver, update.sender) == update.sender.checksums()
+    assert done.lost_engines == ()
+
+
+async def test_requests_in_flight_go_on_under_the_new_weights(
+    update: Update, router_client: SglangClient
+) -> None:
+    old = TorchSender.__new__(TorchSender)
+    import copy
+
+    old.model = copy.deepcopy(update.sender.model)
+    old_version = Update.version
+    update.sender.train(7, size=0.05)
+    prompts = [[1, 100 + index, 20, 30, 40] for index in range(8)]
+    flights = [asyncio.create_task(sample(router_client, index, 300)) for index in range(8)]
+    await asyncio.sleep(1.0)
+    assert not any(flight.done() for flight in flights)
+    await update.run()
+    worst = 0.0
+    crossed = 0
+    for prompt, flight in zip(prompts, flights, strict=True):
+        result = await flight
+        assert result.finish_reason == "length"
+        assert len(result.ids_T) == 300
+        whole = [*prompt, *result.ids_T.tolist()]
+        by_version = {
+            old_version: old.token_logprobs(whole)[len(prompt) - 1 :],
+            Update.version: update.sender.token_logprobs(whole)[len(prompt) - 1 :],
+        }
+        assert {span.version for span in result.spans} <= set(by_version)
+        crossed += len(result.spans) == 2
+        for span in result.spans:
+            expected = by_version[span.version][span.start : span.end]
+            worst = max(worst, float(np.abs(expected - result.logprobs_T[span.start : span.end]).max()))
+    assert crossed == 8
+    assert worst <= 1e-3
+
+
+async def test_buckets_carry_the_same_bytes(
+    tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver, tmp_path: Path
+) -> None:
+    sender = TorchSender(tiny_model, carrier="bucket")
+    bucket = BucketReceiver("engine-0", tiny_fleet.engines["engine-0"].client, reply_folder=tmp_path)
+    update = Update(sender, [bucket])
+    for seed in range(3):
+        sender.train(seed)
+        await update.run()
+    assert len(json.loads((await sender.stage(WeightVersion(99))).handle)) > 3
+    assert await held(bucket, sender) == sender.checksums()
+
+
+class TestRefusedBeforeAByteMoved:
+    @pytest.mark.parametrize("fault", ["shape", "name", "dtype", "missing", "twice_as_long"])
+    async def test_layout(
+        self, fault: str, update: Update, tiny_model: Path, receiver: EngineReceiver, tmp_path: Path
+    ) -> None:
+        before = await held(receiver, update.sender)
+        wrong = TorchSender(tiny_model)
+        specs = list(wrong.tensors)
+        at = next(i for i, spec in enumerate(specs) if "o_proj" in spec.name)
+        changed = {
+            "shape": dataclasses.replace(specs[at], shape=(32, 64)),
+            "twice_as_long": dataclasses.replace(specs[at], shape=(128, 64)),
+            "name": dataclasses.replace(specs[at], name="model.layers.7.self_attn.o_proj.weight"),
+            "dtype": dataclasses.replace(specs[at], dtype="bfloat16"),
+        }
+        specs[at : at + 1] = [changed[fault]] if fault in changed else []
+        staging = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
+        from invrl.weight_arena import ArenaWriter
+
+        wrong.tensors = tuple(specs)
+        wrong._writer = ArenaWriter(specs)
+        wrong.mistake = lambda _: staging
+        with pytest.raises(LayoutError, match=r"o_proj"):
+            await Update(wrong, [receiver]).run()
+        assert await held(receiver, update.sender) == before
+        assert await receiver.logprobs(CANARY)
+
+
+def swap_q_and_k(tensors: Tensors) -> Tensors:
+    return {
+        name: tensors[
+            name.replace("q_proj", "k_proj") if "q_proj" in name else name.replace("k_proj", "q_proj")
+        ]
+        for name in tensors
+    }
+
+
+class Skipping(ArenaReceiver):
+    """An engine that says it loaded."""
+
+    skip = True
+
+    async def load(self, staged: StagedWeights) -> None:
+        if self.skip:
+            self.skip = False
+            return
+        await super().load(staged)
+
+
+class Dropping(BucketReceiver):
+    """A carrier that loses one bucket."""
+
+    drop = True
+
+    async def load(self, staged: StagedWeights) -> None:
+        payloads = json.loads(staged.handle)
+        if self.drop:
+            self.drop = False
+            del payloads[1]
+        await super().load(dataclasses.replace(staged, handle=json.dumps(payloads)))
+
+
+class TestMutationsTrip:
+    async def test_q_and_k_swapped_by_the_trainer_trip_the_canary(self, update: Update) -> None:
+        update.sender.train(1)
+        update.sender.mistake = swap_q_and_k
+        with pytest.raises(CanaryError, match="another model"):
+            await update.run()
+        update.sender.mistake = lambda tensors: tensors
+        Update.version += 1
+        await update.run()
+
+    async def test_q_and_k_swapped_on_the_way_trip_the_checksum(
+        self, update: Update, receiver: EngineReceiver
+    ) -> None:
+        before = update.sender.checksums()
+        update.sender.train(2)
+
+        def swapped(staged: StagedWeights) -> StagedWeights:
+            handle = ArenaHandle.from_json(staged.handle)
+            views = update.sender._writer._views[handle.slot]  # type: ignore[union-attr]
+            q, k = (views[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk")
+            q_bytes = q.clone()
+            q.copy_(k)
+            k.copy_(q_bytes)
+            return staged
+
+        update.sender.spoil = swapped
+        with pytest.raises(ChecksumError, match="2 of 25"):
+            await update.run()
+        assert await held(receiver, update.sender) == before  # the old weights are back
+        assert await receiver.logprobs(CANARY)
+
+    async def test_a_skipped_update_trips_the_checksum(
+        self, update: Update, tiny_fleet: Fleet, tmp_path: Path
+    ) -> None:
+        skipping = Skipping("engine-0", tiny_fleet.engines["engine-0"].client, reply_folder=tmp_path)
+        other = Update(update.sender, [skipping])
+        update.sender.train(3)
+        with pytest.raises(ChecksumError, match="25 of 25") as raised:
+            await other.run()
+        # no weights were staged before by this transaction: nothing to go back to
+        assert raised.value.unrestored == ("engine-0",)
+        await skipping.resume()
+        await update.run()
+
+    async def test_a_dropped_bucket_trips_the_checksum(
+        self, tiny_model: Path, tiny_fleet: Fleet, tmp_path: Path
+    ) -> None:
+        sender = TorchSender(tiny_model, carrier="bucket")
+        dropping = Dropping("engine-0", tiny_fleet.engines["engine-0"].client, reply_folder=tmp_path)
+        dropping.drop = False
+        update = Update(sender, [dropping])
+        await update.run()
+        before = sender.checksums()
+        sender.train(4)
+        dropping.drop = True
+        with pytest.raises(ChecksumError) as raised:
+            await update.run()
+        assert raised.value.unrestored == ()
+        assert await held(dropping, sender) == before
+        await update.run()
+        assert await held(dropping, sender) == sender.checksums()
+
+
+async def test_an_arena_that_is_gone_is_an_error_not_a_dead_engine(
+    update: Update, receiver: EngineReceiver
+) -> None:
+    staged = await update.sender.stage(WeightVersion(1))
+    lost = dataclasses.replace(
+        staged, handle=ArenaHandle(path="/proc/1/fd/9999", arena_id="x", slot=0).to_json()
+    )
+    with pytest.raises(WeightSyncError, match="cannot be opened"):
+        await receiver.load(lost)
+    assert await receiver.logprobs(CANARY)
+
+
+def test_nothing_in_the_file_system() -> None:
+    """The arena is a memfd: it has no name to be left behind."""
+    import os
+
+    fd = _create([TensorSpec(name="a", shape=(4,), dtype="float32")])
+    try:
+        assert "memfd:invrl-weights" in os.readlink(f"/proc/self/fd/{fd}")
+        assert os.fstat(fd).st_nlink == 0
+    finally:
+        os.close(fd)
+    assert num_bytes(TensorSpec(name="a", shape=(4,), dtype="float32")) == 16

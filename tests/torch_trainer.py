@@ -1,0 +1,62 @@
+"""A trainer that is nothing but a Hugging Face model: the sender's side of real weight updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.rollout.weight_receiver import BucketSender
+from invrl.types import TensorSpec, WeightVersion
+from invrl.weight_arena import ArenaWriter, checksum
+
+Tensors = dict[str, torch.Tensor]
+
+
+class TorchSender:
+    """`mistake` changes what is staged (not the layout), as a wrong name mapping would; `spoil`
+    changes what was staged after its checksums were taken."""
+
+    def __init__(self, model_path: Path, *, carrier: str = "arena") -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        specs = [
+            TensorSpec(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
+            for name, p in self.model.named_parameters()
+        ]
+        self.tensors = tuple(specs)
+        self._writer = ArenaWriter(specs) if carrier == "arena" else BucketSender(specs, bucket_bytes=40_000)
+        self.mistake: Callable[[Tensors], Tensors] = lambda tensors: tensors
+        self.spoil: Callable[[StagedWeights], StagedWeights] = lambda staged: staged
+
+    def parameters(self) -> Tensors:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def train(self, seed: int, size: float = 0.01) -> None:
+        """Move every weight a little."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += size * torch.randn(parameter.shape, generator=generator)
+
+    def checksums(self) -> dict[str, str]:
+        return {name: checksum(tensor) for name, tensor in self.parameters().items()}
+
+    async def layout(self) -> WeightLayout:
+        return WeightLayout(tensors=self.tensors)
+
+    async def stage(self, version: WeightVersion) -> StagedWeights:
+        return self.spoil(self._writer.stage(version, self.mistake(self.parameters()).items()))
+
+    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        return [self.token_logprobs(ids) for ids in prompts]
+
+    def token_logprobs(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        with torch.no_grad():
+            logits = self.model(torch.tensor([list(map(int, ids))])).logits[0, :-1]
+        picked = torch.log_softmax(logits, -1).gather(1, torch.tensor(list(map(int, ids[1:])))[:, None])
+        return picked[:, 0].numpy()

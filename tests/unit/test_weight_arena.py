@@ -1,0 +1,96 @@
+"""The arena: two slots, read by other processes, checked on the way in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from invrl.errors import LayoutError, WeightSyncError
+from invrl.types import TensorSpec, WeightVersion
+from invrl.weight_arena import ArenaHandle, ArenaWriter, checksum, open_arena
+
+SPECS = (
+    TensorSpec(name="a", shape=(3, 5), dtype="float32"),
+    TensorSpec(name="b", shape=(7,), dtype="bfloat16"),
+    TensorSpec(name="c", shape=(2, 2, 2), dtype="float32"),
+)
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {s.name: torch.randn(s.shape, generator=generator).to(getattr(torch, s.dtype)) for s in SPECS}
+
+
+def read(handle: str) -> dict[str, torch.Tensor]:
+    at = ArenaHandle.from_json(handle)
+    return open_arena(at).views(at.slot)
+
+
+def test_reads_back_what_was_staged() -> None:
+    writer = ArenaWriter(SPECS)
+    staged = writer.stage(WeightVersion(1), tensors(1).items())
+    for name, tensor in tensors(1).items():
+        assert torch.equal(read(staged.handle)[name], tensor)
+        assert staged.checksums[name] == checksum(tensor)
+    assert staged.num_bytes == 15 * 4 + 7 * 2 + 8 * 4
+
+
+def test_the_version_before_stays_whole_and_a_repeated_version_keeps_its_slot() -> None:
+    writer = ArenaWriter(SPECS)
+    first = writer.stage(WeightVersion(1), tensors(1).items())
+    second = writer.stage(WeightVersion(2), tensors(2).items())
+    assert torch.equal(read(first.handle)["a"], tensors(1)["a"])
+    again = writer.stage(WeightVersion(2), tensors(3).items())
+    assert again.handle == second.handle
+    assert torch.equal(read(first.handle)["a"], tensors(1)["a"])
+    assert torch.equal(read(again.handle)["a"], tensors(3)["a"])
+    third = writer.stage(WeightVersion(3), tensors(4).items())
+    assert third.handle == first.handle
+    assert torch.equal(read(again.handle)["a"], tensors(3)["a"])
+
+
+def test_another_process_reads_it_and_cannot_write() -> None:
+    writer = ArenaWriter(SPECS)
+    staged = writer.stage(WeightVersion(1), tensors(5).items())
+    program = (
+        "import sys; from invrl.weight_arena import *; h = ArenaHandle.from_json(sys.argv[1]);"
+        "print(checksum(open_arena(h).views(h.slot)['c']))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program, staged.handle], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert out.stdout.strip() == staged.checksums["c"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t | {"a": torch.zeros(5, 3)}, "a: torch.float32"),
+        (lambda t: t | {"b": torch.zeros(7)}, "b: torch.float32"),
+        (lambda t: t | {"z": torch.zeros(1)}, "z: not in the layout"),
+        (lambda t: {"a": t["a"]}, "2 tensors were not staged"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, match: str) -> None:
+    with pytest.raises(LayoutError, match=match):
+        ArenaWriter(SPECS).stage(WeightVersion(1), change(tensors(1)).items())
+
+
+def test_a_tensor_twice_is_refused() -> None:
+    twice = [*tensors(1).items(), ("a", tensors(1)["a"])]
+    with pytest.raises(LayoutError, match="a: staged twice"):
+        ArenaWriter(SPECS).stage(WeightVersion(1), twice)
+
+
+def test_another_arena_or_none_is_an_error() -> None:
+    writer = ArenaWriter(SPECS)
+    handle = ArenaHandle.from_json(writer.stage(WeightVersion(1), tensors(1).items()).handle)
+    with pytest.raises(WeightSyncError, match="not feedbeef"):
+        open_arena(ArenaHandle(path=handle.path, arena_id="feedbeef", slot=0))
+    with pytest.raises(WeightSyncError, match="cannot be opened"):
+        open_arena(ArenaHandle(path="/proc/self/fd/987654", arena_id="x", slot=0))
+    with pytest.raises(WeightSyncError):
+        open_arena(ArenaHandle(path="/dev/null", arena_id="x", slot=0))

@@ -1,0 +1,121 @@
+"""Where checkpoint tensors live in the engine's fused parameters, and what does not fit."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from invrl.errors import LayoutError, WeightSyncError
+from invrl.rollout.weight_loader import LoaderRequest, plan, read_reply, run
+from invrl.types import TensorSpec, WeightVersion
+from invrl.weight_arena import ArenaWriter, checksum
+
+SHAPES = {
+    "model.embed_tokens.weight": (10, 4),
+    "model.layers.0.self_attn.q_proj.weight": (8, 4),
+    "model.layers.0.self_attn.k_proj.weight": (2, 4),
+    "model.layers.0.self_attn.v_proj.weight": (2, 4),
+    "model.layers.0.self_attn.q_proj.bias": (8,),
+    "model.layers.0.self_attn.k_proj.bias": (2,),
+    "model.layers.0.self_attn.v_proj.bias": (2,),
+    "model.layers.0.self_attn.o_proj.weight": (4, 8),
+    "model.layers.0.mlp.gate_proj.weight": (6, 4),
+    "model.layers.0.mlp.up_proj.weight": (6, 4),
+    "model.layers.0.mlp.down_proj.weight": (4, 6),
+    "model.norm.weight": (4,),
+}
+SPECS = [TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in SHAPES.items()]
+
+
+def engine() -> dict[str, torch.Tensor]:
+    """Fused as SGLang fuses them, the vocabulary padded to 16."""
+    return {
+        "model.embed_tokens.weight": torch.zeros(16, 4),
+        "model.layers.0.self_attn.qkv_proj.weight": torch.zeros(12, 4),
+        "model.layers.0.self_attn.qkv_proj.bias": torch.zeros(12),
+        "model.layers.0.self_attn.o_proj.weight": torch.zeros(4, 8),
+        "model.layers.0.mlp.gate_up_proj.weight": torch.zeros(12, 4),
+        "model.layers.0.mlp.down_proj.weight": torch.zeros(4, 6),
+        "model.norm.weight": torch.zeros(4),
+    }
+
+
+def model(parameters: dict[str, torch.Tensor]):
+    return types.SimpleNamespace(named_parameters=lambda: parameters.items())
+
+
+def values(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def ask(parameters: dict[str, torch.Tensor], tmp_path: Path, **fields):
+    request = LoaderRequest(nonce="n", reply_path=str(tmp_path / "reply"), **fields)
+    run(model(parameters), [(msgspec.json.encode(request).decode(), torch.empty(0))])  # type: ignore[arg-type]
+    return read_reply(request.reply_path, "n")
+
+
+def test_load_puts_every_part_in_its_rows_and_digest_reads_them_back(tmp_path: Path) -> None:
+    parameters = engine()
+    writer = ArenaWriter(SPECS)
+    gone = writer.stage(WeightVersion(1), values().items())
+    writer.close()
+    with pytest.raises(WeightSyncError):
+        ask(parameters, tmp_path, op="load", arena=gone.handle)  # refused, not raised inside the engine
+    writer = ArenaWriter(SPECS)
+    staged = writer.stage(WeightVersion(1), values().items())
+    ask(parameters, tmp_path, op="load", arena=staged.handle)
+    q, k, v = (values()[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qkv")
+    assert torch.equal(parameters["model.layers.0.self_attn.qkv_proj.weight"], torch.cat([q, k, v]))
+    q, k, v = (values()[f"model.layers.0.self_attn.{n}_proj.bias"] for n in "qkv")
+    assert torch.equal(parameters["model.layers.0.self_attn.qkv_proj.bias"], torch.cat([q, k, v]))
+    gate, up = (values()[f"model.layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up"))
+    assert torch.equal(parameters["model.layers.0.mlp.gate_up_proj.weight"], torch.cat([gate, up]))
+    assert torch.equal(parameters["model.embed_tokens.weight"][:10], values()["model.embed_tokens.weight"])
+    wire = [(spec.name, list(spec.shape), spec.dtype) for spec in SPECS]
+    reply = ask(parameters, tmp_path, op="digest", tensors=wire)
+    assert reply.checksums == {name: checksum(tensor) for name, tensor in values().items()}
+    assert reply.checksums == dict(staged.checksums)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_every_tensor_is_needed(name: str) -> None:
+    with pytest.raises(LayoutError, match=r"rows|no such weight"):
+        plan(engine(), [spec for spec in SPECS if spec.name != name])
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("fault", ["rows", "columns", "dtype", "twice", "unknown"])
+def test_what_does_not_fit_is_refused(name: str, fault: str) -> None:
+    at = next(i for i, spec in enumerate(SPECS) if spec.name == name)
+    spec = SPECS[at]
+    rows = spec.shape[0] + (100 if "embed" in name else 1)
+    wrong = {
+        "rows": [TensorSpec(name=name, shape=(rows, *spec.shape[1:]), dtype="float32")],
+        "columns": [TensorSpec(name=name, shape=(*spec.shape, 3), dtype="float32")],
+        "dtype": [TensorSpec(name=name, shape=spec.shape, dtype="bfloat16")],
+        "twice": [spec, spec],
+        "unknown": [spec, TensorSpec(name=name + "_x", shape=spec.shape, dtype="float32")],
+    }[fault]
+    with pytest.raises(LayoutError):
+        plan(engine(), [*SPECS[:at], *wrong, *SPECS[at + 1 :]])
+
+
+def test_the_loader_never_raises(tmp_path: Path) -> None:
+    run(model(engine()), [])  # type: ignore[arg-type]
+    run(model(engine()), [("not json", torch.empty(0))])  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="no such weight"):
+        ask(engine(), tmp_path, op="check", tensors=[("nope", [1], "float32")])
+
+
+def test_an_old_or_missing_reply_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match="left no reply"):
+        read_reply(str(tmp_path / "reply"), "n")
+    request = LoaderRequest(op="check", nonce="old", reply_path=str(tmp_path / "reply"))
+    run(model({}), [(msgspec.json.encode(request).decode(), torch.empty(0))])  # type: ignore[arg-type]
+    with pytest.raises(WeightSyncError, match="another request"):
+        read_reply(request.reply_path, "new")

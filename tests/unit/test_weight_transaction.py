@@ -1,0 +1,282 @@
+"""The weight transaction over fakes: whatever fails, wherever: all engines or none, nobody paused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
+from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.types import TensorSpec, WeightVersion
+from invrl.weight_sync import CanaryBound, PhaseDeadlines, WeightTransaction, combined_checksum
+
+SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
+PHASES = ("check", "pause", "load", "checksums", "commit", "resume", "logprobs")
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    async def layout(self) -> WeightLayout:
+        return WeightLayout(tensors=(SPEC,))
+
+    async def stage(self, version: WeightVersion) -> StagedWeights:
+        return StagedWeights(
+            version=version,
+            handle=str(version),
+            checksums={"w": f"bytes-of-{version}"},
+            num_bytes=4,
+            seconds=0.0,
+        )
+
+    async def logprobs(self, prompts: Sequence[Sequence[int]]):
+        return [np.zeros(len(ids) - 1, np.float32) for ids in prompts]
+
+
+class Receiver:
+    """An engine in memory; `fail[phase]` is called before the phase's work (or `after`) is done."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.weights = "0"
+        self.version = 0
+        self.paused = False
+        self.calls: list[str] = []
+        self.fail: dict[str, Callable[[], None]] = {}
+        self.hang: set[str] = set()
+        self.gap = 0.0
+        self.traffic_on_mixed = False
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def _phase(self, phase: str) -> None:
+        self.calls.append(phase)
+        if phase in self.hang:
+            self.hang.discard(phase)
+            await asyncio.sleep(60)
+        if phase in self.fail:
+            self.fail.pop(phase)()
+
+    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
+        await self._phase("check")
+
+    async def pause(self) -> None:
+        self.paused = True
+        await self._phase("pause")
+
+    async def load(self, staged: StagedWeights) -> None:
+        assert self.paused, "weights moved under running requests"
+        self.weights = "torn"
+        await self._phase("load")
+        self.weights = staged.handle
+
+    async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
+        await self._phase("checksums")
+        return {"w": f"bytes-of-{self.weights}"}
+
+    async def commit(self, version: WeightVersion) -> None:
+        assert self.paused, "named while running"
+        self.version = version
+        await self._phase("commit")
+
+    async def resume(self) -> None:
+        await self._phase("resume")
+        self.paused = False
+        self.traffic_on_mixed |= self.weights != str(self.version)
+
+    async def logprobs(self, prompts: Sequence[Sequence[int]]):
+        await self._phase("logprobs")
+        return [np.full(len(ids) - 1, self.gap, np.float32) for ids in prompts]
+
+
+def transaction(receivers: Sequence[Receiver], *, deadline: float = 5.0) -> WeightTransaction:
+    async def fleet() -> Sequence[Receiver]:
+        return receivers
+
+    seconds = dict.fromkeys(("stage", "prepare", "pause", "load", "commit", "resume", "canary"), deadline)
+    return WeightTransaction(
+        Sender(),
+        fleet,
+        canary_prompts=[[1, 2, 3]],
+        bound=CanaryBound(max_gap=0.1, mean_gap=0.05),
+        deadlines=PhaseDeadlines(**seconds),
+    )
+
+
+def boom() -> None:
+    raise WeightSyncError("boom")
+
+
+@pytest.fixture
+def three() -> list[Receiver]:
+    return [Receiver(f"engine-{at}") for at in range(3)]
+
+
+async def test_all_engines_get_the_version_in_order(three: list[Receiver]) -> None:
+    update = await transaction(three).run(WeightVersion(1))
+    for engine in three:
+        assert (engine.weights, engine.version, engine.paused) == ("1", 1, False)
+        assert engine.calls == ["check", "pause", "load", "checksums", "commit", "resume", "logprobs"]
+    assert set(update.seconds) == {
+        "stage", "prepare", "pause", "load", "commit", "resume", "canary", "paused"
+    }  # fmt: skip
+    assert update.checksum == combined_checksum({"w": "bytes-of-1"})
+    assert update.lost_engines == ()
+
+
+@pytest.mark.parametrize("how", ["error", "hang", "exception"])
+@pytest.mark.parametrize("phase", ["check", "pause", "load", "checksums", "commit"])
+async def test_a_failure_before_the_commit_leaves_all_on_the_old_version(
+    three: list[Receiver], phase: str, how: str
+) -> None:
+    """Each phase, failing on the middle engine, three ways."""
+    updates = transaction(three, deadline=0.2)
+    await updates.run(WeightVersion(1))
+    if how == "hang":
+        three[1].hang = {phase}
+    else:
+        three[1].fail = {phase: boom if how == "error" else (lambda: 1 // 0)}
+    with pytest.raises(WeightSyncError, match="engine-1") as raised:
+        await updates.run(WeightVersion(2))
+    assert raised.value.engine == "engine-1"
+    assert raised.value.unrestored == ()
+    for engine in three:
+        assert (engine.weights, engine.version, engine.paused) == ("1", 1, False)
+        assert not engine.traffic_on_mixed
+    update = await updates.run(WeightVersion(2))  # and the next one works
+    assert update.version == 2
+    assert {engine.weights for engine in three} == {"2"}
+
+
+async def test_nothing_is_paused_or_moved_when_the_layout_is_wrong(three: list[Receiver]) -> None:
+    def wrong() -> None:
+        raise LayoutError("no such weight")
+
+    three[2].fail = {"check": wrong}
+    with pytest.raises(LayoutError, match="no such weight"):
+        await transaction(three).run(WeightVersion(1))
+    assert [engine.calls for engine in three] == [["check"]] * 3
+
+
+async def test_an_engine_that_cannot_be_restored_is_named_and_stays_paused(three: list[Receiver]) -> None:
+    updates = transaction(three)
+    await updates.run(WeightVersion(1))
+
+    def break_down() -> None:
+        three[1].fail = {"load": boom}
+        boom()
+
+    three[1].fail = {"load": break_down}
+    with pytest.raises(WeightSyncError) as raised:
+        await updates.run(WeightVersion(2))
+    assert raised.value.unrestored == ("engine-1",)
+    assert three[1].paused
+    assert [(e.weights, e.version, e.paused) for e in (three[0], three[2])] == [("1", 1, False)] * 2
+
+
+async def test_a_restore_that_did_not_work_shows_by_checksum(three: list[Receiver]) -> None:
+    updates = transaction(three)
+    await updates.run(WeightVersion(1))
+    engine = three[0]
+
+    async def stuck(staged: StagedWeights) -> None:
+        engine.weights = "2"
+
+    engine.load = stuck  # type: ignore[method-assign]
+    three[1].fail = {"commit": boom}
+    with pytest.raises(WeightSyncError) as raised:
+        await updates.run(WeightVersion(2))
+    assert raised.value.unrestored == ("engine-0",)
+    assert engine.paused
+
+
+async def test_without_earlier_weights_written_engines_are_unrestored(three: list[Receiver]) -> None:
+    three[0].fail = {"load": boom}
+    with pytest.raises(WeightSyncError) as raised:
+        await transaction(three).run(WeightVersion(1))
+    assert raised.value.unrestored == ("engine-0", "engine-1", "engine-2")
+    assert not any(engine.traffic_on_mixed for engine in three)
+
+
+async def test_skipped_load_is_a_checksum_error(three: list[Receiver]) -> None:
+    updates = transaction(three)
+    await updates.run(WeightVersion(1))
+    load, three[2].load = three[2].load, lambda staged: asyncio.sleep(0)  # type: ignore[method-assign]
+    with pytest.raises(ChecksumError, match="engine-2"):
+        await updates.run(WeightVersion(2))
+    assert [engine.weights for engine in three] == ["1", "1", "1"]
+    three[2].load = load  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("phase", ["resume", "logprobs"])
+async def test_after_the_commit_a_failing_engine_is_lost_and_the_others_go_on(
+    three: list[Receiver], phase: str
+) -> None:
+    three[0].fail = {phase: boom}
+    update = await transaction(three).run(WeightVersion(1))
+    assert update.lost_engines == ("engine-0",)
+    assert [(e.weights, e.version, e.paused) for e in three[1:]] == [("1", 1, False)] * 2
+
+
+async def test_all_lost_after_the_commit_is_an_error() -> None:
+    engine = Receiver("engine-0")
+    engine.fail = {"resume": boom}
+    with pytest.raises(WeightSyncError, match="every engine") as raised:
+        await transaction([engine]).run(WeightVersion(1))
+    assert raised.value.unrestored == ("engine-0",)
+
+
+@pytest.mark.parametrize("gap", [0.11, 0.06, float("nan")])
+async def test_a_gap_over_the_bound_is_a_canary_error(three: list[Receiver], gap: float) -> None:
+    three[1].gap = gap
+    with pytest.raises(CanaryError, match="engine-1"):
+        await transaction(three).run(WeightVersion(1))
+    assert not any(engine.paused for engine in three)
+
+
+async def test_a_gap_within_the_bound_is_reported(three: list[Receiver]) -> None:
+    three[1].gap = 0.04
+    update = await transaction(three).run(WeightVersion(1))
+    assert update.canary_max_gap == pytest.approx(0.04)
+    assert update.canary_mean_gap == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize("phase", ["pause", "load", "checksums", "commit", "resume"])
+async def test_cancelled_in_any_phase_nobody_stays_paused_or_mixed(three: list[Receiver], phase: str) -> None:
+    updates = transaction(three)
+    await updates.run(WeightVersion(1))
+    release = asyncio.Event()
+    first = three[1]._phase
+
+    async def slow(at: str) -> None:
+        if at == phase and not release.is_set():
+            release.set()
+            await asyncio.sleep(0.05)
+        await first(at)
+
+    three[1]._phase = slow  # type: ignore[method-assign]
+    task = asyncio.create_task(updates.run(WeightVersion(2)))
+    await release.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.1)
+    assert len({(e.weights, e.version) for e in three}) == 1
+    assert not any(e.paused or e.traffic_on_mixed for e in three)
+
+
+async def test_an_empty_fleet_is_an_error() -> None:
+    with pytest.raises(WeightSyncError, match="no engine"):
+        await transaction([]).run(WeightVersion(1))
+
+
+def test_bounds_follow_the_coarsest_dtype() -> None:
+    fine = CanaryBound.for_dtypes("float32", "float32")
+    assert fine.max_gap == 1e-3
+    assert CanaryBound.for_dtypes("float32", "bfloat16").mean_gap > fine.mean_gap
