@@ -128,6 +128,9 @@ class FakeEngine:
 
     def _reply(self, prompt: Sequence[int], params: dict) -> tuple[list[int], dict]:
         reply = list(self.script(prompt))
+        for token, bias in params.get("logit_bias", {}).items():
+            if bias >= 100:  # the softmax leaves nothing else
+                reply = [int(token)] * max(1, len(reply))
         if self.abort_next:
             self.abort_next = False
             return reply[:1], {"type": "abort", "message": "told to"}

@@ -58,7 +58,7 @@ def serve(settings: GatewaySettings) -> None:
     import uvicorn
 
     from invrl.gateway.app import make_app
-    from invrl.gateway.rendering import load_renderer
+    from invrl.gateway.model_folder import load_renderer
     from invrl.rollout.sglang_client import EngineLimits, SglangClient
     from invrl.run_store import RunStoreWriter
 

@@ -1,24 +1,19 @@
-"""Messages to token ids and sampled ids to text, with the model folder's own template and tokenizer.
+"""Messages to token ids and sampled ids to text, with a model's own template and tokenizer. Pure.
 
 A first turn is the template's whole rendering. A turn that continues is the exact ids of its path plus
 the rendered tail: template(all messages) must start with template(what the path stands for), and only
 what follows is tokenised. Invariant: ids that an engine consumed or emitted are never made again from
-text. Used by `conversation.py` and `generation.py`; only the gateway's process loads tokenizers.
+text. Made by `model_folder.py`; used by `turns.py` and `generation.py`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from invrl.errors import ConfigError, SessionError
+from invrl.errors import SessionError
 from invrl.gateway.forest import ForkReason, Message
-
-if TYPE_CHECKING:
-    import tokenizers
 
 _PROBE = "invrl-probe"
 _UNFINISHED = "�"
@@ -183,49 +178,3 @@ class TextStream:
                     held = size
                     break
         return len(self._text) - held
-
-
-class _FastTokenizer:
-    """The Rust tokenizer of a model folder: nothing added when it encodes, special tokens hidden when
-    it decodes."""
-
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._backend = backend
-
-    def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=True)
-
-
-def load_renderer(model_path: str, vocab_size: int) -> Renderer:
-    """The renderer of a model folder. ConfigError where it has no fast tokenizer or chat template."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not tokenizer.chat_template:
-        missing = "fast tokenizer (tokenizer.json)" if backend is None else "chat template"
-        raise ConfigError(
-            field="model_path", value=model_path, reason=f"the folder has no {missing}", fix="add it"
-        )
-
-    def template(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        plain = [{"role": message.role, "content": message.content} for message in messages]
-        return tokenizer.apply_chat_template(
-            plain, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-
-    end_ids = _end_ids(Path(model_path)) | ({tokenizer.eos_token_id} - {None})
-    return Renderer(template, _FastTokenizer(backend), end_ids=frozenset(end_ids), vocab_size=vocab_size)
-
-
-def _end_ids(folder: Path) -> set[int]:
-    """The end tokens that the model's own settings name; engines stop at them."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        file = folder / name
-        named = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        ids.update(named if isinstance(named, list) else [] if named is None else [named])
-    return ids

@@ -17,7 +17,8 @@ import uvicorn
 from fakes import FakeEngine, fake_logprob, random_reply
 
 from invrl.gateway.app import make_app
-from invrl.gateway.rendering import Renderer, load_renderer
+from invrl.gateway.model_folder import load_renderer
+from invrl.gateway.rendering import Renderer
 from invrl.gateway.settings import GatewaySettings
 from invrl.process import free_port
 from invrl.rollout.sglang_client import EngineLimits, SglangClient

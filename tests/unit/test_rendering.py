@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from invrl.errors import SessionError
 from invrl.gateway.forest import ForkReason, Message
-from invrl.gateway.rendering import Renderer, load_renderer
+from invrl.gateway.model_folder import load_renderer
+from invrl.gateway.rendering import Renderer
 from invrl.tiny_model import make_tiny_model
 
 END = 2
@@ -126,7 +128,7 @@ def test_streamed_text_is_the_whole_text(renderer: Renderer, ids: list[int], cut
     """Any ids (also ones that spell half a character), in chunks of any size."""
     stream = renderer.stream(())
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
-    pieces = [stream.push(ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [stream.push(ids[a:b]) for a, b in itertools.pairwise(edges)]
     pieces.append(stream.finish())
     assert "".join(pieces) == renderer.text(ids) == stream.text
 

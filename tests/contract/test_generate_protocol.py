@@ -1,0 +1,130 @@
+"""`/generate` as the gateway uses it: the same expectations of the fake engine and of real SGLang
+behind the real router."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from fakes import FakeEngine, random_reply
+
+from invrl.errors import ServerError, SessionError
+from invrl.rollout.fleet import Fleet
+from invrl.rollout.sglang_client import (
+    EngineLimits,
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResult,
+    SglangClient,
+)
+from invrl.types import Sampling, VersionSpan
+
+END = 2
+
+
+@pytest.fixture(params=["fake", "real"])
+def fleet(request: pytest.FixtureRequest) -> Fleet | None:
+    """The real fleet, or None for the fake engine."""
+    return request.getfixturevalue("tiny_fleet") if request.param == "real" else None
+
+
+@pytest.fixture
+async def client(fleet: Fleet | None) -> AsyncIterator[SglangClient]:
+    async with contextlib.AsyncExitStack() as stack:
+        if fleet is not None:
+            url, key, limits = fleet.router_url, fleet.router_api_key, fleet.limits
+        else:
+            engine = await stack.enter_async_context(FakeEngine(random_reply(tokens=100)))
+            url, key, limits = engine.url, "", EngineLimits(vocab_size=512, context_length=2048)
+        yield await stack.enter_async_context(SglangClient(url, limits=limits, api_key=key))
+
+
+def ask(prompt: list[int], *, tokens: int = 6, **changes) -> GenerateRequest:
+    values = {
+        "rid": secrets.token_hex(8),
+        "input_ids_T": np.array(prompt, np.int32),
+        "sampling": Sampling(max_new_tokens=tokens),
+        "stop_token_ids": (END,),
+        "routing_key": "session",
+        # never the end token by chance
+        "extra_sampling": {"logit_bias": {str(END): -100.0}},
+        **changes,
+    }
+    return GenerateRequest(**values)
+
+
+def tiles(spans: tuple[VersionSpan, ...], length: int) -> bool:
+    ends = [span.end for span in spans]
+    return [span.start for span in spans] == [0, *ends[:-1]] and ends[-1] == length
+
+
+async def test_a_whole_answer(client: SglangClient):
+    prompt = [secrets.randbelow(400) + 20 for _ in range(40)]
+    result = await client.generate(ask(prompt))
+    assert (result.prompt_tokens, result.finish_reason, result.matched_stop) == (40, "length", None)
+    assert len(result.ids_T) == len(result.logprobs_T) == 6
+    assert (result.ids_T.dtype, result.logprobs_T.dtype) == (np.int32, np.float32)
+    assert np.all(result.logprobs_T <= 0)
+    assert tiles(result.spans, 6)
+
+
+async def test_a_stream_is_the_answer_in_pieces(client: SglangClient):
+    items = [item async for item in client.stream(ask([5, 6, 7, 8], tokens=12))]
+    *chunks, result = items
+    assert isinstance(result, GenerateResult)
+    parts = [chunk for chunk in chunks if isinstance(chunk, GenerateChunk)]
+    assert len(parts) == len(chunks) >= 6
+    assert np.concatenate([part.ids_T for part in parts]).tolist() == result.ids_T.tolist()
+    assert np.concatenate([part.logprobs_T for part in parts]).tolist() == result.logprobs_T.tolist()
+    seen = 0
+    for part in parts:
+        seen += len(part.ids_T)
+        assert tiles(part.spans, seen)
+    assert (seen, result.finish_reason, result.prompt_tokens) == (12, "length", 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_end_token_ends_the_answer_and_is_in_it(client: SglangClient, stream: bool):
+    request = ask([5, 6, 7, 8], extra_sampling={"logit_bias": {str(END): 100.0}})
+    if stream:
+        result = [item async for item in client.stream(request)][-1]
+        assert isinstance(result, GenerateResult)
+    else:
+        result = await client.generate(request)
+    assert (result.finish_reason, result.matched_stop, result.ids_T.tolist()) == ("stop", END, [END])
+
+
+async def test_a_path_that_goes_on_is_found_in_the_cache(client: SglangClient):
+    prompt = [secrets.randbelow(400) + 20 for _ in range(60)]
+    first = await client.generate(ask(prompt))
+    second = await client.generate(ask([*prompt, *first.ids_T.tolist(), 5, 6, 7, 8]))
+    assert first.cached_tokens < 8
+    assert 60 <= second.cached_tokens < second.prompt_tokens == 70
+
+
+async def test_closing_a_stream_ends_it(client: SglangClient):
+    async with contextlib.aclosing(client.stream(ask([5, 6, 7], tokens=1500))) as items:
+        async for _ in items:
+            break
+    result = await client.generate(ask([5, 6, 7], tokens=2))
+    assert len(result.ids_T) == 2
+
+
+async def test_what_would_kill_an_engine_is_not_sent(client: SglangClient):
+    for prompt, tokens in (([512], 1), ([-1], 1), ([], 1), ([5], 0), ([5] * 2040, 100)):
+        with pytest.raises(SessionError) as caught:
+            await client.generate(ask(prompt, tokens=tokens))
+        assert caught.value.status == 400
+    assert (await client.generate(ask([5]))).prompt_tokens == 1
+
+
+async def test_nobody_there_is_a_server_error():
+    limits = EngineLimits(vocab_size=512, context_length=2048)
+    async with SglangClient("http://127.0.0.1:9", limits=limits) as client:
+        with pytest.raises(ServerError):
+            await client.generate(ask([5]))
+        with pytest.raises(ServerError):
+            await anext(client.stream(ask([5])))

@@ -1,0 +1,66 @@
+"""Our reading of a model folder against transformers' own tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from invrl.gateway.forest import Message
+from invrl.gateway.model_folder import load_renderer
+
+CONVERSATIONS = (
+    [Message("user", "What is 12*13?")],
+    [
+        Message("system", " Be brief. "),
+        Message("user", "x"),
+        Message("assistant", "y\n"),
+        Message("user", ""),
+    ],
+    [Message("user", "ünïcödé 漢字 🙂 <|im_end|> 'quotes' & <b>")],
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "",
+        "{{ bos_token or '' }}{% for m in messages %}{% if m.role == 'user' %}\n"
+        "{{ m.content | tojson }}{% endif %}\n{% endfor %}{{ eos_token }}",
+    ],
+)
+def test_rendering_and_ids_are_those_of_transformers(tiny_model: Path, tmp_path: Path, template: str):
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    ours = load_renderer(str(folder), 512)
+    for conversation in CONVERSATIONS:
+        plain = [{"role": m.role, "content": m.content} for m in conversation]
+        expected = theirs.apply_chat_template(plain, tokenize=True, add_generation_prompt=True)
+        assert ours.first(conversation) == list(expected["input_ids"])
+    assert ours.end_ids == {theirs.eos_token_id}
+    ids = list(range(512))
+    assert ours._tokenizer.decode(ids) == theirs.decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def test_the_gateway_process_needs_no_torch():
+    import subprocess
+    import sys
+
+    program = (
+        "import sys; from invrl.gateway import gateway_server, app, model_folder; "
+        "from transformers.utils import chat_template_utils; print(json.dumps('torch' in sys.modules))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", "import json; " + program], capture_output=True, text=True, timeout=120
+    )
+    assert out.returncode == 0, out.stderr
+    assert json.loads(out.stdout) is False
