@@ -28,12 +28,12 @@ if is_done; then exit 0; fi
 
 python=""
 for candidate in python3.11 python3.12 python3 python; do
-  if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
-    python="$(command -v "$candidate")"; break
-  fi
+  # The interpreter itself, not a version manager's shim: a shim would stand between us and what we end.
+  python="$("$candidate" -c 'import sys; (3, 11) <= sys.version_info < (3, 13) and print(sys.executable)' 2>/dev/null)" \
+    && [ -n "$python" ] && break
 done
 [ -n "$python" ] || die "no Python 3.11 or 3.12 on PATH; install one (its venv module too) and run this again"
-tied() { "$python" "$ROOT/launch/tied.py" "$@" 9<&-; }  # nothing outlives this script
+tied() { "$python" "$ROOT/launch/tied.py" "$@"; }  # nothing outlives this script
 
 uv=""
 case "${INVRL_INSTALLER:-}" in

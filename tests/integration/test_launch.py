@@ -41,6 +41,7 @@ def project(tmp_path: Path) -> Path:
     fake.write_text(
         f"""#!/usr/bin/env bash
 case "$*" in
+  *sys.executable*) echo "$0" ;;
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   *"-m pip install"*) echo "pip install ${{*#*install}}" >> "{project}/installed"; exit ${{FAIL:-0}} ;;
   *) exec {sys.executable} "$@" ;;
@@ -174,9 +175,11 @@ def test_tied_ends_orphans_when_the_command_ends(end: str, tmp_path: Path) -> No
 def test_tied_passes_signals_on_once(number: signal.Signals, tmp_path: Path) -> None:
     code = f"""
 import signal, time
-signal.signal({int(number)}, lambda *_: print("got it", flush=True))
+got = []
+signal.signal({int(number)}, lambda *_: got.append(print("got it", flush=True)))
 print("ready", flush=True)
-signal.pause()
+while not got:
+    time.sleep(0.02)
 time.sleep(0.3)
 """
     process = subprocess.Popen([*TIED, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
