@@ -29,7 +29,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 async def tiny_fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     """One real SGLang server and the real router."""
-    fleet = Fleet(EngineConfig(engine_dtype="float32"), tiny_model, tmp_path_factory.mktemp("fleet"))
+    config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=500.0)
+    fleet = Fleet(config, tiny_model, tmp_path_factory.mktemp("fleet"))
     await fleet.start()
     try:
         yield fleet

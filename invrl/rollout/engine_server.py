@@ -136,7 +136,8 @@ class EngineServer:
 
     def stop(self) -> None:
         if self._process is not None:
-            self._process.stop()
+            # Its own draining would only wait for requests whose callers are gone.
+            self._process.stop(grace_s=1.0)
 
     def _makes_a_token(self) -> bool:
         """One token instead of SGLang's own warm-up: the server counts as up only after it."""

@@ -33,6 +33,7 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    cpu_stand_ins.fork_children()
     try:
         run_server(prepare_server_args(argv))
     finally:
