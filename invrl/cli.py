@@ -1,5 +1,6 @@
 """`invrl`: the command line. Reads what it was told, makes sure that it can work, and hands over to
-`cluster.py`; every message a person gets about bad input comes from here as one block, exit code 2.
+`training.py` or `serving.py`. Every message a person gets about bad input comes from here as one block,
+with exit code 2.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _interrupt_once(number: int, _frame: object) -> None:
 
 def _train(arguments: Sequence[str]) -> int:
     def work(config: Config, folder: RunFolder) -> None:
-        from invrl.cluster import run_training
+        from invrl.training import run_training
 
         run_training(config, folder)
 
@@ -153,7 +154,7 @@ def _train(arguments: Sequence[str]) -> int:
 
 def _serve(arguments: Sequence[str]) -> int:
     def work(config: Config, folder: RunFolder) -> None:
-        from invrl.cluster import serve
+        from invrl.serving import serve
 
         serve(config, folder)
 

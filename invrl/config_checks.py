@@ -131,10 +131,10 @@ def check_upstream(config: Config) -> None:
     """Options that pass through, against the installed packages' own definitions; slow to import.
     Raises ConfigError."""
     if config.sglang or config.router:
-        from invrl.rollout.sglang_args import check_router_options, check_sglang_options
+        from invrl.rollout.sglang_args import router_flags, sglang_flags
 
-        check_sglang_options(config.sglang)
-        check_router_options(config.router)
+        sglang_flags({name: str(value) for name, value in config.sglang.items()})
+        router_flags({name: str(value) for name, value in config.router.items()})
     if config.megatron:
         from invrl.train.megatron_args import check_megatron_options
 

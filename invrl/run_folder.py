@@ -34,13 +34,8 @@ class RunFolder:
 
     @property
     def store_path(self) -> Path:
-        """SQLite: sessions, turns, outbox (`run_store.py`)."""
+        """SQLite: sessions, turns, outbox, the buffer's ledger (`run_store.py`)."""
         return self.path / "run.sqlite"
-
-    @property
-    def ledger_path(self) -> Path:
-        """SQLite: the buffer's ledger."""
-        return self.path / "ledger.sqlite"
 
     @property
     def tensorboard_path(self) -> Path:

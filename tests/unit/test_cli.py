@@ -26,9 +26,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """Stands in for `invrl.cluster`, which starts processes. Signal and log handlers are put back."""
-    stand_in = types.ModuleType("invrl.cluster")
-    monkeypatch.setitem(sys.modules, "invrl.cluster", stand_in)
+    """Stands in for `invrl.training` and `invrl.serving`, which start processes. Handlers are put
+    back."""
+    stand_in = types.ModuleType("stand_in")
+    for name in ("invrl.training", "invrl.serving"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     handlers = logging.getLogger().handlers[:]
     yield stand_in
