@@ -110,7 +110,8 @@ class Turn:
     prompt_tokens: int
     cached_tokens: int
     fork_reason: str
-    """Why this turn starts a root of its own; "" for a first turn and for one that continues."""
+    """Why this turn departs from what was recorded (a root of its own, or a branch past a reply that the
+    client replaced); "" for a first turn and for one that continues."""
     started_at: float
     finished_at: float
 

@@ -18,6 +18,16 @@ Script = Callable[[Sequence[int]], Sequence[int]]
 """Prompt ids to reply ids; a reply ends where the script ends it, at a stop token or out of tokens."""
 
 
+def reply_by_prompt(*, tokens: int) -> Script:
+    """Always the same tokens to the same prompt: what greedy sampling is."""
+
+    def reply(prompt: Sequence[int]) -> list[int]:
+        source = random.Random(str(list(prompt)))
+        return [source.randrange(10, 300) for _ in range(tokens)]
+
+    return reply
+
+
 def random_reply(
     *, seed: int = 0, tokens: int = 12, vocab: tuple[int, int] = (10, 300), end: int = 2
 ) -> Script:
@@ -128,15 +138,12 @@ class FakeEngine:
 
     def _reply(self, prompt: Sequence[int], params: dict) -> tuple[list[int], dict]:
         reply = list(self.script(prompt))
-        for token, bias in params.get("logit_bias", {}).items():
-            if bias >= 100:  # the softmax leaves nothing else
-                reply = [int(token)] * max(1, len(reply))
         if self.abort_next:
             self.abort_next = False
             return reply[:1], {"type": "abort", "message": "told to"}
         limit = params["max_new_tokens"]
         for count, token in enumerate(reply[:limit], 1):
-            if token in params["stop_token_ids"]:
+            if token in params["stop_token_ids"] and not params.get("ignore_eos"):
                 return reply[:count], {"type": "stop", "matched": token}
         return reply[:limit], {"type": "length", "length": limit}
 

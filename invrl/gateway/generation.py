@@ -28,6 +28,9 @@ from invrl.types import FinishReason, Turn, VersionSpan
 
 _log = logging.getLogger(__name__)
 
+_ASK_AGAIN_S = 0.5
+"""The router takes about a second to leave a dead engine; clients' own retries cover more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Proposal:
@@ -162,6 +165,7 @@ class Generation:
             if self._pieces:
                 raise
             _log.warning("asking again: %s", error)
+            await asyncio.sleep(_ASK_AGAIN_S)
             return await self._ask(replace(request, rid=request.rid + "-again"))
 
     async def _ask(self, request: GenerateRequest) -> GenerateResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from invrl.errors import SessionError
 from invrl.types import Json, Purpose, Sampling
 
 
@@ -48,7 +49,12 @@ _NEUTRAL: Mapping[str, Json] = {
 
 
 def resolve(purpose: Purpose, pinned: Sampling, client: ClientSampling) -> TurnSampling:
-    """`pinned.max_new_tokens` bounds every session: a client may ask for fewer tokens, not for more."""
+    """`pinned.max_new_tokens` bounds every session: a client may ask for fewer tokens, not for more.
+    SessionError 400 for a logit bias in serving: the router (sglang-router 0.3.2) drops it unsaid."""
+    if purpose == "serve" and client.logit_bias:
+        raise SessionError(
+            "`logit_bias` is not supported yet", status=400, code="unsupported_parameter", param="logit_bias"
+        )
     asked = {name: getattr(client, name) for name in ("temperature", "top_p", *_NEUTRAL)}
     asked = {name: value for name, value in asked.items() if value is not None}
     overridden = []

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from fakes import FakeEngine, random_reply
+from fakes import FakeEngine, reply_by_prompt
 
 from invrl.errors import ServerError, SessionError
 from invrl.rollout.fleet import Fleet
@@ -37,7 +37,7 @@ async def client(fleet: Fleet | None) -> AsyncIterator[SglangClient]:
         if fleet is not None:
             url, key, limits = fleet.router_url, fleet.router_api_key, fleet.limits
         else:
-            engine = await stack.enter_async_context(FakeEngine(random_reply(tokens=100)))
+            engine = await stack.enter_async_context(FakeEngine(reply_by_prompt(tokens=100)))
             url, key, limits = engine.url, "", EngineLimits(vocab_size=512, context_length=2048)
         yield await stack.enter_async_context(SglangClient(url, limits=limits, api_key=key))
 
@@ -49,8 +49,7 @@ def ask(prompt: list[int], *, tokens: int = 6, **changes) -> GenerateRequest:
         "sampling": Sampling(max_new_tokens=tokens),
         "stop_token_ids": (END,),
         "routing_key": "session",
-        # never the end token by chance
-        "extra_sampling": {"logit_bias": {str(END): -100.0}},
+        "ignore_eos": True,  # never the end token by chance
         **changes,
     }
     return GenerateRequest(**values)
@@ -88,13 +87,16 @@ async def test_a_stream_is_the_answer_in_pieces(client: SglangClient):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_end_token_ends_the_answer_and_is_in_it(client: SglangClient, stream: bool):
-    request = ask([5, 6, 7, 8], extra_sampling={"logit_bias": {str(END): 100.0}})
+    greedy = Sampling(temperature=0.0, max_new_tokens=4)
+    free = await client.generate(ask([5, 6, 7, 8], sampling=greedy))
+    end = int(free.ids_T[0])
+    request = ask([5, 6, 7, 8], sampling=greedy, stop_token_ids=(end,), ignore_eos=False)
     if stream:
         result = [item async for item in client.stream(request)][-1]
         assert isinstance(result, GenerateResult)
     else:
         result = await client.generate(request)
-    assert (result.finish_reason, result.matched_stop, result.ids_T.tolist()) == ("stop", END, [END])
+    assert (result.finish_reason, result.matched_stop, result.ids_T.tolist()) == ("stop", end, [end])
 
 
 async def test_a_path_that_goes_on_is_found_in_the_cache(client: SglangClient):

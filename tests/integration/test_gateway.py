@@ -141,17 +141,11 @@ async def test_a_second_turn_is_the_first_ones_exact_ids_and_a_tail(
             at += len((second if turn is first else third).context_ids_T)
 
 
-async def test_the_engine_stops_at_the_end_token_and_it_is_sampled(http: httpx.AsyncClient, store: RunStore):
+async def test_what_the_router_would_drop_is_refused(http: httpx.AsyncClient):
     session = await open_session(http, purpose="serve")
     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
-    answer = await client.chat.completions.create(model="tiny", messages=[ASK], logit_bias={"2": 100})
-    assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("stop", "")
-    reply = {"role": "assistant", "content": ""}
-    await client.chat.completions.create(model="tiny", messages=[ASK, reply, MORE], max_tokens=2)
-    first, second = store.turns(session.id)
-    assert first.sampled_ids_T.tolist() == [2]
-    assert second.parent_id == first.id
-    assert second.context_ids_T[0] != 2
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        await client.chat.completions.create(model="tiny", messages=[ASK], logit_bias={"2": 100})
 
 
 async def test_stop_strings_of_a_real_engine(http: httpx.AsyncClient, store: RunStore):
@@ -180,13 +174,15 @@ async def test_streamed_tokens_leave_as_they_are_sampled(http: httpx.AsyncClient
     session = await open_session(http, purpose="serve", sampling={"max_new_tokens": 400})
     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
     loop = asyncio.get_running_loop()
-    start, times = loop.time(), []
-    stream = await client.chat.completions.create(
-        model="tiny", messages=[ASK], stream=True, logit_bias={"2": -100}
-    )
-    async for _ in stream:
-        times.append(loop.time() - start)
-    assert len(times) > 100
+    times: list[float] = []
+    for _ in range(8):  # a random model may end its turn at once
+        start, times = loop.time(), []
+        stream = await client.chat.completions.create(model="tiny", messages=[ASK], stream=True)
+        async for _event in stream:
+            times.append(loop.time() - start)
+        if len(times) > 60:
+            break
+    assert len(times) > 60
     assert times[2] < times[-1] / 3
 
 
@@ -202,9 +198,13 @@ def test_the_sync_client(gateway: GatewayServer, settings: GatewaySettings):
         answer = client.chat.completions.create(model="tiny", messages=[ASK], max_tokens=4)
         assert answer.usage is not None
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-        with client.chat.completions.stream(model="tiny", messages=[MORE], max_tokens=4) as stream:
-            final = stream.get_final_completion()
-        assert final.choices[0].message.content is not None
+        with client.chat.completions.create(
+            model="tiny", messages=[MORE], max_tokens=4, stream=True, stream_options={"include_usage": True}
+        ) as stream:
+            events = list(stream)
+        assert events[-1].usage is not None
+        assert events[-1].usage.completion_tokens <= 4
+        assert events[-2].choices[0].finish_reason in ("length", "stop")
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="tiny", messages=[])
         with pytest.raises(openai.NotFoundError):

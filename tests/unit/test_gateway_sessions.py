@@ -123,9 +123,11 @@ def test_the_run_samples_in_training_and_the_client_in_serving():
         assert chosen.sampling == replace(pinned, max_new_tokens=9)
         assert chosen.extra == {}
         assert chosen.overridden == ("temperature", "logit_bias", "sampling_seed")
-    served = resolve("serve", pinned, asked)
+    with pytest.raises(SessionError, match="logit_bias"):
+        resolve("serve", pinned, asked)
+    served = resolve("serve", pinned, replace(asked, logit_bias=None))
     assert served.sampling == Sampling(temperature=0.2, top_p=1.0, max_new_tokens=9)
-    assert served.extra == {"logit_bias": {"5": 1.0}, "sampling_seed": 3}
+    assert served.extra == {"sampling_seed": 3}
     assert served.overridden == ()
     bounded = resolve("serve", pinned, ClientSampling(max_new_tokens=21))
     assert (bounded.sampling.max_new_tokens, bounded.overridden) == (20, ("max_new_tokens",))

@@ -6,7 +6,8 @@ Every field of the API stands in exactly one of these lists:
   max_new_tokens), `stop`, `logprobs`, `n` = 1.
 - the run's: `temperature`, `top_p`, `top_k`, `min_p`, `frequency_penalty`, `presence_penalty`,
   `repetition_penalty`, `logit_bias`, `seed`: honoured in serving sessions; overridden in training and
-  evaluation, which is reported once per session (header `x-invrl-overridden`).
+  evaluation, which is reported once per session (header `x-invrl-overridden`). `logit_bias` is
+  refused in serving, because the router would drop it.
 - ignored, for they change no token: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`,
   `prompt_cache_key`, `prompt_cache_retention`, `stream_options.include_obfuscation`; in messages
   `name`, `refusal`, `annotations`.
