@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from invrl.errors import ServerError, WeightSyncError
+from invrl.errors import DeadlineError, ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.engine_server import EngineServer
@@ -75,8 +75,8 @@ class Fleet:
         engine: EngineConfig,
         model_path: Path,
         run_folder: Path,
-        sglang: Mapping[str, str] | None = None,
-        router: Mapping[str, str] | None = None,
+        sglang: Mapping[str, str | int | float | bool] | None = None,
+        router: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
         """`sglang`, `router`: what the user passes through, by upstream's field names. ConfigError."""
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
@@ -84,13 +84,13 @@ class Fleet:
         self._model_path = model_path
         self._run_folder = run_folder
         self._replies = run_folder / "engine_replies"
-        self._sglang_flags = sglang_flags(sglang or {})
+        self._sglang_flags = sglang_flags({name: str(value) for name, value in (sglang or {}).items()})
         self._engines: dict[str, Engine] = {}
         self._version = WeightVersion(0)
         self._router = RouterServer(
             run_folder=run_folder,
             start_timeout_s=engine.router_start_timeout_s,
-            passthrough=router_flags(router or {}),
+            passthrough=router_flags({name: str(value) for name, value in (router or {}).items()}),
         )
         self._watch: asyncio.Task[None] | None = None
         self.evicted: dict[str, str] = {}
@@ -127,6 +127,13 @@ class Fleet:
     async def receivers(self) -> Sequence[WeightReceiver]:
         return [engine.receiver for engine in self._engines.values()]
 
+    def check(self) -> None:
+        """Raises ServerError if the router has ended or no engine is left."""
+        self._router.check_alive()
+        if not self._engines and self.evicted:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.evicted.items())
+            raise ServerError(f"no engine is left: {reasons}")
+
     async def committed(self, version: WeightVersion) -> None:
         """The fleet now holds `version`: what an engine that is restarted must load."""
         self._version = version
@@ -138,7 +145,7 @@ class Fleet:
             return
         _LOG.error("%s leaves the fleet: %s", name, reason)
         self.evicted[name] = reason
-        with contextlib.suppress(ServerError):  # a router that is gone routes to nobody
+        with contextlib.suppress(ServerError, DeadlineError):  # a router that is gone routes to nobody
             await self._router.unregister(engine.server.url)
         await self._end(engine)
 
@@ -147,6 +154,11 @@ class Fleet:
         only then let the router know it. Raises ServerError, DeadlineError, WeightSyncError."""
         if name in self._engines:
             raise ServerError(f"{name} is running")
+        if staged.version != self._version:
+            raise WeightSyncError(
+                f"{name} cannot return with version {staged.version}: the fleet holds {self._version}",
+                engine=name,
+            )
         engine = self._launch(name)
         try:
             await self._ready(engine)
@@ -154,11 +166,6 @@ class Fleet:
             await load_verified(engine.receiver, staged)
             await engine.receiver.commit(staged.version)
             await engine.client.flush_cache()
-            if staged.version != self._version:
-                raise WeightSyncError(
-                    f"{name} was loaded with version {staged.version}, the fleet holds {self._version}",
-                    engine=name,
-                )
             await self._register(engine)
         except BaseException:
             await self._end(engine)

@@ -130,9 +130,7 @@ class SglangClient:
         )
         return _Answer().add(_EVENT.decode(answer)).result()
 
-    async def stream(
-        self, request: GenerateRequest
-    ) -> AsyncGenerator[GenerateChunk | GenerateResult, None]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateResult, None]:
         """Chunks of new tokens as they come; the last item is the whole result. Errors as in `generate`.
         Closing the iterator drops the connection, which ends the generation within 0.1 s."""
         body = self._body(request, stream=True)

@@ -121,11 +121,16 @@ async def test_a_closed_stream_ends_the_generation(engine: Engine) -> None:
     await asyncio.wait_for(flush, 20)
 
 
-@pytest.mark.parametrize("path", ["/generate", "/pause_generation", "/update_weights_from_tensor"])
-@pytest.mark.parametrize("key", ["", "wrong", "sampling"])
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [("/generate", ""), ("/generate", "wrong")]
+    + [
+        (path, key)
+        for path in ("/pause_generation", "/update_weights_from_tensor", "/update_weight_version")
+        for key in ("", "wrong", "sampling")
+    ],
+)
 async def test_without_the_right_key_nothing_is_answered(engine: Engine, path: str, key: str) -> None:
-    if key == "sampling" and path == "/generate":
-        pytest.skip("that is the right key")
     headers = {"Authorization": f"Bearer {engine.server.api_key if key == 'sampling' else key}"}
     async with (
         aiohttp.ClientSession() as http,
