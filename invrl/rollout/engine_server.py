@@ -8,8 +8,10 @@ here. Used by `fleet`.
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -32,10 +34,16 @@ _CPU_FLAGS = {
 
 
 def find_device() -> Device:
-    """What an engine runs on here."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """What an engine runs on here: asks the driver library, as importing torch would cost seconds."""
+    if version("torch").endswith("+cpu"):
+        return "cpu"
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "cpu"
+    count = ctypes.c_int(0)
+    found = cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return "cuda" if found and count.value else "cpu"
 
 
 def engine_command(

@@ -3,6 +3,7 @@ taken from the environment, which other users of the machine cannot read. Run by
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping
@@ -19,9 +20,15 @@ def key_flags(environ: Mapping[str, str]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    from sglang_router.launch_router import launch_router, parse_router_args
+    # Not sglang_router.launch_router: that one imports sglang and with it torch (5 s) for a debug mode.
+    from sglang_router.router import Router
+    from sglang_router.router_args import RouterArgs
 
-    launch_router(parse_router_args(argv))  # pyright: ignore[reportArgumentType]
+    parser = argparse.ArgumentParser(prog="sglang-router")
+    RouterArgs.add_cli_args(parser)
+    router_args = RouterArgs.from_cli_args(parser.parse_args(argv))
+    router_args._validate_router_args()
+    Router.from_args(router_args).start()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ instead of a batch that never comes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -68,6 +69,7 @@ class RolloutHandle:
             rollout_function_path=config.rollout_function_path,
             reward_function_path=config.reward_function_path,
             rollout_timeout_s=config.rollout_timeout_s,
+            python_path=tuple(sys.path),
             report_timeout_s=_REPORT_TIMEOUT_S,
         )
         self._pool = WorkerPool(
@@ -92,6 +94,10 @@ class RolloutHandle:
     def dispatch(self) -> None:
         """Begins to run what the buffer leases."""
         self._dispatcher.start()
+
+    async def stop_dispatching(self) -> None:
+        """Leases no more and aborts what runs; evaluations may follow."""
+        await self._dispatcher.stop(drain_s=0.0)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """`work`'s result, or the failure of the rollout half if that comes first."""

@@ -94,6 +94,11 @@ class RouterServer:
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
 
+    def check_alive(self) -> None:
+        """Raises ServerError if a started router has ended."""
+        if self._process is not None:
+            self._process.check_alive()
+
     def stop(self) -> None:
         if self._process is not None:
             self._process.stop()

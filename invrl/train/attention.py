@@ -59,7 +59,9 @@ def _block(block: AttentionBlock, device: torch.device, dtype: torch.dtype) -> B
 class TreeAttention(MegatronModule):
     """Core attention of a layer; no parameters."""
 
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any
+    ) -> None:
         super().__init__(config=config)
         assert config.kv_channels is not None
         self._scale = softmax_scale or config.kv_channels**-0.5

@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 _prepared = False
 
-TRAIN_ENV = {
-    "OMP_NUM_THREADS": "1",
-    # Activations and logits are tens of megabytes. By default malloc maps them afresh each time and the
-    # kernel zeroes every page; these keep freed memory in the process.
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "8589934592",
-    "MALLOC_TOP_PAD_": "268435456",
-}
-"""Environment of a trainer rank on CPU; it must be set before the process starts."""
-
 
 def on_cuda() -> bool:
     return torch.cuda.is_available()

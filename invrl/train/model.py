@@ -50,7 +50,9 @@ class PolicyModel(GPTModel):
             rotary_pos_emb=self._rotary(positions_P),
             packed_seq_params=PackedRow.of(micro_batch, at, dtype),
         )
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = (
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        )
         logits, _ = self.output_layer(hidden.index_select(0, predict_from_N), weight=weight)
         return token_logprobs(logits.squeeze(1), targets_N, temperature_N)
 

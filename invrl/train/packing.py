@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -212,9 +213,7 @@ def _blocks(tree: list[_Branch]) -> list[AttentionBlock]:
     blocks: list[AttentionBlock] = []
     for branch in tree:
         if not len(branch.ancestors_K):
-            blocks.append(
-                AttentionBlock(start=branch.start, end=branch.end, prefix_K=_NOWHERE, mask_QK=None)
-            )
+            blocks.append(AttentionBlock(start=branch.start, end=branch.end, prefix_K=_NOWHERE, mask_QK=None))
             continue
         for at in range(branch.start, branch.end, QUERY_CHUNK):
             chunk = min(QUERY_CHUNK, branch.end - at)
@@ -299,7 +298,7 @@ def _assign(batch: TrainBatch, ranks: int, parts: int) -> list[list[int]]:
     for rollouts in groups.values():
         rows = list(rollouts.values())
         size = -(-len(rows) // parts)
-        items += [sum(rows[at : at + size], []) for at in range(0, len(rows), size)]
+        items += [list(chain(*rows[at : at + size])) for at in range(0, len(rows), size)]
     costs = [_cost(batch, item) for item in items]
     loads: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0.0] * ranks

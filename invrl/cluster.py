@@ -1,0 +1,239 @@
+"""Creates every process of a run, and ends them: Ray, trainer ranks, buffer, workers, engines, router,
+gateway. Nothing else in invrl starts a process.
+
+Start-up overlaps what can overlap: engines load while Ray starts and the trainer ranks load.
+Everything is ended in reverse order on return, error and Ctrl-C; on kill -9 by the kernel
+(PR_SET_PDEATHSIG), by Ray and by the guardian. Called by `training.py` and `serving.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from invrl.buffer.buffer_actor import BufferActor
+from invrl.buffer.buffer_handle import BufferHandle
+from invrl.config import Config
+from invrl.gateway.gateway_server import GatewayServer
+from invrl.gateway.settings import GatewaySettings
+from invrl.guardian import start_guardian
+from invrl.process import free_port
+from invrl.rollout.engine_server import find_device
+from invrl.rollout.fleet import Fleet
+from invrl.rollout.rollout_handle import RolloutHandle
+from invrl.rollout.tasks import load_tasks
+from invrl.rollout.worker_handle import RayWorker
+from invrl.run_folder import RunFolder
+from invrl.train.train_actor import TRAIN_ENV, RankSettings, TrainActor
+from invrl.train.train_handle import TrainHandle
+
+T = TypeVar("T")
+_GATEWAY_START_S = 120.0
+_WATCH_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """The rollout half without user code: a fleet behind a router behind a gateway."""
+
+    fleet: Fleet
+    gateway: GatewayServer
+    settings: GatewaySettings
+    started: asyncio.Task[None]
+
+    @property
+    def env_key(self) -> str:
+        return self.settings.env_key.get_secret_value()
+
+    async def wait_ready(self) -> None:
+        """Engines healthy, router and gateway answering; no engine is behind the router yet."""
+        await self.started
+        await asyncio.to_thread(self.gateway.wait_ready, deadline_s=_GATEWAY_START_S)
+
+    async def watch(self) -> None:
+        """Never returns; raises ServerError once the gateway, the router or the last engine is gone."""
+        while True:
+            self.gateway.process.check_alive()
+            self.fleet.check()
+            await asyncio.sleep(_WATCH_EVERY_S)
+
+
+def model_folder(config: Config) -> Path:
+    return Path(config.model.model_path).expanduser().absolute()
+
+
+@asynccontextmanager
+async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serving]:
+    """Starts engines, router and gateway without waiting for them; ends them on exit."""
+    async with AsyncExitStack() as stack:
+        start_guardian(os.getpid())
+        fleet = Fleet(
+            config.engine,
+            model_path=model_folder(config),
+            run_folder=folder.path,
+            sglang=config.sglang,
+            router=config.router,
+        )
+        stack.push_async_callback(fleet.stop)
+        started = asyncio.create_task(fleet.start())
+        stack.callback(started.cancel)
+        await asyncio.sleep(0)  # its processes exist now and load while the caller starts others
+        settings = _gateway_settings(config, folder, fleet)
+        gateway = GatewayServer(settings, folder=folder.path / "private", log=folder.log_path("gateway"))
+        stack.callback(gateway.stop)
+        yield Serving(fleet=fleet, gateway=gateway, settings=settings, started=started)
+
+
+def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> GatewaySettings:
+    path = model_folder(config)
+    model = json.loads((path / "config.json").read_text())
+    return GatewaySettings.model_validate(
+        {
+            "run_id": folder.path.name,
+            "host": config.gateway.gateway_host,
+            "port": config.gateway.gateway_port or free_port(),
+            "public_url": config.gateway.gateway_public_url,
+            "router_url": fleet.router_url,
+            "router_api_key": fleet.router_api_key,
+            "env_key": f"env-{secrets.token_urlsafe(24)}",
+            "model_path": str(path),
+            "model_name": path.name,
+            "store_path": str(folder.store_path),
+            "temperature": config.rollout.temperature,
+            "max_new_tokens": config.rollout.max_new_tokens,
+            "context_length": min(model["max_position_embeddings"], config.engine.engine_max_total_tokens),
+            "vocab_size": model["vocab_size"],
+            "max_open_sessions": config.gateway.max_open_sessions,
+            "session_ttl_s": config.gateway.session_ttl_s,
+            "generate_timeout_s": config.gateway.generate_timeout_s,
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Both halves, alive."""
+
+    serving: Serving
+    trainer: TrainHandle
+    buffer: BufferHandle
+    rollouts: RolloutHandle
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """`work`'s result, or the failure of the rollout half if that comes first."""
+        return await first_to_fail(self.rollouts.guard(work), self.serving.watch())
+
+
+async def first_to_fail(work: Coroutine[Any, Any, T], watch: Coroutine[Any, Any, None]) -> T:
+    """`work`'s result; if `watch` ends first, it is by raising, and that is raised."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            watching.result()
+        return await working
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+@asynccontextmanager
+async def start_cluster(config: Config, folder: RunFolder) -> AsyncIterator[Cluster]:
+    """Everything a training run needs, ready; ended on exit. Raises InvrlError naming what failed."""
+    async with AsyncExitStack() as stack:
+        serving = await stack.enter_async_context(start_serving(config, folder))
+        stack.enter_context(_ray())
+        trainer = _make_trainer(config)
+        stack.callback(trainer.stop)
+        buffer = _make_buffer(config, folder)
+        rollouts = RolloutHandle(
+            config.rollout,
+            buffer=buffer,
+            gateway_url=serving.gateway.url,
+            env_key=serving.env_key,
+            model=serving.settings.model_name,
+            seed=config.run.seed,
+            make_worker=partial(RayWorker, concurrency=config.rollout.rollout_concurrency),
+        )
+        stack.push_async_callback(rollouts.stop)
+        await asyncio.gather(trainer.start(), buffer.start(), rollouts.start(), serving.wait_ready())
+        yield Cluster(serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts)
+
+
+@contextmanager
+def _ray() -> Iterator[None]:
+    """A local Ray behind a token (`ray_token.py`), or the one that RAY_ADDRESS names."""
+    paths = [str(Path.cwd()), *sys.path]
+    ray.init(
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        runtime_env={
+            "env_vars": {
+                "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+                "OMP_NUM_THREADS": "1",
+            }
+        },
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _make_trainer(config: Config) -> TrainHandle:
+    """One actor per rank; `TrainHandle.start` makes them join."""
+    ranks, port = config.train.data_parallel_size, free_port()
+    on_gpu = find_device() == "cuda"
+    actors = []
+    for rank in range(ranks):
+        settings = RankSettings(
+            rank=rank,
+            world_size=ranks,
+            master_addr="127.0.0.1",
+            master_port=port,
+            model_path=str(model_folder(config)),
+            train=config.train,
+            algorithm=config.algorithm,
+            weight_dtype=config.engine.engine_dtype,
+            carrier=config.weight_sync.weight_carrier,
+            megatron=dict(config.megatron),
+            seed=config.run.seed,
+        )
+        options = {"num_cpus": 0, "num_gpus": 1 if on_gpu else 0, "runtime_env": {"env_vars": TRAIN_ENV}}
+        actors.append(ray.remote(TrainActor).options(**options).remote(settings))
+    return TrainHandle(
+        actors,
+        steps_per_batch=config.algorithm.steps_per_batch,
+        start_timeout_s=config.train.train_start_timeout_s,
+        step_timeout_s=config.train.train_step_timeout_s,
+    )
+
+
+def _make_buffer(config: Config, folder: RunFolder) -> BufferHandle:
+    rollout = config.rollout
+    actor: Any = ray.remote(BufferActor).options(num_cpus=0, max_concurrency=64)
+    return BufferHandle(
+        actor=actor.remote(
+            config.buffer,
+            rollout_batch_size=rollout.rollout_batch_size,
+            n_samples_per_prompt=rollout.n_samples_per_prompt,
+            max_attempts=rollout.rollout_max_attempts,
+            tasks_factory=partial(load_tasks, rollout, "train", config.run.seed),
+            run_store_path=folder.store_path,
+        ),
+        batch_timeout_s=config.buffer.batch_timeout_s,
+    )

@@ -1,0 +1,62 @@
+"""`invrl serve`: the fleet and the gateway without a trainer, for a stranger's agent at once.
+
+The first session stands for the person at the terminal; more are opened with the environment key.
+Called by `cli.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from invrl.cluster import Serving, start_serving
+from invrl.config import Config
+from invrl.rollout.session_client import SessionClient
+from invrl.run_folder import RunFolder
+from invrl.types import GroupLease, GroupMember, Session, Task
+
+
+def serve(config: Config, folder: RunFolder) -> None:
+    """Serves until Ctrl-C. Raises what start-up raises, or the failure of an engine."""
+    asyncio.run(_serve(config, folder))
+
+
+async def _serve(config: Config, folder: RunFolder) -> None:
+    async with start_serving(config, folder) as serving:
+        print(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}", flush=True)
+        await serving.wait_ready()
+        print(welcome(serving, await _open_session(serving)), flush=True)
+        await serving.watch()
+
+
+async def _open_session(serving: Serving) -> Session:
+    client = SessionClient(serving.gateway.url, env_key=serving.env_key)
+    lease = GroupLease(
+        group_id="terminal",
+        task=Task(id="terminal", payload={}),
+        members=(GroupMember(index=0, attempt=0),),
+    )
+    try:
+        [session] = await client.open(lease, purpose="serve")
+    finally:
+        await client.close()
+    return session
+
+
+def welcome(serving: Serving, session: Session) -> str:
+    """What a stranger needs to point an agent at us."""
+    url, model = serving.settings.url, serving.settings.model_name
+    return f"""
+serving {model}; Ctrl-C ends it
+
+  OPENAI_BASE_URL={session.base_url}
+  OPENAI_API_KEY={session.key}
+
+try it:
+  curl -s {session.base_url}/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+
+more sessions (the environment key opens them; keep it to yourself):
+  INVRL_ENV_KEY={serving.env_key}
+  curl -s {url}/sessions -H "Authorization: Bearer $INVRL_ENV_KEY" -H 'Content-Type: application/json' \\
+    -d '{{"task_id": "a", "group_id": "a", "members": [{{"index": 0, "attempt": 0}}], "purpose": "serve"}}'
+"""

@@ -1,0 +1,92 @@
+"""What outlives the trainer: Megatron distributed checkpoints, and Hugging Face folders.
+
+A checkpoint can be loaded by another number of data-parallel ranks. Called by `rank.py`; imported
+after `device.prepare()`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from safetensors.torch import save_file
+
+from invrl.errors import TrainError
+from invrl.train.hf_config import HuggingFaceConfig
+from invrl.train.model import PolicyModel
+from invrl.train.weights import export_weights
+
+_NOT_COPIED = (
+    ".safetensors",
+    ".bin",
+    ".gguf",
+    ".pt",
+    ".pth",
+    ".msgpack",
+    ".h5",
+    "model.safetensors.index.json",
+)
+
+
+class Checkpoint:
+    """Saves and loads one rank's share of the model and its optimizer."""
+
+    def __init__(self, model: PolicyModel, optimizer: ChainedOptimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    def save(self, path: str) -> None:
+        """All ranks together. Raises TrainError if the folder holds something."""
+        folder = Path(path)
+        if torch.distributed.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        if any(folder.iterdir()):
+            raise TrainError(f"{folder} is not empty: a checkpoint is not written over another")
+        torch.distributed.barrier()
+        dist_checkpointing.save(self._state(is_loading=False), str(folder))
+
+    def load(self, path: str) -> None:
+        """Raises TrainError if there is no checkpoint."""
+        if not dist_checkpointing.check_is_distributed_checkpoint(path):
+            raise TrainError(f"{path} holds no checkpoint")
+        state: Any = dist_checkpointing.load(self._state(is_loading=True), path)
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def _state(self, *, is_loading: bool) -> dict[str, Any]:
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        model = self._model.sharded_state_dict(metadata=metadata)
+        optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        return {"model": model, "optimizer": optimizer}
+
+
+def export_hugging_face(
+    model: PolicyModel, config: HuggingFaceConfig, dtype: torch.dtype, source: str, path: str
+) -> None:
+    """Weights in `dtype`; configuration, tokenizer and template copied from `source`. Appears whole."""
+    folder = Path(path)
+    new = folder.with_name(folder.name + ".new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    for file in Path(source).iterdir():
+        if file.is_file() and not file.name.endswith(_NOT_COPIED):
+            shutil.copy(file, new / file.name)
+    described = json.loads((new / "config.json").read_text())
+    described.pop("torch_dtype", None)
+    described["dtype"] = str(dtype).removeprefix("torch.")
+    (new / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in export_weights(model, config, dtype)}
+    save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)

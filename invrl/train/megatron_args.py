@@ -1,0 +1,211 @@
+"""`--megatron-*`: fields of Megatron's own configuration classes, checked against the installed package.
+
+Invariant: an option that passes changes how the same function is computed or optimised, never what
+is computed: what the model folder, invrl's own settings or the step decide is refused, with what to
+use instead. Megatron is imported inside functions only; `config_checks.py` calls
+`check_megatron_options` at start-up, `rank.py` calls `parse_megatron_options`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from invrl.errors import ConfigError
+
+Scalar = bool | int | float | str
+
+_BY_FLAG = {
+    "lr": "--lr",
+    "min_lr": "--lr",
+    "weight_decay": "--weight-decay",
+    "adam_beta1": "--adam-beta1",
+    "adam_beta2": "--adam-beta2",
+    "clip_grad": "--clip-grad",
+    "use_distributed_optimizer": "--use-distributed-optimizer",
+    "bf16": "--train-dtype",
+    "fp16": "--train-dtype",
+    "params_dtype": "--train-dtype",
+    "pipeline_dtype": "--train-dtype",
+    "autocast_dtype": "--train-dtype",
+    "enable_autocast": "--train-dtype",
+}
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_distributed_optimizer_instances",
+)
+_FROM_MODEL = frozenset(
+    """
+    num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels
+    softmax_scale softmax_type hidden_dropout attention_dropout
+    apply_residual_connection_post_layernorm layernorm_epsilon layernorm_zero_centered_gamma
+    add_bias_linear add_qkv_bias gated_linear_unit activation_func glu_linear_offset
+    activation_func_clamp_value num_moe_experts rotary_interleaved window_size window_attn_skip_freq
+    normalization qk_layernorm qk_l2_norm attention_output_gate multi_latent_attention no_rope_freq
+    experimental_attention_variant mrope_section is_hybrid_model heterogeneous_block_specs
+    apply_query_key_layer_scaling test_mode
+    """.split()
+)
+"""What is computed: config.json says it."""
+_BY_STEP = frozenset(
+    """
+    calculate_per_token_loss finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func
+    param_sync_func timers perform_initialization use_cpu_initialization init_method
+    output_layer_init_method embedding_init_method init_model_with_meta_device average_in_collective
+    overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step
+    sequence_parallel variable_seq_lengths overlap_p2p_comm batch_p2p_comm use_ring_exchange_p2p
+    transformer_impl use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy
+    delay_wgrad_compute flash_decode
+    """.split()
+)
+"""What the training step and the layer specification decide."""
+_NOT_YET = (
+    "moe_",
+    "fp8",
+    "fp4",
+    "tp_comm_",
+    "cuda_graph",
+    "mtp_",
+    "mamba_",
+    "linear_",
+    "dsa_",
+    "cpu_offloading",
+)
+"""Prefixes of features that the dense trainer does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronOptions:
+    """Parsed fields of the three classes; an option that several of them have is in each."""
+
+    transformer: dict[str, object]
+    ddp: dict[str, object]
+    optimizer: dict[str, object]
+
+
+def check_megatron_options(options: Mapping[str, Scalar]) -> None:
+    """Raises ConfigError for the first option that is unknown, owned by invrl, or of the wrong type."""
+    parse_megatron_options(options)
+
+
+def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
+    """Options by field name ("recompute_granularity"), values as flags or TOML give them."""
+    parsed = MegatronOptions(transformer={}, ddp={}, optimizer={})
+    if not options:
+        return parsed
+    _refuse_known_wrong(options)
+    known = _known_fields()
+    for name, value in options.items():
+        _refuse_owned(name, value)
+        owners = [(owner, types[name]) for owner, types in known.items() if name in types]
+        if not owners:
+            names = {field for types in known.values() for field in types}
+            near = difflib.get_close_matches(name, sorted(names - _BY_STEP - _FROM_MODEL), n=1)
+            raise _error(name, value, "Megatron has no such field", _instead(near))
+        for owner, annotation in owners:
+            getattr(parsed, owner)[name] = _parse(name, value, annotation)
+    return parsed
+
+
+def _known_fields() -> dict[str, dict[str, Any]]:
+    """Field name -> annotation, per class."""
+    from invrl.train import device
+
+    device.prepare()
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    classes = {
+        "transformer": TransformerConfig,
+        "ddp": DistributedDataParallelConfig,
+        "optimizer": OptimizerConfig,
+    }
+    return {owner: {field.name: field.type for field in fields(cls)} for owner, cls in classes.items()}
+
+
+def _parse(name: str, value: Scalar, annotation: Any) -> object:
+    """As the field's own type; a list is written with commas."""
+    candidates: list[object] = [value]
+    if isinstance(value, str):
+        candidates.append([part.strip() for part in value.split(",")])
+    for candidate in candidates:
+        try:
+            return TypeAdapter(annotation, config={"arbitrary_types_allowed": True}).validate_python(
+                candidate
+            )
+        except ValidationError:
+            continue
+    shown = getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
+    raise _error(name, value, f"Megatron wants {shown}", "give such a value")
+
+
+def _refuse_known_wrong(options: Mapping[str, Scalar]) -> None:
+    """Layouts that megatron-core 0.16.1 computes wrongly without saying so."""
+
+    def size(name: str) -> int:
+        value = options.get(name)
+        return value if isinstance(value, int) else 1
+
+    if size("virtual_pipeline_model_parallel_size") > 1 and options.get("batch_p2p_comm") is not False:
+        raise _error(
+            "virtual_pipeline_model_parallel_size",
+            options["virtual_pipeline_model_parallel_size"],
+            "interleaved pipelines train wrongly with batched point-to-point communication (their default)",
+            "leave it out",
+        )
+    if size("num_moe_experts") > 1 and size("tensor_model_parallel_size") > size(
+        "expert_model_parallel_size"
+    ):
+        raise _error(
+            "tensor_model_parallel_size",
+            options["tensor_model_parallel_size"],
+            "with experts that are not parallel, expert gradients are not reduced over tensor ranks",
+            "leave it out",
+        )
+    if size("expert_model_parallel_size") > 1:
+        raise _error(
+            "expert_model_parallel_size",
+            options["expert_model_parallel_size"],
+            "an optimizer saved under another expert-parallel size cannot be loaded",
+            "leave it out",
+        )
+
+
+def _refuse_owned(name: str, value: Scalar) -> None:
+    if name in _BY_FLAG:
+        raise _error(name, value, "invrl sets this field itself", f"use {_BY_FLAG[name]}")
+    if name in _SIZES and value != 1:
+        raise _error(
+            name,
+            value,
+            "the trainer is data-parallel only, as yet",
+            "use --data-parallel-size for more ranks",
+        )
+    if name in _FROM_MODEL:
+        raise _error(name, value, "the model folder's config.json decides what is computed", "leave it out")
+    if name in _BY_STEP:
+        raise _error(name, value, "the training step is built for one value of it", "leave it out")
+    if name.startswith(_NOT_YET) or name in ("fp4", "fp8"):
+        raise _error(name, value, "the trainer does not support this feature yet", "leave it out")
+
+
+def _instead(near: list[str]) -> str:
+    return f"did you mean {_flag(near[0])}?" if near else "see the fields of its TransformerConfig"
+
+
+def _flag(name: str) -> str:
+    return "--megatron-" + name.replace("_", "-")
+
+
+def _error(name: str, value: Scalar, reason: str, fix: str) -> ConfigError:
+    return ConfigError(field=_flag(name), value=value, reason=reason, fix=fix)

@@ -1,0 +1,87 @@
+"""Megatron's DDP and optimizer around a model: float32 master weights, summed gradients.
+
+Invariant: a step is applied whole or not at all; a gradient that is not finite raises before a weight
+changes. Imported after `device.prepare()`, by `rank.py` and `step.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.transformer.module import Float16Module
+
+from invrl.errors import TrainError
+from invrl.train import device
+from invrl.train.config import TrainConfig
+from invrl.train.megatron_args import MegatronOptions
+from invrl.train.model import PolicyModel
+
+
+def distribute(
+    model: PolicyModel, config: TrainConfig, options: MegatronOptions
+) -> tuple[DistributedDataParallel, ChainedOptimizer]:
+    """The model behind DDP (gradients accumulate in float32), and its optimizer."""
+    transformer = model.config
+    ddp: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+    }
+    wrapped = Float16Module(transformer, model) if transformer.bf16 else model
+    distributed = DistributedDataParallel(
+        transformer, DistributedDataParallelConfig(**ddp | options.ddp), wrapped
+    )
+    settings: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "clip_grad": config.clip_grad,
+        "bf16": transformer.bf16,
+        "params_dtype": transformer.params_dtype,
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+    }
+    optimizer = get_megatron_optimizer(OptimizerConfig(**settings | options.optimizer), [distributed])
+    if not isinstance(optimizer, ChainedOptimizer):
+        optimizer = ChainedOptimizer([optimizer])
+    device.fuse_adam(optimizer)
+    transformer.grad_scale_func = optimizer.scale_loss
+    transformer.finalize_model_grads_func = partial(_sum_gradients)
+    return distributed, optimizer
+
+
+def _sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **rest: Any) -> None:
+    """Reduce over ranks without dividing: each loss has its global denominator already."""
+    finalize_model_grads(model, None, **rest)
+
+
+def apply_gradients(optimizer: ChainedOptimizer) -> float:
+    """Clip and step; the gradient's norm before clipping. Raises TrainError if it is not finite."""
+    with torch.no_grad():
+        if optimizer.prepare_grads():
+            raise TrainError("the gradient overflowed its loss scale")
+        norm = float(optimizer.get_grad_norm() or 0.0)
+        if not math.isfinite(norm):
+            raise TrainError(f"the gradient norm is {norm}: no weight was changed")
+        for part in optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters and part.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(
+                    parameters, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=False
+                )
+        optimizer.step_with_ready_grads()
+    return norm
+
+
+__all__ = ["DistributedDataParallel", "MegatronOptimizer", "apply_gradients", "distribute"]

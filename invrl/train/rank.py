@@ -1,0 +1,112 @@
+"""One trainer rank: the process group, the model, its optimizer, its weights. A plain class: tests run it
+without Ray, `train_actor.py` is its shell.
+
+Invariant: every rank makes the same calls in the same order (they meet in collectives); only `logprobs`,
+`layout`, `stage` and `export_hugging_face` are one rank's own. `device.prepare()` runs before Megatron
+is imported, so the imports that need it are inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from invrl.interfaces import StagedWeights, StepResult, WeightLayout
+from invrl.train import device
+from invrl.train.hf_config import read_hf_config
+from invrl.train.megatron_args import parse_megatron_options
+from invrl.train.packing import RankBatch, Row
+from invrl.train.train_actor import RankSettings
+from invrl.train.weight_sender import SENDERS
+from invrl.types import WeightVersion
+
+
+class TrainRank:
+    """Raises ConfigError, TrainError, or torch's error if the other ranks do not come in time."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        device.prepare()
+        _join(settings)
+        from invrl.train.checkpoint import Checkpoint
+        from invrl.train.model import build_model
+        from invrl.train.optimizer import distribute
+        from invrl.train.step import TrainStep
+
+        dtype: torch.dtype = getattr(torch, settings.train.train_dtype)
+        options = parse_megatron_options(settings.megatron)
+        self._settings = settings
+        self._config = read_hf_config(settings.model_path)
+        self._model = build_model(self._config, settings.model_path, dtype, options.transformer)
+        self._reference = None
+        if settings.algorithm.kl_coef > 0:
+            frozen = build_model(self._config, settings.model_path, dtype, options.transformer)
+            self._reference = frozen.requires_grad_(False)
+        distributed, optimizer = distribute(self._model, settings.train, options)
+        self._step = TrainStep(
+            distributed, optimizer, self._reference, train=settings.train, algorithm=settings.algorithm
+        )
+        self._checkpoint = Checkpoint(self._model, optimizer)
+        self._sender = SENDERS[settings.carrier](
+            self._model, self._config, getattr(torch, settings.weight_dtype)
+        )
+
+    def train(self, batch: RankBatch) -> StepResult:
+        """One batch. Raises TrainError; then no weight has changed since the last mini-batch."""
+        return self._step.run(batch)
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """Log-prob of each prompt's token t >= 1 given those before it, at temperature 1: [T-1] each."""
+        rows = [
+            Row(
+                tokens_T=np.asarray(prompt, np.int32),
+                wanted_N=np.arange(1, len(prompt)),
+                temperature=1.0,
+            )
+            for prompt in prompts
+        ]
+        arrays = self._step.logprobs(self._model, self._step.pack(rows), [len(prompt) for prompt in prompts])
+        return [array_T[1:] for array_T in arrays]
+
+    def layout(self) -> WeightLayout:
+        return self._sender.layout()
+
+    def stage(self, version: WeightVersion) -> StagedWeights:
+        """Write the current weights where engines can take them."""
+        return self._sender.stage(version)
+
+    def save_checkpoint(self, path: str) -> None:
+        """Model and optimizer; all ranks together. The folder must be empty or new."""
+        self._checkpoint.save(path)
+
+    def load_checkpoint(self, path: str) -> None:
+        self._checkpoint.load(path)
+
+    def export_hugging_face(self, path: str) -> None:
+        """A folder that plain transformers loads: weights in the training dtype, the rest as it came."""
+        from invrl.train.checkpoint import export_hugging_face
+
+        dtype: torch.dtype = getattr(torch, self._settings.train.train_dtype)
+        export_hugging_face(self._model, self._config, dtype, self._settings.model_path, path)
+
+
+def _join(settings: RankSettings) -> None:
+    """The process group and Megatron's groups over it; data parallel only, so far."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if device.on_cuda():
+        torch.cuda.set_device(0)  # Ray shows each rank its own GPU only
+    torch.distributed.init_process_group(
+        device.backend(),
+        init_method=f"tcp://{settings.master_addr}:{settings.master_port}",
+        rank=settings.rank,
+        world_size=settings.world_size,
+        timeout=timedelta(seconds=settings.train.train_step_timeout_s),
+    )
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(settings.seed)
+    model_parallel_cuda_manual_seed(settings.seed)

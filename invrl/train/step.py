@@ -1,0 +1,222 @@
+"""One training step: old and reference log-probs, then an optimizer step per mini-batch.
+
+Three policies: *rollout* (the engine's log-probs, in the batch), *old* (the proximal policy: this
+model before the batch's first step, or the engine's), *current*. With one optimizer step per batch old
+and current are the same numbers, so no forward pass is spent on old. Imported after
+`device.prepare()`, called by `rank.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.losses import LossInputs, policy_loss
+from invrl.algorithms.surrogates import surrogate_function
+from invrl.errors import TrainError
+from invrl.interfaces import StepResult
+from invrl.metrics import Mean, Metric, Sum, merge
+from invrl.train import device
+from invrl.train.config import TrainConfig
+from invrl.train.model import PolicyModel
+from invrl.train.optimizer import apply_gradients
+from invrl.train.packing import MicroBatch, RankBatch, Row, pack, rows_of
+from invrl.types import TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Work:
+    """A micro-batch with the values of its wanted tokens."""
+
+    micro_batch: MicroBatch
+    rollout_N: torch.Tensor
+    advantages_N: torch.Tensor
+    old_N: torch.Tensor | None
+    """None: the current log-probs, which are the same."""
+    reference_N: torch.Tensor | None
+    denominator: float
+
+
+class _Clock:
+    """Seconds per phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        if device.on_cuda():
+            torch.cuda.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+
+class TrainStep:
+    """The model, its optimizer and the frozen reference of one rank, and how a batch is trained."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: ChainedOptimizer,
+        reference: PolicyModel | None,
+        *,
+        train: TrainConfig,
+        algorithm: AlgorithmConfig,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._reference = reference
+        self._train = train
+        self._algorithm = algorithm
+        self._surrogate = surrogate_function(algorithm.policy_loss)
+
+    def run(self, batch: RankBatch) -> StepResult:
+        """One optimizer step per mini-batch. Raises TrainError for a loss or gradient that is not
+        finite; the mini-batch it is found in changes no weight."""
+        clock, started = _Clock(), time.monotonic()
+        packed = [self.pack(rows_of(mini_batch.samples)) for mini_batch in batch.mini_batches]
+        old = self._old_logprobs(batch, packed, clock)
+        reference = self._reference_logprobs(batch, packed, clock)
+        metrics: dict[str, Metric] = {}
+        for at, (mini_batch, micro_batches) in enumerate(zip(batch.mini_batches, packed, strict=True)):
+            works = [_work(mini_batch, micro_batch, old[at], reference[at]) for micro_batch in micro_batches]
+            with clock.phase("forward_backward"):
+                parts = self._forward_backward(works)
+            with clock.phase("optimizer"):
+                norm = apply_gradients(self._optimizer)
+            metrics = merge([metrics, *parts, {"grad_norm": Mean(norm), "lr": Mean(self._train.lr)}])
+        return StepResult(
+            batch_id=batch.batch_id,
+            optimizer_steps=len(packed),
+            metrics=metrics | _amounts(batch, packed, time.monotonic() - started),
+            seconds=clock.seconds,
+        )
+
+    def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
+        return pack(
+            rows,
+            max_tokens=self._train.max_tokens_per_microbatch,
+            share_prefixes=self._train.share_prefixes,
+        )
+
+    def logprobs(
+        self, model: torch.nn.Module, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]
+    ) -> list[NDArray[np.float32]]:
+        """Forward only: one array [T] per row, 0 where no log-prob is wanted."""
+        arrays = [np.zeros(length, np.float32) for length in lengths]
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                if micro_batch.rows:
+                    micro_batch.place(model(micro_batch)[0].cpu().numpy(), arrays)
+        return arrays
+
+    def _old_logprobs(
+        self, batch: RankBatch, packed: list[list[MicroBatch]], clock: _Clock
+    ) -> list[list[NDArray[np.float32]] | None]:
+        """Per mini-batch, per sample; all before the first step changes the model."""
+        if self._algorithm.old_logprobs == "engine":
+            return [[s.rollout_logprobs_T for s in mini.samples] for mini in batch.mini_batches]
+        if len(packed) < 2:
+            return [None] * len(packed)
+        with clock.phase("old_logprobs"):
+            return [
+                self.logprobs(self._model, micro_batches, [len(s.tokens_T) for s in mini.samples])
+                for mini, micro_batches in zip(batch.mini_batches, packed, strict=True)
+            ]
+
+    def _reference_logprobs(
+        self, batch: RankBatch, packed: list[list[MicroBatch]], clock: _Clock
+    ) -> list[list[NDArray[np.float32]] | None]:
+        if self._reference is None:
+            return [None] * len(packed)
+        with clock.phase("reference"):
+            return [
+                self.logprobs(self._reference, micro_batches, [len(s.tokens_T) for s in mini.samples])
+                for mini, micro_batches in zip(batch.mini_batches, packed, strict=True)
+            ]
+
+    def _forward_backward(self, works: list[_Work]) -> list[dict[str, Metric]]:
+        """Gradients of the mini-batch, summed over its micro-batches and reduced over ranks."""
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        return get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iter(works),
+            model=self._model,
+            num_microbatches=len(works),
+            seq_length=0,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+
+    def _forward_step(self, works: Iterator[_Work], model: torch.nn.Module) -> tuple[Any, Any]:
+        work = next(works)
+        logprobs_N, entropy_N = model(work.micro_batch)
+
+        def loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
+            """(loss to sum, Megatron's token count, which we do not use, metrics)."""
+            outputs = policy_loss(
+                LossInputs(
+                    current_N=current_N,
+                    old_N=current_N.detach() if work.old_N is None else work.old_N,
+                    rollout_N=work.rollout_N,
+                    advantages_N=work.advantages_N,
+                    reference_N=work.reference_N,
+                    entropy_N=entropy_N,
+                    denominator=work.denominator,
+                ),
+                self._algorithm,
+                self._surrogate,
+            )
+            value = float(outputs.loss.detach())
+            if not math.isfinite(value):
+                raise TrainError(f"the loss is {value}: no weight was changed")
+            return outputs.loss, torch.tensor(1, dtype=torch.int), dict(outputs.metrics)
+
+        return logprobs_N, loss
+
+
+def _work(
+    mini_batch: TrainBatch,
+    micro_batch: MicroBatch,
+    old: list[NDArray[np.float32]] | None,
+    reference: list[NDArray[np.float32]] | None,
+) -> _Work:
+    def picked(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
+        return torch.from_numpy(micro_batch.pick(arrays)).to(device.device())
+
+    return _Work(
+        micro_batch=micro_batch,
+        rollout_N=picked([sample.rollout_logprobs_T for sample in mini_batch.samples]),
+        advantages_N=picked(mini_batch.advantages),
+        old_N=None if old is None else picked(old),
+        reference_N=None if reference is None else picked(reference),
+        denominator=float(mini_batch.total_tokens),
+    )
+
+
+def _amounts(batch: RankBatch, packed: list[list[MicroBatch]], seconds: float) -> dict[str, Metric]:
+    """How much this rank computed; summed over ranks by whoever merges."""
+    trained = sum(int(s.loss_mask_T.sum()) for mini in batch.mini_batches for s in mini.samples)
+    computed = sum(len(micro.tokens_P) for parts in packed for micro in parts)
+    rows = sum(len(s.tokens_T) for mini in batch.mini_batches for s in mini.samples)
+    return {
+        "tokens": Sum(trained),
+        "computed_tokens": Sum(computed),
+        "row_tokens": Sum(rows),
+        "micro_batches": Sum(sum(len(parts) for parts in packed)),
+        "tokens_per_s": Sum(rows / seconds if seconds else 0.0),
+    }

@@ -1,0 +1,85 @@
+"""A trainer rank as a Ray actor: receives, calls, replies. Made by `cluster.py`, held by
+`train_handle.py`."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.train.config import TrainConfig
+from invrl.train.packing import RankBatch
+from invrl.types import WeightVersion
+
+if TYPE_CHECKING:
+    from invrl.interfaces import StagedWeights, StepResult, WeightLayout
+    from invrl.train.megatron_args import Scalar
+
+
+TRAIN_ENV = {
+    "OMP_NUM_THREADS": "1",
+    # Activations and logits are tens of megabytes. By default malloc maps them afresh each time and the
+    # kernel zeroes every page; these keep freed memory in the process.
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+"""Environment of a trainer rank; it must be set before the process starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """What a rank is started with. `weight_dtype` is what the engines hold."""
+
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    model_path: str
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    weight_dtype: str
+    carrier: str = "arena"
+    megatron: dict[str, Scalar] = field(default_factory=dict)
+    seed: int = 0
+
+
+class TrainActor:
+    """Ray calls one method at a time. The model is built by `start`, so that making the actor is quick
+    and all ranks can be made before they wait for each other."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self._settings = settings
+        faulthandler.enable(sys.stderr)
+
+    def start(self) -> None:
+        from invrl.train.rank import TrainRank
+
+        self._rank = TrainRank(self._settings)
+
+    def train(self, batch: RankBatch) -> StepResult:
+        return self._rank.train(batch)
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        return self._rank.logprobs(prompts)
+
+    def layout(self) -> WeightLayout:
+        return self._rank.layout()
+
+    def stage(self, version: WeightVersion) -> StagedWeights:
+        return self._rank.stage(version)
+
+    def save_checkpoint(self, path: str) -> None:
+        self._rank.save_checkpoint(path)
+
+    def load_checkpoint(self, path: str) -> None:
+        self._rank.load_checkpoint(path)
+
+    def export_hugging_face(self, path: str) -> None:
+        self._rank.export_hugging_face(path)

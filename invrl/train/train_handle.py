@@ -1,0 +1,121 @@
+"""All trainer ranks behind one handle: `interfaces.Trainer` and `interfaces.WeightSender`.
+
+Invariant: a call ends within its deadline on all ranks, or none is left: ranks meet in collectives, so
+where one fails or dies the others would wait for it. Made by `cluster.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayActorError, RayTaskError
+
+from invrl.errors import DeadlineError, InvrlError, TrainError
+from invrl.interfaces import StagedWeights, StepResult, WeightLayout
+from invrl.metrics import merge
+from invrl.train.packing import shard_batch
+from invrl.types import TrainBatch, WeightVersion
+
+
+class TrainHandle:
+    """`actors`: Ray handles of one `TrainActor` per rank, in rank order."""
+
+    def __init__(
+        self, actors: Sequence[Any], *, steps_per_batch: int, start_timeout_s: float, step_timeout_s: float
+    ) -> None:
+        self._actors = list(actors)
+        self._steps_per_batch = steps_per_batch
+        self._start_timeout_s = start_timeout_s
+        self._step_timeout_s = step_timeout_s
+
+    async def start(self) -> None:
+        """Every rank has joined and holds the model. Raises ConfigError, TrainError, DeadlineError."""
+        await self._all("start", timeout_s=self._start_timeout_s)
+
+    async def train(self, batch: TrainBatch) -> StepResult:
+        """Metrics merged over ranks, seconds of the slowest. Raises TrainError, DeadlineError."""
+        shards = shard_batch(batch, ranks=len(self._actors), steps=self._steps_per_batch)
+        results: list[StepResult] = await self._all("train", [(ray.put(shard),) for shard in shards])
+        phases = {phase for result in results for phase in result.seconds}
+        return StepResult(
+            batch_id=batch.batch_id,
+            optimizer_steps=results[0].optimizer_steps,
+            metrics=merge(result.metrics for result in results),
+            seconds={
+                phase: max(result.seconds.get(phase, 0.0) for result in results) for phase in sorted(phases)
+            },
+        )
+
+    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        return await self._first("logprobs", prompts)
+
+    async def layout(self) -> WeightLayout:
+        return await self._first("layout")
+
+    async def stage(self, version: WeightVersion) -> StagedWeights:
+        return await self._first("stage", version)
+
+    async def save_checkpoint(self, path: str) -> None:
+        await self._all("save_checkpoint", [(path,)] * len(self._actors))
+
+    async def load_checkpoint(self, path: str) -> None:
+        await self._all("load_checkpoint", [(path,)] * len(self._actors))
+
+    async def export_hugging_face(self, path: str) -> None:
+        await self._first("export_hugging_face", path)
+
+    def stop(self) -> None:
+        """End all ranks."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+    async def _first(self, method: str, *arguments: object) -> Any:
+        [answer] = await self._call(method, [(self._actors[0], arguments)], self._step_timeout_s)
+        return answer
+
+    async def _all(
+        self,
+        method: str,
+        arguments: Sequence[tuple[object, ...]] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        given = arguments or [()] * len(self._actors)
+        calls = list(zip(self._actors, given, strict=True))
+        return await self._call(method, calls, timeout_s or self._step_timeout_s)
+
+    async def _call(
+        self, method: str, calls: Sequence[tuple[Any, tuple[object, ...]]], timeout_s: float
+    ) -> list[Any]:
+        waits = [
+            asyncio.wrap_future(getattr(actor, method).remote(*arguments).future())
+            for actor, arguments in calls
+        ]
+        done, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [at for at, wait in enumerate(waits) if wait in done and wait.exception() is not None]
+        if failed or pending:
+            for wait in pending:
+                wait.cancel()
+            self.stop()
+        if failed:
+            # A rank that died is the cause; the errors of those that waited for it follow from that.
+            errors = {at: waits[at].exception() for at in failed}
+            at = next((at for at, error in errors.items() if isinstance(error, RayActorError)), failed[0])
+            raise _cause(errors[at], f"trainer rank {at} failed in {method}")
+        if pending:
+            raise DeadlineError(f"{len(pending)} of {len(calls)} trainer ranks to finish {method}", timeout_s)
+        return [wait.result() for wait in waits]
+
+
+def _cause(error: BaseException | None, what: str) -> Exception:
+    """The rank's own error where it is one of ours, else a TrainError that quotes it."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, InvrlError):
+            return cause
+        return TrainError(f"{what}: {error}")
+    return TrainError(f"{what}: {error!r}")

@@ -1,0 +1,46 @@
+"""A task that any random model can learn in a few steps, and the advantages that must not teach it.
+
+Reward: the share of the reply's characters whose code point is even, about a half for random
+tokens, so that there is room to rise and to fall.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.algorithms.advantages import grpo
+from invrl.interfaces import Endpoint
+from invrl.types import Task
+
+_WORDS = ("hello", "world", "number", "answer", "question", "fox", "dog", "tool")
+_SHUFFLE = np.random.default_rng(0)
+
+
+def tasks(split: str, seed: int) -> Iterator[Task]:
+    """Endless for training, 16 for evaluation."""
+    numbers = range(16) if split == "eval" else itertools.count()
+    for i in numbers:
+        word = _WORDS[(i + seed) % len(_WORDS)]
+        yield Task(id=f"{split}-{i}", payload={"prompt": f"say {word}"}, split=split)
+
+
+async def rollout(task: Task, endpoint: Endpoint) -> float:
+    reply = await endpoint.openai().chat.completions.create(
+        model=endpoint.model, messages=[{"role": "user", "content": str(task.payload["prompt"])}]
+    )
+    text = reply.choices[0].message.content or ""
+    return sum(ord(char) % 2 == 0 for char in text) / max(1, len(text))
+
+
+def flipped(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
+    """Negative control: what is rewarded is pushed down."""
+    return -grpo(rewards_G, eps=eps)
+
+
+def shuffled(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
+    """Negative control: the right rewards, at the wrong rollouts."""
+    return grpo(_SHUFFLE.permutation(rewards_G), eps=eps)
