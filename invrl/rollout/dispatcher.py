@@ -37,6 +37,8 @@ _POLL_S = (0.01, 0.05)
 """First and longest wait before the buffer is asked again."""
 _ADMISSION_TIMEOUT_S = 600.0
 """A gateway that admits no session for this long is not coming back."""
+_END_TIMEOUT_S = 5.0
+"""The run is over: a gateway that is gone needs no abort."""
 
 
 class SessionOpener(Protocol):
@@ -75,6 +77,7 @@ class Dispatcher:
         self._waiting: deque[Assignment] = deque()
         self._runs: dict[asyncio.Task[None], Assignment] = {}
         self._changed = asyncio.Event()
+        self._stopping = False
         self._scheduler: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] | None = None
 
@@ -103,6 +106,7 @@ class Dispatcher:
 
     async def stop(self, drain_s: float) -> None:
         """Leases no more, lets running rollouts end for `drain_s` seconds, aborts the rest."""
+        self._stopping = True
         if self._scheduler is not None:
             self._scheduler.cancel()
             await asyncio.wait({self._scheduler})
@@ -123,11 +127,14 @@ class Dispatcher:
             self._failed.exception()  # seen: no warning about it at exit
 
     async def _end(self, session: Session) -> None:
-        await self._sessions.abort(session, FailureReason.ABORTED, "the run ended")
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            await self._sessions.abort(session, FailureReason.ABORTED, "the run ended")
 
     async def _schedule(self) -> None:
         pause, longest = _POLL_S
-        while True:
+        # A flag besides the cancellation: wait_for (in the buffer's handle, say) may lose one that comes
+        # together with its result, in Python 3.11.
+        while not self._stopping:
             self._changed.clear()
             self._start_what_fits()
             if self._waiting or self.running >= self._concurrency:
@@ -135,7 +142,6 @@ class Dispatcher:
                 continue
             lease = await self._buffer.lease()
             if lease is None:
-                # Not wait_for: in Python 3.11 it loses a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._changed.wait()

@@ -62,7 +62,7 @@ class SessionEndpoint:
     def openai(self) -> AsyncOpenAI:
         """A ready client. In the thread of a sync function (with an event loop of its own, perhaps)
         it has connections of its own: a pool belongs to one loop."""
-        import openai  # a second to import: only who uses it pays
+        import openai  # a second to import: the driver, which imports this module, need not pay
 
         timeout = httpx.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
         transport = self._pool if _running_loop() is self._pool.loop else _new_transport()

@@ -10,6 +10,8 @@ fail as WORKER_DIED and are replaced; more `rollout_workers` spread the damage).
 from __future__ import annotations
 
 import asyncio
+import importlib
+import sys
 import time
 from dataclasses import dataclass
 
@@ -32,6 +34,8 @@ class WorkerSettings:
     rollout_function_path: str
     reward_function_path: str
     rollout_timeout_s: float
+    python_path: tuple[str, ...] = ()
+    """The driver's sys.path: what imports there imports here."""
     report_timeout_s: float = 60.0
     """How long a finish or abort may wait for the gateway."""
 
@@ -63,12 +67,14 @@ class RolloutWorker:
     async def ready(self) -> None:
         """Loads the user's functions. Raises PluginError."""
         settings = self._settings
+        sys.path.extend(path for path in settings.python_path if path not in sys.path)
         reward_path = settings.reward_function_path
         self._runner = Runner(
             plugins.load_rollout_function(settings.rollout_function_path),
             plugins.load_reward_function(reward_path) if reward_path else None,
             timeout_s=settings.rollout_timeout_s,
         )
+        importlib.import_module("openai")  # seconds on a busy machine: not while rollouts share the loop
         self._pool = ConnectionPool()
         self._watch.start()
 

@@ -213,3 +213,16 @@ async def test_stop_drains_then_aborts_whatever_is_left():
     assert not pool.running
     assert opener.aborted == {f"g0/{i}": FailureReason.ABORTED for i in (1, 2, 3)}
     assert len(buffer.left) == 1
+
+
+async def test_stop_ends_even_when_the_buffer_swallows_the_cancellation():
+    class Swallowing:
+        async def lease(self):
+            try:
+                await asyncio.sleep(0.5)
+            except asyncio.CancelledError:
+                return None
+
+    it = dispatcher(Swallowing(), Opener(), HeldPool(), concurrency=1)
+    await asyncio.sleep(0.01)
+    await asyncio.wait_for(it.stop(0.0), 1.0)

@@ -1,0 +1,74 @@
+"""Rollout functions that behave as their task says; the workers load them by path."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+
+from openai import OpenAI
+
+from invrl.interfaces import Endpoint, RolloutResult
+from invrl.types import Task
+
+
+async def rollout(task: Task, endpoint: Endpoint) -> object:
+    does = task.payload["does"]
+    if does == "nothing":
+        return 1.0
+    client = endpoint.openai()
+    async with client:  # closes the client: it must not close the others' connections
+        reply = await client.chat.completions.create(
+            model=endpoint.model, messages=[{"role": "user", "content": task.id}]
+        )
+    text = reply.choices[0].message.content or ""
+    if does == "raise":
+        raise LookupError("no such tool")
+    if does == "hang":
+        await asyncio.Event().wait()
+    if does == "nan":
+        return float("nan")
+    if does == "wrong type":
+        return {"reward": 1.0}
+    if does == "exit":
+        os._exit(13)
+    if does == "block":
+        time.sleep(600)
+    if does == "blocks for a while":
+        time.sleep(1.6)
+        await asyncio.Event().wait()
+    return RolloutResult(reward=float(len(text) % 7), components={"letters": len(text)})
+
+
+def sync_rollout(task: Task, endpoint: Endpoint) -> float:
+    """In a thread of its own, with the blocking client."""
+    if task.payload["does"] == "hang":
+        threading.Event().wait()
+    client = OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    client.chat.completions.create(model=endpoint.model, messages=[{"role": "user", "content": task.id}])
+    # The async client works from a loop of one's own, too.
+    asyncio.run(_ask(task, endpoint))
+    return 1.0
+
+
+async def _ask(task: Task, endpoint: Endpoint) -> None:
+    await endpoint.openai().chat.completions.create(
+        model=endpoint.model, messages=[{"role": "user", "content": f"{task.id}, again"}]
+    )
+
+
+async def group_rollout(task: Task, endpoints: list[Endpoint]) -> list[float]:
+    """Ranks the members by the length of what they wrote."""
+
+    async def length(endpoint: Endpoint) -> int:
+        reply = await endpoint.openai().chat.completions.create(
+            model=endpoint.model, messages=[{"role": "user", "content": task.id}]
+        )
+        return len(reply.choices[0].message.content or "")
+
+    lengths = await asyncio.gather(*(length(endpoint) for endpoint in endpoints))
+    return [float(sorted(lengths).index(each)) for each in lengths]
+
+
+group_rollout.group = True  # type: ignore[attr-defined]

@@ -1,0 +1,319 @@
+"""Real Ray workers, the real gateway and buffer, on a fake engine: user code does its worst, every
+rollout ends with its reason, and batches keep coming."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fakes import FakeEngine, random_reply
+
+from invrl.buffer.buffer_actor import BufferActor
+from invrl.buffer.buffer_handle import BufferHandle
+from invrl.buffer.config import BufferConfig
+from invrl.errors import PluginError
+from invrl.gateway.app import make_app
+from invrl.gateway.model_folder import load_renderer
+from invrl.gateway.rendering import Renderer
+from invrl.gateway.settings import GatewaySettings
+from invrl.process import free_port
+from invrl.rollout.config import RolloutConfig
+from invrl.rollout.rollout_handle import RolloutHandle
+from invrl.rollout.session_client import SessionClient
+from invrl.rollout.sglang_client import EngineLimits, SglangClient
+from invrl.rollout.worker_actor import Assignment, WorkerSettings
+from invrl.rollout.worker_handle import RayWorker
+from invrl.rollout.worker_pool import WorkerPool
+from invrl.run_store import RunStore, RunStoreWriter
+from invrl.tiny_model import make_tiny_model
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    GroupLease,
+    GroupMember,
+    RolloutSummary,
+    TakenBatch,
+    Task,
+    WeightVersion,
+)
+
+ray = pytest.importorskip("ray")
+ENV_KEY = "environment-key-of-the-test"
+FUNCTIONS = "rollout_behaviours"
+GROUP = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    already = ray.is_initialized()
+    if not already:
+        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    if not already:
+        ray.shutdown()
+
+
+@dataclass
+class Stack:
+    url: str
+    store: RunStore
+    store_path: Path
+    engine: FakeEngine
+
+    def outcomes(self) -> dict[str, list[RolloutSummary | FailedRollout]]:
+        """All that the gateway has committed, by task."""
+        by_task = defaultdict(list)
+        for _, outcome in self.store.outbox_after(0):
+            by_task[outcome.task_id].append(outcome)
+        return by_task
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def renderer(model: Path) -> Renderer:
+    return load_renderer(str(model), 512)
+
+
+@pytest.fixture
+async def stack(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Stack]:
+    """The gateway in this process, so that each test has a fresh one in no time."""
+    store_path = tmp_path / "run.db"
+    async with FakeEngine(random_reply()) as engine:
+        settings = GatewaySettings.model_validate(
+            {
+                "port": free_port(),
+                "router_url": engine.url,
+                "env_key": ENV_KEY,
+                "model_path": str(model),
+                "model_name": "tiny",
+                "store_path": str(store_path),
+                "max_new_tokens": 64,
+                "context_length": 1024,
+                "vocab_size": 512,
+            }
+        )
+        writer = RunStoreWriter(store_path)
+        client = SglangClient(engine.url, limits=EngineLimits(vocab_size=512, context_length=1024))
+        app = make_app(settings, engine=client, renderer=renderer, store=writer, on_shutdown=client.close)
+        config = uvicorn.Config(app, port=settings.port, log_level="warning", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve())
+        try:
+            async with asyncio.timeout(20):
+                while not server.started:
+                    await asyncio.sleep(0.01)
+            yield Stack(settings.url, RunStore(store_path), store_path, engine)
+        finally:
+            server.should_exit = True
+            await serving
+            writer.close()
+
+
+def tasks_that(*behaviours: str) -> list[Task]:
+    return [Task(id=does, payload={"does": does}) for does in behaviours]
+
+
+@asynccontextmanager
+async def rollouts(
+    stack: Stack, first: list[Task], function: str = "rollout", **changes: object
+) -> AsyncIterator[tuple[RolloutHandle, BufferHandle]]:
+    """The rollout half, leasing `first` and then good tasks without end."""
+
+    def tasks() -> Iterator[Task]:
+        return itertools.chain(first, (Task(id=f"good{n}", payload={"does": "good"}) for n in range(10**6)))
+
+    config = RolloutConfig.model_validate(
+        {
+            "rollout_function_path": f"{FUNCTIONS}:{function}",
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": GROUP,
+            "rollout_concurrency": 8,
+            "rollout_timeout_s": 30.0,
+            "rollout_max_attempts": 2,
+            **changes,
+        }
+    )
+    actor = ray.remote(BufferActor).remote(
+        BufferConfig(max_staleness=1, over_sampling_groups=4, group_filter="none"),
+        rollout_batch_size=config.rollout_batch_size,
+        n_samples_per_prompt=config.n_samples_per_prompt,
+        max_attempts=config.rollout_max_attempts,
+        tasks_factory=tasks,
+        run_store_path=stack.store_path,
+    )
+    buffer = BufferHandle(actor=actor, batch_timeout_s=60.0)
+    await buffer.start()
+    handle = RolloutHandle(
+        config,
+        buffer=buffer,
+        gateway_url=stack.url,
+        env_key=ENV_KEY,
+        model="tiny",
+        seed=0,
+        make_worker=lambda settings, name: RayWorker(settings, name, concurrency=64),
+    )
+    try:
+        await handle.start()
+        handle.dispatch()
+        yield handle, buffer
+    finally:
+        await handle.stop(drain_s=0.0)
+        ray.kill(actor)
+
+
+async def batches(
+    stack: Stack, handle: RolloutHandle, buffer: BufferHandle, versions: range
+) -> list[TakenBatch]:
+    """What the loop does, without training: one batch per version."""
+    taken = []
+    for version in versions:
+        taken.append(await handle.guard(buffer.take()))
+        await buffer.trained(taken[-1].batch_id)
+        stack.engine.version = version
+        await buffer.release(WeightVersion(version))
+        await buffer.advance(WeightVersion(version))
+    return taken
+
+
+async def until_ended(stack: Stack, tasks: list[Task], rollouts_each: int, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while any(len(stack.outcomes()[task.id]) < rollouts_each for task in tasks):
+        assert time.monotonic() < end, f"these have ended: {stack.outcomes()}"
+        await asyncio.sleep(0.1)
+
+
+async def test_every_failure_has_its_reason_and_the_run_goes_on(stack: Stack) -> None:
+    bad = tasks_that("raise", "nan", "wrong type", "hang", "nothing")
+    async with rollouts(stack, bad, rollout_timeout_s=5.0) as (handle, buffer):
+        for taken in await batches(stack, handle, buffer, range(1, 4)):
+            assert len(taken.groups) == 2
+            assert all(group.task_id.startswith("good") for group in taken.groups)
+            assert all(len(group.rollouts_G) == GROUP for group in taken.groups)
+        await until_ended(stack, bad, rollouts_each=GROUP)
+        ended = stack.outcomes()
+        assert handle.workers_replaced == 0
+    seen = {task.id: {getattr(outcome, "reason", "none") for outcome in ended[task.id]} for task in bad}
+    assert seen == {
+        "raise": {FailureReason.EXCEPTION},
+        "nan": {FailureReason.BAD_REWARD},
+        "wrong type": {FailureReason.BAD_RETURN},
+        "hang": {FailureReason.TIMEOUT},
+        "nothing": {FailureReason.EMPTY},
+    }
+    assert "no such tool" in ended["raise"][0].detail
+    good = [outcome for id, outcomes in ended.items() if id.startswith("good") for outcome in outcomes]
+    assert {outcome.reward_components["letters"] > 0 for outcome in good if hasattr(outcome, "reward")} == {
+        True
+    }
+
+
+async def test_a_worker_that_exits_is_replaced_and_the_run_goes_on(stack: Stack) -> None:
+    exits = tasks_that("exit")
+    async with rollouts(stack, exits, rollout_workers=2) as (handle, buffer):
+        await batches(stack, handle, buffer, range(1, 2))
+        await until_ended(stack, exits, rollouts_each=2 * GROUP)
+        await batches(stack, handle, buffer, range(2, 4))
+        # Two rounds of two: those of a round may have died together or one by one.
+        assert 2 <= handle.workers_replaced <= 4
+    ended = stack.outcomes()
+    assert {outcome.reason for outcome in ended["exit"]} == {FailureReason.WORKER_DIED}
+    # Each place had all its tries, none twice.
+    assert sorted((o.index, o.attempt) for o in ended["exit"]) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
+    hangs = tasks_that("hang")
+    async with rollouts(stack, hangs, function="sync_rollout", rollout_timeout_s=5.0) as (handle, buffer):
+        (taken,) = await batches(stack, handle, buffer, range(1, 2))
+        assert [r.num_turns for group in taken.groups for r in group.rollouts_G] == [2] * 4
+        await until_ended(stack, hangs, rollouts_each=GROUP)
+        ended = stack.outcomes()["hang"]
+        # Its threads cannot be ended, so the worker was.
+        assert handle.workers_replaced >= 1
+        await batches(stack, handle, buffer, range(2, 4))
+    assert {outcome.reason for outcome in ended} == {FailureReason.TIMEOUT}
+
+
+async def test_a_group_form_sees_its_whole_group(stack: Stack) -> None:
+    async with rollouts(stack, [], function="group_rollout") as (handle, buffer):
+        taken = await handle.guard(buffer.take())
+    for group in taken.groups:
+        assert min(rollout.reward for rollout in group.rollouts_G) == 0.0
+
+
+async def test_evaluation_runs_beside_and_leaves_the_buffer_alone(stack: Stack, tmp_path: Path) -> None:
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text('{"id": "e1", "does": "good"}\n{"id": "e2", "does": "raise"}\n')
+    changes = {"eval_task_file": str(held_out), "eval_tasks": 2, "eval_samples_per_task": 3}
+    async with rollouts(stack, [], **changes) as (handle, _):
+        result = await handle.evaluate()
+    assert result.sampled.samples == 6
+    assert result.greedy.samples == 2
+    assert result.sampled.failures == {"exception": 3}
+    assert not set(stack.outcomes()) & {"e1", "e2"}
+
+
+async def test_a_function_that_is_not_there_is_found_at_start() -> None:
+    settings = WorkerSettings(
+        gateway_url="http://127.0.0.1:1",
+        model="tiny",
+        rollout_function_path=f"{FUNCTIONS}:rolout",
+        reward_function_path="",
+        python_path=tuple(sys.path),
+        rollout_timeout_s=1.0,
+    )
+    worker = RayWorker(settings, "worker", concurrency=4)
+    with pytest.raises(PluginError, match="did you mean 'rollout'"):
+        await worker.ready(60.0)
+    worker.kill()
+
+
+async def test_a_blocked_event_loop_is_ended_from_outside(stack: Stack) -> None:
+    client = SessionClient(stack.url, env_key=ENV_KEY)
+    settings = WorkerSettings(
+        gateway_url=stack.url,
+        model="tiny",
+        rollout_function_path=f"{FUNCTIONS}:rollout",
+        reward_function_path="",
+        python_path=tuple(sys.path),
+        rollout_timeout_s=4.0,
+    )
+    pool = WorkerPool(
+        lambda name: RayWorker(settings, name, concurrency=8), client, size=1, run_timeout_s=9.0
+    )
+    await pool.start()
+
+    async def run(does: str) -> RolloutSummary | FailedRollout:
+        (task,) = tasks_that(does)
+        lease = GroupLease(group_id=does, task=task, members=(GroupMember(index=0, attempt=0),))
+        (outcome,) = await pool.run(Assignment(task=task, sessions=tuple(await client.open(lease))))
+        return outcome
+
+    try:
+        slow = await run("blocks for a while")
+        assert isinstance(slow, FailedRollout)
+        assert slow.reason is FailureReason.TIMEOUT
+        assert "blocked this worker's event loop" in slow.detail
+        assert pool.replaced == 0
+        blocked = asyncio.create_task(run("block"))
+        ended = await blocked
+        assert isinstance(ended, FailedRollout)
+        assert ended.reason is FailureReason.TIMEOUT
+        assert pool.replaced == 1
+        assert isinstance(await run("good"), RolloutSummary)
+    finally:
+        pool.stop()
+        await client.close()
