@@ -91,7 +91,7 @@ class Generation:
         self._attached = 0
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(self._wake)
+        self._task.add_done_callback(self._ended)
 
     @property
     def running(self) -> bool:
@@ -199,7 +199,12 @@ class Generation:
         self._pieces.append(piece)
         self._wake()
 
-    def _wake(self, _: object = None) -> None:
+    def _ended(self, task: asyncio.Task[Answer]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self._attached:
+            _log.info("a generation that nobody waits for failed: %s", error)
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
