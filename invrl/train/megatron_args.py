@@ -145,7 +145,7 @@ def _parse(name: str, value: Scalar, annotation: Any) -> object:
             )
         except ValidationError:
             continue
-    shown = getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
+    shown = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
     raise _error(name, value, f"Megatron wants {shown}", "give such a value")
 
 
@@ -153,8 +153,8 @@ def _refuse_known_wrong(options: Mapping[str, Scalar]) -> None:
     """Layouts that megatron-core 0.16.1 computes wrongly without saying so."""
 
     def size(name: str) -> int:
-        value = options.get(name)
-        return value if isinstance(value, int) else 1
+        value = str(options.get(name, 1))
+        return int(value) if value.isdecimal() else 1
 
     if size("virtual_pipeline_model_parallel_size") > 1 and options.get("batch_p2p_comm") is not False:
         raise _error(
@@ -184,7 +184,7 @@ def _refuse_known_wrong(options: Mapping[str, Scalar]) -> None:
 def _refuse_owned(name: str, value: Scalar) -> None:
     if name in _BY_FLAG:
         raise _error(name, value, "invrl sets this field itself", f"use {_BY_FLAG[name]}")
-    if name in _SIZES and value != 1:
+    if name in _SIZES and str(value) != "1":
         raise _error(
             name,
             value,

@@ -1,0 +1,84 @@
+"""--megatron-*: what passes is parsed as the installed package types it; what must not pass says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from invrl.errors import ConfigError
+from invrl.train.megatron_args import Scalar, check_megatron_options, parse_megatron_options
+
+
+def test_values_take_the_fields_own_types() -> None:
+    options = parse_megatron_options(
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": "core_attn,mlp",
+            "recompute_num_layers": "2",
+            "adam_eps": "1e-6",
+            "bucket_size": 1000,
+            "deterministic_mode": "true",
+            "config_logger_dir": "x",
+        }
+    )
+    assert options.transformer == {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mlp"],
+        "recompute_num_layers": 2,
+        "deterministic_mode": True,
+        "config_logger_dir": "x",
+    }
+    assert options.ddp == {"bucket_size": 1000}
+    assert options.optimizer == {"adam_eps": 1e-6, "config_logger_dir": "x"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("lr", 1e-3, "--lr"),
+        ("bf16", True, "--train-dtype"),
+        ("use_distributed_optimizer", True, "--use-distributed-optimizer"),
+        ("adam_beta2", 0.9, "--adam-beta2"),
+        ("hidden_size", 64, "config.json"),
+        ("hidden_dropout", 0.1, "config.json"),
+        ("softmax_type", "off-by-one", "config.json"),
+        ("calculate_per_token_loss", False, "built for one value"),
+        ("average_in_collective", True, "built for one value"),
+        ("overlap_grad_reduce", True, "built for one value"),
+        ("tensor_model_parallel_size", 2, "--data-parallel-size"),
+        ("pipeline_model_parallel_size", 2, "--data-parallel-size"),
+        ("moe_router_topk", 2, "not support"),
+        ("fp8", "hybrid", "not support"),
+        ("recompute_granuarity", "full", "--megatron-recompute-granularity"),
+        ("recompute_granularity", "all", "Literal"),
+        ("recompute_num_layers", "many", "int"),
+        ("deterministic_mode", "perhaps", "bool"),
+    ],
+)
+def test_refusals_name_the_way_out(name: str, value: Scalar, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_megatron_options({name: value})
+    assert told in str(caught.value)
+    assert "--megatron-" + name.replace("_", "-") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, "interleaved"),
+        ({"tensor_model_parallel_size": 2, "num_moe_experts": 8}, "expert gradients"),
+        ({"expert_model_parallel_size": 2, "num_moe_experts": 8}, "cannot be loaded"),
+        ({"tensor_model_parallel_size": "2", "num_moe_experts": "8"}, "expert gradients"),
+    ],
+)
+def test_layouts_that_megatron_computes_wrongly_are_refused_as_such(
+    options: dict[str, Scalar], told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_megatron_options(options)
+    assert told in str(caught.value)
+
+
+def test_a_parallel_size_of_one_passes() -> None:
+    assert parse_megatron_options({"tensor_model_parallel_size": 1}).transformer == {
+        "tensor_model_parallel_size": 1
+    }

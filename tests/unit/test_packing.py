@@ -1,0 +1,223 @@
+"""Packing read back from its own blocks: what each token may see must be its row, no more and no less.
+Alphabets of two ids make shared prefixes the rule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invrl.train import packing
+from invrl.train.packing import MicroBatch, Row, pack, shard_batch
+from invrl.types import TrainBatch, TrainSample, WeightVersion
+
+LAYOUTS = {
+    "one mask per tree": (10_000, 1024),
+    "one call per branch": (0, 1024),
+    "branches in chunks": (0, 2),
+    "both": (8, 3),
+}
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Row]:
+    drawn: list[Row] = []
+    for _ in range(draw(st.integers(0, 7))):
+        tokens = draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
+        wanted = draw(st.sets(st.integers(1, len(tokens) - 1))) if len(tokens) > 1 else set()
+        drawn.append(
+            Row(
+                tokens_T=np.array(tokens, np.int32),
+                wanted_N=np.array(sorted(wanted), np.int64),
+                temperature=draw(st.sampled_from([0.5, 1.0])),
+            )
+        )
+    return drawn
+
+
+def visible(micro_batch: MicroBatch) -> list[np.ndarray]:
+    """Places that each packed token attends to, ascending by position."""
+    seen: list[np.ndarray] = []
+    for block in micro_batch.blocks:
+        assert block.start == len(seen), "blocks tile the row"
+        keys_K = np.concatenate([block.prefix_K, np.arange(block.start, block.end)])
+        count = block.end - block.start
+        mask_QK = np.tri(count, dtype=bool) if block.mask_QK is None else block.mask_QK
+        assert mask_QK.shape == (count, len(keys_K))
+        seen += [keys_K[mask_Q] for mask_Q in mask_QK]
+    assert len(seen) == len(micro_batch.tokens_P) == len(micro_batch.positions_P)
+    return [places[np.argsort(micro_batch.positions_P[places])] for places in seen]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("share", [True, False])
+@given(data=rows(), max_tokens=st.sampled_from([1, 5, 12, 1000]))
+@settings(max_examples=60, deadline=None)
+def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
+    layout: str, share: bool, data: list[Row], max_tokens: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(("DENSE_TREE_TOKENS", "QUERY_CHUNK"), LAYOUTS[layout], strict=True):
+            patch.setattr(packing, name, value)
+        micro_batches = pack(data, max_tokens=max_tokens, share_prefixes=share)
+    seen: dict[int, np.ndarray] = {}
+    for micro_batch in micro_batches:
+        attended = visible(micro_batch)
+        at = 0
+        for index, wanted_N in micro_batch.rows:
+            assert index not in seen, "a row is packed once"
+            seen[index] = wanted_N
+            for t in wanted_N:
+                places = attended[micro_batch.predict_from_N[at]]
+                assert (micro_batch.tokens_P[places] == data[index].tokens_T[:t]).all()
+                assert (micro_batch.positions_P[places] == np.arange(t)).all()
+                assert micro_batch.targets_N[at] == data[index].tokens_T[t]
+                assert micro_batch.temperature_N[at] == data[index].temperature
+                at += 1
+        assert at == len(micro_batch.targets_N)
+    assert {i: list(w) for i, w in seen.items()} == {
+        i: list(row.wanted_N) for i, row in enumerate(data) if len(row.wanted_N)
+    }
+
+
+@given(data=rows())
+def test_a_shared_prefix_is_computed_once(data: list[Row]) -> None:
+    prefixes = {tuple(row.tokens_T[:n]) for row in data for n in range(1, row.computed + 1)}
+    (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
+    assert len(micro_batch.tokens_P) == max(1, len(prefixes))
+    (apart,) = pack(data, max_tokens=1000, share_prefixes=False)
+    assert len(apart.tokens_P) == max(1, sum(row.computed for row in data))
+
+
+@given(data=rows(), max_tokens=st.integers(1, 20), share=st.booleans())
+def test_micro_batches_are_bounded_and_never_none(data: list[Row], max_tokens: int, share: bool) -> None:
+    micro_batches = pack(data, max_tokens=max_tokens, share_prefixes=share)
+    assert micro_batches
+    for micro_batch in micro_batches:
+        assert len(micro_batch.tokens_P) <= max_tokens or len(micro_batch.rows) == 1
+
+
+@given(data=rows(), max_tokens=st.integers(1, 20))
+def test_place_undoes_pick(data: list[Row], max_tokens: int) -> None:
+    values = [np.random.default_rng(0).random(len(row.tokens_T)).astype(np.float32) for row in data]
+    back = [np.zeros_like(value) for value in values]
+    for micro_batch in pack(data, max_tokens=max_tokens, share_prefixes=True):
+        micro_batch.place(micro_batch.pick(values), back)
+    for row, value, placed in zip(data, values, back, strict=True):
+        expected = np.zeros_like(value)
+        expected[row.wanted_N] = value[row.wanted_N]
+        assert (placed == expected).all()
+
+
+def test_a_long_branch_never_needs_a_mask_of_its_square() -> None:
+    prompt = np.zeros(3000, np.int32)
+    tails = [np.full(3000, tail, np.int32) for tail in (1, 2)]
+    data = [
+        Row(tokens_T=np.concatenate([prompt, tail]), wanted_N=np.arange(3000, 6000), temperature=1.0)
+        for tail in tails
+    ]
+    (micro_batch,) = pack(data, max_tokens=100_000, share_prefixes=True)
+    masks = [block.mask_QK.size for block in micro_batch.blocks if block.mask_QK is not None]
+    assert len(micro_batch.tokens_P) == 3000 + 2 * 2999
+    assert masks
+    assert max(masks) <= packing.QUERY_CHUNK * 6000
+
+
+# ------------------------------------------------------------------ mini-batches and ranks
+
+
+def sample(group: int, rollout: int, length: int, trained: int) -> TrainSample:
+    mask_T = np.zeros(length, np.bool_)
+    mask_T[length - trained :] = True
+    tokens_T = np.full(length, group, np.int32)
+    tokens_T[length - trained :] = rollout + 1000
+    return TrainSample(
+        tokens_T=tokens_T,
+        loss_mask_T=mask_T,
+        rollout_logprobs_T=np.zeros(length, np.float32),
+        versions_T=np.where(mask_T, 0, -1).astype(np.int32),
+        reward=0.0,
+        temperature=1.0,
+        group_id=f"g{group}",
+        rollout_id=f"g{group}r{rollout}",
+        attempt=0,
+        turn_ids=("t",),
+    )
+
+
+def batch_of(samples: list[TrainSample]) -> TrainBatch:
+    return TrainBatch(
+        batch_id=7,
+        version=WeightVersion(0),
+        samples=tuple(samples),
+        advantages=tuple(s.loss_mask_T.astype(np.float32) for s in samples),
+        total_tokens=int(sum(s.loss_mask_T.sum() for s in samples)),
+        total_rollouts=len({s.rollout_id for s in samples}),
+        total_samples=len(samples),
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> TrainBatch:
+    samples = []
+    for group in range(draw(st.integers(0, 5))):
+        for rollout in range(draw(st.integers(1, 4))):
+            for _ in range(draw(st.integers(1, 2))):  # branches of one rollout
+                length = draw(st.integers(2, 30))
+                samples.append(sample(group, rollout, length, draw(st.integers(0, length - 1))))
+    return batch_of(samples)
+
+
+@given(batch=batches(), ranks=st.integers(1, 4), steps=st.integers(1, 4))
+@settings(deadline=None)
+def test_shards_hold_every_trained_row_once_and_mini_batches_do_not_depend_on_ranks(
+    batch: TrainBatch, ranks: int, steps: int
+) -> None:
+    shards = shard_batch(batch, ranks=ranks, steps=steps)
+    (alone,) = shard_batch(batch, ranks=1, steps=steps)
+    assert len(shards) == ranks
+    assert {len(shard.mini_batches) for shard in shards} == {len(alone.mini_batches)}
+    assert len(alone.mini_batches) <= steps
+    seen: list[int] = []
+    for at, whole in enumerate(alone.mini_batches):
+        parts = [shard.mini_batches[at] for shard in shards]
+        ids = [id(s) for part in parts for s in part.samples]
+        assert sorted(ids) == sorted(id(s) for s in whole.samples)
+        trained = int(sum(s.loss_mask_T.sum() for s in whole.samples))
+        assert trained > 0
+        assert {part.total_tokens for part in parts} == {trained}
+        for part in parts:
+            for s, advantages_T in zip(part.samples, part.advantages, strict=True):
+                assert any(
+                    s is x and advantages_T is y for x, y in zip(batch.samples, batch.advantages, strict=True)
+                )
+        homes = {s.rollout_id: rank for rank, part in enumerate(parts) for s in part.samples}
+        assert all(homes[s.rollout_id] == rank for rank, part in enumerate(parts) for s in part.samples), (
+            "the branches of a rollout stay together"
+        )
+        seen += ids
+    assert len(seen) == len(set(seen))
+    assert sum(part.total_tokens for part in alone.mini_batches) == batch.total_tokens
+
+
+def test_a_group_is_in_one_mini_batch() -> None:
+    batch = batch_of([sample(g, r, 20, 5) for g in range(5) for r in range(3)])
+    (alone,) = shard_batch(batch, ranks=1, steps=2)
+    groups = [{s.group_id for s in mini.samples} for mini in alone.mini_batches]
+    assert [len(g) for g in groups] == [3, 2]
+    assert not groups[0] & groups[1]
+
+
+def test_groups_stay_whole_on_a_rank_where_that_balances() -> None:
+    batch = batch_of([sample(g, r, 120, 20) for g in range(4) for r in range(8)])
+    shards = shard_batch(batch, ranks=2, steps=1)
+    groups = [{s.group_id for s in shard.mini_batches[0].samples} for shard in shards]
+    assert [len(g) for g in groups] == [2, 2]
+    assert not groups[0] & groups[1]
+
+
+def test_one_big_group_is_split_over_ranks() -> None:
+    batch = batch_of([sample(0, r, 60, 50) for r in range(8)])
+    shards = shard_batch(batch, ranks=2, steps=1)
+    assert [len(shard.mini_batches[0].samples) for shard in shards] == [4, 4]
