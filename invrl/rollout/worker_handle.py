@@ -15,13 +15,14 @@ from invrl.rollout.worker_pool import WorkerDied, WorkerStuck
 
 
 class RayWorker:
-    """Starts the actor; `concurrency` assignments may run in it at a time."""
+    """Starts the actor, for `concurrency` rollouts of training and as many of an evaluation beside them."""
 
     def __init__(self, settings: WorkerSettings, name: str, *, concurrency: int) -> None:
         self.name = name
         self._actor: Any = (
             ray.remote(RolloutWorker)
-            .options(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=concurrency)
+            # Never a queue in Ray: its wait would count against a rollout's deadline.
+            .options(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=2 * concurrency + 8)
             .remote(settings)
         )
 
