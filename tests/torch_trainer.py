@@ -57,6 +57,6 @@ class TorchSender:
 
     def token_logprobs(self, ids: Sequence[int]) -> NDArray[np.float32]:
         with torch.no_grad():
-            logits = self.model(torch.tensor([list(map(int, ids))])).logits[0, :-1]
+            logits = self.model(torch.tensor([list(map(int, ids))])).logits[0, :-1].float()
         picked = torch.log_softmax(logits, -1).gather(1, torch.tensor(list(map(int, ids[1:])))[:, None])
         return picked[:, 0].numpy()

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from invrl.errors import ConfigError
+from invrl.rollout import sglang_args
 from invrl.rollout.sglang_args import ROUTER_OWNED, SGLANG_OWNED, router_flags, sglang_flags
 
 
@@ -76,5 +77,6 @@ def test_imports_without_torch_or_sglang() -> None:
 
 def test_no_sglang_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang.srt.server_args", None)
+    sglang_args._sglang_fields.cache_clear()
     with pytest.raises(ConfigError, match="cannot be imported"):
         sglang_flags({"log-level": "info"})
