@@ -1,0 +1,256 @@
+"""Two processes that trainer ranks are built in, again and again: importing Megatron costs more than any
+test does. A test asks for one rank or two through the `pool` fixture of `conftest.py`.
+
+Run as a script it is one such process: it answers calls over a socket until the socket closes. It keeps
+the gradients (before clipping) and weights of every optimizer step, by Hugging Face name, so that a test
+can compute the same step by other means.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.errors import DeadlineError
+from invrl.interfaces import StepResult
+from invrl.metrics import Metric, merge
+from invrl.process import ServerProcess, free_port
+from invrl.train.config import TrainConfig
+from invrl.train.packing import RankBatch, shard_batch
+from invrl.train.train_actor import RankSettings
+from invrl.types import TrainBatch
+
+CALL_S = 200.0  # a busy machine imports Megatron and builds a rank in less
+
+Arrays = dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step of a rank: the gradients it was given, and the weights after it."""
+
+    gradients: Arrays
+    weights: Arrays
+
+
+# ------------------------------------------------------------------ in the test's process
+
+
+class RankPool:
+    """The processes, started when first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[tuple[ServerProcess, Connection]] = []
+
+    def build(
+        self,
+        model: Path,
+        *,
+        ranks: int = 1,
+        train: TrainConfig | None = None,
+        algorithm: AlgorithmConfig | None = None,
+        megatron: dict[str, Any] | None = None,
+    ) -> Trainer:
+        """Trainer ranks over `model`; those built before them are gone."""
+        while len(self._processes) < ranks:
+            self._processes.append(self._spawn(len(self._processes)))
+        train = train or TrainConfig(train_dtype="float32")
+        port = free_port()
+        trainer = Trainer([connection for _, connection in self._processes[:ranks]])
+        trainer.call(
+            "build",
+            [
+                RankSettings(
+                    rank=rank,
+                    world_size=ranks,
+                    master_addr="127.0.0.1",
+                    master_port=port,
+                    model_path=str(model),
+                    train=train,
+                    algorithm=algorithm or AlgorithmConfig(),
+                    weight_dtype=train.train_dtype,
+                    megatron=megatron or {},
+                )
+                for rank in range(ranks)
+            ],
+        )
+        return trainer
+
+    def _spawn(self, number: int) -> tuple[ServerProcess, Connection]:
+        address = str(self._folder / f"{number}.socket")
+        with Listener(address, "AF_UNIX") as listener:
+            process = ServerProcess(
+                f"rank process {number}",
+                [sys.executable, __file__, address],
+                log=self._folder / f"{number}.log",
+                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            listener._listener._socket.settimeout(CALL_S)  # type: ignore[attr-defined]
+            return process, listener.accept()
+
+    def stop(self) -> None:
+        for process, connection in self._processes:
+            connection.close()
+            process.stop()
+
+
+class Trainer:
+    """All ranks of one build. What a rank raises is raised here."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._connections = connections
+
+    def call(self, method: str, arguments: Sequence[object]) -> list[Any]:
+        """`method(argument)` on each rank."""
+        for connection, argument in zip(self._connections, arguments, strict=True):
+            connection.send((method, argument))
+        answers: list[Any] = []
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(CALL_S):
+                raise DeadlineError(f"rank {rank} to answer {method}", CALL_S)
+            answers.append(connection.recv())
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def each(self, method: str, argument: object = None) -> list[Any]:
+        return self.call(method, [argument] * len(self._connections))
+
+    def train(self, batch: TrainBatch, *, steps: int = 1) -> dict[str, Metric]:
+        """Metrics merged over ranks."""
+        shards = shard_batch(batch, ranks=len(self._connections), steps=steps)
+        results: list[StepResult] = self.call("train", shards)
+        return merge(result.metrics for result in results)
+
+    def steps(self) -> list[Step]:
+        """The optimizer steps of rank 0 since the last call."""
+        return self.each("steps")[0]
+
+    def weights(self) -> Arrays:
+        return self.each("weights")[0]
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        return self.each("logprobs", prompts)[0]
+
+
+# ------------------------------------------------------------------ in a rank's process
+
+
+class RankProcess:
+    """What a test can ask of one process."""
+
+    def __init__(self) -> None:
+        from invrl.train import device
+
+        device.prepare()
+        from invrl.train import step
+
+        apply = step.apply_gradients
+        self._steps: list[Step] = []
+
+        def recording(optimizer: Any) -> float:
+            gradients = self._by_name(lambda parameter: parameter.main_grad)
+            norm = apply(optimizer)
+            self._steps.append(Step(gradients=gradients, weights=self.weights()))
+            return norm
+
+        step.apply_gradients = recording
+        self._rank: Any = None
+
+    def _by_name(self, of: Callable[[Any], Any]) -> Arrays:
+        from invrl.train.hf_names.parameter import split
+        from invrl.train.weights import _heads, parameters
+
+        model, config = self._rank._model, self._rank._config
+        own = dict(model.named_parameters())
+        return {
+            name: part.float().numpy().copy()
+            for parameter in parameters(config)
+            for name, part in zip(
+                parameter.hugging_face,
+                split(parameter.fusion, of(own[parameter.megatron]).detach(), _heads(config)),
+                strict=True,
+            )
+        }
+
+    def build(self, settings: RankSettings) -> None:
+        import torch
+        from megatron.core import parallel_state
+
+        from invrl.train.rank import TrainRank
+
+        if torch.distributed.is_initialized():
+            self._rank = None
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+        self._steps.clear()
+        self._rank = TrainRank(settings)
+
+    def constants(self, values: dict[str, int]) -> dict[str, int]:
+        """Set constants of the packing; gives those that they replace."""
+        from invrl.train import packing
+
+        replaced = {name: getattr(packing, name) for name in values}
+        for name, value in values.items():
+            setattr(packing, name, value)
+        return replaced
+
+    def train(self, shard: RankBatch) -> StepResult:
+        return self._rank.train(shard)
+
+    def steps(self, _: None) -> list[Step]:
+        steps, self._steps[:] = list(self._steps), []
+        return steps
+
+    def weights(self, _: None = None) -> Arrays:
+        return self._by_name(lambda parameter: parameter)
+
+    def logprobs(self, prompts: list[list[int]]) -> list[NDArray[np.float32]]:
+        return self._rank.logprobs(prompts)
+
+    def export(self, path: str) -> None:
+        self._rank.export_hugging_face(path)
+
+    def staged(self, version: int) -> dict[str, str]:
+        return dict(self._rank.stage(version).checksums)
+
+    def save(self, path: str) -> None:
+        self._rank.save_checkpoint(path)
+
+    def load(self, path: str) -> None:
+        self._rank.load_checkpoint(path)
+
+
+def serve(address: str) -> None:
+    connection = Client(address, "AF_UNIX")
+    process = RankProcess()
+    while True:
+        try:
+            method, argument = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer = getattr(process, method)(argument)
+        except Exception as error:
+            traceback.print_exc()
+            answer = error
+        connection.send(answer)
+
+
+if __name__ == "__main__":
+    # Pickled values name this module, so it is imported under its own name, not as __main__.
+    from rank_pool import serve as imported_serve
+
+    imported_serve(sys.argv[1])

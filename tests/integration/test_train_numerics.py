@@ -1,0 +1,135 @@
+"""Megatron against Hugging Face, same weights: log-probs, and the gradients of the whole loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rank_pool import RankPool
+from safetensors.torch import load_file
+from train_reference import Reference, random_batch, relative, worst
+from transformers import AutoModelForCausalLM
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.metrics import resolve
+from invrl.tiny_model import Family, make_tiny_model
+from invrl.train.config import TrainConfig
+from invrl.train.packing import mini_batches
+from invrl.weight_arena import checksum
+
+BOUND = 1e-5  # norm-relative, per tensor
+FAMILIES: list[Family] = ["llama", "qwen2", "qwen3"]
+ALGORITHM = AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.15, correction_cap=1.2, kl_coef=0.1)
+EXACT = TrainConfig(train_dtype="float32", lr=5e-3, max_tokens_per_microbatch=25)
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """Some share a beginning, one begins another, two are equal."""
+    rng = np.random.default_rng(seed)
+    drawn = [rng.integers(10, 500, int(rng.integers(2, 30))).tolist() for _ in range(6)]
+    return [*drawn, drawn[0] + drawn[1], drawn[0] + drawn[2], drawn[0][:2], drawn[3], drawn[0] + drawn[1]]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_hugging_face(pool: RankPool, tmp_path: Path, family: Family, tied: bool) -> None:
+    """Two optimizer steps of several micro-batches each, with everything in the loss: clip, correction,
+    KL. The second step has ratios other than 1."""
+    model = make_tiny_model(tmp_path / "model", family=family, tie_embeddings=tied, head_dim=24)
+    trainer = pool.build(model, train=EXACT, algorithm=ALGORITHM)
+
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for ids, measured in zip(prompts(0), trainer.logprobs(prompts(0)), strict=True):
+        with torch.no_grad():
+            logprobs = hf(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        assert relative(measured, expected) < BOUND
+
+    batch = random_batch(1)
+    metrics = resolve(trainer.train(batch, steps=2))
+    assert metrics["clip_fraction"] > 0.02
+    assert metrics["correction_capped_fraction"] > 0.02
+    assert metrics["kl_reference"] > 0
+    assert metrics["micro_batches"] > 4
+    initial, (first, second) = Reference(model), trainer.steps()
+    for at, (mini, step) in enumerate(zip(mini_batches(batch, 2), (first, second), strict=True)):
+        frozen = initial.frozen_logprobs(mini.samples)
+        policy = Reference(model, first.weights) if at else initial
+        expected = policy.gradients(mini, ALGORITHM, old=frozen, reference=frozen)
+        gap, name = worst(step.gradients, expected)
+        assert gap < BOUND, f"step {at}: {name}"
+
+
+def test_old_from_the_engine(pool: RankPool, tmp_path: Path) -> None:
+    """Ratios are to the engine's log-probs already in the first step; nothing is left to correct."""
+    model = make_tiny_model(tmp_path / "model")
+    algorithm = AlgorithmConfig(old_logprobs="engine")
+    trainer = pool.build(model, train=EXACT, algorithm=algorithm)
+    batch = random_batch(2)
+    metrics = resolve(trainer.train(batch))
+    assert metrics["clip_fraction"] > 0.1
+    assert metrics["correction_mean"] == 1.0
+    assert metrics["logprob_gap_max"] == 0.0
+    engine = [torch.from_numpy(s.rollout_logprobs_T[s.loss_mask_T]).double() for s in batch.samples]
+    expected = Reference(model).gradients(batch, algorithm, old=engine, reference=None)
+    gap, name = worst(trainer.steps()[0].gradients, expected)
+    assert gap < BOUND, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_loaded_is_exported(pool: RankPool, tmp_path: Path, family: Family, dtype: str) -> None:
+    """Byte for byte: the Hugging Face folder, and what engines are sent."""
+    tied = family == "llama"
+    model = make_tiny_model(tmp_path / "model", family=family, dtype=dtype, tie_embeddings=tied)  # type: ignore[arg-type]
+    trainer = pool.build(model, train=TrainConfig(train_dtype=dtype))  # type: ignore[arg-type]
+    trainer.each("export", str(tmp_path / "exported"))
+    source = load_file(model / "model.safetensors")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert {n: checksum(t) for n, t in exported.items()} == {n: checksum(t) for n, t in source.items()}
+    assert {n: t.dtype for n, t in exported.items()} == {n: t.dtype for n, t in source.items()}
+    (staged,) = trainer.each("staged", 1)
+    assert staged == {name: checksum(tensor) for name, tensor in source.items()}
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(info.values()), info
+
+
+def test_recomputation_changes_nothing(pool: RankPool, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    batch = random_batch(3)
+    gradients = []
+    for options in (
+        {},
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ):
+        trainer = pool.build(model, train=EXACT, megatron=options)
+        trainer.train(batch)
+        gradients.append(trainer.steps()[0].gradients)
+    assert worst(gradients[1], gradients[0])[0] < 1e-6
+    assert worst(gradients[2], gradients[0])[0] < 1e-6
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("max_tokens", [4096, 40])
+def test_each_row_is_as_if_it_were_alone(
+    pool: RankPool, tmp_path: Path, share: bool, max_tokens: int
+) -> None:
+    """Every way that a tree may be laid out, against one row at a time."""
+    model = make_tiny_model(tmp_path / "model", kv_heads=1)
+    trainer = pool.build(
+        model,
+        train=TrainConfig(train_dtype="float32", share_prefixes=share, max_tokens_per_microbatch=max_tokens),
+    )
+    for seed in range(3):
+        alone = [trainer.logprobs([ids])[0] for ids in prompts(seed)]
+        for dense, chunk in ((256, 1024), (0, 1024), (0, 3), (45, 4)) if share else ((256, 1024),):
+            (replaced,) = trainer.each("constants", {"DENSE_TREE_TOKENS": dense, "QUERY_CHUNK": chunk})
+            try:
+                together = trainer.logprobs(prompts(seed))
+            finally:
+                trainer.each("constants", replaced)
+            for one, other in zip(alone, together, strict=True):
+                assert np.abs(one - other).max() < 2e-6 * max(1.0, float(np.abs(one).max()))

@@ -1,0 +1,160 @@
+"""A training step computed by other means: the Hugging Face model in float64, one row at a time, the loss
+written out from the papers, autograd for the gradient. Knows neither packing nor Megatron nor
+`invrl.algorithms`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.types import TrainBatch, TrainSample, WeightVersion
+
+Arrays = dict[str, NDArray[np.float32]]
+
+
+class Reference:
+    """The model of a folder in float64."""
+
+    def __init__(self, path: Path, weights: Arrays | None = None) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float64, attn_implementation="eager"
+        )
+        for module in self.model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = _norm(module)  # transformers computes it in float32
+        own = dict(self.model.named_parameters())
+        for name, weight in (weights or {}).items():
+            own[name].data = torch.from_numpy(weight).double()
+
+    def logprobs(self, sample: TrainSample) -> torch.Tensor:
+        """Of the trained tokens [N], under the sample's temperature; with gradient."""
+        tokens_T = torch.from_numpy(sample.tokens_T.astype(np.int64))
+        logits_TV = self.model(tokens_T[None]).logits[0, :-1] / sample.temperature
+        picked_T = logits_TV.log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
+        return picked_T[torch.from_numpy(sample.loss_mask_T[1:])]
+
+    def frozen_logprobs(self, samples: Sequence[TrainSample]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [self.logprobs(sample) for sample in samples]
+
+    def gradients(
+        self,
+        batch: TrainBatch,
+        algorithm: AlgorithmConfig,
+        *,
+        old: Sequence[torch.Tensor] | None,
+        reference: Sequence[torch.Tensor] | None,
+    ) -> dict[str, torch.Tensor]:
+        """Of GRPO's loss over the whole mini-batch; `old` None: the current policy itself."""
+        self.model.zero_grad()
+        tokens = sum(int(sample.loss_mask_T.sum()) for sample in batch.samples)
+        for at, (sample, advantages_T) in enumerate(zip(batch.samples, batch.advantages, strict=True)):
+            if not sample.loss_mask_T.any():
+                continue
+            current = self.logprobs(sample)
+            before = current.detach() if old is None else old[at]
+            sampled = torch.from_numpy(sample.rollout_logprobs_T[sample.loss_mask_T]).double()
+            advantage = torch.from_numpy(advantages_T[sample.loss_mask_T]).double()
+            ratio = torch.exp(current - before)
+            low, high = 1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high
+            surrogate = torch.min(ratio * advantage, torch.clip(ratio, low, high) * advantage)
+            weight = torch.ones_like(before)
+            if algorithm.correction == "truncated":
+                weight = torch.clip(torch.exp(before - sampled), max=algorithm.correction_cap)
+            loss = -(weight * surrogate).sum()
+            if algorithm.kl_coef:
+                assert reference is not None
+                gap = reference[at] - current
+                loss = loss + algorithm.kl_coef * (torch.exp(gap) - gap - 1).sum()
+            (loss / tokens).backward()
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+
+def _norm(module: torch.nn.Module):
+    weight, eps = module.weight, module.variance_epsilon  # type: ignore[union-attr]
+    return lambda x: weight * x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def relative(
+    measured: NDArray[np.float32] | torch.Tensor, expected: NDArray[np.float32] | torch.Tensor
+) -> float:
+    """Norm of the difference over norm of what is expected."""
+    a, b = (torch.as_tensor(x).double() for x in (measured, expected))
+    assert a.shape == b.shape
+    return float((a - b).norm() / b.norm())
+
+
+def worst(measured: Arrays, expected: Arrays | dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest relative difference of a tensor, and which it is."""
+    assert measured.keys() == expected.keys()
+    return max((relative(measured[name], expected[name]), name) for name in expected)
+
+
+# ------------------------------------------------------------------ batches
+
+
+def random_batch(
+    seed: int,
+    *,
+    groups: int = 4,
+    rollouts: int = 3,
+    prompt: int = 12,
+    answer: int = 8,
+    temperature: float = 0.8,
+    vocab: int = 512,
+) -> TrainBatch:
+    """Groups that share a prompt, with everything that is awkward: a rollout of two branches, rows that are
+    equal, a row that begins another, a row without a trained token, lengths of all kinds."""
+    rng = np.random.default_rng(seed)
+    samples: list[TrainSample] = []
+
+    def add(tokens: NDArray[np.int64], mask: NDArray[np.bool_], group: int, rollout: int) -> None:
+        # Near what a random model of this vocabulary gives, and far enough for the cap to cut some.
+        noise = rng.normal(-np.log(vocab), 1.5, len(tokens))
+        samples.append(
+            TrainSample(
+                tokens_T=tokens.astype(np.int32),
+                loss_mask_T=mask,
+                rollout_logprobs_T=np.where(mask, noise, 0).astype(np.float32),
+                versions_T=np.where(mask, 0, -1).astype(np.int32),
+                reward=0.0,
+                temperature=temperature,
+                group_id=f"g{group}",
+                rollout_id=f"g{group}r{rollout}",
+                attempt=0,
+                turn_ids=("t",),
+            )
+        )
+
+    for group in range(groups):
+        length = prompt + int(rng.integers(0, 5))
+        shared = rng.integers(10, vocab, length)
+        for rollout in range(rollouts):
+            own = rng.integers(10, vocab, int(rng.integers(2, answer + 1)))
+            tokens = np.concatenate([shared, own])
+            mask = np.arange(len(tokens)) >= length
+            add(tokens, mask, group, rollout)
+            if rollout == 0:  # a second branch from the middle of the first; only its tail is trained
+                tail = rng.integers(10, vocab, 4)
+                branch = np.concatenate([tokens[: length + 1], tail])
+                add(branch, np.arange(len(branch)) > length, group, rollout)
+        if group == 0:
+            add(tokens, mask, group, rollouts)  # equal to the last
+            add(tokens[:-1], mask[:-1], group, rollouts + 1)  # begins it
+            add(tokens, np.zeros_like(mask), group, rollouts + 2)  # trains nothing
+    advantages = tuple(np.where(s.loss_mask_T, rng.normal(0, 1.5), 0).astype(np.float32) for s in samples)
+    return TrainBatch(
+        batch_id=seed,
+        version=WeightVersion(0),
+        samples=tuple(samples),
+        advantages=advantages,
+        total_tokens=int(sum(s.loss_mask_T.sum() for s in samples)),
+        total_rollouts=len({s.rollout_id for s in samples}),
+        total_samples=len(samples),
+    )
