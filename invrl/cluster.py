@@ -9,7 +9,6 @@ Everything is ended in reverse order on return, error and Ctrl-C; on kill -9 by 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
@@ -98,7 +97,6 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
 
 def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> GatewaySettings:
     path = model_folder(config)
-    model = json.loads((path / "config.json").read_text())
     return GatewaySettings.model_validate(
         {
             "run_id": folder.path.name,
@@ -113,8 +111,8 @@ def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> Gatewa
             "store_path": str(folder.store_path),
             "temperature": config.rollout.temperature,
             "max_new_tokens": config.rollout.max_new_tokens,
-            "context_length": min(model["max_position_embeddings"], config.engine.engine_max_total_tokens),
-            "vocab_size": model["vocab_size"],
+            "context_length": fleet.limits.context_length,
+            "vocab_size": fleet.limits.vocab_size,
             "max_open_sessions": config.gateway.max_open_sessions,
             "session_ttl_s": config.gateway.session_ttl_s,
             "generate_timeout_s": config.gateway.generate_timeout_s,

@@ -82,7 +82,10 @@ class SessionError(InvrlError):
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_session_error, (self.message, self.status, self.code, self.param, self.retry_after_s))
+        return (
+            _rebuild_session_error,
+            (self.message, self.status, self.code, self.param, self.retry_after_s),
+        )
 
 
 def _rebuild_session_error(

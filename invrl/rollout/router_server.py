@@ -28,8 +28,9 @@ _FLAGS = {
     "request-timeout-secs": "7200",
     "worker-startup-check-interval": "1",
     "health-check-interval-secs": "1",
-    "health-check-timeout-secs": "1",
-    "health-failure-threshold": "2",
+    # A dead engine refuses at once and is out after three looks; a busy machine may answer late.
+    "health-check-timeout-secs": "10",
+    "health-failure-threshold": "3",
     "health-success-threshold": "1",
     # Answered while generation is paused; /health is not. A hung scheduler is `health.py`'s business.
     "health-check-endpoint": "/server_info",
