@@ -149,15 +149,22 @@ class EngineServer:
 
     def _makes_a_token(self) -> bool:
         """One token instead of SGLang's own warm-up: the server counts as up only after it."""
-        headers = {"Authorization": f"Bearer {self.api_key}"}
+        timeout = httpx.Timeout(60.0, connect=1.0)
+        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
         try:
             # Refused at once until the HTTP process listens, which it does after the model is loaded.
             answer = httpx.post(
-                f"{self.url}/generate",
-                json={"input_ids": [1], "sampling_params": {"max_new_tokens": 1}},
-                headers=headers,
-                timeout=httpx.Timeout(60.0, connect=1.0),
+                f"{self.url}/generate", json=body, headers=_bearer(self.api_key), timeout=timeout
             )
+            if answer.status_code != 200:
+                return False
+            # What was built so far is never garbage. Without this every cache flush (each weight
+            # update) walks it all: 0.5 s. SGLang's own call comes too early without its warm-up.
+            frozen = httpx.post(f"{self.url}/freeze_gc", headers=_bearer(self.admin_key), timeout=timeout)
         except httpx.HTTPError:
             return False
-        return answer.status_code == 200
+        return frozen.status_code == 200
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
