@@ -16,6 +16,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 Arrays = dict[str, NDArray[np.float32]]
+Tensors = dict[str, torch.Tensor]
 
 
 class Reference:
@@ -50,7 +51,7 @@ class Reference:
         *,
         old: Sequence[torch.Tensor] | None,
         reference: Sequence[torch.Tensor] | None,
-    ) -> dict[str, torch.Tensor]:
+    ) -> Tensors:
         """Of GRPO's loss over the whole mini-batch; `old` None: the current policy itself."""
         self.model.zero_grad()
         tokens = sum(int(sample.loss_mask_T.sum()) for sample in batch.samples)
@@ -90,7 +91,7 @@ def relative(
     return float((a - b).norm() / b.norm())
 
 
-def worst(measured: Arrays, expected: Arrays | dict[str, torch.Tensor]) -> tuple[float, str]:
+def worst(measured: Arrays, expected: Arrays | Tensors) -> tuple[float, str]:
     """The largest relative difference of a tensor, and which it is."""
     assert measured.keys() == expected.keys()
     return max((relative(measured[name], expected[name]), name) for name in expected)

@@ -1,0 +1,152 @@
+"""All ranks behind one handle, as Ray actors: they train together, and they end together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from rank_pool import RankPool
+from train_reference import random_batch
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.errors import ConfigError, DeadlineError, TrainError
+from invrl.metrics import resolve
+from invrl.process import free_port
+from invrl.tiny_model import make_tiny_model
+from invrl.train.config import TrainConfig
+from invrl.train.train_actor import TRAIN_ENV, RankSettings, TrainActor
+from invrl.train.train_handle import TrainHandle
+
+ray = pytest.importorskip("ray")
+TRAIN = TrainConfig(train_dtype="float32", data_parallel_size=2, lr=1e-3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    already = ray.is_initialized()
+    if not already:
+        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    if not already:
+        ray.shutdown()
+
+
+def handle_of(actors: Sequence[Any], *, steps: int = 1, step_timeout_s: float = 120.0) -> TrainHandle:
+    return TrainHandle(actors, steps_per_batch=steps, start_timeout_s=200.0, step_timeout_s=step_timeout_s)
+
+
+def pids(actors: Sequence[Any]) -> list[int]:
+    return ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in actors], timeout=60)
+
+
+def assert_gone(processes: Sequence[int], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in processes if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.1)
+
+
+def rank_actors(model: Path, count: int = 2) -> list[Any]:
+    port = free_port()
+    actor = ray.remote(TrainActor).options(num_cpus=0, runtime_env={"env_vars": TRAIN_ENV})
+    return [
+        actor.remote(
+            RankSettings(
+                rank=rank,
+                world_size=count,
+                master_addr="127.0.0.1",
+                master_port=port,
+                model_path=str(model),
+                train=TRAIN,
+                algorithm=AlgorithmConfig(steps_per_batch=2),
+                weight_dtype="float32",
+            )
+        )
+        for rank in range(count)
+    ]
+
+
+async def test_two_ranks_train_and_the_death_of_one_is_an_error(pool: RankPool, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    actors = rank_actors(model)
+    handle = handle_of(actors, steps=2)
+    await handle.start()
+    batch = random_batch(0)
+    result = await handle.train(batch)
+    assert result.optimizer_steps == 2
+    assert result.batch_id == batch.batch_id
+    assert resolve(result.metrics)["tokens"] == batch.total_tokens
+    assert result.seconds.keys() >= {"old_logprobs", "forward_backward", "optimizer"}
+    prompt = batch.samples[0].tokens_T.tolist()
+    (logprobs,) = await handle.logprobs([prompt])
+    await handle.export_hugging_face(str(tmp_path / "exported"))
+    layout = await handle.layout()
+    assert (await handle.stage(1)).version == 1
+    assert len(layout.tensors) > 20
+
+    alone = pool.build(model, train=TRAIN)
+    alone.train(batch, steps=2)
+    assert np.abs(alone.logprobs([prompt])[0] - logprobs).max() < 1e-4
+
+    processes = pids(actors)
+    long = random_batch(1, groups=12, rollouts=40, prompt=300)
+    training = asyncio.create_task(handle.train(long))
+    await asyncio.sleep(1.0)
+    assert not training.done()
+    os.kill(processes[1], signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(TrainError, match="trainer rank 1 failed in train"):
+        await training
+    assert time.monotonic() - killed < 20.0
+    assert_gone(processes)
+
+
+def stand_in(behaviour: str) -> Any:
+    """A rank as Ray sees it: it answers, fails, or waits for its peers for ever."""
+
+    class StandIn:  # local: Ray sends it whole, as workers cannot import this module
+        def logprobs(self, prompts: object) -> str:
+            return "answered"
+
+        def start(self) -> None:
+            if behaviour == "fail":
+                raise TrainError("the loss is nan: no weight was changed")
+            if behaviour == "refuse":
+                raise ConfigError(field="--lr", value=0, reason="too small", fix="more")
+            if behaviour == "bug":
+                raise ZeroDivisionError("a bug of ours")
+            if behaviour == "wait":
+                time.sleep(600)
+
+    return ray.remote(StandIn).options(num_cpus=0).remote()
+
+
+@pytest.mark.parametrize(
+    ("behaviours", "error", "message"),
+    [
+        (("wait", "fail"), TrainError, "^the loss is nan: no weight was changed$"),
+        (("wait", "refuse"), ConfigError, "^--lr = 0: too small. Fix: more$"),
+        (("bug", "wait"), TrainError, "trainer rank 0 failed in start.*a bug of ours"),
+        (("answer", "wait"), DeadlineError, "1 of 2 trainer ranks to finish start"),
+    ],
+)
+async def test_where_one_rank_fails_none_is_left(
+    behaviours: tuple[str, ...], error: type[Exception], message: str
+) -> None:
+    actors = [stand_in(behaviour) for behaviour in behaviours]
+    processes = pids(actors)
+    handle = TrainHandle(actors, steps_per_batch=1, start_timeout_s=2.0, step_timeout_s=2.0)
+    assert await handle.logprobs([[1]]) == "answered"
+    started = time.monotonic()
+    with pytest.raises(error, match=f"(?s){message}"):
+        await handle.start()
+    assert time.monotonic() - started < 10.0
+    assert_gone(processes)
