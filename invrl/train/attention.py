@@ -71,12 +71,13 @@ class TreeAttention(MegatronModule):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: None = None,
+        attention_mask: torch.Tensor | None = None,
         *,
-        packed_seq_params: PackedRow,
+        packed_seq_params: PackedSeqParams | None,
         **_: Any,
     ) -> torch.Tensor:
         """[P, 1, heads, head_dim] each, fewer heads in `key` and `value`; gives [P, 1, heads * head_dim]."""
+        assert isinstance(packed_seq_params, PackedRow)
         # [1, heads, P, head_dim] views
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         outputs = [self._attend(q, k, v, block) for block in packed_seq_params.blocks]

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from invrl.train import device
 from invrl.train.attention import PackedRow, TreeAttention
@@ -70,7 +73,9 @@ def build_model(
     given by the user, checked by `megatron_args`."""
     transformer = transformer_config(config, dtype, options)
     layer = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm")
-    layer.submodules.self_attention.submodules.core_attention = TreeAttention
+    block = cast(TransformerLayerSubmodules, layer.submodules)
+    attention = cast(SelfAttentionSubmodules, cast(ModuleSpec, block.self_attention).submodules)
+    attention.core_attention = TreeAttention
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]

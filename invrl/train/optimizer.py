@@ -36,11 +36,10 @@ def distribute(
     ddp: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": config.use_distributed_optimizer,
+        **options.ddp,
     }
     wrapped = Float16Module(transformer, model) if transformer.bf16 else model
-    distributed = DistributedDataParallel(
-        transformer, DistributedDataParallelConfig(**ddp | options.ddp), wrapped
-    )
+    distributed = DistributedDataParallel(transformer, DistributedDataParallelConfig(**ddp), wrapped)
     settings: dict[str, Any] = {
         "optimizer": "adam",
         "lr": config.lr,
@@ -51,8 +50,9 @@ def distribute(
         "bf16": transformer.bf16,
         "params_dtype": transformer.params_dtype,
         "use_distributed_optimizer": config.use_distributed_optimizer,
+        **options.optimizer,
     }
-    optimizer = get_megatron_optimizer(OptimizerConfig(**settings | options.optimizer), [distributed])
+    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), [distributed])
     if not isinstance(optimizer, ChainedOptimizer):
         optimizer = ChainedOptimizer([optimizer])
     device.fuse_adam(optimizer)
@@ -75,7 +75,7 @@ def apply_gradients(optimizer: ChainedOptimizer) -> float:
         if not math.isfinite(norm):
             raise TrainError(f"the gradient norm is {norm}: no weight was changed")
         for part in optimizer.chained_optimizers:
-            parameters = part.get_parameters()
+            parameters: list[torch.Tensor] = list(part.get_parameters())
             if parameters and part.config.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(
                     parameters, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=False
