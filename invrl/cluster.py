@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -84,6 +85,7 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
             run_folder=folder.path,
             sglang=config.sglang,
             router=config.router,
+            carrier=config.weight_sync.weight_carrier,
         )
         stack.push_async_callback(fleet.stop)
         started = asyncio.create_task(fleet.start())
@@ -173,7 +175,9 @@ async def start_cluster(config: Config, folder: RunFolder) -> AsyncIterator[Clus
 
 @contextmanager
 def _ray() -> Iterator[None]:
-    """A local Ray behind a token (`ray_token.py`), or the one that RAY_ADDRESS names."""
+    """A local Ray behind a token (`ray_token.py`), or the one that RAY_ADDRESS names. Ray takes over the
+    handling of signals, which is the command line's: it is given back."""
+    ours = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     paths = [str(Path.cwd()), *sys.path]
     ray.init(
         include_dashboard=False,
@@ -186,6 +190,8 @@ def _ray() -> Iterator[None]:
             }
         },
     )
+    for number, handler in ours.items():
+        signal.signal(number, handler)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from invrl.buffer.batching import build_batch
 from invrl.canary import canary_prompts
 from invrl.cluster import Cluster, model_folder, start_cluster
 from invrl.config import Config
-from invrl.errors import WeightSyncError
+from invrl.errors import InvrlError, WeightSyncError
 from invrl.loop import Parts, run_loop
 from invrl.metric_sinks import open_sinks
 from invrl.progress import RunObserver, open_progress
@@ -30,6 +31,8 @@ from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 from invrl.weight_sync import CanaryBound, PhaseDeadlines, WeightTransaction
 
 logger = logging.getLogger(__name__)
+_MAX_RESTARTS = 3
+"""Of one engine in a run."""
 
 
 def run_training(config: Config, folder: RunFolder) -> None:
@@ -129,12 +132,15 @@ class _Run:
 
 
 class FleetUpdater:
-    """The weight transaction over the fleet as it is now; what an update loses is evicted."""
+    """The weight transaction over the fleet as it is now. What an update loses is evicted, and an engine
+    that left is given a new process with the committed weights, a few times."""
 
     def __init__(self, config: Config, cluster: Cluster) -> None:
         settings = config.weight_sync
         bound = CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype)
+        self._trainer = cluster.trainer
         self._fleet = cluster.serving.fleet
+        self._restarts: Counter[str] = Counter()
         self._transaction = WeightTransaction(
             cluster.trainer,
             self._fleet.receivers,
@@ -154,6 +160,21 @@ class FleetUpdater:
             for name in error.unrestored:
                 await self._fleet.evict(name, str(error))
             raise
+        await self._fleet.committed(version)
         for name in update.lost_engines:
             await self._fleet.evict(name, f"lost in the update to version {version}")
+        await self._restart_evicted()
         return update
+
+    async def _restart_evicted(self) -> None:
+        """A fleet that lost an engine goes on with the others if the engine does not come back."""
+        staged = self._transaction.committed
+        for name in list(self._fleet.evicted):
+            if staged is None or self._restarts[name] >= _MAX_RESTARTS:
+                continue
+            self._restarts[name] += 1
+            logger.warning("restarting %s, which left: %s", name, self._fleet.evicted[name])
+            try:
+                await self._fleet.restart(name, await self._trainer.layout(), staged)
+            except InvrlError:
+                logger.exception("%s did not come back (try %d)", name, self._restarts[name])

@@ -73,6 +73,11 @@ class WeightTransaction:
         self._deadlines = deadlines or PhaseDeadlines()
         self._committed: StagedWeights | None = None
 
+    @property
+    def committed(self) -> StagedWeights | None:
+        """What the fleet holds: for an engine that is restarted. None before the first update."""
+        return self._committed
+
     async def run(self, version: WeightVersion) -> WeightUpdate:
         """Give `version` to every engine. Raises LayoutError, ChecksumError, CanaryError or another
         WeightSyncError; except after CanaryError every engine not in `unrestored` serves the old one."""

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.rollout.weight_receiver import BucketSender
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weight_arena import ArenaWriter, checksum
+from invrl.weight_buckets import BucketSender
 
 Tensors = dict[str, torch.Tensor]
 

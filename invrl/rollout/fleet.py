@@ -23,25 +23,11 @@ from invrl.rollout.health import HealthCheck, HealthPolicy
 from invrl.rollout.router_server import RouterServer
 from invrl.rollout.sglang_args import router_flags, sglang_flags
 from invrl.rollout.sglang_client import EngineLimits, SglangClient
-from invrl.rollout.weight_receiver import ArenaReceiver, EngineReceiver
+from invrl.rollout.weight_receiver import RECEIVERS, EngineReceiver
 from invrl.types import WeightVersion
 from invrl.weight_sync import load_verified
 
 _LOG = logging.getLogger(__name__)
-
-
-class FleetReceiver(ArenaReceiver):
-    """Knows whether its engine is paused, for the health check."""
-
-    is_paused = False
-
-    async def pause(self) -> None:
-        self.is_paused = True
-        await super().pause()
-
-    async def resume(self) -> None:
-        await super().resume()
-        self.is_paused = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +47,7 @@ class Engine:
         return self.server.alive()
 
     def paused(self) -> bool:
-        return isinstance(self.receiver, FleetReceiver) and self.receiver.is_paused
+        return self.receiver.is_paused
 
     async def generates(self, *, deadline_s: float) -> bool:
         return await self.client.generates(deadline_s=deadline_s)
@@ -77,8 +63,10 @@ class Fleet:
         run_folder: Path,
         sglang: Mapping[str, str | int | float | bool] | None = None,
         router: Mapping[str, str | int | float | bool] | None = None,
+        carrier: str = "arena",
     ) -> None:
         """`sglang`, `router`: what the user passes through, by upstream's field names. ConfigError."""
+        self._carrier = carrier
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
         self._config = engine
         self._model_path = model_path
@@ -198,7 +186,7 @@ class Fleet:
         client = SglangClient(
             server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
         )
-        receiver = FleetReceiver(name, client, reply_folder=self._replies)
+        receiver = RECEIVERS[self._carrier](name, client, reply_folder=self._replies)
         return Engine(server=server, client=client, receiver=receiver)
 
     async def _ready(self, engine: Engine) -> None:

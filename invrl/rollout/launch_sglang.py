@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from invrl.rollout import cpu_stand_ins
+from invrl import cpu_stand_ins
 
 cpu_stand_ins.apply()
 

@@ -133,7 +133,7 @@ def _sglang_fields() -> Mapping[str, UpstreamField]:
     try:
         import torch  # noqa: F401
 
-        from invrl.rollout import cpu_stand_ins
+        from invrl import cpu_stand_ins
 
         cpu_stand_ins.apply()
         from sglang.srt.server_args import ServerArgs

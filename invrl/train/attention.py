@@ -10,50 +10,53 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
 
+from invrl.train import device
 from invrl.train.packing import AttentionBlock, MicroBatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
-    """An AttentionBlock on the device. `bias_QK` is 0 where a query sees a key, else -inf."""
-
-    start: int
-    end: int
-    keys_K: torch.Tensor | None
-    """Places of all keys; None: [start, end)."""
-    bias_QK: torch.Tensor | None
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
     """What the core attention must know of a packed row. The format is [tokens, 1, ...] ("sbhd"), so that
-    Megatron applies per-token rotary frequencies as they are given."""
+    Megatron applies per-token rotary frequencies as they are given.
 
-    blocks: tuple[Block, ...] = ()
+    The keys of all blocks are gathered at once and then split: a block that took its own slice would cost
+    a gradient as long as the whole row.
+    """
+
+    keys_K: torch.Tensor | None = None
+    """Places of the keys of all blocks, block by block; None: [0, P)."""
+    num_queries: tuple[int, ...] = ()
+    num_keys: tuple[int, ...] = ()
+    biases: tuple[torch.Tensor | None, ...] = ()
+    """Per block [queries, keys], 0 where a query sees a key, else -inf; None: causal."""
 
     @staticmethod
-    def of(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> PackedRow:
-        """`dtype` is the compute dtype: SDPA wants the bias in it."""
-        blocks = tuple(_block(block, device, dtype) for block in micro_batch.blocks)
-        return PackedRow(qkv_format="sbhd", blocks=blocks)
+    def of(micro_batch: MicroBatch, at: torch.device, dtype: torch.dtype) -> PackedRow:
+        """`dtype`: what attention is computed in; SDPA wants the bias in it."""
+        blocks = micro_batch.blocks
+        keys = [np.concatenate([b.prefix_K, np.arange(b.start, b.end)]) for b in blocks]
+        branching = any(len(block.prefix_K) for block in blocks)
+        return PackedRow(
+            qkv_format="sbhd",
+            keys_K=torch.from_numpy(np.concatenate(keys)).to(at) if branching else None,
+            num_queries=tuple(block.end - block.start for block in blocks),
+            num_keys=tuple(len(keys_K) for keys_K in keys),
+            biases=tuple(_bias(block, at, dtype) for block in blocks),
+        )
 
 
-def _block(block: AttentionBlock, device: torch.device, dtype: torch.dtype) -> Block:
-    keys_K = bias_QK = None
-    if len(block.prefix_K):
-        own = torch.arange(block.start, block.end)
-        keys_K = torch.cat([torch.from_numpy(block.prefix_K), own]).to(device)
-    if block.mask_QK is not None:
-        bias_QK = torch.zeros(block.mask_QK.shape, dtype=dtype)
-        bias_QK.masked_fill_(torch.from_numpy(~block.mask_QK), float("-inf"))
-        bias_QK = bias_QK.to(device)
-    return Block(start=block.start, end=block.end, keys_K=keys_K, bias_QK=bias_QK)
+def _bias(block: AttentionBlock, at: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
+    if block.mask_QK is None:
+        return None
+    bias_QK = torch.zeros(block.mask_QK.shape, dtype=dtype)
+    return bias_QK.masked_fill_(torch.from_numpy(~block.mask_QK), float("-inf")).to(at)
 
 
 class TreeAttention(MegatronModule):
@@ -78,24 +81,25 @@ class TreeAttention(MegatronModule):
     ) -> torch.Tensor:
         """[P, 1, heads, head_dim] each, fewer heads in `key` and `value`; gives [P, 1, heads * head_dim]."""
         assert isinstance(packed_seq_params, PackedRow)
+        row, dtype = packed_seq_params, device.attention_dtype(query.dtype)
         # [1, heads, P, head_dim] views
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        outputs = [self._attend(q, k, v, block) for block in packed_seq_params.blocks]
+        q, k, v = (tensor.permute(1, 2, 0, 3).to(dtype) for tensor in (query, key, value))
+        if row.keys_K is not None:
+            k, v = k.index_select(2, row.keys_K), v.index_select(2, row.keys_K)
+        parts = zip(
+            q.split(row.num_queries, dim=2),
+            k.split(row.num_keys, dim=2),
+            v.split(row.num_keys, dim=2),
+            row.biases,
+            strict=True,
+        )
+        outputs = [self._attend(*part) for part in parts]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-        return output.permute(2, 0, 1, 3).reshape(query.shape[0], 1, -1)
+        return output.permute(2, 0, 1, 3).reshape(query.shape[0], 1, -1).to(query.dtype)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block) -> torch.Tensor:
-        own = slice(block.start, block.end)
-        if block.keys_K is None:
-            k, v = k[:, :, own], v[:, :, own]
-        else:
-            k, v = k.index_select(2, block.keys_K), v.index_select(2, block.keys_K)
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias_QK: torch.Tensor | None
+    ) -> torch.Tensor:
         return scaled_dot_product_attention(
-            q[:, :, own],
-            k,
-            v,
-            attn_mask=block.bias_QK,
-            is_causal=block.bias_QK is None,
-            scale=self._scale,
-            enable_gqa=True,
+            q, k, v, attn_mask=bias_QK, is_causal=bias_QK is None, scale=self._scale, enable_gqa=True
         )

@@ -51,7 +51,7 @@ class PolicyModel(GPTModel):
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=self._rotary(positions_P),
-            packed_seq_params=PackedRow.of(micro_batch, at, dtype),
+            packed_seq_params=PackedRow.of(micro_batch, at, device.attention_dtype(dtype)),
         )
         weight = (
             self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None

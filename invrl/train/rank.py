@@ -21,7 +21,7 @@ from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import parse_megatron_options
 from invrl.train.packing import RankBatch, Row
 from invrl.train.train_actor import RankSettings
-from invrl.train.weight_sender import SENDERS
+from invrl.train.weight_sender import WeightStage
 from invrl.types import WeightVersion
 
 
@@ -50,8 +50,8 @@ class TrainRank:
             distributed, optimizer, self._reference, train=settings.train, algorithm=settings.algorithm
         )
         self._checkpoint = Checkpoint(self._model, optimizer)
-        self._sender = SENDERS[settings.carrier](
-            self._model, self._config, getattr(torch, settings.weight_dtype)
+        self._sender = WeightStage(
+            settings.carrier, self._model, self._config, getattr(torch, settings.weight_dtype)
         )
 
     def train(self, batch: RankBatch) -> StepResult:

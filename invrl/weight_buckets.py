@@ -1,0 +1,83 @@
+"""The trainer's end of the bucket carrier: SGLang's flattened buckets, by CUDA IPC on a GPU and by shared
+memory on a CPU. Imports torch and sglang only where tensors are touched. Used by
+`train/weight_sender.py`; the engines' end is `rollout/weight_receiver.BucketReceiver`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from invrl.errors import LayoutError
+from invrl.interfaces import StagedWeights
+from invrl.types import TensorSpec, WeightVersion
+from invrl.weight_arena import checksum, num_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BucketSender:
+    """The trainer's end of the bucket carrier: `stage` serialises handles of buckets of bounded size.
+    Keeps the two newest versions alive. Shared memory by file on CPU: nothing but a killed trainer
+    leaves a file behind (the arena has no such flaw)."""
+
+    def __init__(self, tensors: Sequence[TensorSpec], *, bucket_bytes: int = 64 << 20) -> None:
+        self._tensors = tuple(tensors)
+        self._bucket_bytes = bucket_bytes
+        self._alive: dict[WeightVersion, list[torch.Tensor]] = {}
+
+    def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+        """As `ArenaWriter.stage`. Raises LayoutError."""
+        start = time.monotonic()
+        given = {name: tensor.detach() for name, tensor in tensors}
+        specs = tuple(
+            TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
+            for name, t in given.items()
+        )
+        if sorted(specs, key=lambda s: s.name) != sorted(self._tensors, key=lambda s: s.name):
+            raise LayoutError("the tensors to stage are not those of the layout")
+        while len(self._alive) > 1:
+            del self._alive[min(self._alive)]
+        self._alive[version] = []
+        payloads = [self._bucket(version, given, group) for group in self._groups()]
+        return StagedWeights(
+            version=version,
+            handle=json.dumps(payloads),
+            checksums={name: checksum(tensor) for name, tensor in given.items()},
+            num_bytes=sum(map(num_bytes, self._tensors)),
+            seconds=time.monotonic() - start,
+        )
+
+    def _groups(self) -> Iterable[list[str]]:
+        """Names in layout order; a tensor over the bound travels alone."""
+        group: list[str] = []
+        size = 0
+        for spec in self._tensors:
+            if group and size + num_bytes(spec) > self._bucket_bytes:
+                yield group
+                group, size = [], 0
+            group.append(spec.name)
+            size += num_bytes(spec)
+        if group:
+            yield group
+
+    def _bucket(self, version: WeightVersion, given: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
+        import torch.multiprocessing
+
+        from invrl import cpu_stand_ins
+
+        cpu_stand_ins.apply()
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        bucket = FlattenedTensorBucket(named_tensors=[(name, given[name].contiguous()) for name in names])
+        flat = bucket.get_flattened_tensor()
+        if not flat.is_cuda:
+            # The default hands over file descriptors, which kills the server on the other end.
+            torch.multiprocessing.set_sharing_strategy("file_system")
+            flat.share_memory_()
+        self._alive[version].append(flat)
+        value = {"flattened_tensor": flat, "metadata": bucket.get_metadata()}
+        return str(MultiprocessingSerializer.serialize(value, output_str=True))
