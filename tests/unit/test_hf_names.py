@@ -1,0 +1,138 @@
+"""The name files: Megatron parameters from Hugging Face tensors and back, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invrl.errors import ConfigError
+from invrl.tiny_model import Family, tensor_shapes
+from invrl.train.hf_config import parse_hf_config
+from invrl.train.hf_names.families import FAMILIES
+from invrl.train.hf_names.parameter import Fusion, Heads, join, split
+
+NAMES: list[Family] = ["llama", "qwen2", "qwen3"]
+
+
+@given(
+    groups=st.integers(1, 4),
+    queries=st.integers(1, 4),
+    head_dim=st.sampled_from([2, 6]),
+    columns=st.sampled_from([None, 5]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(deadline=None)
+def test_qkv_is_interleaved_by_key_value_group_and_comes_back(
+    groups: int, queries: int, head_dim: int, columns: int | None, dtype: torch.dtype
+) -> None:
+    """Row by row against the definition: of each group its queries, its key, its value."""
+    heads = Heads(groups=groups, queries_per_group=queries, head_dim=head_dim)
+    rest = () if columns is None else (columns,)
+    q, k, v = (torch.randn(rows * head_dim, *rest).to(dtype) for rows in (groups * queries, groups, groups))
+    joined = join("qkv", [q, k, v], heads)
+    expected = []
+    for group in range(groups):
+        for head in range(group * queries, (group + 1) * queries):
+            expected += list(q[head * head_dim : (head + 1) * head_dim])
+        expected += list(k[group * head_dim : (group + 1) * head_dim])
+        expected += list(v[group * head_dim : (group + 1) * head_dim])
+    assert torch.equal(joined, torch.stack(expected))
+    for back, tensor in zip(split("qkv", joined, heads), (q, k, v), strict=True):
+        assert torch.equal(back, tensor)
+        assert back.is_contiguous()
+
+
+@pytest.mark.parametrize(("fusion", "count"), [("plain", 1), ("stack", 2)])
+def test_the_other_fusions_come_back(fusion: Fusion, count: int) -> None:
+    tensors = [torch.randn(6, 4) for _ in range(count)]
+    heads = Heads(groups=1, queries_per_group=1, head_dim=1)
+    joined = join(fusion, list(tensors), heads)
+    assert torch.equal(joined, torch.cat(tensors))
+    for back, tensor in zip(split(fusion, joined, heads), tensors, strict=True):
+        assert torch.equal(back, tensor)
+        assert back.is_contiguous()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", NAMES)
+def test_a_name_file_lists_each_tensor_of_its_family_once(family: Family, tied: bool) -> None:
+    shapes = tensor_shapes(
+        family,
+        vocab_size=512,
+        layers=3,
+        hidden=8,
+        intermediate=16,
+        q_rows=8,
+        kv_rows=4,
+        head_dim=2,
+        tie_embeddings=tied,
+    )
+    listed = [name for p in FAMILIES[family].parameters(layers=3, tied=tied) for name in p.hugging_face]
+    assert sorted(listed) == sorted(name for name, _ in shapes)
+
+
+def config(**fields: object) -> dict[str, object]:
+    return {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    } | fields
+
+
+def test_what_config_json_leaves_out_has_its_documented_default() -> None:
+    parsed = parse_hf_config(config())  # type: ignore[arg-type]
+    assert (parsed.num_kv_heads, parsed.head_dim, parsed.rope_theta) == (4, 16, 10000.0)
+    assert (parsed.rope_factor, parsed.tie_embeddings) == (None, False)
+
+
+def test_rotary_settings_of_both_generations_of_transformers() -> None:
+    old, new = config(rope_theta=5e5), config(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    assert parse_hf_config(old) == parse_hf_config(new)  # type: ignore[arg-type]
+    scaled = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert parse_hf_config(config(rope_scaling=scaled)).rope_factor == 32.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model_type": "mamba"}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
+        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 2.0}}, "rope_parameters"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused_by_name(
+    fields: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hf_config(config(**fields))  # type: ignore[arg-type]
+    assert caught.value.field == f"config.json: {named}"
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    from invrl.train.hf_config import read_hf_config
+
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        read_hf_config(tmp_path)
