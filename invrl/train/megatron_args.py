@@ -81,6 +81,21 @@ _NOT_YET = (
     "cpu_offloading",
 )
 """Prefixes of features that the dense trainer does not have."""
+_ACCEPTED = frozenset(
+    """
+    recompute_granularity recompute_method recompute_num_layers recompute_modules
+    fp32_residual_connection deterministic_mode disable_bf16_reduced_precision_matmul
+    bias_dropout_fusion barrier_with_L1_time config_logger_dir
+    bucket_size grad_reduce_in_fp32 check_for_nan_in_grad check_for_large_grads
+    pad_buckets_for_high_nccl_busbw suggested_communication_unit_size
+    reduce_scatter_with_fp32_accumulation nccl_ub disable_symmetric_registration
+    optimizer adam_eps sgd_momentum decoupled_weight_decay apply_wd_to_qk_layernorm
+    log_num_zeros_in_grad
+    """.split()
+)
+"""What may be set. Every other field would be ignored without a word, needs a library or a layout that
+the trainer does not have, or breaks what invrl promises (float32 master weights)."""
+_OPTIMIZERS = ("adam", "sgd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +124,10 @@ def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
         owners = [(owner, types[name]) for owner, types in known.items() if name in types]
         if not owners:
             names = {field for types in known.values() for field in types}
-            near = difflib.get_close_matches(name, sorted(names - _BY_STEP - _FROM_MODEL), n=1)
+            near = difflib.get_close_matches(name, sorted(names & _ACCEPTED), n=1)
             raise _error(name, value, "Megatron has no such field", _instead(near))
+        if name not in _ACCEPTED and name not in _SIZES:
+            raise _error(name, value, "the trainer is not built for this field", "leave it out")
         for owner, annotation in owners:
             getattr(parsed, owner)[name] = _parse(name, value, annotation)
     return parsed
@@ -195,12 +212,18 @@ def _refuse_owned(name: str, value: Scalar) -> None:
         raise _error(name, value, "the model folder's config.json decides what is computed", "leave it out")
     if name in _BY_STEP:
         raise _error(name, value, "the training step is built for one value of it", "leave it out")
-    if name.startswith(_NOT_YET) or name in ("fp4", "fp8"):
+    if name == "optimizer" and value not in _OPTIMIZERS:
+        raise _error(name, value, "the trainer does not have this optimizer", f"use {', '.join(_OPTIMIZERS)}")
+    if name.startswith(_NOT_YET):
         raise _error(name, value, "the trainer does not support this feature yet", "leave it out")
 
 
 def _instead(near: list[str]) -> str:
-    return f"did you mean {_flag(near[0])}?" if near else "see the fields of its TransformerConfig"
+    return (
+        f"did you mean {_flag(near[0])}?"
+        if near
+        else f"the ones that may be set: {', '.join(sorted(_ACCEPTED))}"
+    )
 
 
 def _flag(name: str) -> str:
