@@ -52,6 +52,7 @@ def prepare() -> None:
     if not on_cuda():
         _stand_in_for_cuda()
         _keep_megatron_on_cpu()
+        _skip_collectives_of_one()
     _repair_distributed_optimizer()
 
 
@@ -155,6 +156,27 @@ def _keep_megatron_on_cpu() -> None:
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
+
+
+def _skip_collectives_of_one() -> None:
+    """With one rank the distributed optimizer scatters and gathers whole buffers onto themselves, and gloo
+    copies each of them, more than once: a fifth of a step."""
+    import megatron.core.distributed.param_and_grad_buffer as module
+
+    buffers: Any = module
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(buffers, name, _unless_in_place(getattr(buffers, name)))
+
+
+def _unless_in_place(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Output and input are the same numbers only in a group of one."""
+
+    @functools.wraps(collective)
+    def called(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        same = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
+        return None if same else collective(output, given, *args, **kwargs)
+
+    return called
 
 
 def _repair_distributed_optimizer() -> None:
