@@ -75,7 +75,8 @@ class PlainProgress(NoProgress):
         self._last_phase = name
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        labels = {name: label for name, label in SHOWN.items() if name in values} or {n: n for n in values}
+        held_out = {name: name for name in values if name.startswith("eval/") and name.endswith("/accuracy")}
+        labels = {name: label for name, label in SHOWN.items() if name in values} | held_out
         shown = ", ".join(f"{label} {_number(values[name])}" for name, label in labels.items())
         self.note(f"[{time.monotonic() - self._started:6.1f} s] step {step}/{self._num_steps}: {shown}")
 
