@@ -17,7 +17,7 @@ from typing import NoReturn
 from invrl.config import Config, nearest, resolve
 from invrl.errors import ConfigError, InvrlError
 from invrl.flags import flag_help, parse_flags
-from invrl.ray_token import guard_ray
+from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, make_run_folder
 
 USAGE_EXIT, FAILURE_EXIT, INTERRUPT_EXIT = 2, 1, 130
@@ -146,7 +146,7 @@ def _interrupt_once(number: int, _frame: object) -> None:
 
 def _train(arguments: Sequence[str]) -> int:
     def work(config: Config, folder: RunFolder) -> None:
-        guard_ray()
+        prepare_ray()
         from invrl.training import run_training
 
         run_training(config, folder)

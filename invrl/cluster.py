@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -30,13 +29,14 @@ from invrl.gateway.gateway_server import GatewayServer
 from invrl.gateway.settings import GatewaySettings
 from invrl.guardian import start_guardian
 from invrl.process import free_port
+from invrl.ray_setup import worker_environment
 from invrl.rollout.engine_server import find_device
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.tasks import load_tasks
 from invrl.rollout.worker_handle import RayWorker
 from invrl.run_folder import RunFolder
-from invrl.train.train_actor import TRAIN_ENV, RankSettings, TrainActor
+from invrl.train.train_actor import RankSettings, TrainActor
 from invrl.train.train_handle import TrainHandle
 
 T = TypeVar("T")
@@ -175,20 +175,15 @@ async def start_cluster(config: Config, folder: RunFolder) -> AsyncIterator[Clus
 
 @contextmanager
 def _ray() -> Iterator[None]:
-    """A local Ray behind a token (`ray_token.py`), or the one that RAY_ADDRESS names. Ray takes over the
+    """A local Ray behind a token (`ray_setup.py`), or the one that RAY_ADDRESS names. Ray takes over the
     handling of signals, which is the command line's: it is given back."""
     ours = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    paths = [str(Path.cwd()), *sys.path]
     ray.init(
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.WARNING,
-        runtime_env={
-            "env_vars": {
-                "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-                "OMP_NUM_THREADS": "1",
-            }
-        },
+        # Processes of a Ray of our own inherit the environment; an agent that sets it costs seconds.
+        runtime_env={"env_vars": worker_environment()} if os.environ.get("RAY_ADDRESS") else None,
     )
     for number, handler in ours.items():
         signal.signal(number, handler)
@@ -217,8 +212,8 @@ def _make_trainer(config: Config) -> TrainHandle:
             megatron=dict(config.megatron),
             seed=config.run.seed,
         )
-        options = {"num_cpus": 0, "num_gpus": 1 if on_gpu else 0, "runtime_env": {"env_vars": TRAIN_ENV}}
-        actors.append(ray.remote(TrainActor).options(**options).remote(settings))
+        actor: Any = ray.remote(TrainActor).options(num_cpus=0, num_gpus=1 if on_gpu else 0)
+        actors.append(actor.remote(settings))
     return TrainHandle(
         actors,
         steps_per_batch=config.algorithm.steps_per_batch,

@@ -29,7 +29,9 @@ _CPU_FLAGS = {
     "device": "cpu",
     "attention-backend": "torch_native",
     "sampling-backend": "pytorch",
-    "mem-fraction-static": "0.05",
+    # The KV cache is as large as max-total-tokens says; this only has to leave room for what other
+    # processes take while the weights load.
+    "mem-fraction-static": "0.8",
 }
 
 

@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from invrl.train.megatron_args import Scalar
 
 
-TRAIN_ENV = {
-    "OMP_NUM_THREADS": "1",
-    # Activations and logits are tens of megabytes. By default malloc maps them afresh each time and the
-    # kernel zeroes every page; these keep freed memory in the process.
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "8589934592",
-    "MALLOC_TOP_PAD_": "268435456",
-}
-"""Environment of a trainer rank; it must be set before the process starts."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
     """What a rank is started with. `weight_dtype` is what the engines hold."""

@@ -99,6 +99,12 @@ def test_engine_and_trainer_agree_on_every_token(learned: Path) -> None:
 
 
 @pytest.mark.timeout(DEADLINE_S)
+def test_the_radix_cache_spares_the_second_prefill(learned: Path) -> None:
+    """Prompts of second turns, by tokens: what the engine had in its cache."""
+    assert min(row["rollout/later_cached_fraction"] for row in steps_of(learned)) >= 0.7
+
+
+@pytest.mark.timeout(DEADLINE_S)
 def test_a_run_leaves_what_a_viewer_needs(learned: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
 """A task that any random model can learn in a few steps, and the advantages that must not teach it.
 
-Reward: the share of the reply's characters whose code point is even, about a half for random
+Reward: the share of the replies' characters whose code point is even, about a half for random
 tokens, so that there is room to rise and to fall.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,11 @@ from invrl.algorithms.advantages import grpo
 from invrl.interfaces import Endpoint
 from invrl.types import Task
 
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessageParam
+
 _WORDS = ("hello", "world", "number", "answer", "question", "fox", "dog", "tool")
+_SYSTEM = "the quick brown fox jumps over the lazy dog. hello world, what is the answer to this question?"
 _SHUFFLE = np.random.default_rng(0)
 
 
@@ -29,10 +34,20 @@ def tasks(split: str, seed: int) -> Iterator[Task]:
 
 
 async def rollout(task: Task, endpoint: Endpoint) -> float:
-    reply = await endpoint.openai().chat.completions.create(
-        model=endpoint.model, messages=[{"role": "user", "content": str(task.payload["prompt"])}]
-    )
-    text = reply.choices[0].message.content or ""
+    """Two turns of one conversation; both count."""
+    client, texts = endpoint.openai(), []
+    messages: list[ChatCompletionMessageParam] = [
+        {"role": "system", "content": _SYSTEM},
+        {"role": "user", "content": str(task.payload["prompt"])},
+    ]
+    for _ in range(2):
+        reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
+        texts.append(reply.choices[0].message.content or "")
+        messages += [{"role": "assistant", "content": texts[-1]}, {"role": "user", "content": "again"}]
+    return sum(map(_even_share, texts)) / len(texts)
+
+
+def _even_share(text: str) -> float:
     return sum(ord(char) % 2 == 0 for char in text) / max(1, len(text))
 
 

@@ -22,7 +22,7 @@ from invrl.metrics import resolve
 from invrl.process import free_port
 from invrl.tiny_model import make_tiny_model
 from invrl.train.config import TrainConfig
-from invrl.train.train_actor import TRAIN_ENV, RankSettings, TrainActor
+from invrl.train.train_actor import RankSettings, TrainActor
 from invrl.train.train_handle import TrainHandle
 
 ray = pytest.importorskip("ray")
@@ -56,7 +56,7 @@ def assert_gone(processes: Sequence[int], within_s: float = 20.0) -> None:
 
 def rank_actors(model: Path, count: int = 2) -> list[Any]:
     port = free_port()
-    actor = ray.remote(TrainActor).options(num_cpus=0, runtime_env={"env_vars": TRAIN_ENV})
+    actor = ray.remote(TrainActor).options(num_cpus=0)
     return [
         actor.remote(
             RankSettings(

@@ -1,0 +1,37 @@
+"""The environment of the Ray that a run starts. Invariant: set before `ray` is imported, which reads it
+once. A cluster named by RAY_ADDRESS has its own; `cluster.py` then sends `worker_environment` along."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+
+def prepare_ray() -> None:
+    """Called by `cli.py` before it imports what imports Ray.
+
+    Ray listens on all interfaces whatever it is told, so only who has a token that this process made may
+    join. Idle workers started ahead and Ray's own metrics cost a laptop more than they save.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    if "ray" in sys.modules:
+        raise RuntimeError("ray was imported before its token was set")
+    os.environ.update(
+        worker_environment(),
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=secrets.token_hex(32),
+        RAY_prestart_worker_first_driver="0",
+        RAY_enable_metrics_collection="0",
+    )
+
+
+def worker_environment() -> dict[str, str]:
+    """What a worker process needs: the user's modules and ours, one thread per process."""
+    paths = [str(Path.cwd()), *sys.path]
+    return {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
+        "OMP_NUM_THREADS": "1",
+    }
