@@ -18,7 +18,7 @@ import pytest
 from invrl.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
-STEPS = 12
+STEPS = 16
 DEADLINE_S = 900
 
 

@@ -1,6 +1,6 @@
 """A task that any random model can learn in a few steps, and the advantages that must not teach it.
 
-Reward: the share of the replies' characters whose code point is even, about a half for random
+Reward: the share of the last reply's characters whose code point is even, about a half for random
 tokens, so that there is room to rise and to fall.
 """
 
@@ -34,20 +34,16 @@ def tasks(split: str, seed: int) -> Iterator[Task]:
 
 
 async def rollout(task: Task, endpoint: Endpoint) -> float:
-    """Two turns of one conversation; both count."""
-    client, texts = endpoint.openai(), []
+    """Two turns of one conversation; the second one's text counts."""
+    client, text = endpoint.openai(), ""
     messages: list[ChatCompletionMessageParam] = [
         {"role": "system", "content": _SYSTEM},
         {"role": "user", "content": str(task.payload["prompt"])},
     ]
     for _ in range(2):
         reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
-        texts.append(reply.choices[0].message.content or "")
-        messages += [{"role": "assistant", "content": texts[-1]}, {"role": "user", "content": "again"}]
-    return sum(map(_even_share, texts)) / len(texts)
-
-
-def _even_share(text: str) -> float:
+        text = reply.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "again"}]
     return sum(ord(char) % 2 == 0 for char in text) / max(1, len(text))
 
 
