@@ -1,5 +1,5 @@
-"""The environment of the Ray that a run starts. Invariant: set before `ray` is imported, which reads it
-once. A cluster named by RAY_ADDRESS has its own; `cluster.py` then sends `worker_environment` along."""
+"""The environment of the Ray that a run starts, set before `ray` is imported, which reads it once.
+A cluster named by RAY_ADDRESS has its own; `cluster.py` then sends `worker_environment` along."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ def prepare_ray() -> None:
     Ray listens on all interfaces whatever it is told, so only who has a token that this process made may
     join. Idle workers started ahead and Ray's own metrics cost a laptop more than they save.
     """
-    if os.environ.get("RAY_ADDRESS"):
-        return
-    if "ray" in sys.modules:
-        raise RuntimeError("ray was imported before its token was set")
+    if os.environ.get("RAY_ADDRESS") or "ray" in sys.modules:
+        return  # too late for us: whoever imported it has Ray's own token, in the home folder
     os.environ.update(
         worker_environment(),
         RAY_AUTH_MODE="token",

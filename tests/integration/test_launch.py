@@ -44,7 +44,7 @@ case "$*" in
   *sys.executable*) echo "$0" ;;
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   *"-m pip install"*) echo "pip install ${{*#*install}}" >> "{project}/installed"; exit ${{FAIL:-0}} ;;
-  *) exec {sys.executable} "$@" ;;
+  *) exec "{sys.executable}" "$@" ;;
 esac
 """
     )

@@ -224,14 +224,16 @@ async def test_a_worker_that_exits_is_replaced_and_the_run_goes_on(stack: Stack)
     exits = tasks_that("exit")
     async with rollouts(stack, exits, rollout_workers=2) as (handle, buffer):
         await batches(stack, handle, buffer, range(1, 2))
-        await until_ended(stack, exits, rollouts_each=2 * GROUP)
+        # The second place's last try is not made if the first place's has already cost the group.
+        await until_ended(stack, exits, rollouts_each=2 * GROUP - 1)
         await batches(stack, handle, buffer, range(2, 4))
         # Two rounds of two: those of a round may have died together or one by one.
         assert 2 <= handle.workers_replaced <= 4
     ended = stack.outcomes()
     assert {outcome.reason for outcome in ended["exit"]} == {FailureReason.WORKER_DIED}
-    # Each place had all its tries, none twice.
-    assert sorted((o.index, o.attempt) for o in ended["exit"]) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    tries = [(o.index, o.attempt) for o in ended["exit"]]
+    assert len(set(tries)) == len(tries), "no place had the same try twice"
+    assert {(0, 0), (1, 0)} < set(tries) <= {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
@@ -241,8 +243,10 @@ async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
         assert [r.num_turns for group in taken.groups for r in group.rollouts_G] == [2] * 4
         await until_ended(stack, hangs, rollouts_each=GROUP)
         ended = stack.outcomes()["hang"]
-        # Its threads cannot be ended, so the worker was.
-        assert handle.workers_replaced >= 1
+        # Its threads cannot be ended, so the worker was, once its reply had come.
+        async with asyncio.timeout(10):
+            while handle.workers_replaced < 1:
+                await asyncio.sleep(0.05)
         await batches(stack, handle, buffer, range(2, 4))
     assert {outcome.reason for outcome in ended} == {FailureReason.TIMEOUT}
 
