@@ -227,7 +227,6 @@ class DropReason(StrEnum):
     FILTERED = "filtered"
     OVER_SAMPLED = "over_sampled"
     REPLACED = "replaced"
-    LATE = "late"
     RUN_ENDED = "run_ended"
 
 
