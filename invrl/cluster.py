@@ -58,8 +58,7 @@ class Serving:
         return self.settings.env_key.get_secret_value()
 
     async def wait_ready(self) -> None:
-        """Engines healthy and behind the router as version 0 (the model folder), gateway answering. In
-        training no session is opened before the first transaction has proved that version."""
+        """Engines healthy, router and gateway answering; no engine is routable yet (`Fleet.admit`)."""
         await self.started
         await asyncio.to_thread(self.gateway.wait_ready, deadline_s=_GATEWAY_START_S)
 

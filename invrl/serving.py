@@ -24,6 +24,7 @@ async def _serve(config: Config, folder: RunFolder) -> None:
     async with start_serving(config, folder) as serving:
         print(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}", flush=True)
         await serving.wait_ready()
+        await serving.fleet.admit()
         print(welcome(serving, await _open_session(serving)), flush=True)
         await serving.watch()
 

@@ -63,6 +63,7 @@ class _Run:
         async with start_cluster(self.config, self.folder) as cluster:
             weights = FleetUpdater(self.config, cluster)
             await weights.run(WeightVersion(0))
+            await cluster.serving.fleet.admit()
             self.observer.note(f"everything is up after {time.monotonic() - started:.0f} s")
             await cluster.guard(self._train(cluster, weights))
 

@@ -32,6 +32,7 @@ async def tiny_fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory)
     config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=500.0)
     fleet = Fleet(config, tiny_model, tmp_path_factory.mktemp("fleet"))
     await fleet.start()
+    await fleet.admit()
     try:
         yield fleet
     finally:

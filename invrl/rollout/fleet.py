@@ -97,20 +97,23 @@ class Fleet:
         return dict(self._engines)
 
     async def start(self) -> None:
-        """All engines at once, and the router; returns when every engine is routable. On an error
-        nothing is left running."""
+        """All engines at once, and the router; no engine is routable before `admit`. On an error nothing
+        is left running."""
         try:
             self._router.start()
             names = [f"engine-{at}" for at in range(self._config.num_engines)]
             self._engines = {name: self._launch(name) for name in names}
             await asyncio.gather(*(self._ready(engine) for engine in self._engines.values()))
             await self._router.wait_ready()
-            await asyncio.gather(*(self._register(engine) for engine in self._engines.values()))
         except BaseException:
             await self.stop()
             raise
         policy = HealthPolicy(interval_s=self._config.engine_health_interval_s)
         self._watch = asyncio.create_task(HealthCheck(policy).watch(lambda: self.engines, self.evict))
+
+    async def admit(self) -> None:
+        """Let the router know the engines: they hold the fleet's version. Raises ServerError, DeadlineError."""
+        await asyncio.gather(*(self._register(engine) for engine in self._engines.values()))
 
     async def receivers(self) -> Sequence[WeightReceiver]:
         return [engine.receiver for engine in self._engines.values()]

@@ -34,6 +34,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[
     )
     fleet = Fleet(config, model, tmp_path_factory.mktemp("fleet2"), sglang={"max-running-requests": "16"})
     await fleet.start()
+    await fleet.admit()
     try:
         yield fleet, TorchSender(model)
     finally:
