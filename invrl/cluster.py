@@ -14,7 +14,7 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,10 +124,10 @@ def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> Gatewa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Both halves, alive."""
+    """Both halves, alive; no trainer in a run that only rolls out."""
 
     serving: Serving
-    trainer: TrainHandle
+    trainer: TrainHandle | None
     buffer: BufferHandle
     rollouts: RolloutHandle
 
@@ -151,13 +151,13 @@ async def first_to_fail(work: Coroutine[Any, Any, T], watch: Coroutine[Any, Any,
 
 
 @asynccontextmanager
-async def start_cluster(config: Config, folder: RunFolder) -> AsyncIterator[Cluster]:
-    """Everything a training run needs, ready; ended on exit. Raises InvrlError naming what failed."""
+async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | None) -> AsyncIterator[Cluster]:
+    """Everything a training run needs, ready; ended on exit. `snapshot`: the buffer of the checkpoint that
+    the run goes on from. Raises InvrlError naming what failed."""
     async with AsyncExitStack() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
         stack.enter_context(_ray())
-        trainer = _make_trainer(config)
-        stack.callback(trainer.stop)
+        trainer = None if config.run.debug_rollout_only else _make_trainer(config)
         buffer = _make_buffer(config, folder)
         rollouts = RolloutHandle(
             config.rollout,
@@ -169,8 +169,24 @@ async def start_cluster(config: Config, folder: RunFolder) -> AsyncIterator[Clus
             make_worker=partial(RayWorker, concurrency=config.rollout.rollout_concurrency),
         )
         stack.push_async_callback(rollouts.stop)
-        await asyncio.gather(trainer.start(), buffer.start(), rollouts.start(), serving.wait_ready())
+        starts = [buffer.start(snapshot), rollouts.start(), serving.wait_ready()]
+        if trainer is not None:
+            stack.callback(trainer.stop)
+            starts.append(trainer.start())
+        await asyncio.gather(*starts)
         yield Cluster(serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts)
+
+
+@asynccontextmanager
+async def start_trainer(config: Config) -> AsyncIterator[TrainHandle]:
+    """The trainer alone, ready; needs no sglang on the machine."""
+    with ExitStack() as stack:
+        start_guardian(os.getpid())
+        stack.enter_context(_ray())
+        trainer = _make_trainer(config)
+        stack.callback(trainer.stop)
+        await trainer.start()
+        yield trainer
 
 
 @contextmanager

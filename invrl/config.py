@@ -41,6 +41,22 @@ class RunConfig(Section):
     run_root: str = Field("runs", description="folder that run folders are made in")
     num_steps: PositiveInt = Field(100, description="training batches, one weight version each")
     seed: NonNegativeInt = Field(0, description="seed of task order, shuffles and initial values")
+    save_interval: NonNegativeInt = Field(0, description="steps between checkpoints; 0: after the last only")
+    keep_checkpoints: NonNegativeInt = Field(2, description="newest checkpoints that stay; 0: all")
+    max_restarts: NonNegativeInt = Field(
+        0, description="times in a row that a run that failed goes on from its last checkpoint by itself"
+    )
+    save_rollout_data: bool = Field(False, description="write every training batch to RUN/rollout_data")
+    debug_rollout_only: bool = Field(
+        False, description="no trainer: weights stay at version 0, every batch goes to RUN/rollout_data"
+    )
+    debug_train_only: bool = Field(
+        False, description="no engine, router or gateway: train on --load-rollout-data"
+    )
+    load_rollout_data: str = Field("", description="folder of saved batches, for --debug-train-only")
+    load_checkpoint: str = Field(
+        "", description="checkpoint folder (RUN/checkpoints/step-...) that --debug-train-only begins with"
+    )
     progress: Literal["auto", "plain", "none"] = Field(
         "auto", description="'auto': live on a terminal, lines elsewhere; 'plain': lines; 'none'"
     )

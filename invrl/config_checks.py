@@ -20,12 +20,58 @@ _MAX_COUNT = 2**31 - 1
 
 def check(config: Config) -> None:
     """Raises ConfigError at the first contradiction."""
+    _check_modes(config)
+    _check_schedule(config)
     _check_batch(config)
     _check_evaluation(config)
     _check_sampling(config)
     _check_engines(config)
     _check_upstream_names(config)
     _check_sizes(config)
+
+
+def _check_modes(config: Config) -> None:
+    run = config.run
+    if run.debug_rollout_only and run.debug_train_only:
+        raise ConfigError(
+            field="run.debug_train_only",
+            value=True,
+            reason="a run cannot be without the trainer and without the rollout half",
+            fix="give one of --debug-rollout-only and --debug-train-only",
+        )
+    if run.debug_train_only and not run.load_rollout_data:
+        raise ConfigError(
+            field="run.load_rollout_data",
+            value="",
+            reason="--debug-train-only trains on saved batches",
+            fix="give --load-rollout-data RUN/rollout_data",
+        )
+    for name in ("load_rollout_data", "load_checkpoint"):
+        if getattr(run, name) and not run.debug_train_only:
+            raise ConfigError(
+                field=f"run.{name}",
+                value=getattr(run, name),
+                reason="only --debug-train-only reads it",
+                fix="add --debug-train-only, or leave it out",
+            )
+
+
+def _check_schedule(config: Config) -> None:
+    train = config.train
+    if train.lr_decay_style != "constant" and train.lr_decay_steps <= train.lr_warmup_steps:
+        raise ConfigError(
+            field="train.lr_decay_steps",
+            value=train.lr_decay_steps,
+            reason=f"a {train.lr_decay_style} decay ends after its warm-up of {train.lr_warmup_steps} steps",
+            fix="set --lr-decay-steps to the optimizer steps of the run",
+        )
+    if train.lr_min > train.lr:
+        raise ConfigError(
+            field="train.lr_min",
+            value=train.lr_min,
+            reason=f"the schedule's highest rate is lr = {train.lr}",
+            fix="lower --lr-min or raise --lr",
+        )
 
 
 def _check_batch(config: Config) -> None:

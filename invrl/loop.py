@@ -3,7 +3,7 @@
 Rollouts go on meanwhile, as far as the buffer's staleness bound allows: bound 0 makes this the
 synchronous loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which.
 Invariant: the buffer admits work for a version only after every engine has committed it, and counts
-its tokens only after its canary has passed. Called by `cluster.py`.
+its tokens only after its canary has passed. Called by `training.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from invrl.interfaces import Buffer, Trainer
+from invrl.interfaces import Buffer, StepResult, Trainer
 from invrl.metrics import resolve
 from invrl.step_metrics import rollout_metrics, time_metrics, update_metrics
 from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
@@ -34,19 +34,34 @@ class Observer(Protocol):
 
 Assemble = Callable[[TakenBatch], TrainBatch]
 """Fetches the tokens of a taken batch from the run's store and computes advantages."""
+Keep = Callable[[int, TrainBatch], None]
+"""Writes the batch of a step to disk."""
+Save = Callable[[int, bytes], Awaitable[None]]
+"""Writes the checkpoint of a step: the trainer as it is, and this snapshot of the buffer."""
 Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
 """Held-out evaluation under this version; flat metric values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the loop runs on."""
+class Learner:
+    """What makes a new version of a batch, and gives it to the fleet. `save` is called every `save_interval`
+    steps (0: never) and after the last one."""
 
-    buffer: Buffer
     trainer: Trainer
     weights: WeightUpdater
+    save: Save
+    save_interval: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop runs on. Without a learner the version never changes, and batches are only kept."""
+
+    buffer: Buffer
     assemble: Assemble
     observer: Observer
+    learner: Learner | None
+    keep: Keep | None = None
     evaluate: Evaluate | None = None
 
 
@@ -67,34 +82,61 @@ class _Phases:
             self._observer.phase(name, self._step)
 
 
-async def run_loop(parts: Parts, *, num_steps: int, eval_interval: int = 0) -> WeightVersion:
-    """Train `num_steps` batches; the version the fleet ends on. Raises what its parts raise."""
-    version = WeightVersion(0)
-    for step in range(1, num_steps + 1):
+async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> None:
+    """Steps `done` + 1 to `num_steps`; with a learner, step n makes version n."""
+    for step in range(done + 1, num_steps + 1):
         phases = _Phases(parts.observer, step)
         phases.enter("rollout")
         taken = await parts.buffer.take()
         phases.enter("assemble")
         batch = parts.assemble(taken)
-        phases.enter("train")
-        result = await parts.trainer.train(batch)
-        await parts.buffer.trained(taken.batch_id)
-        phases.enter("sync")
-        version = WeightVersion(version + 1)
-        update = await parts.weights.run(version)
-        await parts.buffer.release(version)
-        await parts.buffer.advance(version)
+        if parts.keep is not None:
+            parts.keep(step, batch)
+        values = resolve(rollout_metrics(taken), "rollout/")
+        if parts.learner is None:
+            await parts.buffer.discard(taken.batch_id)
+            await parts.buffer.advance(taken.version)
+        else:
+            values |= await _learn(parts, parts.learner, taken, batch, phases, step, last=step == num_steps)
         phases.enter("")
-        values = {
-            **resolve(rollout_metrics(taken), "rollout/"),
-            **resolve(result.metrics, "train/"),
-            **{f"train/time/{name}_s": value for name, value in result.seconds.items()},
-            **resolve(await parts.buffer.metrics(), "buffer/"),
-            **resolve(update_metrics(update), "sync/"),
-            **resolve(time_metrics(phases.seconds, taken, batch.total_tokens), "time/"),
-        }
+        values |= resolve(await parts.buffer.metrics(), "buffer/")
+        values |= resolve(time_metrics(phases.seconds, taken, batch.total_tokens), "time/")
         if parts.evaluate is not None and eval_interval and step % eval_interval == 0 and step < num_steps:
             parts.observer.phase("evaluate", step)
-            values.update(await parts.evaluate(version))
+            values |= await parts.evaluate(WeightVersion(step))
         parts.observer.step(step, values)
-    return version
+
+
+async def _learn(
+    parts: Parts,
+    learner: Learner,
+    taken: TakenBatch,
+    batch: TrainBatch,
+    phases: _Phases,
+    step: int,
+    *,
+    last: bool,
+) -> dict[str, float]:
+    """Train, sync, checkpoint. The buffer's snapshot is taken before it admits work for the new version;
+    the checkpoint is written while that work goes on. After the last step nothing more is admitted."""
+    phases.enter("train")
+    result = await learner.trainer.train(batch)
+    await parts.buffer.trained(taken.batch_id)
+    phases.enter("sync")
+    version = WeightVersion(step)
+    update = await learner.weights.run(version)
+    saves = last or bool(learner.save_interval and step % learner.save_interval == 0)
+    snapshot = await parts.buffer.snapshot(version) if saves else None
+    if not last:
+        await parts.buffer.release(version)
+        await parts.buffer.advance(version)
+    if snapshot is not None:
+        phases.enter("checkpoint")
+        await learner.save(step, snapshot)
+    return {**train_values(result), **resolve(update_metrics(update), "sync/")}
+
+
+def train_values(result: StepResult) -> dict[str, float]:
+    """What the trainer measured, as flat metric values."""
+    seconds = {f"train/time/{name}_s": value for name, value in result.seconds.items()}
+    return {**resolve(result.metrics, "train/"), **seconds}

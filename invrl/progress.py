@@ -4,10 +4,13 @@ Observer. Invariant: nothing here raises into training. Called by `cluster.py`."
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Literal, Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -17,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from invrl.metric_sinks import SinkSet
+from invrl.run_folder import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -155,14 +159,19 @@ def open_progress(
 
 
 class RunObserver:
-    """The loop's Observer: sinks and display in one. A broken display is logged and given up."""
+    """The loop's Observer: sinks and display in one, and `phase_path` for who looks from outside. A broken
+    display is logged and given up."""
 
-    def __init__(self, sinks: SinkSet, progress: Progress) -> None:
+    def __init__(self, sinks: SinkSet, progress: Progress, phase_path: Path | None = None) -> None:
         self._sinks = sinks
         self._progress: Progress = progress
+        self._phase_path = phase_path
 
     def phase(self, name: str, step: int) -> None:
         """`name` goes on now; step 0 is before the first."""
+        if (path := self._phase_path) is not None:
+            text = json.dumps({"pid": os.getpid(), "step": step, "phase": name})
+            self._show(lambda progress: write_atomically(path, text))
         self._show(lambda progress: progress.phase(name, step))
 
     def step(self, step: int, values: Mapping[str, float]) -> None:

@@ -6,8 +6,12 @@ hands it to `cluster.py`; every component writes only at the paths named here.
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +53,52 @@ class RunFolder:
     def report_path(self) -> Path:
         return self.path / "report"
 
+    @property
+    def rollout_data_path(self) -> Path:
+        """Training batches, one file per step (`batch_file.py`)."""
+        return self.path / "rollout_data"
+
+    @property
+    def phase_path(self) -> Path:
+        """What the driver is doing, as JSON: pid, step, phase."""
+        return self.path / "phase.json"
+
+    @property
+    def finished_path(self) -> Path:
+        """Holds the number of steps of a run that came to its end."""
+        return self.path / "finished"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While this driver works in the folder. ConfigError if another one does."""
+        with (self.path / "run.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    field="run.run_name",
+                    value=self.path.name,
+                    reason="another invrl process works in this run folder",
+                    fix="wait for it to end, or choose another --run-name",
+                ) from None
+            yield
+
+    def rewind_metrics(self, step: int) -> None:
+        """The run goes on after `step`: rows of later steps, which are lost, move to metrics.lost.jsonl."""
+        if not self.metrics_path.exists():
+            return
+        rows = self.metrics_path.read_text().splitlines(keepends=True)
+        kept, lost = [], []
+        for row in rows:
+            try:
+                (kept if json.loads(row)["step"] <= step else lost).append(row)
+            except ValueError:  # cut off by the crash
+                lost.append(row.rstrip() + "\n")
+        if lost:
+            with self.metrics_path.with_suffix(".lost.jsonl").open("a") as file:
+                file.writelines(lost)
+            write_atomically(self.metrics_path, "".join(kept))
+
     def log_path(self, process: str) -> Path:
         """Log file of the process of this name."""
         return self.path / "logs" / f"{process}.log"
@@ -72,7 +122,7 @@ def make_run_folder(config: Config) -> RunFolder:
         _check_holder(folder, config)
         for sub in (path / "logs", folder.checkpoints_path, folder.report_path):
             sub.mkdir(exist_ok=True)
-        _write_atomically(folder.config_path, config.to_toml())
+        write_atomically(folder.config_path, config.to_toml())
     except OSError as error:
         raise ConfigError(
             field="run.run_root",
@@ -106,7 +156,7 @@ def _check_holder(folder: RunFolder, config: Config) -> None:
                 fix="choose another --run-name",
             )
         return
-    before, now = folder.config_path.read_text().splitlines(), config.to_toml().splitlines()
+    before, now = _settled(folder.config_path.read_text()), _settled(config.to_toml())
     if before != now:
         changed = sorted(set(now) - set(before)) or sorted(set(before) - set(now))
         raise ConfigError(
@@ -117,7 +167,15 @@ def _check_holder(folder: RunFolder, config: Config) -> None:
         )
 
 
-def _write_atomically(path: Path, text: str) -> None:
+_MAY_CHANGE = ("num_steps", "progress", "max_restarts", "save_interval", "keep_checkpoints", "tensorboard")
+"""Settings of a run that may differ when it goes on: none changes what a step computes."""
+
+
+def _settled(toml: str) -> list[str]:
+    return [line for line in toml.splitlines() if line.split(" = ")[0] not in _MAY_CHANGE]
+
+
+def write_atomically(path: Path, text: str) -> None:
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     os.replace(new, path)

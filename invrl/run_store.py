@@ -4,8 +4,8 @@ The gateway alone writes sessions, turns and outbox rows (`RunStoreWriter`: one 
 the buffer actor and the loop read in their own processes (`RunStore`). Invariants: a closed session's
 final state and its outbox row are one transaction, so the two cannot disagree; what a future of the
 writer reports as done survives kill -9 of the process (WAL; an operating-system crash may lose the
-last commits, never the file). Session keys are stored hashed. Whoever keeps more in this file (the
-buffer's ledger) adds its tables to `_SCHEMA` and takes turns with the gateway through the busy timeout.
+last commits, never the file). Session keys are stored hashed. The ledger's tables are here too
+(`buffer/ledger_store.py`); its writer takes turns with the gateway through the busy timeout.
 """
 
 from __future__ import annotations
@@ -50,6 +50,14 @@ CREATE INDEX IF NOT EXISTS turns_of_session ON turns (session_id, seq);
 CREATE TABLE IF NOT EXISTS outbox (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE, failed INTEGER NOT NULL,
   outcome BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS lives (
+  life INTEGER PRIMARY KEY, parent INTEGER NOT NULL, step INTEGER NOT NULL, sequence INTEGER NOT NULL,
+  started_at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS ledger (
+  life INTEGER NOT NULL, sequence INTEGER NOT NULL, group_id TEXT NOT NULL, member INTEGER NOT NULL,
+  attempt INTEGER NOT NULL, task_id TEXT NOT NULL, state TEXT NOT NULL, reason TEXT, failure TEXT,
+  detail TEXT NOT NULL, batch_id INTEGER, session_id TEXT NOT NULL, at REAL NOT NULL,
+  PRIMARY KEY (life, sequence)) WITHOUT ROWID;
 """
 _TURN_COLUMNS = (
     "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, request_digest, "
@@ -62,7 +70,7 @@ _Work = tuple[tuple[_Statement, ...], Future[None]]
 """Statements that belong into one transaction, and who waits for it."""
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path) -> sqlite3.Connection:
     """Autocommit connection with the schema in place; whoever comes first creates the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
@@ -72,12 +80,18 @@ def _connect(path: Path) -> sqlite3.Connection:
     return db
 
 
+def abandon_open_sessions(path: Path) -> None:
+    """Before a run goes on: the processes that held its open sessions are gone."""
+    with contextlib.closing(connect(path)) as db:
+        db.execute("UPDATE sessions SET state='lost' WHERE state='open'")
+
+
 class RunStoreWriter:
     """The gateway's side. Every method queues its statements and returns at once; the future is done
     when the commit that holds them is."""
 
     def __init__(self, path: Path) -> None:
-        self._db = _connect(path)
+        self._db = connect(path)
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="run-store-writer", daemon=True)
         self._thread.start()
@@ -202,7 +216,7 @@ class RunStore:
     """The readers' side, for other processes than the gateway (and for tests)."""
 
     def __init__(self, path: Path) -> None:
-        self._db = _connect(path)
+        self._db = connect(path)
         self._db.execute("PRAGMA query_only=1")
 
     def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
@@ -234,7 +248,7 @@ class RunStore:
         return [self.rollout(session_id) for session_id in session_ids]
 
     def session_state(self, session_id: str) -> str:
-        """'open', 'finished', 'aborted' or 'expired'; KeyError if unknown."""
+        """'open', 'finished', 'aborted', 'expired' or 'lost'; KeyError if unknown."""
         row = self._db.execute("SELECT state FROM sessions WHERE id=?", (session_id,)).fetchone()
         if row is None:
             raise KeyError(f"no session {session_id}")

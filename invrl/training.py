@@ -1,7 +1,8 @@
 """`invrl train`: the parts of a run put together, the loop run on them, and what a run leaves behind.
 
-Called by `cli.py`. Invariant: whatever ends the run (the last step, an error, Ctrl-C), every process has
-ended when `run_training` returns, and the report is drawn from the steps there were.
+Called by `cli.py`. Invariants: whatever ends the run (the last step, an error, Ctrl-C), every process has
+ended when `run_training` returns, and the report is drawn from the steps there were. A run folder with a
+checkpoint goes on from the newest one.
 """
 
 from __future__ import annotations
@@ -10,38 +11,66 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from invrl.algorithms.advantages import advantage_function
+from invrl.batch_file import batch_path, save_batch
 from invrl.buffer.batching import build_batch
-from invrl.canary import canary_prompts
-from invrl.cluster import Cluster, model_folder, start_cluster
+from invrl.checkpoints import Checkpoint, Checkpoints
+from invrl.cluster import Cluster, start_cluster
 from invrl.config import Config
-from invrl.errors import InvrlError, WeightSyncError
-from invrl.loop import Parts, run_loop
+from invrl.errors import ConfigError
+from invrl.fleet_updater import FleetUpdater
+from invrl.loop import Learner, Parts, run_loop
 from invrl.metric_sinks import open_sinks
 from invrl.progress import RunObserver, open_progress
 from invrl.report import write_report
 from invrl.rollout.rollout_handle import Evaluation
-from invrl.run_folder import RunFolder
-from invrl.run_store import RunStore
-from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
-from invrl.weight_sync import CanaryBound, PhaseDeadlines, WeightTransaction
+from invrl.run_folder import RunFolder, write_atomically
+from invrl.run_store import RunStore, abandon_open_sessions
+from invrl.train_only import run_train_only
+from invrl.types import TakenBatch, TrainBatch, WeightVersion
 
 logger = logging.getLogger(__name__)
-_MAX_RESTARTS = 3
-"""Of one engine in a run."""
 
 
 def run_training(config: Config, folder: RunFolder) -> None:
-    """One run from start to end. Raises InvrlError with the cause of a run that could not go on."""
+    """A run from where it stands to its end; one that fails goes on from its last checkpoint
+    `max_restarts` times without a new one between. Raises InvrlError with the cause of the last failure."""
+    checkpoints = Checkpoints(folder.checkpoints_path, keep=config.run.keep_checkpoints)
+    restarts = 0
+    with folder.held():
+        while True:
+            begun = checkpoints.latest()
+            try:
+                return _attempt(config, folder, checkpoints)
+            except ConfigError:
+                raise
+            except Exception as error:
+                latest = checkpoints.latest()
+                restarts = restarts + 1 if latest == begun else 1
+                if restarts > config.run.max_restarts:
+                    raise
+                logger.exception("restart %d of %d", restarts, config.run.max_restarts)
+                step = latest.step if latest else 0
+                print(f"invrl: {error}\n  going on from step {step} (restart {restarts})", flush=True)
+
+
+def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> None:
+    latest = checkpoints.latest()
+    folder.rewind_metrics(latest.step if latest else 0)
     sinks = open_sinks(folder.metrics_path, folder.tensorboard_path if config.run.tensorboard else None)
-    observer = RunObserver(sinks, open_progress(config.run.progress, config.run.num_steps))
+    progress = open_progress(config.run.progress, config.run.num_steps)
+    observer = RunObserver(sinks, progress, folder.phase_path)
     observer.note(f"run folder {folder.path}")
     try:
-        asyncio.run(_Run(config, folder, observer).run())
+        if config.run.debug_train_only:
+            asyncio.run(run_train_only(config, checkpoints, observer))
+        else:
+            asyncio.run(_Run(config, folder, checkpoints, observer).run())
     finally:
         observer.close()
         if folder.metrics_path.stat().st_size:
@@ -51,26 +80,60 @@ def run_training(config: Config, folder: RunFolder) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One run's parts by name; `run` is its life."""
+    """One life of a run, its parts by name; `run` is that life."""
 
     config: Config
     folder: RunFolder
+    checkpoints: Checkpoints
     observer: RunObserver
 
     async def run(self) -> None:
+        begin = self.checkpoints.latest()
+        steps = str(self.config.run.num_steps)
+        if begin and self.folder.finished_path.exists() and self.folder.finished_path.read_text() == steps:
+            return self.observer.note(f"the run has made its {steps} steps: raise --num-steps to go on")
         started = time.monotonic()
         self.observer.phase("starting", 0)
-        async with start_cluster(self.config, self.folder) as cluster:
-            weights = FleetUpdater(self.config, cluster)
-            await weights.run(WeightVersion(0))
+        if begin:
+            self.observer.note(f"going on from the checkpoint of step {begin.step}")
+        abandon_open_sessions(self.folder.store_path)
+        snapshot = begin.buffer.read_bytes() if begin else None
+        async with start_cluster(self.config, self.folder, snapshot) as cluster:
+            learner = await self._learner(cluster, begin)
             await cluster.serving.fleet.admit()
             self.observer.note(f"everything is up after {time.monotonic() - started:.0f} s")
-            await cluster.guard(self._train(cluster, weights))
+            await cluster.guard(self._train(cluster, learner, begin.step if begin else 0))
+            await cluster.buffer.close()
+        write_atomically(self.folder.finished_path, steps)
 
-    async def _train(self, cluster: Cluster, weights: FleetUpdater) -> None:
+    async def _learner(self, cluster: Cluster, begin: Checkpoint | None) -> Learner | None:
+        """The trainer, at the checkpoint's step, and the fleet with its weights."""
+        trainer = cluster.trainer
+        if trainer is None:
+            return None
+        if begin:
+            await trainer.load_checkpoint(str(begin.megatron))
+        weights = FleetUpdater(self.config, trainer, cluster.serving.fleet)
+        version = WeightVersion(begin.step if begin else 0)
+        await weights.run(version)
+        await cluster.buffer.release(version)
+        await cluster.buffer.advance(version)
+
+        async def save(step: int, snapshot: bytes) -> None:
+            filling = self.checkpoints.begin(step)
+            await trainer.save_checkpoint(str(filling.megatron))
+            await trainer.export_hugging_face(str(filling.hugging_face))
+            filling.buffer.write_bytes(snapshot)
+            await asyncio.to_thread(self.checkpoints.commit, filling)
+
+        return Learner(
+            trainer=trainer, weights=weights, save=save, save_interval=self.config.run.save_interval
+        )
+
+    async def _train(self, cluster: Cluster, learner: Learner | None, done: int) -> None:
         config = self.config
         evaluates = config.rollout.eval_tasks > 0
-        before = await self._evaluate(cluster, 0) if evaluates else None
+        before = await self._before(cluster) if evaluates else None
         cluster.rollouts.dispatch()
         store = RunStore(self.folder.store_path)
         advantage = advantage_function(config.algorithm.advantage)
@@ -79,30 +142,39 @@ class _Run:
             ids = [rollout.session_id for group in taken.groups for rollout in group.rollouts_G]
             return build_batch(taken, store.rollouts(ids), advantage, config.algorithm.advantage_eps)
 
+        def keep(step: int, batch: TrainBatch) -> None:
+            save_batch(batch_path(self.folder.rollout_data_path, step), batch)
+
         async def evaluate(version: WeightVersion) -> Mapping[str, float]:
             return (await cluster.rollouts.evaluate()).values()
 
         parts = Parts(
             buffer=cluster.buffer,
-            trainer=cluster.trainer,
-            weights=weights,
             assemble=assemble,
             observer=self.observer,
+            learner=learner,
+            keep=keep if config.run.save_rollout_data or config.run.debug_rollout_only else None,
             evaluate=evaluate if evaluates else None,
         )
         steps = config.run.num_steps
         try:
-            await run_loop(parts, num_steps=steps, eval_interval=config.rollout.eval_interval)
+            await run_loop(parts, done=done, num_steps=steps, eval_interval=config.rollout.eval_interval)
         finally:
             store.close()
         await cluster.rollouts.stop_dispatching()
-        if before is not None:
+        if before is not None and learner is not None:
             self._compare(before, await self._evaluate(cluster, steps))
-        self.observer.phase("saving", steps)
-        checkpoint = self.folder.checkpoints_path / f"step-{steps:06d}"
-        await cluster.trainer.save_checkpoint(str(checkpoint / "megatron"))
-        await cluster.trainer.export_hugging_face(str(checkpoint / "hugging_face"))
-        self.observer.note(f"model: {checkpoint / 'hugging_face'}")
+        if last := self.checkpoints.latest():
+            self.observer.note(f"model: {last.hugging_face}")
+
+    async def _before(self, cluster: Cluster) -> Evaluation:
+        """The evaluation before the first step, made once in a run."""
+        path = self.folder.report_path / "evaluation-before.json"
+        if path.exists():
+            return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+        evaluation = await self._evaluate(cluster, 0)
+        write_atomically(path, msgspec.json.encode(evaluation).decode())
+        return evaluation
 
     async def _evaluate(self, cluster: Cluster, step: int) -> Evaluation:
         self.observer.phase("evaluating", step)
@@ -130,52 +202,3 @@ class _Run:
             )
         path = self.folder.report_path / "evaluation.json"
         path.write_text(json.dumps(rows, indent=2) + "\n")
-
-
-class FleetUpdater:
-    """The weight transaction over the fleet as it is now. What an update loses is evicted, and an engine
-    that left is given a new process with the committed weights, a few times."""
-
-    def __init__(self, config: Config, cluster: Cluster) -> None:
-        settings = config.weight_sync
-        bound = CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype)
-        self._trainer = cluster.trainer
-        self._fleet = cluster.serving.fleet
-        self._restarts: Counter[str] = Counter()
-        self._transaction = WeightTransaction(
-            cluster.trainer,
-            self._fleet.receivers,
-            canary_prompts=canary_prompts(model_folder(config)),
-            bound=CanaryBound(
-                max_gap=settings.canary_max_gap or bound.max_gap,
-                mean_gap=settings.canary_mean_gap or bound.mean_gap,
-            ),
-            deadlines=PhaseDeadlines(load=settings.weight_sync_timeout_s),
-        )
-
-    async def run(self, version: WeightVersion) -> WeightUpdate:
-        """Raises WeightSyncError; engines that it lost get no more traffic."""
-        try:
-            update = await self._transaction.run(version)
-        except WeightSyncError as error:
-            for name in error.unrestored:
-                await self._fleet.evict(name, str(error))
-            raise
-        await self._fleet.committed(version)
-        for name in update.lost_engines:
-            await self._fleet.evict(name, f"lost in the update to version {version}")
-        await self._restart_evicted()
-        return update
-
-    async def _restart_evicted(self) -> None:
-        """A fleet that lost an engine goes on with the others if the engine does not come back."""
-        staged = self._transaction.committed
-        for name in list(self._fleet.evicted):
-            if staged is None or self._restarts[name] >= _MAX_RESTARTS:
-                continue
-            self._restarts[name] += 1
-            logger.warning("restarting %s, which left: %s", name, self._fleet.evicted[name])
-            try:
-                await self._fleet.restart(name, await self._trainer.layout(), staged)
-            except InvrlError:
-                logger.exception("%s did not come back (try %d)", name, self._restarts[name])

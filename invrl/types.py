@@ -228,6 +228,8 @@ class DropReason(StrEnum):
     OVER_SAMPLED = "over_sampled"
     REPLACED = "replaced"
     RUN_ENDED = "run_ended"
+    NOT_TRAINED = "not_trained"
+    """The run has no trainer (`--debug-rollout-only`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

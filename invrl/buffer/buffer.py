@@ -8,22 +8,24 @@ Invariants: every place (group, index, attempt) that is leased ends in exactly o
 most one batch; no token in a batch is more than `max_staleness` versions older than the trainer; as long
 as tasks come, a batch comes together. The code does not care what number the staleness bound is.
 
-The loop's order is take → trained → advance → release. Call `advance` once the engines sample under the new
+The loop's order is take → trained → release → advance. Call `advance` once the engines sample under the new
 version: what is leased after it must not begin under the old one, or bound 0 could never be met. `advance`
-with the version unchanged frees the last batch's places (a loop without a trainer). Held by
-`buffer_actor.py`.
+with the version unchanged frees the last batch's places (a loop without a trainer). `snapshot` between
+trained and release is what a later life of the run restores. Held by `buffer_actor.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.counts import BufferCounts
 from invrl.buffer.ledger import Ledger, LedgerEntry, Place, RolloutState
+from invrl.buffer.open_group import OpenGroup
 from invrl.buffer.policies import ZERO_VARIANCE, admission_limit, newest_version, oldest_version
+from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter
 from invrl.metrics import Max, Mean, Metric, Sum, merge
@@ -31,7 +33,6 @@ from invrl.types import (
     DropReason,
     FailedRollout,
     FailureReason,
-    Group,
     GroupLease,
     GroupMember,
     RolloutSummary,
@@ -39,63 +40,6 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
-
-
-@dataclass(slots=True)
-class _OpenGroup:
-    """A group that is not taken: its members' current attempts and what has come back."""
-
-    id: str
-    number: int
-    task: Task
-    attempts_G: list[int]
-    to_lease: list[int]
-    """Indices whose current attempt nobody has leased."""
-    finished: dict[int, RolloutSummary] = field(default_factory=dict)
-    passed_over: bool = False
-    """Was ready when a full batch was taken without it."""
-
-    def rollouts(self) -> list[RolloutSummary]:
-        return [self.finished[index] for index in sorted(self.finished)]
-
-    def complete(self) -> bool:
-        return len(self.finished) == len(self.attempts_G)
-
-    def group(self) -> Group:
-        return Group(id=self.id, task_id=self.task.id, rollouts_G=tuple(self.rollouts()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferCounts:
-    """Where the groups are; what a deadline error tells."""
-
-    needed: int
-    ready: int
-    unreleased: int
-    """Of the ready ones, those with tokens of a version whose canary has not passed."""
-    in_flight: int
-    limit: int
-    dropped: dict[str, int]
-    """Groups dropped since the start, by reason."""
-    failed: dict[str, int]
-    """Rollouts failed since the start, by reason."""
-    source_end: str
-    """Why the task source gives no more; "" while it does."""
-
-    @property
-    def can_fill(self) -> bool:
-        """Whether a batch can still come together."""
-        return not self.source_end or self.ready + self.in_flight >= self.needed
-
-    def __str__(self) -> str:
-        text = f"{self.needed} groups; {self.ready} ready"
-        if self.unreleased:
-            text += f" ({self.unreleased} of them wait for their weight version's release)"
-        text += f", {self.in_flight} in flight (at most {self.limit} under way)"
-        for name, counts in (("groups dropped", self.dropped), ("rollouts failed", self.failed)):
-            if counts:
-                text += f"; {name}: " + ", ".join(f"{n} {reason}" for reason, n in sorted(counts.items()))
-        return text + (f"; {self.source_end}" if self.source_end else "")
 
 
 class Buffer:
@@ -127,8 +71,8 @@ class Buffer:
         self._source_end = ""
         self._filter = group_filter
         self._ledger = Ledger(emit)
-        self._in_flight: dict[str, _OpenGroup] = {}
-        self._ready: dict[str, _OpenGroup] = {}
+        self._in_flight: dict[str, OpenGroup] = {}
+        self._ready: dict[str, OpenGroup] = {}
         self._replacements: deque[str] = deque()
         self._batch: TakenBatch | None = None
         self._batch_trained = False
@@ -154,7 +98,7 @@ class Buffer:
             return None
         number = self._groups_leased
         self._groups_leased += 1
-        group = _OpenGroup(
+        group = OpenGroup(
             id=f"g{number}",
             number=number,
             task=task,
@@ -171,15 +115,15 @@ class Buffer:
         place = Place(outcome.group_id, outcome.index, outcome.attempt)
         state = self._ledger.state(place)
         if state is not RolloutState.IN_FLIGHT:
-            self._count("outcomes_unknown" if state is None else "outcomes_late")
+            self._count("outcomes_late" if self._was_leased(place) else "outcomes_unknown")
             return
         group = self._in_flight[place.group_id]
         if isinstance(outcome, FailedRollout):
-            self._fail(group, place, outcome.reason, outcome.detail)
+            self._fail(group, outcome, outcome.reason, outcome.detail)
         elif not math.isfinite(outcome.reward):
-            self._fail(group, place, FailureReason.BAD_REWARD, f"reward {outcome.reward}")
+            self._fail(group, outcome, FailureReason.BAD_REWARD, f"reward {outcome.reward}")
         else:
-            self._move(group, place.index, RolloutState.FINISHED)
+            self._move(group, place.index, RolloutState.FINISHED, session_id=outcome.session_id)
             group.finished[place.index] = outcome
             self._note({"rollouts_finished": Sum(1), "finished_reward_mean": Mean(outcome.reward)})
             if self._stale(group):
@@ -216,10 +160,16 @@ class Buffer:
 
     def trained(self, batch_id: int) -> None:
         """The optimizer has seen this batch. Raises BufferStateError unless it is the one that is out."""
-        if self._batch is None or self._batch_trained or self._batch.batch_id != batch_id:
-            raise BufferStateError(f"batch {batch_id} is not out for training")
-        self._end_batch(self._batch, RolloutState.TRAINED, batch_id=batch_id)
-        self._count("groups_trained", len(self._batch.groups))
+        batch = self._out(batch_id)
+        self._end_batch(batch, RolloutState.TRAINED, batch_id=batch_id)
+        self._count("groups_trained", len(batch.groups))
+        self._batch_trained = True
+
+    def discard(self, batch_id: int) -> None:
+        """In a run without a trainer this batch has been seen. Raises as `trained`."""
+        batch = self._out(batch_id)
+        self._end_batch(batch, RolloutState.DROPPED, reason=DropReason.NOT_TRAINED)
+        self._note_drop(DropReason.NOT_TRAINED, len(batch.groups))
         self._batch_trained = True
 
     def advance(self, version: WeightVersion) -> None:
@@ -247,6 +197,58 @@ class Buffer:
             self._end_batch(self._batch, RolloutState.DROPPED, reason=DropReason.RUN_ENDED)
             self._note_drop(DropReason.RUN_ENDED, len(self._batch.groups))
         self._batch = None
+
+    # ------------------------------------------------------------------ lives
+
+    def snapshot(self, trained: WeightVersion) -> BufferSnapshot:
+        """As of now; `trained` is the version that the trainer holds. Raises BufferStateError while a batch
+        is out that is not trained."""
+        if self._batch is not None and not self._batch_trained:
+            raise BufferStateError(f"batch {self._batch.batch_id} is not trained")
+        return BufferSnapshot(
+            version=self.version,
+            trained=trained,
+            groups_leased=self._groups_leased,
+            batches_taken=self._batches_taken,
+            in_flight=tuple(group.snapshot() for group in self._in_flight.values()),
+            ready=tuple(group.snapshot() for group in self._ready.values()),
+            counts=self._ledger.counts(),
+            dropped=dict(self._dropped),
+            failed=dict(self._failed),
+            sequence=self._ledger.sequence,
+        )
+
+    def restore(self, snapshot: BufferSnapshot, since: Iterable[RolloutSummary | FailedRollout]) -> None:
+        """Begin, on a new buffer, as of `snapshot`. `since`: outcomes that came after it; those sampled under
+        the trained version or an older one count, the others saw weights that are lost. What is in flight
+        then is leased again. Raises BufferStateError if the task source gives other tasks."""
+        self.version = self.released = snapshot.version
+        self._groups_leased, self._batches_taken = snapshot.groups_leased, snapshot.batches_taken
+        self._dropped, self._failed = Counter(snapshot.dropped), Counter(snapshot.failed)
+        in_flight = {saved.number: saved for saved in snapshot.in_flight}
+        ready = {saved.number: saved for saved in snapshot.ready}
+        states: dict[Place, RolloutState] = {}
+        for number in range(snapshot.groups_leased):
+            task = self._next_task()
+            if task is None:
+                raise BufferStateError(f"group g{number} had a task, but {self._source_end}")
+            if (saved := in_flight.get(number)) is not None:
+                group = self._in_flight[f"g{number}"] = OpenGroup.reopen(saved, task)
+                states.update(group.states(RolloutState.FINISHED))
+                if group.to_lease:
+                    self._replacements.append(group.id)
+            elif (saved := ready.get(number)) is not None:
+                group = self._ready[f"g{number}"] = OpenGroup.reopen(saved, task)
+                states.update(group.states(RolloutState.GROUPED))
+        self._ledger.restore(states, snapshot.counts, snapshot.sequence)
+        for outcome in since:
+            if isinstance(outcome, RolloutSummary) and outcome.newest_version <= snapshot.trained:
+                self.record(outcome)
+        for group in self._in_flight.values():
+            for place in group.places():
+                if self._ledger.state(place) is RolloutState.IN_FLIGHT:
+                    self._ledger.unlease(place)
+                    self._lease_again(group, place.index)
 
     # ------------------------------------------------------------------ what there is to know
 
@@ -276,6 +278,15 @@ class Buffer:
 
     # ------------------------------------------------------------------ inside
 
+    def _out(self, batch_id: int) -> TakenBatch:
+        if self._batch is None or self._batch_trained or self._batch.batch_id != batch_id:
+            raise BufferStateError(f"batch {batch_id} is not out for training")
+        return self._batch
+
+    def _was_leased(self, place: Place) -> bool:
+        number = place.group_id.removeprefix("g")
+        return number.isdecimal() and int(number) < self._groups_leased
+
     def _groups_taken(self) -> int:
         return len(self._batch.groups) if self._batch is not None else 0
 
@@ -297,7 +308,7 @@ class Buffer:
             return None
         return task
 
-    def _hand_out(self, group: _OpenGroup) -> GroupLease:
+    def _hand_out(self, group: OpenGroup) -> GroupLease:
         members = tuple(
             GroupMember(index=index, attempt=group.attempts_G[index]) for index in sorted(group.to_lease)
         )
@@ -306,22 +317,40 @@ class Buffer:
             self._move(group, member.index, RolloutState.IN_FLIGHT)
         return GroupLease(group_id=group.id, task=group.task, members=members)
 
-    def _fail(self, group: _OpenGroup, place: Place, failure: FailureReason, detail: str) -> None:
+    def _fail(
+        self,
+        group: OpenGroup,
+        outcome: RolloutSummary | FailedRollout,
+        failure: FailureReason,
+        detail: str,
+    ) -> None:
         self._failed[failure] += 1
         self._count(f"rollouts_failed/{failure}")
-        last = place.attempt + 1 >= self._max_attempts
+        index = outcome.index
+        last = outcome.attempt + 1 >= self._max_attempts
         reason = DropReason.INCOMPLETE if last else DropReason.REPLACED
-        self._move(group, place.index, RolloutState.DROPPED, reason=reason, failure=failure, detail=detail)
+        self._move(
+            group,
+            index,
+            RolloutState.DROPPED,
+            reason=reason,
+            failure=failure,
+            detail=detail,
+            session_id=outcome.session_id,
+        )
         self._count(f"rollouts_dropped/{reason}")
         if last:
             self._drop(group, DropReason.INCOMPLETE)
             return
-        group.attempts_G[place.index] += 1
-        group.to_lease.append(place.index)
+        group.attempts_G[index] += 1
+        self._lease_again(group, index)
+
+    def _lease_again(self, group: OpenGroup, index: int) -> None:
+        group.to_lease.append(index)
         if group.id not in self._replacements:
             self._replacements.append(group.id)
 
-    def _complete(self, group: _OpenGroup) -> None:
+    def _complete(self, group: OpenGroup) -> None:
         word = self._verdict(group)
         if word is None:
             del self._in_flight[group.id]
@@ -333,7 +362,7 @@ class Buffer:
         else:
             self._drop(group, DropReason.FILTERED, word)
 
-    def _verdict(self, group: _OpenGroup) -> str | None:
+    def _verdict(self, group: OpenGroup) -> str | None:
         """The filter's word. A filter that raises drops the group and is counted: bad data, not a crash."""
         if oldest_version(group.rollouts()) is None:
             return "no_trained_tokens"
@@ -343,15 +372,15 @@ class Buffer:
             return f"filter_raised_{type(error).__name__}"
         return word if word is None or isinstance(word, str) else "filter_returned_no_word"
 
-    def _stale(self, group: _OpenGroup) -> bool:
+    def _stale(self, group: OpenGroup) -> bool:
         oldest = oldest_version(group.rollouts())
         return oldest is not None and oldest < self.version - self._max_staleness
 
-    def _is_released(self, group: _OpenGroup) -> bool:
+    def _is_released(self, group: OpenGroup) -> bool:
         newest = newest_version(group.rollouts())
         return newest is None or newest <= self.released
 
-    def _drop(self, group: _OpenGroup, reason: DropReason, word: str = "") -> None:
+    def _drop(self, group: OpenGroup, reason: DropReason, word: str = "") -> None:
         """End a group that was not taken, with every place of it that has not ended."""
         self._in_flight.pop(group.id, None)
         self._ready.pop(group.id, None)
@@ -362,6 +391,7 @@ class Buffer:
             if state is not None and state is not RolloutState.DROPPED:
                 self._move(group, index, RolloutState.DROPPED, reason=reason, detail=word)
                 self._count(f"rollouts_dropped/{reason}")
+        self._ledger.forget(group.places())
         self._note_drop(reason, 1, word)
 
     def _note_drop(self, reason: DropReason, groups: int, word: str = "") -> None:
@@ -381,12 +411,13 @@ class Buffer:
             for rollout in group.rollouts_G:
                 place = Place(group.id, rollout.index, rollout.attempt)
                 self._ledger.move(place, group.task_id, state, reason=reason, batch_id=batch_id)
+                self._ledger.forget(Place(group.id, place.index, n) for n in range(place.attempt + 1))
                 if reason is not None:
                     self._count(f"rollouts_dropped/{reason}")
 
     def _move(
         self,
-        group: _OpenGroup,
+        group: OpenGroup,
         index: int,
         state: RolloutState,
         *,
@@ -394,6 +425,7 @@ class Buffer:
         failure: FailureReason | None = None,
         detail: str = "",
         batch_id: int | None = None,
+        session_id: str = "",
     ) -> None:
         self._ledger.move(
             Place(group.id, index, group.attempts_G[index]),
@@ -403,6 +435,7 @@ class Buffer:
             failure=failure,
             detail=detail,
             batch_id=batch_id,
+            session_id=session_id,
         )
 
     def _note(self, metrics: dict[str, Metric]) -> None:

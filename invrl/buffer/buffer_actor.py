@@ -2,21 +2,25 @@
 
 A plain class: tests make one without Ray, `cluster.py` wraps it with `ray.remote`. It receives, calls,
 replies, and polls the run store's outbox, through which finished sessions arrive; recording is idempotent,
-so an outcome may also be pushed through `record`. A failure of the polling is not lost: whoever waits for
-work or a batch gets it.
+so an outcome may also be pushed through `record`. The ledger is written behind, with every poll, and before
+`trained` and `snapshot` answer. A failure of the polling is not lost: whoever waits for work or a batch gets
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.policies import group_filter_function
+from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError, DeadlineError
 from invrl.metrics import Metric
 from invrl.types import FailedRollout, GroupLease, RolloutSummary, TakenBatch, Task, WeightVersion
@@ -30,11 +34,20 @@ class Outbox(Protocol):
     def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]: ...
 
 
-def run_store_outbox(path: Path) -> Outbox:
-    """Imported here, in the process that reads it, and not with this module."""
+class KeptLedger(Protocol):
+    """Where ledger entries go (`ledger_store.LedgerStore`)."""
+
+    def begin(self, *, parent: int, step: int, sequence: int) -> int: ...
+    def last_outbox_row(self) -> int: ...
+    def write(self, entries: Iterable[LedgerEntry]) -> None: ...
+
+
+def run_store(path: Path) -> tuple[Outbox, KeptLedger]:
+    """Imported here, in the process that uses it, and not with this module."""
+    from invrl.buffer.ledger_store import LedgerStore
     from invrl.run_store import RunStore
 
-    return RunStore(path)
+    return RunStore(path), LedgerStore(path)
 
 
 class BufferActor:
@@ -49,7 +62,7 @@ class BufferActor:
         max_attempts: int,
         tasks_factory: Callable[[], Iterator[Task]],
         run_store_path: Path,
-        open_outbox: Callable[[Path], Outbox] = run_store_outbox,
+        open_store: Callable[[Path], tuple[Outbox, KeptLedger]] = run_store,
         poll_interval_s: float = 0.02,
     ) -> None:
         self._buffer = Buffer(
@@ -59,18 +72,41 @@ class BufferActor:
             max_attempts=max_attempts,
             tasks=tasks_factory(),
             group_filter=group_filter_function(config.group_filter),
+            emit=lambda entry: self._entries.append(entry),
         )
-        self._outbox = open_outbox(run_store_path)
+        self._entries: list[LedgerEntry] = []
+        self._writing = asyncio.Lock()
+        self._life = 0
+        self._outbox, self._ledger = open_store(run_store_path)
         self._seen = 0
         self._poll_interval_s = poll_interval_s
         self._poller: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._changed = asyncio.Condition()
 
-    async def start(self) -> None:
-        """Begin polling the outbox. Once; answers when the actor is alive."""
-        if self._poller is None:
-            self._poller = asyncio.create_task(self._poll())
+    async def start(self, snapshot: bytes | None = None) -> None:
+        """Begin a life of the run, from a checkpoint's snapshot or anew, and poll the outbox. Once; answers
+        when the actor is alive. Outbox rows of earlier lives count only as `Buffer.restore` says."""
+        if self._poller is not None:
+            return
+        before = BufferSnapshot.from_bytes(snapshot) if snapshot else None
+        self._life = self._ledger.begin(
+            parent=before.life if before else 0,
+            step=int(before.trained) if before else 0,
+            sequence=before.sequence if before else 0,
+        )
+        newest = self._ledger.last_outbox_row()
+        if before is not None:
+            since = self._outbox.outbox_after(before.outbox_seq, newest - before.outbox_seq)
+            self._buffer.restore(before, [outcome for _, outcome in since])
+        self._seen = newest
+        self._poller = asyncio.create_task(self._poll())
+
+    async def snapshot(self, trained: WeightVersion) -> bytes:
+        """The buffer as of now, for a checkpoint; its ledger entries are kept before this answers."""
+        taken = replace(self._buffer.snapshot(trained), life=self._life, outbox_seq=self._seen)
+        await self._keep()
+        return taken.to_bytes()
 
     async def lease(self) -> GroupLease | None:
         self._check_poller()
@@ -103,6 +139,10 @@ class BufferActor:
 
     async def trained(self, batch_id: int) -> None:
         self._buffer.trained(batch_id)
+        await self._keep()
+
+    async def discard(self, batch_id: int) -> None:
+        self._buffer.discard(batch_id)
 
     async def advance(self, version: WeightVersion) -> None:
         self._buffer.advance(version)
@@ -120,6 +160,7 @@ class BufferActor:
         if self._poller is not None:
             self._poller.cancel()
         self._buffer.close()
+        await self._keep()
         return self._buffer.metrics()
 
     async def _poll(self) -> None:
@@ -130,6 +171,7 @@ class BufferActor:
                 for number, outcome in rows:
                     self._buffer.record(outcome)
                     self._seen = number
+                await self._keep()
                 if rows:
                     await self._notify()
                 else:
@@ -138,9 +180,15 @@ class BufferActor:
             self._failure = error
             await self._notify()
 
+    async def _keep(self) -> None:
+        async with self._writing:
+            entries, self._entries = self._entries, []
+            if entries:
+                await asyncio.to_thread(self._ledger.write, entries)
+
     def _check_poller(self) -> None:
         if self._failure is not None:
-            raise BufferStateError(f"reading the run store's outbox failed: {self._failure!r}")
+            raise BufferStateError(f"reading or writing the run store failed: {self._failure!r}")
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -27,9 +27,12 @@ class BufferHandle:
     batch_timeout_s: float
     call_timeout_s: float = 60.0
 
-    async def start(self) -> None:
-        """Wait until the actor lives and polls."""
-        await self._call("start", self.actor.start.remote())
+    async def start(self, snapshot: bytes | None = None) -> None:
+        """Wait until the actor lives, has restored the snapshot of a checkpoint, and polls."""
+        await self._call("start", self.actor.start.remote(snapshot), self.batch_timeout_s)
+
+    async def snapshot(self, trained: WeightVersion) -> bytes:
+        return await self._call("snapshot", self.actor.snapshot.remote(trained))
 
     async def lease(self) -> GroupLease | None:
         return await self._call("lease", self.actor.lease.remote())
@@ -45,6 +48,9 @@ class BufferHandle:
 
     async def trained(self, batch_id: int) -> None:
         await self._call("trained", self.actor.trained.remote(batch_id))
+
+    async def discard(self, batch_id: int) -> None:
+        await self._call("discard", self.actor.discard.remote(batch_id))
 
     async def advance(self, version: WeightVersion) -> None:
         await self._call("advance", self.actor.advance.remote(version))

@@ -2,14 +2,14 @@
 
 A rollout's place is (group, index, attempt); `Ledger.move` is the only way to change its state, checks the
 transition and emits a `LedgerEntry`. Invariant: a place moves forward only and ends once, trained or
-dropped with a reason. In memory; whoever passes `emit` may store the entries, and replaying them rebuilds
-the ledger. Owned by `buffer.py`.
+dropped with a reason. Holds the places of groups that have not ended; `ledger_store.py` keeps every entry.
+Owned by `buffer.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -65,10 +65,12 @@ class LedgerEntry:
     """The filter's own word, or the failure's detail."""
     batch_id: int | None = None
     """Set exactly when the state is TAKEN or TRAINED."""
+    session_id: str = ""
+    """The session that brought the outcome, where one did."""
 
 
 class Ledger:
-    """The state of every place that was ever leased."""
+    """The state of every place of the groups under way, and counts over all that ever were."""
 
     def __init__(self, emit: Callable[[LedgerEntry], None] | None = None) -> None:
         self._emit = emit
@@ -77,11 +79,38 @@ class Ledger:
         self._counts: Counter[RolloutState] = Counter()
 
     def state(self, place: Place) -> RolloutState | None:
-        """None: never leased."""
+        """None: never leased, or forgotten."""
         return self._states.get(place)
 
     def count(self, state: RolloutState) -> int:
         return self._counts[state]
+
+    @property
+    def sequence(self) -> int:
+        """Of the next entry."""
+        return self._sequence
+
+    def counts(self) -> dict[RolloutState, int]:
+        return dict(self._counts)
+
+    def restore(
+        self, states: Mapping[Place, RolloutState], counts: Mapping[RolloutState, int], sequence: int
+    ) -> None:
+        """As of a snapshot."""
+        self._states = dict(states)
+        self._counts = Counter(counts)
+        self._sequence = sequence
+
+    def forget(self, places: Iterable[Place]) -> None:
+        """Places of a group that has ended: nothing can happen to them any more."""
+        for place in places:
+            self._states.pop(place, None)
+
+    def unlease(self, place: Place) -> None:
+        """The life of the run that leased this place is over, and brought no outcome: it is leased anew."""
+        if self._states.pop(place) is not RolloutState.IN_FLIGHT:
+            raise BufferStateError(f"rollout {place} is not in flight")
+        self._counts[RolloutState.IN_FLIGHT] -= 1
 
     def move(
         self,
@@ -93,6 +122,7 @@ class Ledger:
         failure: FailureReason | None = None,
         detail: str = "",
         batch_id: int | None = None,
+        session_id: str = "",
     ) -> LedgerEntry:
         """Raises BufferStateError for a transition that does not exist."""
         before = self._states.get(place)
@@ -115,6 +145,7 @@ class Ledger:
             failure=failure,
             detail=detail,
             batch_id=batch_id,
+            session_id=session_id,
         )
         self._sequence += 1
         if self._emit is not None:

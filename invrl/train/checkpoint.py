@@ -7,19 +7,27 @@ after `device.prepare()`.
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors.torch import save_file
 
 from invrl.errors import TrainError
+from invrl.train import device
 from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.model import PolicyModel
 from invrl.train.weights import export_weights
+
+# Writer and saver are one process here. Megatron's own queue starts a manager that imports torch anew,
+# which takes 20 s of CPU for the first checkpoint of each rank.
+filesystem_async._results_queue = queue.SimpleQueue()  # type: ignore[assignment]
 
 _NOT_COPIED = (
     ".safetensors",
@@ -34,11 +42,14 @@ _NOT_COPIED = (
 
 
 class Checkpoint:
-    """Saves and loads one rank's share of the model and its optimizer."""
+    """Saves and loads one rank's share of the model and its optimizer, and its random state."""
 
-    def __init__(self, model: PolicyModel, optimizer: ChainedOptimizer) -> None:
+    def __init__(
+        self, model: PolicyModel, optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._schedule = schedule
 
     def save(self, path: str) -> None:
         """All ranks together. Raises TrainError if the folder holds something."""
@@ -50,6 +61,9 @@ class Checkpoint:
             raise TrainError(f"{folder} is not empty: a checkpoint is not written over another")
         torch.distributed.barrier()
         dist_checkpointing.save(self._state(is_loading=False), str(folder))
+        (folder / "rng").mkdir(exist_ok=True)
+        torch.save(device.random_state(), _rng_file(folder))
+        torch.distributed.barrier()
 
     def load(self, path: str) -> None:
         """Raises TrainError if there is no checkpoint."""
@@ -58,6 +72,9 @@ class Checkpoint:
         state: Any = dist_checkpointing.load(self._state(is_loading=True), path)
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        if (file := _rng_file(Path(path))).exists():  # a rank that the saving run had
+            device.set_random_state(torch.load(file, weights_only=True))
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
         metadata = {
@@ -68,7 +85,11 @@ class Checkpoint:
         }
         model = self._model.sharded_state_dict(metadata=metadata)
         optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        return {"model": model, "optimizer": optimizer}
+        return {"model": model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+
+
+def _rng_file(folder: Path) -> Path:
+    return folder / "rng" / f"rank-{torch.distributed.get_rank()}.pt"
 
 
 def export_hugging_face(

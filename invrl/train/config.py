@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from invrl.section import Section
 
@@ -16,7 +16,13 @@ class TrainConfig(Section):
     train_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="compute precision; master weights are float32 always"
     )
-    lr: PositiveFloat = Field(1e-6, description="learning rate")
+    lr: PositiveFloat = Field(1e-6, description="learning rate (the highest of the schedule)")
+    lr_warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up from 0")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up")
+    lr_decay_steps: NonNegativeInt = Field(
+        0, description="optimizer steps, warm-up included, until the rate is lr_min (linear, cosine)"
+    )
+    lr_min: NonNegativeFloat = Field(0.0, description="learning rate at the end of the decay")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1")
     adam_beta2: float = Field(0.99, ge=0, lt=1, description="AdamW beta 2")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")

@@ -228,3 +228,26 @@ def _repair_distributed_optimizer() -> None:
 
     owner.state_dict, owner.load_state_dict = state_dict_with_steps, load_with_own_steps
     owner._set_main_param_and_optimizer_states = set_states_with_step
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Of every generator that this rank draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    if on_cuda():
+        state["cuda"] = torch.cuda.get_rng_state()
+        state.update({f"tracker/{name}": tensor for name, tensor in _rng_tracker().get_states().items()})
+    return state
+
+
+def set_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if on_cuda() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+        tracked = {name.removeprefix("tracker/"): tensor for name, tensor in state.items() if "/" in name}
+        _rng_tracker().set_states(tracked)
+
+
+def _rng_tracker() -> Any:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()

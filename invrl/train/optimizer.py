@@ -19,6 +19,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from invrl.errors import TrainError
@@ -61,6 +62,25 @@ def distribute(
     return distributed, optimizer
 
 
+def make_schedule(optimizer: ChainedOptimizer, config: TrainConfig) -> OptimizerParamScheduler:
+    """Megatron's own learning-rate schedule; `step(1)` after each optimizer step. A constant one has no end,
+    only its warm-up."""
+    decay_steps = config.lr_decay_steps if config.lr_decay_style != "constant" else config.lr_warmup_steps + 1
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.lr_min,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )
+
+
 def _sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **rest: Any) -> None:
     """Reduce over ranks without dividing: each loss has its global denominator already."""
     finalize_model_grads(model, None, **rest)
@@ -84,4 +104,4 @@ def apply_gradients(optimizer: ChainedOptimizer) -> float:
     return norm
 
 
-__all__ = ["DistributedDataParallel", "MegatronOptimizer", "apply_gradients", "distribute"]
+__all__ = ["DistributedDataParallel", "MegatronOptimizer", "apply_gradients", "distribute", "make_schedule"]

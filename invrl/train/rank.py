@@ -33,7 +33,7 @@ class TrainRank:
         _join(settings)
         from invrl.train.checkpoint import Checkpoint
         from invrl.train.model import build_model
-        from invrl.train.optimizer import distribute
+        from invrl.train.optimizer import distribute, make_schedule
         from invrl.train.step import TrainStep
 
         dtype: torch.dtype = getattr(torch, settings.train.train_dtype)
@@ -46,10 +46,16 @@ class TrainRank:
             frozen = build_model(self._config, settings.model_path, dtype, options.transformer)
             self._reference = frozen.requires_grad_(False)
         distributed, optimizer = distribute(self._model, settings.train, options)
+        schedule = make_schedule(optimizer, settings.train)
         self._step = TrainStep(
-            distributed, optimizer, self._reference, train=settings.train, algorithm=settings.algorithm
+            distributed,
+            optimizer,
+            schedule,
+            self._reference,
+            train=settings.train,
+            algorithm=settings.algorithm,
         )
-        self._checkpoint = Checkpoint(self._model, optimizer)
+        self._checkpoint = Checkpoint(self._model, optimizer, schedule)
         self._sender = WeightStage(
             settings.carrier, self._model, self._config, getattr(torch, settings.weight_dtype)
         )
@@ -79,7 +85,7 @@ class TrainRank:
         return self._sender.stage(version)
 
     def save_checkpoint(self, path: str) -> None:
-        """Model and optimizer; all ranks together. The folder must be empty or new."""
+        """Model, optimizer, schedule and RNG; all ranks together. The folder must be empty or new."""
         self._checkpoint.save(path)
 
     def load_checkpoint(self, path: str) -> None:

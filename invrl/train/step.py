@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
@@ -71,6 +72,7 @@ class TrainStep:
         self,
         model: DistributedDataParallel,
         optimizer: ChainedOptimizer,
+        schedule: OptimizerParamScheduler,
         reference: PolicyModel | None,
         *,
         train: TrainConfig,
@@ -78,6 +80,7 @@ class TrainStep:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._schedule = schedule
         self._reference = reference
         self._train = train
         self._algorithm = algorithm
@@ -95,9 +98,11 @@ class TrainStep:
             works = [_work(mini_batch, micro_batch, old[at], reference[at]) for micro_batch in micro_batches]
             with clock.phase("forward_backward"):
                 parts = self._forward_backward(works)
+            rate = float(self._optimizer.param_groups[0]["lr"])
             with clock.phase("optimizer"):
                 norm = apply_gradients(self._optimizer)
-            metrics = merge([metrics, *parts, {"grad_norm": Mean(norm), "lr": Mean(self._train.lr)}])
+                self._schedule.step(1)
+            metrics = merge([metrics, *parts, {"grad_norm": Mean(norm), "lr": Mean(rate)}])
         return StepResult(
             batch_id=batch.batch_id,
             optimizer_steps=len(packed),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 
 from invrl.buffer.buffer_actor import BufferActor, Outcome
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.ledger import LedgerEntry
 from invrl.errors import BufferStateError, DeadlineError
 from invrl.metrics import resolve
 from invrl.types import FailedRollout, FailureReason, GroupLease, RolloutSummary, Task, WeightVersion
@@ -23,6 +24,15 @@ class Outbox:
     def __init__(self) -> None:
         self.rows: list[Outcome] = []
         self.broken = False
+
+    def begin(self, *, parent: int, step: int, sequence: int) -> int:
+        return 1
+
+    def last_outbox_row(self) -> int:
+        return len(self.rows)
+
+    def write(self, entries: Iterable[LedgerEntry]) -> None:
+        self.kept = [*getattr(self, "kept", []), *entries]
 
     def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
         if self.broken:
@@ -74,7 +84,7 @@ async def running(outbox: Outbox, *, batch: int = 2, tasks=endless) -> AsyncIter
         max_attempts=1,
         tasks_factory=tasks,
         run_store_path=Path("unused"),
-        open_outbox=lambda path: outbox,
+        open_store=lambda path: (outbox, outbox),
         poll_interval_s=0.001,
     )
     await actor.start()

@@ -1,0 +1,144 @@
+"""The ledger kept: every entry of every life of a run, in the run's store.
+
+A life is one start of the run; it descends from the checkpoint that it resumed from. The surviving lineage
+is what the last life did, what its parent did up to that checkpoint, and so on back: what a life did after
+the checkpoint that its child began with is lost. Written by `buffer_actor.py`, read by `ledger_view.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from invrl.buffer.ledger import LedgerEntry, Place, RolloutState
+from invrl.errors import BufferStateError
+from invrl.run_store import connect
+from invrl.types import DropReason, FailureReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One start of a run."""
+
+    number: int
+    parent: int
+    """0: none."""
+    step: int
+    """Of the checkpoint that it began with; 0: from the start."""
+    sequence: int
+    """Of its first ledger entry: the parent's entries from here on are lost."""
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptEntry:
+    """A ledger entry with the life that made it; `at` in Unix seconds."""
+
+    life: int
+    at: float
+    lost: bool
+    entry: LedgerEntry
+
+
+class LedgerStore:
+    """The writer's side. Every call is one transaction."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = connect(path)
+        self._life = 0
+
+    def begin(self, *, parent: int, step: int, sequence: int) -> int:
+        """A new life; its number."""
+        sql = "INSERT INTO lives (parent, step, sequence, started_at) VALUES (?,?,?,?)"
+        self._life = int(self._db.execute(sql, (parent, step, sequence, time.time())).lastrowid or 0)
+        return self._life
+
+    def last_outbox_row(self) -> int:
+        return int(self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM outbox").fetchone()[0])
+
+    def write(self, entries: Iterable[LedgerEntry]) -> None:
+        now = time.time()
+        rows = [
+            (
+                self._life,
+                entry.sequence,
+                entry.place.group_id,
+                entry.place.index,
+                entry.place.attempt,
+                entry.task_id,
+                entry.state,
+                entry.reason,
+                entry.failure,
+                entry.detail,
+                entry.batch_id,
+                entry.session_id,
+                now,
+            )
+            for entry in entries
+        ]
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.executemany(f"INSERT INTO ledger VALUES ({','.join('?' * 13)})", rows)
+        self._db.execute("COMMIT")
+
+
+def read_lives(path: Path) -> list[Life]:
+    """Oldest first."""
+    rows = connect(path).execute("SELECT life, parent, step, sequence, started_at FROM lives ORDER BY life")
+    return [
+        Life(number=life, parent=parent, step=step, sequence=sequence, started_at=at)
+        for life, parent, step, sequence, at in rows
+    ]
+
+
+def read_ledger(path: Path) -> list[KeptEntry]:
+    """All entries, in the order they were made; `lost` says which are not of the surviving lineage."""
+    kept_below: dict[int, float] = {}
+    lives = {life.number: life for life in read_lives(path)}
+    life, bound = (max(lives), float("inf")) if lives else (0, 0.0)
+    while life in lives:
+        kept_below[life] = bound
+        life, bound = lives[life].parent, min(bound, lives[life].sequence)
+    rows = connect(path).execute("SELECT * FROM ledger ORDER BY life, sequence")
+    return [
+        KeptEntry(life=row[0], at=row[12], lost=row[1] >= kept_below.get(row[0], 0), entry=_entry(row))
+        for row in rows
+    ]
+
+
+def check_lineage(kept: Iterable[KeptEntry], *, ended: bool) -> None:
+    """Exactly once, along the surviving lineage: a place is in at most one training batch and ends at most
+    once, batches follow each other without a gap, and in a run that has `ended` every place has. Raises
+    BufferStateError that names the first place for which it does not hold."""
+    last: dict[Place, RolloutState] = {}
+    trained: dict[Place, int] = {}
+    for entry in (one.entry for one in kept if not one.lost):
+        if last.get(entry.place) in (RolloutState.TRAINED, RolloutState.DROPPED):
+            raise BufferStateError(f"{entry.place} ended as {last[entry.place]} and then is {entry.state}")
+        last[entry.place] = entry.state
+        if entry.state is RolloutState.TRAINED and entry.batch_id is not None:
+            trained[entry.place] = entry.batch_id
+    batches = sorted(set(trained.values()))
+    if batches != list(range(len(batches))):
+        raise BufferStateError(f"the batches of the lineage are {batches}: one is missing")
+    open_places = [place for place, state in last.items() if state not in _ENDS]
+    if ended and open_places:
+        raise BufferStateError(f"{len(open_places)} rollouts have not ended, {open_places[0]} first")
+
+
+_ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)
+
+
+def _entry(row: tuple) -> LedgerEntry:  # type: ignore[type-arg]
+    return LedgerEntry(
+        sequence=row[1],
+        place=Place(row[2], row[3], row[4]),
+        task_id=row[5],
+        state=RolloutState(row[6]),
+        reason=DropReason(row[7]) if row[7] else None,
+        failure=FailureReason(row[8]) if row[8] else None,
+        detail=row[9],
+        batch_id=row[10],
+        session_id=row[11],
+    )

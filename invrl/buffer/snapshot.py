@@ -1,0 +1,54 @@
+"""The buffer as of a checkpoint: what a later life of the run goes on from.
+
+Taken between `trained` and `advance`, when no batch is out. Tasks are not in it: the source gives the same
+ones again. Made and read by `buffer.py`, carried as bytes by `buffer_actor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from invrl.buffer.ledger import RolloutState
+from invrl.types import RolloutSummary, WeightVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSnapshot:
+    """A group that was not taken. A member without a summary was in flight, or `to_lease`."""
+
+    number: int
+    task_id: str
+    attempts_G: tuple[int, ...]
+    to_lease: tuple[int, ...]
+    finished: tuple[RolloutSummary, ...]
+    passed_over: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSnapshot:
+    version: WeightVersion
+    trained: WeightVersion
+    """The version that the trainer holds: one ahead of the buffer's until `advance`."""
+    groups_leased: int
+    """Also the data cursor: each group drew one task."""
+    batches_taken: int
+    in_flight: tuple[GroupSnapshot, ...]
+    ready: tuple[GroupSnapshot, ...]
+    counts: Mapping[RolloutState, int]
+    dropped: Mapping[str, int]
+    failed: Mapping[str, int]
+    sequence: int
+    """The ledger's next sequence number: its entries below are of the surviving lineage."""
+    life: int = 0
+    outbox_seq: int = 0
+    """Last outbox row that is in this snapshot."""
+
+    def to_bytes(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> BufferSnapshot:
+        return msgspec.json.decode(data, type=cls)

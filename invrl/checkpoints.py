@@ -1,0 +1,97 @@
+"""A run's checkpoints: one folder per step, whole or not there.
+
+    checkpoints/step-000004/   megatron/ (model, optimizer, schedule, RNG), hugging_face/ (the model),
+                               buffer.json (buffer, data cursor, place in the ledger)
+
+A checkpoint is written under another name, flushed to disk and renamed: a crash at any byte leaves the last
+whole one. Called by `training.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+_PREFIX, _PARTIAL = "step-", ".partial"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Paths of one checkpoint; `step` training steps had been made, so it holds weight version `step`."""
+
+    step: int
+    path: Path
+
+    @property
+    def megatron(self) -> Path:
+        return self.path / "megatron"
+
+    @property
+    def hugging_face(self) -> Path:
+        return self.path / "hugging_face"
+
+    @property
+    def buffer(self) -> Path:
+        """Absent where no buffer was in the run (`--debug-train-only`)."""
+        return self.path / "buffer.json"
+
+    @classmethod
+    def at(cls, path: Path) -> Checkpoint | None:
+        """The checkpoint in this folder; None if it is not one."""
+        step = path.name.removeprefix(_PREFIX)
+        whole = path.name.startswith(_PREFIX) and step.isdecimal() and (path / "megatron").is_dir()
+        return cls(step=int(step), path=path) if whole else None
+
+
+class Checkpoints:
+    """Those of one run, in `folder`. `keep`: how many of the newest stay; 0 keeps all."""
+
+    def __init__(self, folder: Path, *, keep: int = 0) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    def all(self) -> list[Checkpoint]:
+        """Oldest first."""
+        found = (Checkpoint.at(path) for path in self._folder.glob(f"{_PREFIX}*"))
+        return sorted((one for one in found if one is not None), key=lambda one: one.step)
+
+    def latest(self) -> Checkpoint | None:
+        return next(reversed(self.all()), None)
+
+    def of_step(self, step: int) -> Checkpoint | None:
+        return Checkpoint.at(self._folder / f"{_PREFIX}{step:06d}")
+
+    def begin(self, step: int) -> Checkpoint:
+        """An empty folder to fill; it is no checkpoint before `commit`."""
+        self._clear_partial()
+        partial = Checkpoint(step=step, path=self._folder / f"{_PREFIX}{step:06d}{_PARTIAL}")
+        partial.path.mkdir(parents=True)
+        return partial
+
+    def commit(self, filled: Checkpoint) -> Checkpoint:
+        """Flushes what was written, gives it its name, and removes the checkpoints that are not kept."""
+        for path in (*filled.path.rglob("*"), filled.path):
+            _flush(path)
+        final = self._folder / f"{_PREFIX}{filled.step:06d}"
+        if final.exists():  # of a life that is lost
+            final.rename(final.with_name(f"{final.name}.old{_PARTIAL}"))
+        filled.path.rename(final)
+        _flush(self._folder)
+        self._clear_partial()
+        for old in self.all()[: -self._keep] if self._keep else ():
+            shutil.rmtree(old.path)
+        return Checkpoint(step=filled.step, path=final)
+
+    def _clear_partial(self) -> None:
+        for path in self._folder.glob(f"*{_PARTIAL}"):
+            shutil.rmtree(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

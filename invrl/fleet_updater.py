@@ -1,0 +1,65 @@
+"""The weight transaction over the fleet as it is now. What an update loses is evicted, and an engine that
+left is given a new process with the committed weights, a few times. Called by `training.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from invrl.canary import canary_prompts
+from invrl.cluster import model_folder
+from invrl.config import Config
+from invrl.errors import InvrlError, WeightSyncError
+from invrl.rollout.fleet import Fleet
+from invrl.train.train_handle import TrainHandle
+from invrl.types import WeightUpdate, WeightVersion
+from invrl.weight_sync import CanaryBound, PhaseDeadlines, WeightTransaction
+
+logger = logging.getLogger(__name__)
+_MAX_RESTARTS = 3
+"""Of one engine in a run."""
+
+
+class FleetUpdater:
+    def __init__(self, config: Config, trainer: TrainHandle, fleet: Fleet) -> None:
+        settings = config.weight_sync
+        bound = CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype)
+        self._trainer, self._fleet = trainer, fleet
+        self._restarts: Counter[str] = Counter()
+        self._transaction = WeightTransaction(
+            trainer,
+            self._fleet.receivers,
+            canary_prompts=canary_prompts(model_folder(config)),
+            bound=CanaryBound(
+                max_gap=settings.canary_max_gap or bound.max_gap,
+                mean_gap=settings.canary_mean_gap or bound.mean_gap,
+            ),
+            deadlines=PhaseDeadlines(load=settings.weight_sync_timeout_s),
+        )
+
+    async def run(self, version: WeightVersion) -> WeightUpdate:
+        """Raises WeightSyncError; engines that it lost get no more traffic."""
+        try:
+            update = await self._transaction.run(version)
+        except WeightSyncError as error:
+            for name in error.unrestored:
+                await self._fleet.evict(name, str(error))
+            raise
+        await self._fleet.committed(version)
+        for name in update.lost_engines:
+            await self._fleet.evict(name, f"lost in the update to version {version}")
+        await self._restart_evicted()
+        return update
+
+    async def _restart_evicted(self) -> None:
+        """A fleet that lost an engine goes on with the others if the engine does not come back."""
+        staged = self._transaction.committed
+        for name in list(self._fleet.evicted):
+            if staged is None or self._restarts[name] >= _MAX_RESTARTS:
+                continue
+            self._restarts[name] += 1
+            logger.warning("restarting %s, which left: %s", name, self._fleet.evicted[name])
+            try:
+                await self._fleet.restart(name, await self._trainer.layout(), staged)
+            except InvrlError:
+                logger.exception("%s did not come back (try %d)", name, self._restarts[name])

@@ -1,0 +1,52 @@
+"""`--debug-train-only`: the trainer alone, on batches that another run saved. No engine, no router, no
+gateway; sglang need not be installed. Given the checkpoint of a live run and the batches it trained next,
+losses and weights are that run's, bit for bit in float32. Called by `training.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from invrl.batch_file import batch_path, load_batch, saved_steps
+from invrl.checkpoints import Checkpoint, Checkpoints
+from invrl.cluster import start_trainer
+from invrl.config import Config
+from invrl.errors import ConfigError
+from invrl.loop import train_values
+from invrl.progress import RunObserver
+
+
+def first_checkpoint(config: Config) -> Checkpoint | None:
+    """What `--load-checkpoint` names; None without it: the model folder is step 0. ConfigError."""
+    given = config.run.load_checkpoint
+    found = Checkpoint.at(Path(given).expanduser().absolute()) if given else None
+    if given and found is None:
+        raise ConfigError(
+            field="run.load_checkpoint",
+            value=given,
+            reason="not the folder of a checkpoint",
+            fix="give RUN/checkpoints/step-NNNNNN, with megatron/ in it",
+        )
+    return found
+
+
+async def run_train_only(config: Config, checkpoints: Checkpoints, observer: RunObserver) -> None:
+    """One step per saved batch after the checkpoint's, `num_steps` in all at most; then a checkpoint."""
+    begin = first_checkpoint(config)
+    done = begin.step if begin else 0
+    data = Path(config.run.load_rollout_data).expanduser().absolute()
+    steps = [step for step in saved_steps(data, after_step=done) if step <= config.run.num_steps]
+    observer.phase("starting", 0)
+    async with start_trainer(config) as trainer:
+        if begin:
+            await trainer.load_checkpoint(str(begin.megatron))
+        for step in steps:
+            observer.phase("train", step)
+            observer.step(step, train_values(await trainer.train(load_batch(batch_path(data, step)))))
+        filling = checkpoints.begin(steps[-1] if steps else done)
+        observer.phase("checkpoint", filling.step)
+        await trainer.save_checkpoint(str(filling.megatron))
+        await trainer.export_hugging_face(str(filling.hugging_face))
+        last = await asyncio.to_thread(checkpoints.commit, filling)
+    observer.note(f"model: {last.hugging_face}")
