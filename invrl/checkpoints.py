@@ -14,6 +14,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from invrl.errors import ConfigError
+
 _PREFIX, _PARTIAL = "step-", ".partial"
 
 
@@ -87,6 +89,19 @@ class Checkpoints:
     def _clear_partial(self) -> None:
         for path in self._folder.glob(f"*{_PARTIAL}"):
             shutil.rmtree(path)
+
+
+def first_checkpoint(given: str) -> Checkpoint | None:
+    """What `--load-checkpoint` names; None without it: the model folder is step 0. ConfigError."""
+    found = Checkpoint.at(Path(given).expanduser().absolute()) if given else None
+    if given and found is None:
+        raise ConfigError(
+            field="run.load_checkpoint",
+            value=given,
+            reason="not the folder of a checkpoint",
+            fix="give RUN/checkpoints/step-NNNNNN, with megatron/ in it",
+        )
+    return found
 
 
 def _flush(path: Path) -> None:

@@ -5,6 +5,7 @@ with exit code 2.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import sys
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from invrl.config import Config, nearest, resolve
+from invrl.config import Config, load_resolved, nearest, resolve
 from invrl.errors import ConfigError, InvrlError
 from invrl.flags import flag_help, parse_flags
 from invrl.ray_setup import prepare_ray
@@ -94,7 +95,7 @@ def _command_help(name: str, command: Command) -> str:
 
 def _ready(arguments: Sequence[str], *, trains: bool) -> tuple[Config, RunFolder]:
     """Configuration and run folder of a command that starts processes, after every check that needs none."""
-    from invrl.config_checks import check_upstream, check_user_code
+    from invrl.config_checks import check_data, check_upstream, check_user_code
     from invrl.logs import log_to
     from invrl.model_folder import check_model_folder
 
@@ -109,6 +110,7 @@ def _ready(arguments: Sequence[str], *, trains: bool) -> tuple[Config, RunFolder
     check_model_folder(Path(config.model.model_path).expanduser())
     if trains:
         check_user_code(config)
+        check_data(config)
     check_upstream(config)
     folder = make_run_folder(config)
     log_to(folder.log_path("driver"))
@@ -231,6 +233,59 @@ def _report(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _run_of(arguments: Sequence[str]) -> RunFolder:
+    path = Path(arguments[0]).expanduser().absolute() if arguments else Path()
+    folder = RunFolder(path=path)
+    if not arguments or not folder.config_path.exists():
+        raise ConfigError(
+            field="RUN",
+            value=str(path) if arguments else "",
+            reason="not a run folder: it has no config.resolved.toml" if arguments else "it is missing",
+            fix="give the folder that `invrl train` printed",
+        )
+    return folder
+
+
+def _ledger(arguments: Sequence[str]) -> int:
+    from invrl.buffer.ledger_store import read_ledger, read_lives
+    from invrl.ledger_view import describe_run, describe_task
+
+    folder = _run_of(arguments)
+    kept = read_ledger(folder.store_path)
+    if len(arguments) == 1:
+        ended = folder.finished_path.exists()
+        print(describe_run(read_lives(folder.store_path), kept, ended=ended))
+        return 0
+    tasks = {one.entry.task_id for one in kept}
+    if arguments[1] not in tasks:
+        raise ConfigError(
+            field="TASK",
+            value=arguments[1],
+            reason=f"the run leased {len(tasks)} tasks, not this one",
+            fix=nearest(arguments[1], tasks),
+        )
+    print(describe_task(kept, arguments[1]))
+    return 0
+
+
+def _replay(arguments: Sequence[str]) -> int:
+    folder = _run_of(arguments)
+    given = _options(arguments[1:], ("--step",)).get("--step", "")
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(field="--step", value=given, reason="not a step", fix="give --step N, from 1 on")
+    prepare_ray()
+    from invrl.replay import replay
+
+    print(asyncio.run(replay(load_resolved(folder.config_path), folder, int(given))))
+    return 0
+
+
+def _resume(arguments: Sequence[str]) -> int:
+    folder = _run_of(arguments)
+    place = ["--run-root", str(folder.path.parent), "--run-name", folder.path.name]
+    return _train(["--config", str(folder.config_path), *place, *arguments[1:]])
+
+
 COMMANDS = {
     "train": Command(
         summary="train a model with rollouts of your own program",
@@ -278,6 +333,35 @@ example:
   invrl show-config --algorithm-preset dapo --lr 3e-5 > my.toml""",
         run=_show_config,
         takes_config=True,
+    ),
+    "resume": Command(
+        summary="go on with a run from its last checkpoint",
+        details="""\
+usage: invrl resume RUN_FOLDER [flags]
+The same as repeating its `invrl train` command. Flags that change no result may differ (--num-steps,
+--save-interval, --max-restarts, --progress); another configuration is refused.""",
+        run=_resume,
+        takes_config=False,
+    ),
+    "replay": Command(
+        summary="make one training step of a run again, with every token's numbers",
+        details="""\
+usage: invrl replay RUN_FOLDER --step N
+Needs the batch of step N (train with --save-rollout-data) and the checkpoint of step N - 1. Writes
+RUN_FOLDER/replay/step-N: tokens.jsonl (ids, text, versions, log-probs of engine and trainer before and
+after the step, advantages) and result.json (the step's metrics beside the recorded ones).""",
+        run=_replay,
+        takes_config=False,
+    ),
+    "ledger": Command(
+        summary="say what became of every rollout of a run",
+        details="""\
+usage: invrl ledger RUN_FOLDER [TASK]
+Without TASK: how many rollouts were trained or dropped, why, over which lives of the run. With it: each
+transition of its rollouts. A run that goes on from a checkpoint is a new life; what the life before did
+after that checkpoint is lost, and leased again.""",
+        run=_ledger,
+        takes_config=False,
     ),
     "report": Command(
         summary="draw the reward curve of a run folder, of a dead run too",

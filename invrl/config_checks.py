@@ -7,6 +7,7 @@ them, `check_user_code` imports what is given by path: both are called by `cli.p
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invrl.errors import ConfigError
@@ -176,7 +177,7 @@ def _check_sizes(config: Config) -> None:
 def check_upstream(config: Config) -> None:
     """Options that pass through, against the installed packages' own definitions; slow to import.
     Raises ConfigError."""
-    if config.sglang or config.router:
+    if (config.sglang or config.router) and not config.run.debug_train_only:
         from invrl.rollout.sglang_args import router_flags, sglang_flags
 
         sglang_flags({name: str(value) for name, value in config.sglang.items()})
@@ -196,10 +197,23 @@ def check_user_code(config: Config) -> None:
     from invrl.buffer.policies import group_filter_function
     from invrl.rollout.tasks import check_tasks
 
+    surrogate_function(config.algorithm.policy_loss)
+    if config.run.debug_train_only:
+        return
     plugins.load_rollout_function(config.rollout.rollout_function_path)
     if config.rollout.reward_function_path:
         plugins.load_reward_function(config.rollout.reward_function_path)
     check_tasks(config.rollout, config.run.seed)
     group_filter_function(config.buffer.group_filter)
     advantage_function(config.algorithm.advantage)
-    surrogate_function(config.algorithm.policy_loss)
+
+
+def check_data(config: Config) -> None:
+    """The batches and the checkpoint that `--debug-train-only` begins with. Raises ConfigError."""
+    if config.run.debug_train_only:
+        from invrl.batch_file import saved_steps
+        from invrl.checkpoints import first_checkpoint
+
+        begin = first_checkpoint(config.run.load_checkpoint)
+        folder = Path(config.run.load_rollout_data).expanduser().absolute()
+        saved_steps(folder, after_step=begin.step if begin else 0)

@@ -167,7 +167,10 @@ def _check_holder(folder: RunFolder, config: Config) -> None:
         )
 
 
-_MAY_CHANGE = ("num_steps", "progress", "max_restarts", "save_interval", "keep_checkpoints", "tensorboard")
+_MAY_CHANGE = (
+    *("run_root", "run_name", "num_steps", "progress", "tensorboard"),
+    *("max_restarts", "save_interval", "keep_checkpoints"),
+)
 """Settings of a run that may differ when it goes on: none changes what a step computes."""
 
 

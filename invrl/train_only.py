@@ -9,31 +9,16 @@ import asyncio
 from pathlib import Path
 
 from invrl.batch_file import batch_path, load_batch, saved_steps
-from invrl.checkpoints import Checkpoint, Checkpoints
+from invrl.checkpoints import Checkpoints, first_checkpoint
 from invrl.cluster import start_trainer
 from invrl.config import Config
-from invrl.errors import ConfigError
 from invrl.loop import train_values
 from invrl.progress import RunObserver
 
 
-def first_checkpoint(config: Config) -> Checkpoint | None:
-    """What `--load-checkpoint` names; None without it: the model folder is step 0. ConfigError."""
-    given = config.run.load_checkpoint
-    found = Checkpoint.at(Path(given).expanduser().absolute()) if given else None
-    if given and found is None:
-        raise ConfigError(
-            field="run.load_checkpoint",
-            value=given,
-            reason="not the folder of a checkpoint",
-            fix="give RUN/checkpoints/step-NNNNNN, with megatron/ in it",
-        )
-    return found
-
-
 async def run_train_only(config: Config, checkpoints: Checkpoints, observer: RunObserver) -> None:
     """One step per saved batch after the checkpoint's, `num_steps` in all at most; then a checkpoint."""
-    begin = first_checkpoint(config)
+    begin = first_checkpoint(config.run.load_checkpoint)
     done = begin.step if begin else 0
     data = Path(config.run.load_rollout_data).expanduser().absolute()
     steps = [step for step in saved_steps(data, after_step=done) if step <= config.run.num_steps]

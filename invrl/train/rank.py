@@ -19,7 +19,7 @@ from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train import device
 from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import parse_megatron_options
-from invrl.train.packing import RankBatch, Row
+from invrl.train.packing import RankBatch, Row, rows_of
 from invrl.train.train_actor import RankSettings
 from invrl.train.weight_sender import WeightStage
 from invrl.types import WeightVersion
@@ -76,6 +76,12 @@ class TrainRank:
         ]
         arrays = self._step.logprobs(self._model, self._step.pack(rows), [len(prompt) for prompt in prompts])
         return [array_T[1:] for array_T in arrays]
+
+    def token_logprobs(self, batch: RankBatch) -> list[NDArray[np.float32]]:
+        """Of a shard's trained tokens under the current weights: one array [T] per sample, in its order."""
+        samples = [sample for mini_batch in batch.mini_batches for sample in mini_batch.samples]
+        lengths = [len(sample.tokens_T) for sample in samples]
+        return self._step.logprobs(self._model, self._step.pack(rows_of(samples)), lengths)
 
     def layout(self) -> WeightLayout:
         return self._sender.layout()

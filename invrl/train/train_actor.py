@@ -58,6 +58,9 @@ class TrainActor:
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         return self._rank.logprobs(prompts)
 
+    def token_logprobs(self, batch: RankBatch) -> list[NDArray[np.float32]]:
+        return self._rank.token_logprobs(batch)
+
     def layout(self) -> WeightLayout:
         return self._rank.layout()
 

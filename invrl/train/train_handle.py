@@ -54,6 +54,19 @@ class TrainHandle:
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         return await self._first("logprobs", prompts)
 
+    async def token_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """Of each sample's trained tokens under the current weights, 0 elsewhere: [T] each."""
+        shards = shard_batch(batch, ranks=len(self._actors), steps=self._steps_per_batch)
+        answers = await self._all("token_logprobs", [(ray.put(shard),) for shard in shards])
+        by_sample = {
+            id(sample): array_T
+            for shard, arrays in zip(shards, answers, strict=True)
+            for sample, array_T in zip(
+                [one for mini_batch in shard.mini_batches for one in mini_batch.samples], arrays, strict=True
+            )
+        }
+        return [by_sample[id(sample)] for sample in batch.samples]
+
     async def layout(self) -> WeightLayout:
         return await self._first("layout")
 

@@ -1,0 +1,49 @@
+"""`invrl ledger RUN [TASK]`: what became of every rollout of a run, a dead one too. Called by `cli.py`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from invrl.buffer.ledger_store import KeptEntry, Life, check_lineage
+from invrl.errors import BufferStateError
+
+
+def describe_run(lives: Sequence[Life], kept: Sequence[KeptEntry], *, ended: bool) -> str:
+    """Lives, how many rollouts ended in which state and why, and whether each did so exactly once."""
+    lines = [f"{len(lives)} lives:"] if len(lives) != 1 else ["1 life:"]
+    for life in lives:
+        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life.started_at))
+        lost = sum(one.lost for one in kept if one.life == life.number)
+        origin = f"from step {life.step} of life {life.parent}" if life.parent else "from the start"
+        lines.append(f"  life {life.number}: {begun}, {origin}" + (f"; {lost} entries lost" if lost else ""))
+    last = {one.entry.place: one.entry for one in kept if not one.lost}
+    counts = Counter(": ".join(filter(None, (e.state, e.reason, e.failure))) for e in last.values())
+    lines += [f"{len(last)} rollouts of the surviving lineage:"]
+    lines += [f"  {number:>8}  {name}" for name, number in counts.most_common()]
+    try:
+        check_lineage(kept, ended=ended)
+        lines.append("each is in at most one training batch and ends once: yes")
+    except BufferStateError as error:
+        lines.append(f"BROKEN: {error}")
+    return "\n".join(lines)
+
+
+def describe_task(kept: Sequence[KeptEntry], task_id: str) -> str:
+    """Every transition of every rollout of one task, in order, lost ones marked."""
+    lines: list[str] = []
+    place = None
+    of_task = [one for one in kept if one.entry.task_id == task_id]
+    for one in sorted(of_task, key=lambda one: (one.entry.place.group_id, one.entry.place.index, one.life)):
+        entry = one.entry
+        if entry.place != place:
+            place = entry.place
+            lines.append(f"group {place.group_id}, rollout {place.index}, attempt {place.attempt}:")
+        facts = [entry.reason, entry.failure, entry.detail, entry.session_id]
+        if entry.batch_id is not None:
+            facts.append(f"batch {entry.batch_id}")
+        at = time.strftime("%H:%M:%S", time.localtime(one.at))
+        mark = f"  (life {one.life}, lost)" if one.lost else ""
+        lines.append(f"  {at}  {entry.state:<10}" + ", ".join(filter(None, facts)) + mark)
+    return "\n".join(lines)
