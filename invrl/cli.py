@@ -286,6 +286,31 @@ def _resume(arguments: Sequence[str]) -> int:
     return _train(["--config", str(folder.config_path), *place, *arguments[1:]])
 
 
+def _soak(arguments: Sequence[str]) -> int:
+    """`--minutes` and `--out` are its own, the rest is `invrl train`'s."""
+    from invrl.soak import soak
+
+    own, rest = {"--minutes": "30", "--out": ""}, list(arguments)
+    for name in own:
+        if name in rest[:-1]:
+            at = rest.index(name)
+            own[name] = rest[at + 1]
+            del rest[at : at + 2]
+    try:
+        minutes = float(own["--minutes"])
+    except ValueError:
+        raise ConfigError(
+            field="--minutes", value=own["--minutes"], reason="not a number", fix="give --minutes 30"
+        ) from None
+    config, folder = _ready(rest, trains=True)
+    path = folder.path
+    flags = [*rest, "--run-root", str(path.parent), "--run-name", path.name, "--progress", "none"]
+    flags += ["--num-steps", str(10**6), "--max-restarts", "3", "--save-interval", "2"]
+    out = Path(own["--out"] or path / "soak.json").expanduser().absolute()
+    print(soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out))
+    return 0
+
+
 COMMANDS = {
     "train": Command(
         summary="train a model with rollouts of your own program",
@@ -362,6 +387,16 @@ transition of its rollouts. A run that goes on from a checkpoint is a new life; 
 after that checkpoint is lost, and leased again.""",
         run=_ledger,
         takes_config=False,
+    ),
+    "soak": Command(
+        summary="a run whose processes are killed at random, to see that nothing is lost",
+        details="""\
+usage: invrl soak --minutes M [--out FILE] [--seed S] [flags of `invrl train`]
+Kills driver, trainer rank, buffer, worker, gateway, router and engine (-9) while rolling out, training,
+syncing and writing a checkpoint; checks ledger and turns at the end; writes JSON (default:
+RUN_FOLDER/soak.json). --seed also draws the faults.""",
+        run=_soak,
+        takes_config=True,
     ),
     "report": Command(
         summary="draw the reward curve of a run folder, of a dead run too",

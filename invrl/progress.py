@@ -29,6 +29,7 @@ SHOWN = {
     REWARD: "reward",
     "rollout/reward_std": "std",
     "rollout/response_length": "tokens/rollout",
+    "train/grad_norm": "grad norm",
     "time/rollout_tokens_per_s": "rollout tok/s",
     "time/train_tokens_per_s": "train tok/s",
     "time/step_s": "s/step",

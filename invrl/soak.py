@@ -1,0 +1,230 @@
+"""`invrl soak`: a real run in which processes are killed, at random or by plan, until the time is over.
+
+Each fault is kill -9 of one role's process in one phase of the loop. The run must train on: by itself
+(a worker), after a restart from its checkpoint, or, when the driver was killed, when its command is repeated.
+At the end the run is brought to its last step and its ledger and turns are checked. Called by `cli.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from invrl.buffer.ledger import RolloutState
+from invrl.buffer.ledger_store import check_lineage, read_ledger, read_lives
+from invrl.errors import BufferStateError, DeadlineError, ServerError
+from invrl.run_folder import RunFolder
+from invrl.run_store import RunStore
+from invrl.types import RolloutSummary
+
+ROLES = {
+    "driver": "",
+    "trainer": "ray::TrainActor",
+    "buffer": "ray::BufferActor",
+    "worker": "ray::RolloutWorker",
+    "gateway": "invrl.gateway.gateway_server",
+    "router": "invrl.rollout.launch_router",
+    "engine": "invrl.rollout.launch_sglang",
+}
+"""Role -> what its command line holds, among the driver's descendants."""
+PHASES = ("rollout", "train", "sync", "checkpoint")
+_PROGRESS_S = 600.0
+_CATCH_S = 120.0
+_LOOK_S = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What was killed when, and what came of it."""
+
+    role: str
+    phase: str
+    step: int
+    outcome: str
+    """recovered (the same life went on), restarted (a new life, same driver), resumed (a new driver)."""
+    seconds: float
+    """From the kill to the end of a later step."""
+
+
+class Soak:
+    """One run under faults. `flags`: those of `invrl train`, run root and name among them."""
+
+    def __init__(self, folder: RunFolder, flags: Sequence[str]) -> None:
+        self._folder = folder
+        self._flags = list(flags)
+        self._driver: subprocess.Popen[bytes] | None = None
+
+    def start(self, *more: str) -> None:
+        """The run's command, also to repeat it."""
+        command = [sys.executable, "-m", "invrl.cli", "train", *self._flags, *more]
+        log = self._folder.path.with_name(self._folder.path.name + ".soak.log").open("ab")
+        with log:
+            self._driver = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def inflict(self, role: str, phase: str) -> Fault:
+        """Kill `role` in `phase` and wait until the run has trained a later step. Raises ServerError if the
+        run ends for good, DeadlineError if it stands still."""
+        driver = self._running()
+        lives = len(read_lives(self._folder.store_path))
+        step = self._catch(role, phase)
+        killed = time.monotonic()
+        if role == "driver":
+            driver.wait(60)
+            self.start()
+        self._wait_beyond(step)
+        seconds = round(time.monotonic() - killed, 1)
+        same_life = len(read_lives(self._folder.store_path)) == lives
+        outcome = "resumed" if role == "driver" else "recovered" if same_life else "restarted"
+        return Fault(role=role, phase=phase, step=step, outcome=outcome, seconds=seconds)
+
+    def finish(self) -> int:
+        """Stop the run, then bring it to an end two steps later; how many steps that makes."""
+        driver = self._running()
+        driver.send_signal(signal.SIGINT)
+        driver.wait(120)
+        steps = self._last_step() + 2
+        self.start("--num-steps", str(steps))
+        if self._running().wait(_PROGRESS_S) != 0:
+            raise ServerError(f"the run failed in the end, see {self._folder.path}")
+        return steps
+
+    def stop(self) -> None:
+        if self._driver is not None and self._driver.poll() is None:
+            self._driver.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._driver.wait(60)
+            self._driver.kill()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._driver is None or self._driver.poll() is not None:
+            raise ServerError(f"the run has ended, see {self._folder.path}")
+        return self._driver
+
+    def _catch(self, role: str, phase: str) -> int:
+        """Wait for the phase and kill; the step it was in. A process is looked up before the phase begins,
+        because a phase may be shorter than looking."""
+        deadline = time.monotonic() + _CATCH_S + _PROGRESS_S
+        last = self._last_step()
+        while time.monotonic() < deadline:
+            self._running()
+            if self._last_step() <= last:  # the run has come up and trained since the last fault
+                time.sleep(0.2)
+                continue
+            pids = self._pids(role)
+            until = time.monotonic() + 5
+            while pids and time.monotonic() < until:
+                now = self._phase()
+                if now.get("phase") == phase:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pids[0], signal.SIGKILL)
+                        return int(now["step"])
+                time.sleep(_LOOK_S)
+        raise DeadlineError(f"a {role} process in phase {phase}", _CATCH_S + _PROGRESS_S)
+
+    def _pids(self, role: str) -> list[int]:
+        pid = self._running().pid
+        if role == "driver":
+            return [pid]
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if ROLES[role] in " ".join(child.cmdline()):
+                        found.append(child.pid)
+        return found
+
+    def _phase(self) -> dict[str, str | int]:
+        try:
+            return json.loads(self._folder.phase_path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+
+    def _last_step(self) -> int:
+        """Of the steps that ended; a new life forgets those it makes again."""
+        with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+            return int(json.loads(self._folder.metrics_path.read_bytes().splitlines()[-1])["step"])
+        return 0
+
+    def _wait_beyond(self, step: int) -> None:
+        deadline = time.monotonic() + _PROGRESS_S
+        while self._last_step() <= step:
+            self._running()
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"a step after {step}", _PROGRESS_S)
+            time.sleep(0.1)
+
+
+def check_run(folder: RunFolder, steps: int) -> dict[str, int]:
+    """What must hold of a run that has ended, whatever was killed: exactly once by the ledger, every step's
+    batch trained, every outcome's turns in the store. Raises BufferStateError; counts to report."""
+    kept = read_ledger(folder.store_path)
+    check_lineage(kept, ended=True)
+    entries = [one.entry for one in kept if not one.lost]
+    trained = [entry for entry in entries if entry.state is RolloutState.TRAINED]
+    batches = {entry.batch_id for entry in trained}
+    if len(batches) != steps:
+        raise BufferStateError(f"{steps} steps, but {len(batches)} batches of the lineage were trained")
+    store = RunStore(folder.store_path)
+    sessions = 0
+    for _, outcome in store.outbox_after(0, limit=10**9):
+        if isinstance(outcome, RolloutSummary):
+            turns = store.turns(outcome.session_id)
+            tokens = sum(len(turn.sampled_ids_T) for turn in turns)
+            if store.session_state(outcome.session_id) != "finished" or tokens != outcome.sampled_tokens:
+                raise BufferStateError(f"session {outcome.session_id} and its outcome disagree")
+            sessions += 1
+    store.close()
+    return {
+        "steps": steps,
+        "lives": len(read_lives(folder.store_path)),
+        "rollouts_trained": len(trained),
+        "sessions_checked": sessions,
+        "ledger_entries": len(kept),
+        "ledger_entries_lost": sum(one.lost for one in kept),
+    }
+
+
+def random_faults(seed: int) -> Iterator[tuple[str, str]]:
+    """Every role in every phase, in random order, again and again."""
+    draw = random.Random(seed)
+    every = [(role, phase) for role in ROLES for phase in PHASES]
+    while True:
+        yield from draw.sample(every, len(every))
+
+
+def soak(folder: RunFolder, flags: Sequence[str], *, minutes: float, seed: int, out: Path) -> str:
+    """Faults for `minutes`; writes the result as JSON to `out`. Raises what a broken run raises."""
+    run = Soak(folder, flags)
+    started, faults = time.monotonic(), list[Fault]()
+    run.start()
+    try:
+        for role, phase in random_faults(seed):
+            if time.monotonic() - started > 60 * minutes:
+                break
+            faults.append(run.inflict(role, phase))
+            print(f"[{time.monotonic() - started:6.0f} s] {faults[-1]}", flush=True)
+        checked = check_run(folder, run.finish())
+    finally:
+        run.stop()
+    result = {
+        "seed": seed,
+        "minutes": round((time.monotonic() - started) / 60, 1),
+        "faults": len(faults),
+        "outcomes": Counter(f"{fault.role}: {fault.outcome}" for fault in faults),
+        "run": checked,
+        "each": [asdict(fault) for fault in faults],
+    }
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    return f"{len(faults)} faults, nothing lost and nothing trained twice: {checked}\n{out}"
