@@ -6,41 +6,11 @@ Each run is a process of its own: SGLang, router, gateway, Ray, Megatron, all re
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-
-from invrl.tiny_model import make_tiny_model
-
-ROOT = Path(__file__).parents[2]
-STEPS = 16
-DEADLINE_S = 900
-
-
-def train(folder: Path, name: str, *flags: str) -> Path:
-    """Run `invrl train` to its end; the run folder."""
-    model = folder / "model"
-    if not model.exists():
-        make_tiny_model(model)
-    command = [sys.executable, "-m", "invrl.cli", "train", "--config", str(ROOT / "tests/e2e/trivial.toml")]
-    command += ["--model-path", str(model), "--run-root", str(folder), "--run-name", name]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *flags], env=env, cwd=folder, timeout=DEADLINE_S, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return folder / name
-
-
-def steps_of(run: Path) -> list[dict[str, float]]:
-    """The rows of the steps that trained."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "rollout/reward_mean" in row]
+from e2e.runs import DEADLINE_S, STEPS, steps_of, train
 
 
 def change(run: Path) -> float:
@@ -48,16 +18,6 @@ def change(run: Path) -> float:
     rewards = [row["rollout/reward_mean"] for row in steps_of(run)]
     assert len(rewards) == STEPS
     return sum(rewards[-4:]) / 4 - sum(rewards[:4]) / 4
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("loop with spaces")
-
-
-@pytest.fixture(scope="module")
-def learned(folder: Path) -> Path:
-    return train(folder, "learned")
 
 
 @pytest.mark.timeout(DEADLINE_S)

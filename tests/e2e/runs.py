@@ -1,0 +1,51 @@
+"""Starts `invrl` as a user does, on a tiny random model: SGLang, router, gateway, Ray, Megatron, all real."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from invrl.tiny_model import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+STEPS = 16
+DEADLINE_S = 900
+
+
+def invrl(folder: Path, *arguments: str, python_path: str = str(ROOT)) -> str:
+    """What the command printed. It must exit with 0."""
+    env = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "invrl.cli", *arguments],
+        env=env,
+        cwd=folder,
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def flags(folder: Path, name: str) -> list[str]:
+    """Of a run of this name on a tiny model in `folder`."""
+    model = folder / "model"
+    if not model.exists():
+        make_tiny_model(model)
+    place = ["--run-root", str(folder), "--run-name", name]
+    return ["--config", str(ROOT / "tests/e2e/trivial.toml"), "--model-path", str(model), *place]
+
+
+def train(folder: Path, name: str, *more: str, python_path: str = str(ROOT)) -> Path:
+    """Run `invrl train` to its end; the run folder."""
+    invrl(folder, "train", *flags(folder, name), *more, python_path=python_path)
+    return folder / name
+
+
+def steps_of(run: Path) -> list[dict[str, float]]:
+    """The rows of the steps that trained."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "rollout/reward_mean" in row]

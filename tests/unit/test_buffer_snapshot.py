@@ -1,0 +1,226 @@
+"""A buffer restored from a checkpoint's snapshot goes on as the one that was never stopped."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from test_buffer_examples import complete, failure, lease_all, make, summary, tasks
+
+from invrl.buffer.buffer import Buffer
+from invrl.buffer.ledger import LedgerEntry, Place, RolloutState
+from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_ledger, read_lives
+from invrl.buffer.snapshot import BufferSnapshot
+from invrl.errors import BufferStateError
+from invrl.types import GroupLease, TakenBatch, WeightVersion
+
+
+def through_bytes(buffer: Buffer, trained: int) -> BufferSnapshot:
+    return BufferSnapshot.from_bytes(buffer.snapshot(WeightVersion(trained)).to_bytes())
+
+
+def play(buffer: Buffer, pending: list[GroupLease], step: int, *, draw: random.Random) -> TakenBatch:
+    """One step of a loop whose rollouts fail now and then. `pending`: leases without an outcome."""
+    while (batch := buffer.take()) is None:
+        pending.extend(lease_all(buffer))
+        lease = pending.pop(draw.randrange(len(pending)))
+        for member in lease.members:
+            if draw.random() < 0.2:
+                buffer.record(failure(lease.group_id, member.index, member.attempt))
+            else:
+                reward = round(draw.random(), 3)
+                buffer.record(
+                    summary(
+                        lease.group_id,
+                        member.index,
+                        attempt=member.attempt,
+                        reward=reward,
+                        oldest=step,
+                        newest=step,
+                    )
+                )
+    buffer.trained(batch.batch_id)
+    return batch
+
+
+def go_on(buffer: Buffer, version: int) -> None:
+    buffer.release(WeightVersion(version))
+    buffer.advance(WeightVersion(version))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("stop_after", [1, 4])
+def test_a_restored_buffer_repeats_what_the_first_one_does(staleness: int, stop_after: int) -> None:
+    """Twenty seeds, each with failures and replacements. The first buffer's open leases are recorded after
+    the snapshot in the same order that the second one leases them again."""
+    for seed in range(20):
+        entries: list[LedgerEntry] = []
+        first = make(staleness=staleness, batch=2, attempts=3, source=tasks(), entries=entries)
+        draw, pending = random.Random(seed), list[GroupLease]()
+        for step in range(stop_after):
+            play(first, pending, step, draw=draw)
+            if step + 1 < stop_after:
+                go_on(first, step + 1)
+        saved = through_bytes(first, stop_after)
+        again: list[LedgerEntry] = []
+        second = make(staleness=staleness, batch=2, attempts=3, source=tasks(), entries=again)
+        second.restore(saved, [])
+        assert saved == through_bytes_of_open(first, second, stop_after)
+        kept = [entry for entry in entries if entry.sequence < saved.sequence]
+        for buffer in (first, second):
+            go_on(buffer, stop_after)
+        alive = in_flight(first)  # a lease may outlive its group
+        pending = [lease for lease in pending if alive & {place_of(lease, m) for m in lease.members}]
+        leased = {place_of(lease, m) for lease in pending for m in lease.members} & alive
+        pending_again = lease_all(second)
+        newly = {place_of(lease, m) for lease in pending_again for m in lease.members}
+        assert leased <= newly, "what was in flight is leased again, under the same attempt"
+        pending.extend(lease_all(first))
+        assert newly == in_flight(first) == in_flight(second)
+        for step in range(stop_after, stop_after + 3):
+            draw_of = random.Random(1000 * seed + step)
+            play(second, pending_again, step, draw=draw_of)
+            go_on(second, step + 1)
+        check_states([*kept, *again])
+
+
+def in_flight(buffer: Buffer) -> set[Place]:
+    return {
+        Place(f"g{group.number}", index, attempt)
+        for group in buffer.snapshot(WeightVersion(0)).in_flight
+        for index, attempt in enumerate(group.attempts_G)
+        if index not in {rollout.index for rollout in group.finished} | {*group.to_lease}
+    }
+
+
+def place_of(lease: GroupLease, member) -> Place:
+    return Place(lease.group_id, member.index, member.attempt)
+
+
+def through_bytes_of_open(first: Buffer, second: Buffer, trained: int) -> BufferSnapshot:
+    """The second buffer's snapshot with the members that were in flight in flight again: what it restored."""
+    lease_again = [buffer.snapshot(WeightVersion(trained)) for buffer in (first, second)]
+    assert [g.finished for g in lease_again[1].in_flight] == [g.finished for g in lease_again[0].in_flight]
+    assert lease_again[1].ready == lease_again[0].ready
+    assert lease_again[1].groups_leased == lease_again[0].groups_leased
+    return lease_again[0]
+
+
+def check_states(entries: list[LedgerEntry]) -> None:
+    """A place ends at most once and is in one batch at most, over both lives."""
+    ended: set[Place] = set()
+    for entry in entries:
+        assert entry.place not in ended, entry
+        if entry.state in (RolloutState.TRAINED, RolloutState.DROPPED):
+            ended.add(entry.place)
+
+
+class TestOutcomesAfterTheSnapshot:
+    """A crash comes later than the checkpoint: some rollouts have ended meanwhile."""
+
+    @pytest.fixture
+    def saved(self) -> BufferSnapshot:
+        buffer = make(staleness=2, batch=1)
+        leases = lease_all(buffer)
+        assert [lease.group_id for lease in leases] == ["g0", "g1", "g2"]
+        complete(buffer, "g0")
+        buffer.record(summary("g1", 0, reward=0.5))
+        batch = buffer.take()
+        assert batch is not None
+        buffer.trained(batch.batch_id)
+        return through_bytes(buffer, 1)
+
+    def leased(self, saved: BufferSnapshot, *since) -> list[tuple[str, int, int]]:
+        buffer = make(staleness=2, batch=1)
+        buffer.restore(saved, since)
+        go_on(buffer, 1)
+        return [(lease.group_id, m.index, m.attempt) for lease in lease_all(buffer) for m in lease.members]
+
+    def test_what_is_in_flight_is_leased_again(self, saved: BufferSnapshot) -> None:
+        assert self.leased(saved)[:3] == [("g1", 1, 0), ("g2", 0, 0), ("g2", 1, 0)]
+
+    def test_one_sampled_under_the_checkpoints_weights_counts(self, saved: BufferSnapshot) -> None:
+        leased = self.leased(saved, summary("g1", 1, reward=1.0, newest=1))
+        assert leased[:2] == [("g2", 0, 0), ("g2", 1, 0)]
+
+    def test_one_that_saw_lost_weights_does_not(self, saved: BufferSnapshot) -> None:
+        assert ("g1", 1, 0) in self.leased(saved, summary("g1", 1, reward=1.0, newest=2))
+
+    def test_a_failure_of_the_lost_life_costs_no_attempt(self, saved: BufferSnapshot) -> None:
+        assert ("g1", 1, 0) in self.leased(saved, failure("g1", 1))
+
+    def test_a_group_that_only_the_lost_life_leased_is_leased_anew(self, saved: BufferSnapshot) -> None:
+        assert ("g3", 0, 0) in self.leased(saved, summary("g3", 0, reward=1.0))
+
+    def test_other_tasks_are_refused(self, saved: BufferSnapshot) -> None:
+        renamed = (task for task in tasks() if task.id != "t0")
+        with pytest.raises(BufferStateError, match="g1 had task t1, the task source now gives t2"):
+            make(staleness=2, source=renamed).restore(saved, [])
+
+    def test_a_source_that_is_too_short_is_refused(self, saved: BufferSnapshot) -> None:
+        with pytest.raises(BufferStateError, match="the task source has ended"):
+            make(staleness=2, source=tasks(2)).restore(saved, [])
+
+
+def test_no_snapshot_while_a_batch_is_out() -> None:
+    buffer = make()
+    lease_all(buffer)
+    complete(buffer, "g0")
+    assert buffer.take() is not None
+    with pytest.raises(BufferStateError, match="is not trained"):
+        buffer.snapshot(WeightVersion(1))
+
+
+class TestLineage:
+    """Three lives: the second goes on from the first's checkpoint, the third from the first's too."""
+
+    def entry(self, sequence: int, group: str, state: RolloutState, batch: int | None = None) -> LedgerEntry:
+        return LedgerEntry(
+            sequence=sequence, place=Place(group, 0, 0), task_id="t", state=state, batch_id=batch
+        )
+
+    def test_only_the_last_lifes_ancestry_survives(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.sqlite"
+        store = LedgerStore(path)
+        assert store.begin(parent=0, step=0, sequence=0) == 1
+        store.write(
+            [self.entry(0, "g0", RolloutState.IN_FLIGHT), self.entry(1, "g1", RolloutState.IN_FLIGHT)]
+        )
+        store.begin(parent=1, step=4, sequence=1)
+        store.write([self.entry(1, "g2", RolloutState.IN_FLIGHT)])
+        store.begin(parent=1, step=4, sequence=1)
+        store.write([self.entry(1, "g3", RolloutState.IN_FLIGHT)])
+        assert [(life.number, life.parent, life.step) for life in read_lives(path)] == [
+            (1, 0, 0),
+            (2, 1, 4),
+            (3, 1, 4),
+        ]
+        kept = [one.entry.place.group_id for one in read_ledger(path) if not one.lost]
+        assert kept == ["g0", "g3"]
+
+    def test_a_grandparents_later_entries_stay_lost(self, tmp_path: Path) -> None:
+        """The grandchild began with a checkpoint that its parent inherited from before its own beginning."""
+        path = tmp_path / "run.sqlite"
+        store = LedgerStore(path)
+        store.begin(parent=0, step=0, sequence=0)
+        store.write([self.entry(n, f"g{n}", RolloutState.IN_FLIGHT) for n in range(6)])
+        store.begin(parent=1, step=2, sequence=3)
+        store.begin(parent=2, step=1, sequence=2)
+        assert [one.entry.place.group_id for one in read_ledger(path) if not one.lost] == ["g0", "g1"]
+
+    @pytest.mark.parametrize(
+        ("entries", "message"),
+        [
+            ([("g0", RolloutState.TRAINED, 0), ("g0", RolloutState.TRAINED, 1)], "ended as trained"),
+            ([("g0", RolloutState.DROPPED, None), ("g0", RolloutState.TAKEN, 0)], "ended as dropped"),
+            ([("g0", RolloutState.TRAINED, 1)], "one is missing"),
+            ([("g0", RolloutState.FINISHED, None)], "1 rollouts have not ended"),
+        ],
+    )
+    def test_the_check_finds_what_must_not_be(self, tmp_path: Path, entries, message: str) -> None:
+        store = LedgerStore(tmp_path / "run.sqlite")
+        store.begin(parent=0, step=0, sequence=0)
+        store.write([self.entry(n, group, state, batch) for n, (group, state, batch) in enumerate(entries)])
+        with pytest.raises(BufferStateError, match=message):
+            check_lineage(read_ledger(tmp_path / "run.sqlite"), ended=True)

@@ -1,0 +1,176 @@
+"""Checkpoints appear whole; batches on disk are exact; a run folder goes on where its checkpoint is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_run_folder import config
+
+from invrl.batch_file import batch_path, load_batch, save_batch, saved_steps
+from invrl.checkpoints import Checkpoint, Checkpoints, first_checkpoint
+from invrl.errors import ConfigError
+from invrl.run_folder import make_run_folder
+from invrl.types import TrainBatch, TrainSample, WeightVersion
+
+
+def fill(checkpoint: Checkpoint, text: str) -> None:
+    checkpoint.megatron.mkdir()
+    (checkpoint.megatron / "weights").write_text(text)
+    checkpoint.buffer.write_text(text)
+
+
+def write(checkpoints: Checkpoints, step: int, text: str = "x") -> None:
+    filling = checkpoints.begin(step)
+    fill(filling, text)
+    checkpoints.commit(filling)
+
+
+def test_the_newest_are_kept_in_order(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest() is None
+    for step in (2, 4, 10):
+        write(checkpoints, step)
+    assert [one.step for one in checkpoints.all()] == [4, 10]
+    assert Checkpoints(tmp_path).of_step(4) is not None
+    assert Checkpoints(tmp_path).of_step(2) is None
+
+
+def test_one_that_was_not_committed_is_none_and_goes_with_the_next(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 2)
+    fill(checkpoints.begin(4), "half")  # the crash
+    again = Checkpoints(tmp_path)
+    assert [one.step for one in again.all()] == [2]
+    write(again, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("crash_at", range(1, 12))
+def test_a_crash_at_any_call_of_the_commit_leaves_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
+) -> None:
+    """Step 4 is written over a step 4 of a lost life; the crash comes at the n-th flush or rename."""
+    write(Checkpoints(tmp_path), 2, "two")
+    write(Checkpoints(tmp_path), 4, "old four")
+    calls = 0
+
+    def crashing(real):
+        def call(*arguments):
+            nonlocal calls
+            calls += 1
+            if calls == crash_at:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        return call
+
+    monkeypatch.setattr("os.fsync", crashing(__import__("os").fsync))
+    monkeypatch.setattr(Path, "rename", crashing(Path.rename))
+    try:
+        write(Checkpoints(tmp_path), 4, "new four")
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert calls < crash_at
+    latest = Checkpoints(tmp_path).latest()
+    assert latest is not None
+    texts = {latest.buffer.read_text(), (latest.megatron / "weights").read_text()}
+    assert texts in ({"two"}, {"old four"}, {"new four"})
+
+
+@pytest.mark.parametrize("given", ["nowhere", "step-000004.partial", "other"])
+def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path, given: str) -> None:
+    (tmp_path / given).mkdir()
+    with pytest.raises(ConfigError, match="not the folder of a checkpoint"):
+        first_checkpoint(str(tmp_path / given))
+
+
+def random_training_batch(seed: int) -> TrainBatch:
+    draw = np.random.default_rng(seed)
+
+    def sample(length: int) -> TrainSample:
+        mask_T = draw.random(length) < 0.5
+        mask_T[0] = False
+        return TrainSample(
+            tokens_T=draw.integers(0, 9, length).astype(np.int32),
+            loss_mask_T=mask_T,
+            rollout_logprobs_T=np.where(mask_T, draw.normal(size=length), 0).astype(np.float32),
+            versions_T=np.where(mask_T, 3, -1).astype(np.int32),
+            reward=0.1,
+            temperature=0.7,
+            group_id="g é",
+            rollout_id="r",
+            attempt=1,
+            turn_ids=("a", "b"),
+        )
+
+    samples = tuple(sample(length) for length in draw.integers(1, 9, 4))
+    return TrainBatch(
+        batch_id=1,
+        version=WeightVersion(2),
+        samples=samples,
+        advantages=tuple(draw.normal(size=len(one.tokens_T)).astype(np.float32) for one in samples),
+        total_tokens=7,
+        total_rollouts=2,
+        total_samples=4,
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_saved_batch_is_read_back_bit_for_bit(tmp_path: Path, seed: int) -> None:
+    batch = random_training_batch(seed)
+    save_batch(batch_path(tmp_path, 1), batch)
+    again = load_batch(batch_path(tmp_path, 1))
+    for field in ("batch_id", "version", "total_tokens", "total_rollouts", "total_samples"):
+        assert getattr(again, field) == getattr(batch, field)
+    for one, other in zip(batch.samples, again.samples, strict=True):
+        for field in TrainSample.__slots__:
+            mine, read = getattr(one, field), getattr(other, field)
+            if isinstance(mine, np.ndarray):
+                assert mine.dtype == read.dtype
+                assert mine.tobytes() == read.tobytes()
+            else:
+                assert mine == read
+    for mine, read in zip(batch.advantages, again.advantages, strict=True):
+        assert (mine.dtype, mine.tobytes()) == (read.dtype, read.tobytes())
+
+
+def test_half_a_batch_file_is_refused(tmp_path: Path) -> None:
+    path = batch_path(tmp_path, 1)
+    save_batch(path, random_training_batch(0))
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ConfigError, match="not a whole batch file"):
+        load_batch(path)
+
+
+def test_saved_steps_must_follow_the_checkpoint(tmp_path: Path) -> None:
+    for step in (3, 4, 6):
+        save_batch(batch_path(tmp_path, step), random_training_batch(0))
+    with pytest.raises(ConfigError, match="step 1 is to come next"):
+        saved_steps(tmp_path, after_step=0)
+    with pytest.raises(ConfigError, match="step 3 is to come next"):
+        saved_steps(tmp_path, after_step=2)
+    (tmp_path / "step-000006.npz").unlink()
+    assert saved_steps(tmp_path, after_step=2) == [3, 4]
+
+
+class TestRunFolderGoesOn:
+    def test_metrics_of_lost_steps_move_away(self, tmp_path: Path) -> None:
+        folder = make_run_folder(config(tmp_path, "one"))
+        rows = [json.dumps({"step": step, "time": 1.0}) for step in range(6)]
+        folder.metrics_path.write_text("\n".join([*rows, '{"step": 6, "ti']))
+        folder.rewind_metrics(3)
+        steps = [json.loads(line)["step"] for line in folder.metrics_path.read_text().splitlines()]
+        assert steps == [0, 1, 2, 3]
+        lost = folder.path / "metrics.lost.jsonl"
+        assert lost.read_text().splitlines() == [rows[4], rows[5], '{"step": 6, "ti']
+
+    def test_a_second_driver_is_refused(self, tmp_path: Path) -> None:
+        folder = make_run_folder(config(tmp_path, "one"))
+        with folder.held(), pytest.raises(ConfigError, match="another invrl process"), folder.held():
+            pass
+        with folder.held():
+            pass
