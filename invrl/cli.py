@@ -12,7 +12,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from invrl.config import Config, load_resolved, nearest, resolve
@@ -286,10 +288,23 @@ def _resume(arguments: Sequence[str]) -> int:
     return _train(["--config", str(folder.config_path), *place, *arguments[1:]])
 
 
+def _from_checkout(name: str) -> ModuleType:
+    """A module of tests/: what is for those who work on invrl itself."""
+    folder = Path(__file__).parents[1] / "tests"
+    if not (folder / f"{name}.py").exists():
+        raise ConfigError(
+            field="command line",
+            value=name,
+            reason="this command is part of the source checkout, and invrl runs from elsewhere",
+            fix="run it from a clone, installed with launch/install.sh",
+        )
+    sys.path.insert(0, str(folder))
+    return import_module(name)
+
+
 def _soak(arguments: Sequence[str]) -> int:
     """`--minutes` and `--out` are its own, the rest is `invrl train`'s."""
-    from invrl.soak import soak
-
+    soak = _from_checkout("soak").soak
     own, rest = {"--minutes": "30", "--out": ""}, list(arguments)
     for name in own:
         if name in rest[:-1]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from e2e.runs import DEADLINE_S, ROOT, STEPS, invrl, steps_of, train
 
+from e2e.runs import DEADLINE_S, ROOT, STEPS, invrl, steps_of, train
 from invrl.batch_file import batch_path, load_batch
 
 NO_SGLANG = """\

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from e2e.runs import DEADLINE_S, STEPS, steps_of, train
 
 

@@ -77,9 +77,9 @@ class Soak:
         """Kill `role` in `phase` and wait until the run has trained a later step. Raises ServerError if the
         run ends for good, DeadlineError if it stands still."""
         driver = self._running()
-        lives = len(read_lives(self._folder.store_path))
         step = self._catch(role, phase)
         killed = time.monotonic()
+        lives = len(read_lives(self._folder.store_path))  # the next one takes seconds to begin
         if role == "driver":
             driver.wait(60)
             self.start()
