@@ -34,6 +34,8 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     cpu_stand_ins.fork_children()
+    if "--enable-deterministic-inference" in argv:
+        cpu_stand_ins.allow_seeds()
     try:
         run_server(prepare_server_args(argv))
     finally:
