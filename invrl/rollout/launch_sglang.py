@@ -24,7 +24,7 @@ def key_flags(environ: Mapping[str, str]) -> list[str]:
         ("--admin-api-key", "INVRL_ENGINE_ADMIN_KEY"),
     ):
         if environ.get(variable):
-            flags += [flag, environ[variable]]
+            flags.append(f"{flag}={environ[variable]}")  # a key may begin with a dash
     return flags
 
 

@@ -1,5 +1,5 @@
-"""Seeded sampling on a real engine behind router and gateway: the same place in a run samples the same tokens,
-bit for bit, also from an engine that was started anew."""
+"""Seeded sampling on a real engine behind router and gateway: the same place in a run samples the same
+tokens, bit for bit, also from an engine that was started anew."""
 
 from __future__ import annotations
 
