@@ -63,7 +63,7 @@ def apply() -> None:
 def allow_seeds() -> None:
     """Without CUDA, let SGLang sample by seed (`--enable-deterministic-inference`) on torch_native attention.
     The kernels that make it indifferent to the batch are CUDA's: here a generation is repeated bit for bit
-    only beside the same others, or alone. Call it before SGLang starts its processes."""
+    only beside the same others, or alone. Call it before SGLang is imported."""
     import torch
 
     if torch.cuda.is_available():

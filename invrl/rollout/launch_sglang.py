@@ -29,13 +29,13 @@ def key_flags(environ: Mapping[str, str]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
+    if "--enable-deterministic-inference" in argv:
+        cpu_stand_ins.allow_seeds()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     cpu_stand_ins.fork_children()
-    if "--enable-deterministic-inference" in argv:
-        cpu_stand_ins.allow_seeds()
     try:
         run_server(prepare_server_args(argv))
     finally:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from invrl.config_checks import _SEEDED_BACKENDS
 from invrl.errors import ConfigError
 from invrl.rollout import launch_router, sglang_args
 from invrl.rollout.sglang_args import ROUTER_OWNED, SGLANG_OWNED, router_flags, sglang_flags
@@ -75,6 +76,14 @@ def test_a_key_that_begins_with_a_dash_is_a_value() -> None:
     keys = vars(parser.parse_args(engine))
     assert (keys["api_key"], keys["admin_api_key"]) == ("-a", "--b")
     assert parser.parse_args(router).api_key == "-c"
+
+
+def test_seeded_sampling_allows_attention_that_sglang_can_repeat() -> None:
+    from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+
+    assert {*_SEEDED_BACKENDS["attention_backend"]} - {"torch_native"} <= {
+        *DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+    }
 
 
 def test_an_alias_does_not_get_around() -> None:
