@@ -113,6 +113,7 @@ def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> Gatewa
             "store_path": str(folder.store_path),
             "temperature": config.rollout.temperature,
             "max_new_tokens": config.rollout.max_new_tokens,
+            "sampling_seed": config.run.seed if config.engine.seeded_sampling else None,
             "context_length": fleet.limits.context_length,
             "vocab_size": fleet.limits.vocab_size,
             "max_open_sessions": config.gateway.max_open_sessions,

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 _SECRET_PARTS = ("api_key", "password", "secret", "auth_token")
 _MAX_COUNT = 2**31 - 1
+_SEEDED_BACKENDS = {
+    "attention_backend": ("torch_native", "fa3", "fa4", "flashinfer", "triton"),
+    "sampling_backend": ("pytorch",),
+}
+"""Those in which SGLang can sample by seed; torch_native by `cpu_stand_ins`, on CPU."""
 
 
 def check(config: Config) -> None:
@@ -137,6 +142,15 @@ def _check_engines(config: Config) -> None:
             reason=f"only {config.rollout.rollout_concurrency} rollouts run at a time",
             fix="lower --rollout-workers or raise --rollout-concurrency",
         )
+    for name, value in config.sglang.items() if config.engine.seeded_sampling else ():
+        seeded = _SEEDED_BACKENDS.get(name.replace("-", "_"), (value,))
+        if value not in seeded:
+            raise ConfigError(
+                field=f"sglang.{name}",
+                value=value,
+                reason="SGLang cannot sample by seed with it, and seeded_sampling is on",
+                fix=f"use one of: {', '.join(map(str, seeded))}; or --no-seeded-sampling",
+            )
     if config.gateway.gateway_port > 65535:
         raise ConfigError(
             field="gateway.gateway_port",

@@ -50,6 +50,7 @@ def make_app(
         renderer=renderer,
         store=store,
         context_length=settings.context_length,
+        run_seed=settings.sampling_seed,
     )
     sampling = Sampling(
         temperature=settings.temperature, top_p=settings.top_p, max_new_tokens=settings.max_new_tokens

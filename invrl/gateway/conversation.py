@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 from invrl.gateway.forest import Forest
@@ -25,6 +26,8 @@ class Conversation:
         self.forest = Forest()
         self.turns: list[Turn] = []
         self.delivered: set[str] = set()
+        self.asked: Counter[bytes] = Counter()
+        """Generations begun so far, by the digest of their prompt."""
         self.closing = False
         self.closed = asyncio.Lock()
         """Held while the session is being closed."""

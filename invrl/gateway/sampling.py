@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from invrl.errors import SessionError
-from invrl.types import Json, Purpose, Sampling
+from invrl.types import Json, Purpose, Sampling, Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +72,12 @@ def resolve(purpose: Purpose, pinned: Sampling, client: ClientSampling) -> TurnS
         if client.max_new_tokens > pinned.max_new_tokens:
             overridden.append("max_new_tokens")
     return TurnSampling(sampling=sampling, extra=extra, overridden=tuple(overridden))
+
+
+def sampling_seed(run_seed: int, session: Session, prompt: bytes, nth: int) -> int:
+    """The seed of one generation: of its place in the run alone, so a repeated run draws the same there.
+    `prompt` is a digest of the token ids; `nth` counts the generations of this session on that prompt from
+    1: requests that a rollout sends at once get their seeds whatever order they arrive in. In [0, 2^31)."""
+    place = [run_seed, session.purpose, session.group_id, session.index, session.attempt, prompt.hex(), nth]
+    digest = hashlib.blake2b(json.dumps(place).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF

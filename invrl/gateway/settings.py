@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, SecretStr
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
 
 from invrl.section import Section
 
@@ -26,6 +26,9 @@ class GatewaySettings(Section):
     temperature: NonNegativeFloat = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: PositiveInt = 512
+    sampling_seed: NonNegativeInt | None = Field(
+        None, description="what each generation's own seed is made from; None: engines draw freely"
+    )
     context_length: PositiveInt
     vocab_size: PositiveInt
     max_open_sessions: PositiveInt = 1024

@@ -7,6 +7,7 @@ them. Invariant: a turn joins the forest only when its tokens are durable and wh
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,17 +15,18 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from invrl.errors import SessionError
 from invrl.gateway.conversation import Conversation
 from invrl.gateway.forest import ForkReason, Message, Node
 from invrl.gateway.generation import Engine, Generation, Proposal
 from invrl.gateway.rendering import Renderer
-from invrl.gateway.sampling import ClientSampling, resolve
+from invrl.gateway.sampling import ClientSampling, resolve, sampling_seed
 from invrl.gateway.sessions import SessionRecord
 from invrl.rollout.sglang_client import GenerateRequest
 from invrl.run_store import RunStoreWriter
-from invrl.types import Sampling, Turn
+from invrl.types import Json, Sampling, Turn
 
 _ENGINE_MARGIN = 8
 """Tokens of the context length that SGLang keeps for itself."""
@@ -64,11 +66,13 @@ class Turns:
         renderer: Renderer,
         store: RunStoreWriter,
         context_length: int,
+        run_seed: int | None = None,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._store = store
         self._context_length = context_length
+        self._run_seed = run_seed
         self._conversations: dict[str, Conversation] = {}
         self.counts: Counter[str] = Counter()
         self.forks: Counter[str] = Counter()
@@ -101,6 +105,7 @@ class Turns:
         session = record.session
         place = self._place(conversation, request.messages)
         input_ids = [*(place.parent.ids() if place.parent else ()), *place.context_ids]
+        ids_T = np.asarray(input_ids, np.int32)
         chosen = resolve(session.purpose, session.sampling, request.sampling)
         sampling = self._fit(chosen.sampling, len(input_ids))
         if place.fork is not None:
@@ -113,11 +118,11 @@ class Turns:
             Proposal(
                 request=GenerateRequest(
                     rid="turn-" + secrets.token_hex(12),
-                    input_ids_T=np.asarray(input_ids, np.int32),
+                    input_ids_T=ids_T,
                     sampling=sampling,
                     stop=request.stop,
                     stop_token_ids=tuple(sorted(self._renderer.end_ids)),
-                    extra_sampling=chosen.extra,
+                    extra_sampling={**self._seed(conversation, ids_T), **chosen.extra},
                     routing_key=session.id,
                 ),
                 stream=request.stream,
@@ -173,6 +178,14 @@ class Turns:
         if tail.fork is not None:
             return _Place(parent=None, depth=0, context_ids=self._renderer.first(messages), fork=tail.fork)
         return _Place(parent=match.node, depth=match.depth, context_ids=tail.ids, fork=match.fork)
+
+    def _seed(self, conversation: Conversation, ids_T: NDArray[np.int32]) -> Mapping[str, Json]:
+        if self._run_seed is None:
+            return {}
+        prompt = hashlib.blake2b(ids_T.tobytes(), digest_size=16).digest()
+        conversation.asked[prompt] += 1
+        nth = conversation.asked[prompt]
+        return {"sampling_seed": sampling_seed(self._run_seed, conversation.record.session, prompt, nth)}
 
     def _fit(self, sampling: Sampling, prompt: int) -> Sampling:
         room = self._context_length - _ENGINE_MARGIN - prompt

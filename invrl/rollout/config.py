@@ -52,6 +52,9 @@ class EngineConfig(Section):
     engine_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="weights and compute of the engines"
     )
+    seeded_sampling: bool = Field(
+        False, description="draw each generation by a seed of its own, from --seed and its place in the run"
+    )
     engine_max_total_tokens: PositiveInt = Field(16384, description="KV-cache tokens per engine (CPU)")
     engine_start_timeout_s: PositiveFloat = Field(
         300.0, description="deadline for an engine to become healthy"

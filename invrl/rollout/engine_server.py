@@ -78,6 +78,8 @@ def engine_command(
     command += ["--incremental-streaming-output", "--skip-server-warmup"]
     if device == "cpu":
         command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
+    if config.seeded_sampling:
+        command.append("--enable-deterministic-inference")  # otherwise SGLang ignores seeds
     return [*command, *passthrough]
 
 

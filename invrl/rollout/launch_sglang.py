@@ -24,11 +24,13 @@ def key_flags(environ: Mapping[str, str]) -> list[str]:
         ("--admin-api-key", "INVRL_ENGINE_ADMIN_KEY"),
     ):
         if environ.get(variable):
-            flags += [flag, environ[variable]]
+            flags.append(f"{flag}={environ[variable]}")  # a key may begin with a dash
     return flags
 
 
 def main(argv: list[str]) -> None:
+    if "--enable-deterministic-inference" in argv:
+        cpu_stand_ins.allow_seeds()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

@@ -32,6 +32,8 @@ SGLANG_OWNED = {
     "pp_size": "leave it out: not yet, weight updates know engines of one rank",
     "dp_size": "use --num-engines",
     "skip_tokenizer_init": "leave it out: stop strings need the tokenizer",
+    "enable_deterministic_inference": "use --seeded-sampling: alone it gives every request the same seed",
+    "rl_on_policy_target": "leave it out: it gives every request the same seed",
     "quantization": "leave it out: the engine must hold the trainer's own weights",
 }
 """Field -> what to use instead."""

@@ -152,6 +152,14 @@ def test_the_tree_is_frozen() -> None:
         (["--rollout-concurrency", "2000"], "rollout.rollout_concurrency", "admits 1024", "--max-open"),
         (["--rollout-workers", "64"], "rollout.rollout_workers", "at a time", "--rollout-conc"),
         (["--gateway-port", "70000"], "gateway.gateway_port", "65535", "free"),
+        (
+            ["--seeded-sampling", "--sglang-attention-backend", "flex_attention"],
+            "sglang.attention_backend", "by seed", "torch_native",
+        ),
+        (
+            ["--sglang-sampling-backend", "flashinfer", "--seeded-sampling"],
+            "sglang.sampling_backend", "by seed", "--no-seeded-sampling",
+        ),
         (["--sglang-api-key", "s3cret"], "sglang.api_key", "keys", "leave --sglang-api-key out"),
     ],
 )  # fmt: skip
@@ -228,3 +236,9 @@ def test_upstream_values_are_typed_as_written() -> None:
 def test_sections_are_the_documented_ones() -> None:
     assert set(SECTIONS) | set(UPSTREAM) == set(Config.model_fields)
     assert resolve(Source(name="test", tables={"run": {"seed": 3}})).run.seed == 3
+
+
+def test_seeded_sampling_goes_with_the_backends_that_it_needs() -> None:
+    flags = ["--sglang-attention-backend", "fa3", "--sglang-sampling-backend", "pytorch"]
+    assert from_flags("--seeded-sampling", *flags).engine.seeded_sampling
+    assert not from_flags("--sglang-attention-backend", "flex_attention").engine.seeded_sampling

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
 import pytest
 
+from invrl.config_checks import _SEEDED_BACKENDS
 from invrl.errors import ConfigError
-from invrl.rollout import sglang_args
+from invrl.rollout import launch_router, sglang_args
 from invrl.rollout.sglang_args import ROUTER_OWNED, SGLANG_OWNED, router_flags, sglang_flags
 
 
@@ -60,6 +62,28 @@ def test_what_invrl_owns_in_sglang_is_refused(name: str) -> None:
 def test_what_invrl_owns_in_the_router_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="sets this itself"):
         router_flags({name: "1"})
+
+
+def test_a_key_that_begins_with_a_dash_is_a_value() -> None:
+    """Random keys do, one in 64."""
+    from invrl.rollout import launch_sglang  # not at the top: it changes what this process can import
+
+    parser = argparse.ArgumentParser()
+    for option in ("--api-key", "--admin-api-key", "--control-plane-api-keys"):
+        parser.add_argument(option)
+    engine = launch_sglang.key_flags({"INVRL_ENGINE_API_KEY": "-a", "INVRL_ENGINE_ADMIN_KEY": "--b"})
+    router = launch_router.key_flags({"INVRL_ROUTER_API_KEY": "-c", "INVRL_ROUTER_MANAGEMENT_KEY": "-d"})
+    keys = vars(parser.parse_args(engine))
+    assert (keys["api_key"], keys["admin_api_key"]) == ("-a", "--b")
+    assert parser.parse_args(router).api_key == "-c"
+
+
+def test_seeded_sampling_allows_attention_that_sglang_can_repeat() -> None:
+    from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+
+    assert {*_SEEDED_BACKENDS["attention_backend"]} - {"torch_native"} <= {
+        *DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+    }
 
 
 def test_an_alias_does_not_get_around() -> None:
