@@ -1,0 +1,71 @@
+"""A run that is killed and goes on makes, bit for bit, the steps of one that was never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from e2e.runs import DEADLINE_S, ROOT, flags, steps_of, train
+from invrl.batch_file import batch_path, load_batch
+from invrl.buffer.ledger_store import read_lives
+from invrl.run_folder import RunFolder
+
+EXACT = (
+    *("--seeded-sampling", "--rollout-concurrency", "1", "--rollout-workers", "1"),
+    *("--sglang-max-running-requests", "1", "--sglang-disable-radix-cache", "--max-staleness", "0"),
+    *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--num-steps", "6"),
+    *("--save-interval", "2", "--save-rollout-data", "--lr-decay-style", "cosine", "--lr-decay-steps", "8"),
+)
+KILLED_IN = 6
+"""The step that the driver is killed in: step 5 is made and lost, for the checkpoint is of step 4."""
+
+
+def killed(folder: Path, name: str) -> None:
+    """The run's command, killed (-9) once it has begun step KILLED_IN."""
+    command = [sys.executable, "-m", "invrl.cli", "train", *flags(folder, name), *EXACT]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    driver = subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.DEVNULL)
+    metrics = RunFolder(path=folder / name).metrics_path
+    deadline = time.monotonic() + DEADLINE_S / 2
+    while not (metrics.exists() and len(steps_of(folder / name)) >= KILLED_IN - 1):
+        assert driver.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline, "the run stands still"
+        time.sleep(0.02)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait(30)
+
+
+def same(row: dict[str, float]) -> dict[str, float]:
+    """What a step computes, without what it took."""
+    timed = ("train/time/", "train/tokens_per_s")
+    told = ("train/", "rollout/reward", "rollout/response_length", "sync/canary_max_gap")
+    return {n: v for n, v in row.items() if n.startswith(told) and not n.startswith(timed)}
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_the_steps_after_a_resume_are_those_of_an_uninterrupted_run(folder: Path) -> None:
+    whole = train(folder, "whole", *EXACT)
+    killed(folder, "resumed")
+    resumed = train(folder, "resumed", *EXACT)
+    lives = read_lives(RunFolder(path=resumed).store_path)
+    assert [(life.parent, life.step) for life in lives] == [(0, 0), (1, 4)]
+    assert [row["step"] for row in steps_of(resumed)] == [1, 2, 3, 4, 5, 6]
+    expected = {row["step"]: same(row) for row in steps_of(whole)}
+    assert {row["step"]: same(row) for row in steps_of(resumed)} == expected
+    assert expected[5]["train/lr"] < expected[1]["train/lr"], "the schedule is in the checkpoint"
+    for step in range(1, 7):
+        one, other = (load_batch(batch_path(run / "rollout_data", step)) for run in (whole, resumed))
+        for mine, its in zip(one.samples, other.samples, strict=True):
+            assert (mine.group_id, mine.attempt, mine.reward) == (its.group_id, its.attempt, its.reward)
+            for name in ("tokens_T", "loss_mask_T", "rollout_logprobs_T", "versions_T"):
+                assert getattr(mine, name).tobytes() == getattr(its, name).tobytes(), (step, name)
+        for mine_T, its_T in zip(one.advantages, other.advantages, strict=True):
+            assert mine_T.tobytes() == its_T.tobytes()
+    weights = "checkpoints/step-000006/hugging_face/model.safetensors"
+    assert (whole / weights).read_bytes() == (resumed / weights).read_bytes()
