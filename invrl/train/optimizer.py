@@ -44,6 +44,7 @@ def distribute(
     settings: dict[str, Any] = {
         "optimizer": "adam",
         "lr": config.lr,
+        "min_lr": config.lr_min,
         "weight_decay": config.weight_decay,
         "adam_beta1": config.adam_beta1,
         "adam_beta2": config.adam_beta2,
