@@ -32,7 +32,9 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("packages", PACKAGES),
     ("composition", set()),  # every other module: config, loop, sinks, ...
     ("cluster", {"cluster"}),
-    ("commands", {"training", "serving"}),
+    ("fleet_updater", {"fleet_updater"}),
+    ("train_only", {"train_only"}),
+    ("commands", {"training", "serving", "replay"}),
     ("cli", {"cli"}),
 ]
 STRANGERS = {"train", "rollout", "gateway", "buffer"}
