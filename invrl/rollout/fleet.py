@@ -112,7 +112,7 @@ class Fleet:
         self._watch = asyncio.create_task(HealthCheck(policy).watch(lambda: self.engines, self.evict))
 
     async def admit(self) -> None:
-        """Let the router know the engines: they hold the fleet's version. Raises ServerError, DeadlineError."""
+        """Let the router know the engines: they hold the fleet's version. ServerError, DeadlineError."""
         await asyncio.gather(*(self._register(engine) for engine in self._engines.values()))
 
     async def receivers(self) -> Sequence[WeightReceiver]:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from invrl.tiny_model import make_tiny_model
+from tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 STEPS = 16
