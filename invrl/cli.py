@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _no_command(name: str) -> NoReturn:
-    raise ConfigError(field="command line", value=name, reason="no such command", fix=nearest(name, COMMANDS))
+    raise ConfigError("command line", name, "no such command", nearest(name, COMMANDS))
 
 
 def _block(error: ConfigError) -> str:
@@ -177,9 +177,9 @@ def _prepare_model(arguments: Sequence[str]) -> int:
     options = _options(arguments, ("--gguf", "--from-package", "--from-folder", "--out", "--dtype"))
     dtype = options.pop("--dtype", "bfloat16")
     if dtype not in ("bfloat16", "float32"):
-        raise ConfigError(field="--dtype", value=dtype, reason="no such dtype", fix="bfloat16 or float32")
+        raise ConfigError("--dtype", dtype, "no such dtype", "bfloat16 or float32")
     if "--out" not in options:
-        raise ConfigError(field="--out", value="", reason="it is missing", fix="give --out FOLDER")
+        raise ConfigError("--out", "", "it is missing", "give --out FOLDER")
     out = Path(options.pop("--out")).expanduser().absolute()
     if len(options) != 1:
         raise ConfigError(
@@ -207,14 +207,10 @@ def _options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         if flag not in known:
-            raise ConfigError(
-                field="command line", value=flag, reason="no such flag", fix=nearest(flag, known)
-            )
+            raise ConfigError("command line", flag, "no such flag", nearest(flag, known))
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(
-                    field=flag, value="", reason="a value is missing", fix=f"write {flag} VALUE"
-                )
+                raise ConfigError(flag, "", "a value is missing", f"write {flag} VALUE")
             value = rest.pop(0)
         options[flag] = value
     return options
@@ -224,9 +220,7 @@ def _report(arguments: Sequence[str]) -> int:
     from invrl.report import write_report
 
     if len(arguments) != 1:
-        raise ConfigError(
-            field="report", value=list(arguments), reason="it takes one run folder", fix="give one"
-        )
+        raise ConfigError("report", list(arguments), "it takes one run folder", "give one")
     print(write_report(Path(arguments[0]).expanduser()))
     return 0
 

@@ -76,21 +76,19 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Source, ...]:
         else:
             known = [*leaves, *switches, CONFIG_FLAG, PRESET_FLAG]
             reason = "no such flag" if flag.startswith("--") else "no flag takes this"
-            raise ConfigError(field="command line", value=flag, reason=reason, fix=nearest(flag, known))
+            raise ConfigError("command line", flag, reason, nearest(flag, known))
     return (*files, Source(name="command line", tables=tables, preset=preset))
 
 
 def _value(flag: str, given: str | None, rest: list[str]) -> str:
     if given is None and (not rest or rest[0].startswith("--")):
-        raise ConfigError(field=flag, value="", reason="a value is missing", fix=f"write {flag} VALUE")
+        raise ConfigError(flag, "", "a value is missing", f"write {flag} VALUE")
     return rest.pop(0) if given is None else given
 
 
 def _switch(flag: str, given: str | None, meaning: bool) -> bool:
     if given is not None:
-        raise ConfigError(
-            field=flag, value=given, reason="a switch takes no value", fix="write --name or --no-name"
-        )
+        raise ConfigError(flag, given, "a switch takes no value", "write --name or --no-name")
     return meaning
 
 

@@ -20,7 +20,7 @@ PREPARE = "make a ready folder with `invrl prepare-model`"
 
 
 def _refuse(path: Path, reason: str, fix: str = PREPARE) -> ConfigError:
-    return ConfigError(field="model.model_path", value=str(path), reason=reason, fix=fix)
+    return ConfigError("model.model_path", str(path), reason, fix)
 
 
 def check_model_folder(path: Path) -> None:

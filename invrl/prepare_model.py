@@ -28,7 +28,7 @@ _DOWNLOAD_DEADLINE_S = 1800.0
 def from_gguf(gguf: Path, out: Path, *, dtype: Dtype) -> bool:
     """Convert one GGUF file. False if `out` already holds it. Raises ConfigError."""
     if not gguf.is_file():
-        raise ConfigError(field="--gguf", value=str(gguf), reason="no such file", fix="give a .gguf file")
+        raise ConfigError("--gguf", str(gguf), "no such file", "give a .gguf file")
     return _prepare(str(gguf.resolve()), out, dtype, lambda work: _save(gguf.parent, work, dtype, gguf.name))
 
 
@@ -36,10 +36,7 @@ def from_folder(folder: Path, out: Path, *, dtype: Dtype) -> bool:
     """Rewrite a Hugging Face folder as plain safetensors in `dtype`."""
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            field="--from-folder",
-            value=str(folder),
-            reason="it has no config.json",
-            fix="give a Hugging Face model folder",
+            "--from-folder", str(folder), "it has no config.json", "give a Hugging Face model folder"
         )
     return _prepare(str(folder.resolve()), out, dtype, lambda work: _save(folder, work, dtype, None))
 
@@ -81,16 +78,12 @@ def _prepare(source: str, out: Path, dtype: Dtype, make: Callable[[Path], None])
             if not out.exists():  # another process may have been faster
                 os.rename(work, out)
     except OSError as error:
-        raise ConfigError(
-            field="--out", value=str(out), reason=str(error), fix="choose a writable folder with space"
-        ) from error
+        raise ConfigError("--out", str(out), str(error), "choose a writable folder with space") from error
     return True
 
 
 def _taken(out: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        field="--out", value=str(out), reason=f"the folder exists and {reason}", fix="choose another --out"
-    )
+    return ConfigError("--out", str(out), f"the folder exists and {reason}", "choose another --out")
 
 
 def _fetch_gguf(requirement: str, scratch: Path) -> Path:

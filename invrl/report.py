@@ -63,12 +63,7 @@ def write_report(run_folder: Path) -> Path:
     metrics = run_folder / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.is_file() else []
     if not rows:
-        raise ConfigError(
-            field="run folder",
-            value=str(run_folder),
-            reason="no steps in metrics.jsonl",
-            fix="give a run's folder",
-        )
+        raise ConfigError("run folder", str(run_folder), "no steps in metrics.jsonl", "give a run's folder")
     picture = run_folder / "report" / "reward.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     _draw(rows, run_folder.name, picture)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from invrl.interfaces import PolicyLoss
-from invrl.plugins import load_policy_loss
+from invrl.plugins import load_plugin
 
 
 def clip(ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float) -> Tensor:
@@ -26,7 +26,7 @@ SURROGATES: dict[str, PolicyLoss] = {"clip": clip}
 
 def surrogate_function(name: str) -> PolicyLoss:
     """The built-in of that name, or the user's function at `module:name`. Raises PluginError."""
-    return load_policy_loss(name, SURROGATES)
+    return load_plugin(name, "policy_loss", PolicyLoss, SURROGATES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

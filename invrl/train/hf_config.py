@@ -124,8 +124,5 @@ def _float(config: Mapping[str, Json], name: str, default: float) -> float:
 
 def _refused(name: str, value: object, why: str) -> ConfigError:
     return ConfigError(
-        field=f"config.json: {name}",
-        value=value,
-        reason=f"the trainer does not support it ({why})",
-        fix="use another model",
+        f"config.json: {name}", value, f"the trainer does not support it ({why})", "use another model"
     )
