@@ -11,6 +11,7 @@ read by `rollout/weight_loader.py` inside SGLang. Imports torch only where tenso
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import secrets
@@ -58,14 +59,15 @@ def checksum(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(flat.numpy().data)
 
 
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+
 def num_bytes(spec: TensorSpec) -> int:
     """Raises LayoutError for a dtype that no carrier moves."""
     if spec.dtype not in _ITEM_BYTES:
         raise LayoutError(f"{spec.name}: dtype {spec.dtype} is not one of {sorted(_ITEM_BYTES)}")
-    count = 1
-    for axis in spec.shape:
-        count *= axis
-    return count * _ITEM_BYTES[spec.dtype]
+    return math.prod(spec.shape) * _ITEM_BYTES[spec.dtype]
 
 
 class Arena:

@@ -27,7 +27,7 @@ from invrl.algorithms.losses import LossInputs, policy_loss
 from invrl.algorithms.surrogates import surrogate_function
 from invrl.errors import TrainError
 from invrl.interfaces import StepResult
-from invrl.metrics import Mean, Metric, Sum, merge
+from invrl.metrics import Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.model import PolicyModel
@@ -49,19 +49,17 @@ class _Work:
     denominator: float
 
 
-class _Clock:
-    """Seconds per phase."""
+_Recomputed = list[list[NDArray[np.float32]] | None]
+"""Log-probs under another policy, per mini-batch, per sample; None: not needed."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Until the device has done its work."""
+    with timed(seconds, phase):
         yield
         if device.on_cuda():
             torch.cuda.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
 
 class TrainStep:
@@ -86,23 +84,26 @@ class TrainStep:
     def run(self, batch: RankBatch) -> StepResult:
         """One optimizer step per mini-batch. Raises TrainError for a loss or gradient that is not
         finite; the mini-batch it is found in changes no weight."""
-        clock, started = _Clock(), time.monotonic()
+        started, seconds = time.monotonic(), dict[str, float]()
         packed = [self.pack(rows_of(mini_batch.samples)) for mini_batch in batch.mini_batches]
-        old = self._old_logprobs(batch, packed, clock)
-        reference = self._reference_logprobs(batch, packed, clock)
+        old = self._old_logprobs(batch, packed, seconds)
+        reference: _Recomputed = [None] * len(packed)
+        if self._reference is not None:
+            with _timed(seconds, "reference"):
+                reference = self._recomputed(self._reference, batch, packed)
         metrics: dict[str, Metric] = {}
         for at, (mini_batch, micro_batches) in enumerate(zip(batch.mini_batches, packed, strict=True)):
             works = [_work(mini_batch, micro_batch, old[at], reference[at]) for micro_batch in micro_batches]
-            with clock.phase("forward_backward"):
+            with _timed(seconds, "forward_backward"):
                 parts = self._forward_backward(works)
-            with clock.phase("optimizer"):
+            with _timed(seconds, "optimizer"):
                 norm = apply_gradients(self._optimizer)
             metrics = merge([metrics, *parts, {"grad_norm": Mean(norm), "lr": Mean(self._train.lr)}])
         return StepResult(
             batch_id=batch.batch_id,
             optimizer_steps=len(packed),
             metrics=metrics | _amounts(batch, packed, time.monotonic() - started),
-            seconds=clock.seconds,
+            seconds=seconds,
         )
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
@@ -124,29 +125,23 @@ class TrainStep:
         return arrays
 
     def _old_logprobs(
-        self, batch: RankBatch, packed: list[list[MicroBatch]], clock: _Clock
-    ) -> list[list[NDArray[np.float32]] | None]:
-        """Per mini-batch, per sample; all before the first step changes the model."""
+        self, batch: RankBatch, packed: list[list[MicroBatch]], seconds: dict[str, float]
+    ) -> _Recomputed:
+        """All before the first step changes the model."""
         if self._algorithm.old_logprobs == "engine":
             return [[s.rollout_logprobs_T for s in mini.samples] for mini in batch.mini_batches]
         if len(packed) < 2:
             return [None] * len(packed)
-        with clock.phase("old_logprobs"):
-            return [
-                self.logprobs(self._model, micro_batches, [len(s.tokens_T) for s in mini.samples])
-                for mini, micro_batches in zip(batch.mini_batches, packed, strict=True)
-            ]
+        with _timed(seconds, "old_logprobs"):
+            return self._recomputed(self._model, batch, packed)
 
-    def _reference_logprobs(
-        self, batch: RankBatch, packed: list[list[MicroBatch]], clock: _Clock
-    ) -> list[list[NDArray[np.float32]] | None]:
-        if self._reference is None:
-            return [None] * len(packed)
-        with clock.phase("reference"):
-            return [
-                self.logprobs(self._reference, micro_batches, [len(s.tokens_T) for s in mini.samples])
-                for mini, micro_batches in zip(batch.mini_batches, packed, strict=True)
-            ]
+    def _recomputed(
+        self, model: torch.nn.Module, batch: RankBatch, packed: list[list[MicroBatch]]
+    ) -> _Recomputed:
+        return [
+            self.logprobs(model, micro_batches, [len(s.tokens_T) for s in mini.samples])
+            for mini, micro_batches in zip(batch.mini_batches, packed, strict=True)
+        ]
 
     def _forward_backward(self, works: list[_Work]) -> list[dict[str, Metric]]:
         """Gradients of the mini-batch, summed over its micro-batches and reduced over ranks."""
