@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from invrl.errors import SessionError
 from invrl.gateway.outcome import failed, summarise
@@ -23,16 +24,14 @@ _SETTLE_S = 5.0
 _EXPIRY_INTERVAL_S = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lifecycle:
-    """The life of sessions, from the first to the last write."""
+    """The life of sessions, from the first to the last write. `sampling`: where a session names none."""
 
-    def __init__(
-        self, *, registry: SessionRegistry, turns: Turns, store: RunStoreWriter, sampling: Sampling
-    ) -> None:
-        self._registry = registry
-        self._turns = turns
-        self._store = store
-        self._sampling = sampling
+    registry: SessionRegistry
+    turns: Turns
+    store: RunStoreWriter
+    sampling: Sampling
 
     async def open(
         self,
@@ -45,7 +44,7 @@ class Lifecycle:
     ) -> list[SessionRecord]:
         """All members or none. SessionError 429 when they do not fit, 400 where tokens sampled so could
         not be trained."""
-        sampling = sampling or self._sampling
+        sampling = sampling or self.sampling
         if purpose == "train" and (sampling.temperature <= 0 or sampling.top_p != 1):
             raise SessionError(
                 "training needs temperature > 0 and top_p = 1: the log-probs of other samplings are not "
@@ -55,32 +54,25 @@ class Lifecycle:
                 param="sampling",
             )
         now = time.time()
-        records = self._registry.open(
+        records = self.registry.open(
             task_id=task_id, group_id=group_id, members=members, purpose=purpose, sampling=sampling, now=now
         )
         for record in records:
-            self._turns.open(record)
-        await asyncio.wrap_future(
-            self._store.open_sessions(
-                [record.session for record in records], [record.key_hash for record in records], now
-            )
-        )
+            self.turns.open(record)
+        hashes = [record.key_hash for record in records]
+        stored = self.store.open_sessions([record.session for record in records], hashes, now)
+        await asyncio.wrap_future(stored)
         return records
 
     async def reward(self, record: SessionRecord, reward: float, components: Mapping[str, float]) -> None:
-        self._registry.reward(record, reward, components)
-        await asyncio.wrap_future(self._store.set_reward(record.session.id, reward, components))
+        self.registry.reward(record, reward, components)
+        await asyncio.wrap_future(self.store.set_reward(record.session.id, reward, components))
 
     async def finish(self, record: SessionRecord) -> Outcome:
         return await self._close(record, "finished", None)
 
     async def abort(
-        self,
-        record: SessionRecord,
-        reason: FailureReason,
-        detail: str,
-        *,
-        state: SessionState = "aborted",
+        self, record: SessionRecord, reason: FailureReason, detail: str, *, state: SessionState = "aborted"
     ) -> Outcome:
         return await self._close(record, state, failed(record, reason, detail))
 
@@ -88,7 +80,7 @@ class Lifecycle:
         """Aborts sessions whose time is up."""
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
-            for record in self._registry.expired(time.time()):
+            for record in self.registry.expired(time.time()):
                 detail = "the session was open for longer than session_ttl_s"
                 try:
                     await self.abort(record, FailureReason.TIMEOUT, detail, state="expired")
@@ -99,7 +91,7 @@ class Lifecycle:
         """`outcome` None: what the session's turns and reward say."""
         if record.outcome is not None:
             return record.outcome
-        conversation = self._turns.conversation_to_close(record)
+        conversation = self.turns.conversation_to_close(record)
         async with conversation.closed:
             if record.outcome is not None:
                 return record.outcome
@@ -107,9 +99,8 @@ class Lifecycle:
             if outcome is None:
                 outcome = summarise(record, conversation.turns, conversation.delivered, time.time())
             hand_over = record.session.purpose == "train"
-            await asyncio.wrap_future(
-                self._store.close_session(record.session.id, state, outcome, hand_over=hand_over)
-            )
-            self._registry.close(record, state, outcome)
-            self._turns.close(record)
+            stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
+            await asyncio.wrap_future(stored)
+            self.registry.close(record, state, outcome)
+            self.turns.close(record)
             return outcome

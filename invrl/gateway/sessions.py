@@ -13,6 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from invrl.errors import SessionError
@@ -124,28 +125,20 @@ class SessionRegistry:
             raise SessionError(
                 f"session {record.session.id} is {record.state}", status=409, code="session_closed"
             )
-        record.reward = reward
-        record.components = dict(components)
+        record.reward, record.components = reward, dict(components)
 
     def close(self, record: SessionRecord, state: SessionState, outcome: Outcome) -> None:
         self._counts[record.state] -= 1
         self._counts[state] += 1
-        record.state = state
-        record.outcome = outcome
-        del self._open[record.session.id]
-        self._closed[record.session.id] = record
+        record.state, record.outcome = state, outcome
+        self._closed[record.session.id] = self._open.pop(record.session.id)
         if len(self._closed) > _CLOSED_KEPT:
             oldest = self._closed.pop(next(iter(self._closed)))
             del self._by_id[oldest.session.id], self._by_key[oldest.key_hash]
 
     def expired(self, now: float) -> list[SessionRecord]:
         """Open sessions past their time to live. Sessions open in the order of time."""
-        late = []
-        for record in self._open.values():
-            if now - record.opened_at <= self._ttl_s:
-                break
-            late.append(record)
-        return late
+        return list(takewhile(lambda record: now - record.opened_at > self._ttl_s, self._open.values()))
 
     def counts(self) -> Mapping[SessionState, int]:
         """Sessions by state since the start."""
