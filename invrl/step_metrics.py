@@ -6,7 +6,7 @@ trainer's own (`train/`) and the buffer's (`buffer/`) come from them. Called by 
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from invrl.metrics import Max, Mean, Metric, Sum
@@ -23,10 +23,7 @@ def _mean(values: Sequence[float]) -> Mean:
 
 def _deviation(values: Sequence[float]) -> float:
     """Population standard deviation."""
-    if not values:
-        return 0.0
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+    return statistics.pstdev(values) if values else 0.0
 
 
 def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:

@@ -9,14 +9,13 @@ driven by `weight_sync`; the loader inside the engine is `weight_loader`.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import pickle
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -55,7 +54,6 @@ class EngineReceiver(ABC):
         layout: outside a pause it answers only when no request runs, and nothing about it changes."""
         if set(staged.checksums) != {spec.name for spec in layout.tensors}:
             raise LayoutError("what was staged is not what the layout names", engine=self._name)
-        self._check_carrier(layout, staged)
         if layout != self._approved:
             async with self._update():
                 await self._ask("check", tensors=layout.tensors)
@@ -93,13 +91,6 @@ class EngineReceiver(ABC):
         with _as_weight_sync(self._name):
             return await self._client.prompt_logprobs(prompts, deadline_s=self._deadline_s)
 
-    async def close(self) -> None:
-        await self._client.close()
-
-    def _check_carrier(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        """LayoutError where what the carrier holds is not the layout."""
-        del layout, staged
-
     @asynccontextmanager
     async def _update(self) -> AsyncIterator[None]:
         """SGLang takes weights only between these two calls."""
@@ -131,15 +122,16 @@ class EngineReceiver(ABC):
 class ArenaReceiver(EngineReceiver):
     """The engine maps the trainer's arena and copies a slot into its parameters."""
 
-    async def load(self, staged: StagedWeights) -> None:
-        async with self._update():
-            await self._ask("load", arena=staged.handle)
-
-    def _check_carrier(self, layout: WeightLayout, staged: StagedWeights) -> None:
+    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
         with _as_weight_sync(self._name):
             arena = open_arena(ArenaHandle.from_json(staged.handle))
         if arena.tensors != layout.tensors:
             raise LayoutError("the arena was laid out for other tensors", engine=self._name)
+        await super().check(layout, staged)
+
+    async def load(self, staged: StagedWeights) -> None:
+        async with self._update():
+            await self._ask("load", arena=staged.handle)
 
 
 class BucketReceiver(EngineReceiver):
@@ -160,20 +152,16 @@ RECEIVERS: dict[str, type[EngineReceiver]] = {"arena": ArenaReceiver, "bucket": 
 """By carrier; the trainer's ends are in `train/weight_sender.py`."""
 
 
-class _as_weight_sync:
+@contextmanager
+def _as_weight_sync(engine: str) -> Iterator[None]:
     """Within: whatever the engine's server did wrong becomes a WeightSyncError that names the engine."""
-
-    def __init__(self, engine: str) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, WeightSyncError):
-            error.engine = error.engine or self._engine
-        elif isinstance(error, ServerError | DeadlineError | asyncio.TimeoutError):
-            raise WeightSyncError(f"{self._engine}: {error}", engine=self._engine) from error
+    try:
+        yield
+    except WeightSyncError as error:
+        error.engine = error.engine or engine
+        raise
+    except (ServerError, DeadlineError, TimeoutError) as error:
+        raise WeightSyncError(f"{engine}: {error}", engine=engine) from error
 
 
 def _empty_tensor_named(text: str) -> bytes:
