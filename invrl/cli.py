@@ -100,12 +100,8 @@ def _ready(arguments: Sequence[str], *, trains: bool) -> tuple[Config, RunFolder
 
     config = resolve(*parse_flags(arguments))
     if not config.model.model_path:
-        raise ConfigError(
-            field="model.model_path",
-            value="",
-            reason="no model was given",
-            fix="give --model-path FOLDER; `invrl prepare-model --help` shows how to make one",
-        )
+        fix = "give --model-path FOLDER; `invrl prepare-model --help` shows how to make one"
+        raise ConfigError("model.model_path", "", "no model was given", fix)
     check_model_folder(Path(config.model.model_path).expanduser())
     if trains:
         check_user_code(config)
@@ -182,12 +178,8 @@ def _prepare_model(arguments: Sequence[str]) -> int:
         raise ConfigError("--out", "", "it is missing", "give --out FOLDER")
     out = Path(options.pop("--out")).expanduser().absolute()
     if len(options) != 1:
-        raise ConfigError(
-            field="prepare-model",
-            value=sorted(options),
-            reason="a model comes from one source",
-            fix="give one of --gguf, --from-package, --from-folder",
-        )
+        fix = "give one of --gguf, --from-package, --from-folder"
+        raise ConfigError("prepare-model", sorted(options), "a model comes from one source", fix)
     [(source, value)] = options.items()
     print(f"[model] {value} -> {out}", flush=True)
     if source == "--gguf":

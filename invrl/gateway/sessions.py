@@ -72,12 +72,8 @@ class SessionRegistry:
     ) -> list[SessionRecord]:
         """All members of a group, or none: SessionError 429 when they do not fit."""
         if len(self._open) + len(members) > self._max_open:
-            raise SessionError(
-                f"{len(self._open)} sessions are open; {len(members)} more would pass {self._max_open}",
-                status=429,
-                code="too_many_sessions",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            full = f"{len(self._open)} sessions are open; {len(members)} more would pass {self._max_open}"
+            raise SessionError(full, status=429, code="too_many_sessions", retry_after_s=_RETRY_AFTER_S)
         records = []
         for member in members:
             key = "isk-" + secrets.token_urlsafe(24)

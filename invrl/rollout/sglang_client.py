@@ -181,22 +181,15 @@ class SglangClient:
             raise SessionError("the prompt is empty", status=400, code="empty_prompt")
         low, high = int(ids_T.min()), int(ids_T.max())
         if low < 0 or high >= self.limits.vocab_size:
-            raise SessionError(
-                f"token id {low if low < 0 else high} is outside the vocabulary of {self.limits.vocab_size}",
-                status=400,
-                code="invalid_token_id",
-            )
+            bad = low if low < 0 else high
+            reason = f"token id {bad} is outside the vocabulary of {self.limits.vocab_size}"
+            raise SessionError(reason, status=400, code="invalid_token_id")
         if max_new_tokens < 1:
-            raise SessionError(
-                f"max_new_tokens is {max_new_tokens}, at least 1 is needed", status=400, code="invalid_value"
-            )
-        if len(ids_T) + max_new_tokens > self.limits.context_length:
-            raise SessionError(
-                f"{len(ids_T)} prompt tokens and {max_new_tokens} new ones exceed the context of "
-                f"{self.limits.context_length}",
-                status=400,
-                code="context_length_exceeded",
-            )
+            reason = f"max_new_tokens is {max_new_tokens}, at least 1 is needed"
+            raise SessionError(reason, status=400, code="invalid_value")
+        if len(ids_T) + max_new_tokens > (room := self.limits.context_length):
+            reason = f"{len(ids_T)} prompt tokens and {max_new_tokens} new ones exceed the context of {room}"
+            raise SessionError(reason, status=400, code="context_length_exceeded")
 
     # ------------------------------------------------------------------ control (an engine, not the router)
 

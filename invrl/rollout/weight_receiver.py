@@ -37,7 +37,7 @@ class EngineReceiver(ABC):
     def __init__(
         self, name: str, client: SglangClient, *, reply_folder: Path, deadline_s: float = 120.0
     ) -> None:
-        self._name = name
+        self.name = name
         self._client = client
         self._reply_folder = reply_folder
         self._deadline_s = deadline_s
@@ -45,15 +45,11 @@ class EngineReceiver(ABC):
         self.is_paused = False
         """For the health check: a paused engine makes no token."""
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
         """LayoutError unless the layout is exactly the engine's weights. The engine is asked once per
         layout: outside a pause it answers only when no request runs, and nothing about it changes."""
         if set(staged.checksums) != {spec.name for spec in layout.tensors}:
-            raise LayoutError("what was staged is not what the layout names", engine=self._name)
+            raise LayoutError("what was staged is not what the layout names", engine=self.name)
         if layout != self._approved:
             async with self._update():
                 await self._ask("check", tensors=layout.tensors)
@@ -61,7 +57,7 @@ class EngineReceiver(ABC):
 
     async def pause(self) -> None:
         self.is_paused = True
-        with _as_weight_sync(self._name):
+        with _as_weight_sync(self.name):
             await self._client.pause("retract")
             await self._client.flush_cache()
 
@@ -70,31 +66,31 @@ class EngineReceiver(ABC):
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
         if self._approved is None:
-            raise WeightSyncError("checksums before check", engine=self._name)
+            raise WeightSyncError("checksums before check", engine=self.name)
         async with self._update():
             reply = await self._ask("digest", tensors=self._approved.tensors)
         return reply.checksums
 
     async def commit(self, version: WeightVersion) -> None:
-        with _as_weight_sync(self._name):
+        with _as_weight_sync(self.name):
             await self._client.set_weight_version(version)
             named = await self._client.weight_version()
             if named != str(version):
-                raise WeightSyncError(f"calls itself version {named}, not {version}", engine=self._name)
+                raise WeightSyncError(f"calls itself version {named}, not {version}", engine=self.name)
 
     async def resume(self) -> None:
-        with _as_weight_sync(self._name):
+        with _as_weight_sync(self.name):
             await self._client.resume()
         self.is_paused = False
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        with _as_weight_sync(self._name):
+        with _as_weight_sync(self.name):
             return await self._client.prompt_logprobs(prompts, deadline_s=self._deadline_s)
 
     @asynccontextmanager
     async def _update(self) -> AsyncIterator[None]:
         """SGLang takes weights only between these two calls."""
-        with _as_weight_sync(self._name):
+        with _as_weight_sync(self.name):
             await self._client.begin_weight_update()
             try:
                 yield
@@ -108,8 +104,8 @@ class EngineReceiver(ABC):
         request = LoaderRequest(
             op=op,
             nonce=nonce,
-            reply_path=str(self._reply_folder / f"{self._name}-{nonce}.reply"),
-            tensors=[(spec.name, list(spec.shape), spec.dtype) for spec in tensors],
+            reply_path=str(self._reply_folder / f"{self.name}-{nonce}.reply"),
+            tensors=tuple(tensors),
             arena=arena,
         )
         message = base64.b64encode(_empty_tensor_named(msgspec.json.encode(request).decode())).decode()
@@ -123,10 +119,10 @@ class ArenaReceiver(EngineReceiver):
     """The engine maps the trainer's arena and copies a slot into its parameters."""
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        with _as_weight_sync(self._name):
+        with _as_weight_sync(self.name):
             arena = open_arena(ArenaHandle.from_json(staged.handle))
         if arena.tensors != layout.tensors:
-            raise LayoutError("the arena was laid out for other tensors", engine=self._name)
+            raise LayoutError("the arena was laid out for other tensors", engine=self.name)
         await super().check(layout, staged)
 
     async def load(self, staged: StagedWeights) -> None:
@@ -140,7 +136,7 @@ class BucketReceiver(EngineReceiver):
 
     async def load(self, staged: StagedWeights) -> None:
         if self._approved is None:
-            raise WeightSyncError("load before check", engine=self._name)
+            raise WeightSyncError("load before check", engine=self.name)
         async with self._update():
             for payload in json.loads(staged.handle):
                 await self._client.update_weights_from_tensor(

@@ -49,12 +49,8 @@ def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
     that the trainer does not compute."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ConfigError(
-            field="model",
-            value=str(folder),
-            reason="it holds no config.json",
-            fix="give a Hugging Face model folder (`invrl prepare-model` makes one)",
-        )
+        fix = "give a Hugging Face model folder (`invrl prepare-model` makes one)"
+        raise ConfigError("model", str(folder), "it holds no config.json", fix)
     return parse_hf_config(json.loads(path.read_text()))
 
 

@@ -243,19 +243,25 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
     parts: list[list[int]] = [[] for _ in range(min(steps, len(groups)))]
     for index, sample in enumerate(batch.samples):
         parts[part_of[sample.group_id]].append(index)
-    return [part for part in (_select(batch, indices) for indices in parts) if part.total_tokens]
+    return [part for part in (_whole(_select(batch, indices)) for indices in parts) if part.total_tokens]
 
 
 def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
-    """These samples as a batch of their own, totals included."""
-    samples = tuple(batch.samples[index] for index in indices)
+    """These samples; the totals stay the whole batch's."""
     return replace(
         batch,
-        samples=samples,
+        samples=tuple(batch.samples[index] for index in indices),
         advantages=tuple(batch.advantages[index] for index in indices),
-        total_tokens=int(sum(sample.loss_mask_T.sum() for sample in samples)),
-        total_rollouts=len({(sample.rollout_id, sample.attempt) for sample in samples}),
-        total_samples=len(samples),
+    )
+
+
+def _whole(batch: TrainBatch) -> TrainBatch:
+    """With its own samples' totals."""
+    return replace(
+        batch,
+        total_tokens=sum(int(sample.loss_mask_T.sum()) for sample in batch.samples),
+        total_rollouts=len({(sample.rollout_id, sample.attempt) for sample in batch.samples}),
+        total_samples=len(batch.samples),
     )
 
 
@@ -271,21 +277,9 @@ def shard_batch(batch: TrainBatch, *, ranks: int, steps: int) -> list[RankBatch]
 def _shard(batch: TrainBatch, ranks: int) -> list[TrainBatch]:
     """Balance by cost. Groups stay whole where that balances as well as splitting them does: rows of
     a group share their prompt, and each part of it would compute the prompt again."""
-    best: list[list[int]] = []
-    best_cost = float("inf")
-    for parts in (1, 2, 4, 8) if ranks > 1 else (1,):
-        loads = _assign(batch, ranks, parts)
-        cost = max(_cost(batch, indices) for indices in loads)
-        if cost < best_cost:
-            best, best_cost = loads, cost
-    return [
-        replace(
-            batch,
-            samples=tuple(batch.samples[index] for index in indices),
-            advantages=tuple(batch.advantages[index] for index in indices),
-        )
-        for indices in best
-    ]
+    ways = [_assign(batch, ranks, parts) for parts in ((1, 2, 4, 8) if ranks > 1 else (1,))]
+    best = min(ways, key=lambda loads: max(_cost(batch, indices) for indices in loads))
+    return [_select(batch, indices) for indices in best]
 
 
 def _assign(batch: TrainBatch, ranks: int, parts: int) -> list[list[int]]:

@@ -211,12 +211,8 @@ class ChatDialect:
 
     def _check(self, body: _Body) -> None:
         if body.model != self._model:
-            raise SessionError(
-                f"The model `{body.model}` does not exist; this server has `{self._model}`.",
-                status=404,
-                code="model_not_found",
-                param="model",
-            )
+            reason = f"The model `{body.model}` does not exist; this server has `{self._model}`."
+            raise SessionError(reason, status=404, code="model_not_found", param="model")
         for name, neutral in _REFUSED.items():
             if getattr(body, name) not in neutral:
                 raise _bad(f"`{name}` is not supported yet", param=name, code="unsupported_parameter")
@@ -283,11 +279,8 @@ def _message(message: _Message, at: int) -> Message:
         texts = []
         for part in content:
             if part.type not in ("text", "input_text") or part.text is None:
-                raise _bad(
-                    f"{param}.content: {part.type!r} is refused, this model takes text only",
-                    param=f"{param}.content",
-                    code="unsupported_content",
-                )
+                reason = f"{param}.content: {part.type!r} is refused, this model takes text only"
+                raise _bad(reason, param=f"{param}.content", code="unsupported_content")
             texts.append(part.text)
         content = "".join(texts)
     return Message(role, content)
