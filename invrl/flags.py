@@ -47,10 +47,8 @@ LEAVES = [
 
 
 def parse_flags(arguments: Sequence[str]) -> tuple[Source, ...]:
-    """The sources a command line names: its TOML file, if any, then its flags.
-
-    Raises ConfigError for an unknown flag (with the nearest valid one), a missing or a stray value.
-    """
+    """The sources a command line names: its TOML file, if any, then its flags. Raises ConfigError for an
+    unknown flag (with the nearest valid one), a missing or a stray value."""
     leaves = {leaf.flag: leaf for leaf in LEAVES}
     switches = {"--no-" + leaf.flag[2:]: leaf for leaf in LEAVES if leaf.is_switch}
     tables: dict[str, dict[str, Scalar]] = {}

@@ -54,10 +54,7 @@ def eval_names(rows: Sequence[Json]) -> list[str]:
 
 
 def write_report(run_folder: Path) -> Path:
-    """Draw `report/reward.png` in the run folder and return its path.
-
-    Raises ConfigError if the folder holds no metrics.
-    """
+    """Draw `report/reward.png` in the run folder; its path. Raises ConfigError without metrics."""
     metrics = run_folder / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.is_file() else []
     if not rows:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -58,35 +58,24 @@ class PhaseDeadlines:
     canary: float = 300.0
 
 
+@dataclass(slots=True, eq=False)
 class WeightTransaction:
     """Remembers the weights staged last, to go back to. One update at a time."""
 
-    def __init__(
-        self,
-        sender: WeightSender,
-        receivers: Callable[[], Awaitable[Sequence[WeightReceiver]]],
-        *,
-        canary_prompts: Sequence[Sequence[int]],
-        bound: CanaryBound,
-        deadlines: PhaseDeadlines | None = None,
-    ) -> None:
-        """`receivers` gives the engines of the fleet at the start of each update (`Fleet.receivers`)."""
-        self._sender = sender
-        self._receivers = receivers
-        self._canary_prompts = canary_prompts
-        self._bound = bound
-        self._deadlines = deadlines or PhaseDeadlines()
-        self._committed: StagedWeights | None = None
-
-    @property
-    def committed(self) -> StagedWeights | None:
-        """What the fleet holds: for an engine that is restarted. None before the first update."""
-        return self._committed
+    sender: WeightSender
+    receivers: Callable[[], Awaitable[Sequence[WeightReceiver]]]
+    """The engines of the fleet, asked for at the start of each update (`Fleet.receivers`)."""
+    _: KW_ONLY
+    canary_prompts: Sequence[Sequence[int]]
+    bound: CanaryBound
+    deadlines: PhaseDeadlines = field(default_factory=PhaseDeadlines)
+    committed: StagedWeights | None = field(default=None, init=False)
+    """What the fleet holds: for an engine that is restarted. None before the first update."""
 
     async def run(self, version: WeightVersion) -> WeightUpdate:
         """Give `version` to every engine. Raises LayoutError, ChecksumError, CanaryError or another
         WeightSyncError; except after CanaryError every engine not in `unrestored` serves the old one."""
-        update = _Update(receivers=tuple(await self._receivers()), deadlines=self._deadlines)
+        update = _Update(receivers=tuple(await self.receivers()), deadlines=self.deadlines)
         if not update.receivers:
             raise WeightSyncError("the fleet has no engine to update")
         staged = await self._stage(update, version)
@@ -97,7 +86,7 @@ class WeightTransaction:
             if isinstance(error, WeightSyncError):
                 error.unrestored = unrestored
             raise
-        self._committed = staged
+        self.committed = staged
         # Also when we are cancelled: an engine that stays paused holds its agents for ever.
         await asyncio.shield(asyncio.ensure_future(self._resume_committed(update)))
         maximum, mean = await self._canary(update, version)
@@ -115,11 +104,11 @@ class WeightTransaction:
         """Generation goes on meanwhile. Nothing is touched yet, so errors need no undoing."""
         try:
             with timed(update.seconds, "stage"):
-                async with asyncio.timeout(self._deadlines.stage):
-                    layout = await self._sender.layout()
-                    staged = await self._sender.stage(version)
+                async with asyncio.timeout(self.deadlines.stage):
+                    layout = await self.sender.layout()
+                    staged = await self.sender.stage(version)
         except TimeoutError:
-            raise WeightSyncError(f"staging took over {self._deadlines.stage} s") from None
+            raise WeightSyncError(f"staging took over {self.deadlines.stage} s") from None
         await update.each("prepare", lambda one: one.check(layout, staged))
         return staged
 
@@ -133,7 +122,7 @@ class WeightTransaction:
 
     async def _roll_back(self, update: _Update) -> tuple[str, ...]:
         """Names of the engines that could not be brought back to the old weights and resumed."""
-        old = self._committed
+        old = self.committed
         if update.touched:
             if old is None:
                 return tuple(one.name for one in update.receivers)
@@ -150,26 +139,26 @@ class WeightTransaction:
 
     async def _canary(self, update: _Update, version: WeightVersion) -> tuple[float, float]:
         """(largest, mean) gap over engines, prompts and tokens. CanaryError beyond the bound."""
-        if not self._canary_prompts:
+        if not self.canary_prompts:
             return 0.0, 0.0
         found: dict[str, np.ndarray] = {}
 
         async def ask(one: WeightReceiver) -> None:
-            found[one.name] = np.concatenate(await one.logprobs(self._canary_prompts))
+            found[one.name] = np.concatenate(await one.logprobs(self.canary_prompts))
 
         with timed(update.seconds, "canary"):
-            expected = np.concatenate(await self._sender.logprobs(self._canary_prompts))
+            expected = np.concatenate(await self.sender.logprobs(self.canary_prompts))
         await update.try_each("canary", ask)
         update.raise_if_all_lost()
         gaps = {name: np.abs(served - expected) for name, served in found.items()}
         for name, gap in gaps.items():
             maximum, mean = float(gap.max()), float(gap.mean())
             # "not <=": a NaN must not pass
-            if not (maximum <= self._bound.max_gap and mean <= self._bound.mean_gap):
+            if not (maximum <= self.bound.max_gap and mean <= self.bound.mean_gap):
                 raise CanaryError(
                     f"{name} serves another model than the trained one: on the canary prompts of version "
                     f"{version} log-probs differ by {maximum:.2e} at most and {mean:.2e} on average; "
-                    f"the bounds are {self._bound.max_gap:.0e} and {self._bound.mean_gap:.0e}",
+                    f"the bounds are {self.bound.max_gap:.0e} and {self.bound.mean_gap:.0e}",
                     engine=name,
                 )
         return max(float(gap.max()) for gap in gaps.values()), max(float(gap.mean()) for gap in gaps.values())

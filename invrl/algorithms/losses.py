@@ -62,10 +62,8 @@ class LossOutputs:
 def policy_loss(
     inputs: LossInputs, config: AlgorithmConfig, surrogate: PolicyLoss | None = None
 ) -> LossOutputs:
-    """The loss above. `surrogate`: a loaded user function; None: the one that `config` names.
-
-    Raises ValueError for kl_coef > 0 without reference log-probs, or a denominator below N.
-    """
+    """The loss above. `surrogate`: a loaded user function; None: the one that `config` names. Raises
+    ValueError for kl_coef > 0 without reference log-probs, or a denominator below N."""
     surrogate = surrogate or surrogate_function(config.policy_loss)
     old_N, rollout_N = inputs.old_N.detach(), inputs.rollout_N.detach()
     bounds = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}

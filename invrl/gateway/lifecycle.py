@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from invrl.errors import SessionError
 from invrl.gateway.outcome import failed, summarise
-from invrl.gateway.sessions import SessionRecord, SessionRegistry, SessionState
+from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, SessionState
 from invrl.gateway.turns import Turns
 from invrl.run_store import Outcome, RunStoreWriter
-from invrl.types import FailureReason, GroupMember, Purpose, Sampling
+from invrl.types import FailureReason, Sampling
 
 _log = logging.getLogger(__name__)
 
@@ -26,35 +26,25 @@ _EXPIRY_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lifecycle:
-    """The life of sessions, from the first to the last write. `sampling`: where a session names none."""
+    """The life of sessions, from the first to the last write."""
 
     registry: SessionRegistry
     turns: Turns
     store: RunStoreWriter
     sampling: Sampling
+    """For sessions that are opened without one."""
 
-    async def open(
-        self,
-        *,
-        task_id: str,
-        group_id: str,
-        members: Sequence[GroupMember],
-        purpose: Purpose,
-        sampling: Sampling | None,
-    ) -> list[SessionRecord]:
+    async def open(self, group: Opening) -> list[SessionRecord]:
         """All members or none. SessionError 429 when they do not fit, 400 where tokens sampled so could
         not be trained."""
-        sampling = sampling or self.sampling
-        if purpose == "train" and (sampling.temperature <= 0 or sampling.top_p != 1):
+        if group.purpose == "train" and (group.sampling.temperature <= 0 or group.sampling.top_p != 1):
             reason = (
                 "training needs temperature > 0 and top_p = 1: the log-probs of other samplings are not "
                 "those of the policy"
             )
             raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
         now = time.time()
-        records = self.registry.open(
-            task_id=task_id, group_id=group_id, members=members, purpose=purpose, sampling=sampling, now=now
-        )
+        records = self.registry.open(group, now)
         for record in records:
             self.turns.open(record)
         hashes = [record.key_hash for record in records]

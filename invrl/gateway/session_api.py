@@ -18,7 +18,7 @@ from pydantic import Field
 from invrl.errors import SessionError
 from invrl.gateway.agent_api import session_keys
 from invrl.gateway.lifecycle import Lifecycle
-from invrl.gateway.sessions import SessionRecord, SessionRegistry, hash_key
+from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, hash_key
 from invrl.gateway.turns import Turns
 from invrl.run_store import Outcome
 from invrl.section import Section
@@ -101,13 +101,14 @@ def session_routes(
     @api.post("/sessions", status_code=201)
     async def open_sessions(request: Request, body: OpenBody) -> Response:
         keys.check_environment(request)
-        records = await lifecycle.open(
+        group = Opening(
             task_id=body.task_id,
             group_id=body.group_id,
             members=[GroupMember(index=member.index, attempt=member.attempt) for member in body.members],
             purpose=body.purpose,
-            sampling=Sampling(**body.sampling.model_dump()) if body.sampling else None,
+            sampling=Sampling(**body.sampling.model_dump()) if body.sampling else lifecycle.sampling,
         )
+        records = await lifecycle.open(group)
         return _json({"sessions": [record.session for record in records]}, status=201)
 
     @api.post("/sessions/{session_id}/reward")

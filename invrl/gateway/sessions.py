@@ -47,6 +47,17 @@ def hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What is opened as one: a session for each of a group's members."""
+
+    task_id: str
+    group_id: str
+    members: Sequence[GroupMember]
+    purpose: Purpose
+    sampling: Sampling
+
+
 class SessionRegistry:
     """All sessions this gateway knows."""
 
@@ -60,33 +71,26 @@ class SessionRegistry:
         self._closed: dict[str, SessionRecord] = {}
         self._counts: Counter[SessionState] = Counter()
 
-    def open(
-        self,
-        *,
-        task_id: str,
-        group_id: str,
-        members: Sequence[GroupMember],
-        purpose: Purpose,
-        sampling: Sampling,
-        now: float,
-    ) -> list[SessionRecord]:
+    def open(self, group: Opening, now: float) -> list[SessionRecord]:
         """All members of a group, or none: SessionError 429 when they do not fit."""
-        if len(self._open) + len(members) > self._max_open:
-            full = f"{len(self._open)} sessions are open; {len(members)} more would pass {self._max_open}"
+        if len(self._open) + len(group.members) > self._max_open:
+            full = (
+                f"{len(self._open)} sessions are open; {len(group.members)} more would pass {self._max_open}"
+            )
             raise SessionError(full, status=429, code="too_many_sessions", retry_after_s=_RETRY_AFTER_S)
         records = []
-        for member in members:
+        for member in group.members:
             key = "isk-" + secrets.token_urlsafe(24)
             session = Session(
                 id="ses-" + secrets.token_hex(8),
                 key=key,
                 base_url=f"{self._public_url}/s/{key}/v1",
-                task_id=task_id,
-                group_id=group_id,
+                task_id=group.task_id,
+                group_id=group.group_id,
                 index=member.index,
                 attempt=member.attempt,
-                purpose=purpose,
-                sampling=sampling,
+                purpose=group.purpose,
+                sampling=group.sampling,
             )
             record = SessionRecord(session=session, key_hash=hash_key(key), opened_at=now)
             self._by_id[session.id] = self._open[session.id] = self._by_key[record.key_hash] = record

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.losses import LossInputs, policy_loss
 from invrl.algorithms.surrogates import surrogate_function
 from invrl.errors import TrainError
-from invrl.interfaces import StepResult
+from invrl.interfaces import PolicyLoss, StepResult
 from invrl.metrics import Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
@@ -62,24 +62,20 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
             torch.cuda.synchronize()
 
 
+@dataclass(slots=True, eq=False)
 class TrainStep:
     """The model, its optimizer and the frozen reference of one rank, and how a batch is trained."""
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        optimizer: ChainedOptimizer,
-        reference: PolicyModel | None,
-        *,
-        train: TrainConfig,
-        algorithm: AlgorithmConfig,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._reference = reference
-        self._train = train
-        self._algorithm = algorithm
-        self._surrogate = surrogate_function(algorithm.policy_loss)
+    model: DistributedDataParallel
+    optimizer: ChainedOptimizer
+    reference: PolicyModel | None
+    _: KW_ONLY
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    surrogate: PolicyLoss = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.surrogate = surrogate_function(self.algorithm.policy_loss)
 
     def run(self, batch: RankBatch) -> StepResult:
         """One optimizer step per mini-batch. Raises TrainError for a loss or gradient that is not
@@ -88,17 +84,17 @@ class TrainStep:
         packed = [self.pack(rows_of(mini_batch.samples)) for mini_batch in batch.mini_batches]
         old = self._old_logprobs(batch, packed, seconds)
         reference: _Recomputed = [None] * len(packed)
-        if self._reference is not None:
+        if self.reference is not None:
             with _timed(seconds, "reference"):
-                reference = self._recomputed(self._reference, batch, packed)
+                reference = self._recomputed(self.reference, batch, packed)
         metrics: dict[str, Metric] = {}
         for at, (mini_batch, micro_batches) in enumerate(zip(batch.mini_batches, packed, strict=True)):
             works = [_work(mini_batch, micro_batch, old[at], reference[at]) for micro_batch in micro_batches]
             with _timed(seconds, "forward_backward"):
                 parts = self._forward_backward(works)
             with _timed(seconds, "optimizer"):
-                norm = apply_gradients(self._optimizer)
-            metrics = merge([metrics, *parts, {"grad_norm": Mean(norm), "lr": Mean(self._train.lr)}])
+                norm = apply_gradients(self.optimizer)
+            metrics = merge([metrics, *parts, {"grad_norm": Mean(norm), "lr": Mean(self.train.lr)}])
         return StepResult(
             batch_id=batch.batch_id,
             optimizer_steps=len(packed),
@@ -109,8 +105,8 @@ class TrainStep:
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
         return pack(
             rows,
-            max_tokens=self._train.max_tokens_per_microbatch,
-            share_prefixes=self._train.share_prefixes,
+            max_tokens=self.train.max_tokens_per_microbatch,
+            share_prefixes=self.train.share_prefixes,
         )
 
     def logprobs(
@@ -128,12 +124,12 @@ class TrainStep:
         self, batch: RankBatch, packed: list[list[MicroBatch]], seconds: dict[str, float]
     ) -> _Recomputed:
         """All before the first step changes the model."""
-        if self._algorithm.old_logprobs == "engine":
+        if self.algorithm.old_logprobs == "engine":
             return [[s.rollout_logprobs_T for s in mini.samples] for mini in batch.mini_batches]
         if len(packed) < 2:
             return [None] * len(packed)
         with _timed(seconds, "old_logprobs"):
-            return self._recomputed(self._model, batch, packed)
+            return self._recomputed(self.model, batch, packed)
 
     def _recomputed(
         self, model: torch.nn.Module, batch: RankBatch, packed: list[list[MicroBatch]]
@@ -145,12 +141,12 @@ class TrainStep:
 
     def _forward_backward(self, works: list[_Work]) -> list[dict[str, Metric]]:
         """Gradients of the mini-batch, summed over its micro-batches and reduced over ranks."""
-        self._model.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
         return get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iter(works),
-            model=self._model,
+            model=self.model,
             num_microbatches=len(works),
             seq_length=0,
             micro_batch_size=1,
@@ -173,8 +169,8 @@ class TrainStep:
                     entropy_N=entropy_N,
                     denominator=work.denominator,
                 ),
-                self._algorithm,
-                self._surrogate,
+                self.algorithm,
+                self.surrogate,
             )
             value = float(outputs.loss.detach())
             if not math.isfinite(value):
