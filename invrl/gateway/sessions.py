@@ -73,10 +73,9 @@ class SessionRegistry:
 
     def open(self, group: Opening, now: float) -> list[SessionRecord]:
         """All members of a group, or none: SessionError 429 when they do not fit."""
-        if len(self._open) + len(group.members) > self._max_open:
-            full = (
-                f"{len(self._open)} sessions are open; {len(group.members)} more would pass {self._max_open}"
-            )
+        held, more = len(self._open), len(group.members)
+        if held + more > self._max_open:
+            full = f"{held} sessions are open; {more} more would pass {self._max_open}"
             raise SessionError(full, status=429, code="too_many_sessions", retry_after_s=_RETRY_AFTER_S)
         records = []
         for member in group.members:
