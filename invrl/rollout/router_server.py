@@ -42,17 +42,6 @@ _FLAGS = {
 _SWITCHES = ("--disable-retries", "--disable-circuit-breaker")
 
 
-def router_command(
-    *, python: str, port: int, metrics_port: int, passthrough: Sequence[str] = ()
-) -> list[str]:
-    """The command line without keys (they are given by environment, see `launch_router`)."""
-    command = [python, "-m", "invrl.rollout.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
-    for name, value in _FLAGS.items():
-        command += [f"--{name}", value]
-    return [*command, *_SWITCHES, *passthrough]
-
-
 class RouterServer:
     """`start`, `wait_ready`, then `register` engines."""
 
@@ -72,9 +61,12 @@ class RouterServer:
 
     def start(self) -> None:
         self.port = free_port()
-        command = router_command(
-            python=sys.executable, port=self.port, metrics_port=free_port(), passthrough=self._passthrough
-        )
+        # Keys are given by environment (see `launch_router`): a command line can be read by anybody.
+        command = [sys.executable, "-m", "invrl.rollout.launch_router", "--host", "127.0.0.1"]
+        command += ["--port", str(self.port)]
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        command += [part for name, value in _FLAGS.items() for part in (f"--{name}", value)]
+        command += [*_SWITCHES, *self._passthrough]
         env = {"INVRL_ROUTER_API_KEY": self.api_key, "INVRL_ROUTER_MANAGEMENT_KEY": self._management_key}
         self._process = ServerProcess("router", command, log=self._log, env=env)
 

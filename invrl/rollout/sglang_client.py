@@ -14,7 +14,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import aiohttp
 import msgspec
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from invrl.errors import DeadlineError, ServerError, SessionError
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 
-PauseMode = Literal["abort", "retract", "in_place"]
+_CONTROL_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,18 +95,14 @@ class SglangClient:
         admin_key: str = "",
         name: str = "",
         generate_deadline_s: float = 3600.0,
-        control_deadline_s: float = 60.0,
-        connections: int = 0,
     ) -> None:
-        """`name` is how errors call the server; `connections` 0 means no bound."""
+        """`name` is how errors call the server."""
         self.base_url = base_url.rstrip("/")
         self.name = name or self.base_url
         self.limits = limits
         self._api_key = api_key
         self._admin_key = admin_key
         self._generate_deadline_s = generate_deadline_s
-        self._control_deadline_s = control_deadline_s
-        self._connections = connections
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -193,8 +189,9 @@ class SglangClient:
 
     # ------------------------------------------------------------------ control (an engine, not the router)
 
-    async def pause(self, mode: PauseMode = "retract") -> None:
-        await self._control("/pause_generation", {"mode": mode})
+    async def pause(self) -> None:
+        """Running requests are retracted: they go on after `resume`."""
+        await self._control("/pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:
         await self._control("/continue_generation", {"torch_empty_cache": False})
@@ -228,7 +225,7 @@ class SglangClient:
 
     async def weight_version(self) -> str:
         """As the engine names what it holds."""
-        answer = await self._ask("/model_info", deadline_s=self._control_deadline_s)
+        answer = await self._ask("/model_info", deadline_s=_CONTROL_DEADLINE_S)
         return str(orjson.loads(answer)["weight_version"])
 
     async def answers(self, *, deadline_s: float) -> bool:
@@ -271,7 +268,7 @@ class SglangClient:
         """The answer's beginning: to a POST of `body`, or to a GET where there is none. ServerError for a
         status other than 200."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._connections)
+            connector = aiohttp.TCPConnector(limit=0)  # no bound
             # Deadlines are set per call, by what is waited for; aiohttp's total of 300 s is not one of ours.
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
         headers = {"Content-Type": "application/json"}
@@ -288,8 +285,9 @@ class SglangClient:
                 raise ServerError(f"{self.name} answered {path} with {response.status}: {text}")
             yield response
 
-    async def _control(self, path: str, body: Mapping[str, Json], *, deadline_s: float | None = None) -> None:
-        deadline_s = deadline_s or self._control_deadline_s
+    async def _control(
+        self, path: str, body: Mapping[str, Json], *, deadline_s: float = _CONTROL_DEADLINE_S
+    ) -> None:
         await self._ask(path, body, deadline_s=deadline_s, key=self._admin_key)
 
     async def _ask(

@@ -58,7 +58,7 @@ class EngineReceiver(ABC):
     async def pause(self) -> None:
         self.is_paused = True
         with _as_weight_sync(self.name):
-            await self._client.pause("retract")
+            await self._client.pause()
             await self._client.flush_cache()
 
     @abstractmethod
