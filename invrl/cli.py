@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from invrl.config import Config, load_resolved, nearest, resolve
 from invrl.errors import ConfigError, InvrlError
-from invrl.flags import flag_help, parse_flags
+from invrl.flags import flag_help, parse_flags, take_value
 from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, make_run_folder
 
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _no_command(name: str) -> NoReturn:
-    raise ConfigError(field="command line", value=name, reason="no such command", fix=nearest(name, COMMANDS))
+    raise ConfigError("command line", name, "no such command", nearest(name, COMMANDS))
 
 
 def _block(error: ConfigError) -> str:
@@ -103,12 +103,8 @@ def _ready(arguments: Sequence[str], *, trains: bool) -> tuple[Config, RunFolder
 
     config = resolve(*parse_flags(arguments))
     if not config.model.model_path:
-        raise ConfigError(
-            field="model.model_path",
-            value="",
-            reason="no model was given",
-            fix="give --model-path FOLDER; `invrl prepare-model --help` shows how to make one",
-        )
+        fix = "give --model-path FOLDER; `invrl prepare-model --help` shows how to make one"
+        raise ConfigError("model.model_path", "", "no model was given", fix)
     check_model_folder(Path(config.model.model_path).expanduser())
     if trains:
         check_user_code(config)
@@ -181,17 +177,13 @@ def _prepare_model(arguments: Sequence[str]) -> int:
     options = _options(arguments, ("--gguf", "--from-package", "--from-folder", "--out", "--dtype"))
     dtype = options.pop("--dtype", "bfloat16")
     if dtype not in ("bfloat16", "float32"):
-        raise ConfigError(field="--dtype", value=dtype, reason="no such dtype", fix="bfloat16 or float32")
+        raise ConfigError("--dtype", dtype, "no such dtype", "bfloat16 or float32")
     if "--out" not in options:
-        raise ConfigError(field="--out", value="", reason="it is missing", fix="give --out FOLDER")
+        raise ConfigError("--out", "", "it is missing", "give --out FOLDER")
     out = Path(options.pop("--out")).expanduser().absolute()
     if len(options) != 1:
-        raise ConfigError(
-            field="prepare-model",
-            value=sorted(options),
-            reason="a model comes from one source",
-            fix="give one of --gguf, --from-package, --from-folder",
-        )
+        fix = "give one of --gguf, --from-package, --from-folder"
+        raise ConfigError("prepare-model", sorted(options), "a model comes from one source", fix)
     [(source, value)] = options.items()
     print(f"[model] {value} -> {out}", flush=True)
     if source == "--gguf":
@@ -211,16 +203,8 @@ def _options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         if flag not in known:
-            raise ConfigError(
-                field="command line", value=flag, reason="no such flag", fix=nearest(flag, known)
-            )
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(
-                    field=flag, value="", reason="a value is missing", fix=f"write {flag} VALUE"
-                )
-            value = rest.pop(0)
-        options[flag] = value
+            raise ConfigError("command line", flag, "no such flag", nearest(flag, known))
+        options[flag] = take_value(flag, value if equals else None, rest)
     return options
 
 
@@ -228,9 +212,7 @@ def _report(arguments: Sequence[str]) -> int:
     from invrl.report import write_report
 
     if len(arguments) != 1:
-        raise ConfigError(
-            field="report", value=list(arguments), reason="it takes one run folder", fix="give one"
-        )
+        raise ConfigError("report", list(arguments), "it takes one run folder", "give one")
     print(write_report(Path(arguments[0]).expanduser()))
     return 0
 

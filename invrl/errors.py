@@ -18,27 +18,25 @@ from __future__ import annotations
 
 
 class InvrlError(Exception):
-    """Root of everything invrl raises on purpose."""
+    """Root of everything invrl raises on purpose. Can be pickled, whatever its constructor takes."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.args, self.__dict__))
+
+
+def _rebuild(cls: type[InvrlError], args: tuple[object, ...], facts: dict[str, object]) -> InvrlError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
 
 
 class ConfigError(InvrlError):
     """Bad input, found before any process starts."""
 
-    def __init__(self, *, field: str, value: object, reason: str, fix: str) -> None:
+    def __init__(self, field: str, value: object, reason: str, fix: str) -> None:
         super().__init__(f"{field} = {value!r}: {reason}. Fix: {fix}")
-        self.field = field
-        self.value = value
-        self.reason = reason
-        self.fix = fix
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_config_error, (type(self), self.field, self.value, self.reason, self.fix))
-
-
-def _rebuild_config_error(
-    cls: type[ConfigError], field: str, value: object, reason: str, fix: str
-) -> ConfigError:
-    return cls(field=field, value=value, reason=reason, fix=fix)
+        self.field, self.value, self.reason, self.fix = field, value, reason, fix
 
 
 class PluginError(ConfigError):
@@ -50,11 +48,7 @@ class DeadlineError(InvrlError):
 
     def __init__(self, waited_for: str, seconds: float) -> None:
         super().__init__(f"waited {seconds:.1f} s for {waited_for}")
-        self.waited_for = waited_for
-        self.seconds = seconds
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (DeadlineError, (self.waited_for, self.seconds))
+        self.waited_for, self.seconds = waited_for, seconds
 
 
 class ServerError(InvrlError):
@@ -75,23 +69,8 @@ class SessionError(InvrlError):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
-        self.status = status
-        self.code = code
-        self.param = param
-        self.retry_after_s = retry_after_s
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild_session_error,
-            (self.message, self.status, self.code, self.param, self.retry_after_s),
-        )
-
-
-def _rebuild_session_error(
-    message: str, status: int, code: str, param: str | None, retry_after_s: float | None
-) -> SessionError:
-    return SessionError(message, status=status, code=code, param=param, retry_after_s=retry_after_s)
+        self.message, self.status, self.code = message, status, code
+        self.param, self.retry_after_s = param, retry_after_s
 
 
 class BufferStateError(InvrlError):
@@ -108,8 +87,7 @@ class WeightSyncError(InvrlError):
 
     def __init__(self, message: str, *, engine: str = "", unrestored: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.engine = engine
-        self.unrestored = unrestored
+        self.engine, self.unrestored = engine, unrestored
 
 
 class LayoutError(WeightSyncError):

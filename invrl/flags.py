@@ -47,10 +47,8 @@ LEAVES = [
 
 
 def parse_flags(arguments: Sequence[str]) -> tuple[Source, ...]:
-    """The sources a command line names: its TOML file, if any, then its flags.
-
-    Raises ConfigError for an unknown flag (with the nearest valid one), a missing or a stray value.
-    """
+    """The sources a command line names: its TOML file, if any, then its flags. Raises ConfigError for an
+    unknown flag (with the nearest valid one), a missing or a stray value."""
     leaves = {leaf.flag: leaf for leaf in LEAVES}
     switches = {"--no-" + leaf.flag[2:]: leaf for leaf in LEAVES if leaf.is_switch}
     tables: dict[str, dict[str, Scalar]] = {}
@@ -65,32 +63,31 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Source, ...]:
             tables.setdefault(leaf.table, {})[leaf.key] = _switch(flag, given, flag not in switches)
         elif flag in leaves:
             leaf = leaves[flag]
-            tables.setdefault(leaf.table, {})[leaf.key] = _value(flag, given, rest)
+            tables.setdefault(leaf.table, {})[leaf.key] = take_value(flag, given, rest)
         elif flag == CONFIG_FLAG:
-            files.append(read_toml(Path(_value(flag, given, rest)).expanduser()))
+            files.append(read_toml(Path(take_value(flag, given, rest)).expanduser()))
         elif flag == PRESET_FLAG:
-            preset = _value(flag, given, rest)
+            preset = take_value(flag, given, rest)
         elif package := next((name for name in UPSTREAM if flag.startswith(f"--{name}-")), ""):
             key = flag.removeprefix(f"--{package}-").replace("-", "_")
             tables.setdefault(package, {})[key] = _upstream_value(given, rest)
         else:
             known = [*leaves, *switches, CONFIG_FLAG, PRESET_FLAG]
             reason = "no such flag" if flag.startswith("--") else "no flag takes this"
-            raise ConfigError(field="command line", value=flag, reason=reason, fix=nearest(flag, known))
+            raise ConfigError("command line", flag, reason, nearest(flag, known))
     return (*files, Source(name="command line", tables=tables, preset=preset))
 
 
-def _value(flag: str, given: str | None, rest: list[str]) -> str:
+def take_value(flag: str, given: str | None, rest: list[str]) -> str:
+    """What `flag` was given, or else the next of `rest`. Raises ConfigError if there is none."""
     if given is None and (not rest or rest[0].startswith("--")):
-        raise ConfigError(field=flag, value="", reason="a value is missing", fix=f"write {flag} VALUE")
+        raise ConfigError(flag, "", "a value is missing", f"write {flag} VALUE")
     return rest.pop(0) if given is None else given
 
 
 def _switch(flag: str, given: str | None, meaning: bool) -> bool:
     if given is not None:
-        raise ConfigError(
-            field=flag, value=given, reason="a switch takes no value", fix="write --name or --no-name"
-        )
+        raise ConfigError(flag, given, "a switch takes no value", "write --name or --no-name")
     return meaning
 
 

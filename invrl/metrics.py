@@ -1,9 +1,11 @@
 """Metrics are values that know their own reduction: ranks and micro-batches return them, `merge`
-adds them up, `resolve` makes floats. Sinks are elsewhere (`metric_sinks.py`)."""
+adds them up, `resolve` makes floats. `timed` measures phases. Sinks are elsewhere (`metric_sinks.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -65,3 +67,13 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 def resolve(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     """Plain numbers for a sink."""
     return {prefix + name: metric.value() for name, metric in metrics.items()}
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds the seconds spent within to `seconds[phase]`."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - start

@@ -20,7 +20,7 @@ PREPARE = "make a ready folder with `invrl prepare-model`"
 
 
 def _refuse(path: Path, reason: str, fix: str = PREPARE) -> ConfigError:
-    return ConfigError(field="model.model_path", value=str(path), reason=reason, fix=fix)
+    return ConfigError("model.model_path", str(path), reason, fix)
 
 
 def check_model_folder(path: Path) -> None:
@@ -49,11 +49,8 @@ def _check_config(path: Path) -> int:
     config = _read_json(path / "config.json", path)
     model_type, vocab_size = config.get("model_type"), config.get("vocab_size")
     if model_type not in SUPPORTED_MODEL_TYPES:
-        raise _refuse(
-            path,
-            f"model_type is {model_type!r}",
-            f"choose a model of type {', '.join(SUPPORTED_MODEL_TYPES)}",
-        )
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise _refuse(path, f"model_type is {model_type!r}", f"choose a model of type {supported}")
     if config.get("quantization_config"):
         raise _refuse(path, "its weights are quantized; training needs plain ones")
     if not isinstance(vocab_size, int):

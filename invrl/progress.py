@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, Protocol, TextIO
+from typing import IO, Literal, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -37,19 +37,11 @@ SHOWN = {
 """The metrics on the screen; all of them are in metrics.jsonl."""
 
 
-class Progress(Protocol):
-    """A display. `note` is a line that stays (where the run folder is, an evaluation's result)."""
-
-    def phase(self, name: str, step: int) -> None: ...
-    def step(self, step: int, values: Mapping[str, float]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def close(self) -> None: ...
-
-
 class NoProgress:
-    """`--progress none`: notes only."""
+    """`--progress none`: notes only (lines that stay: where the run folder is, an evaluation's result).
+    What every display has."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
     def phase(self, name: str, step: int) -> None:
@@ -86,10 +78,11 @@ class PlainProgress(NoProgress):
         self.note(f"[{time.monotonic() - self._started:6.1f} s] step {step}/{self._num_steps}: {shown}")
 
 
-class LiveProgress:
+class LiveProgress(NoProgress):
     """A few lines at the bottom of a terminal, redrawn four times a second; notes scroll above."""
 
     def __init__(self, num_steps: int, console: Console) -> None:
+        super().__init__(console.file)
         self._num_steps = num_steps
         self._started = time.monotonic()
         self._phase, self._phase_since, self._step = "starting", time.monotonic(), 0
@@ -149,7 +142,7 @@ def _number(value: float) -> str:
 
 def open_progress(
     mode: Literal["auto", "plain", "none"], num_steps: int, stream: TextIO | None = None
-) -> Progress:
+) -> NoProgress:
     """The display that fits the stream (default stdout)."""
     out: TextIO = sys.stdout if stream is None else stream
     if mode == "none":
@@ -163,9 +156,9 @@ class RunObserver:
     """The loop's Observer: sinks and display in one, and `phase_path` for who looks from outside. A broken
     display is logged and given up."""
 
-    def __init__(self, sinks: SinkSet, progress: Progress, phase_path: Path | None = None) -> None:
+    def __init__(self, sinks: SinkSet, progress: NoProgress, phase_path: Path | None = None) -> None:
         self._sinks = sinks
-        self._progress: Progress = progress
+        self._progress = progress
         self._phase_path = phase_path
 
     def phase(self, name: str, step: int) -> None:
@@ -187,7 +180,7 @@ class RunObserver:
         self._sinks.close()
         self._show(lambda progress: progress.close())
 
-    def _show(self, draw: Callable[[Progress], None]) -> None:
+    def _show(self, draw: Callable[[NoProgress], None]) -> None:
         try:
             draw(self._progress)
         except Exception:

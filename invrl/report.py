@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from invrl.errors import ConfigError
 
@@ -20,11 +20,9 @@ EVAL_PREFIX, EVAL_SUFFIX = "eval/", "/accuracy"
 """Held-out results: `eval/<mode>/accuracy`, with its 95 % interval in `..._low` and `..._high`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class Curve(NamedTuple):
     """One metric over steps."""
 
-    name: str
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
@@ -46,7 +44,7 @@ def curve(rows: Sequence[Json], name: str) -> Curve:
     """Steps and values of one metric; of a step written twice (a resumed run) the later counts."""
     points = {int(row["step"] or 0): value for row in rows if (value := row.get(name)) is not None}
     steps = tuple(sorted(points))
-    return Curve(name=name, steps=steps, values=tuple(points[step] for step in steps))
+    return Curve(steps, tuple(points[step] for step in steps))
 
 
 def eval_names(rows: Sequence[Json]) -> list[str]:
@@ -56,19 +54,11 @@ def eval_names(rows: Sequence[Json]) -> list[str]:
 
 
 def write_report(run_folder: Path) -> Path:
-    """Draw `report/reward.png` in the run folder and return its path.
-
-    Raises ConfigError if the folder holds no metrics.
-    """
+    """Draw `report/reward.png` in the run folder; its path. Raises ConfigError without metrics."""
     metrics = run_folder / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.is_file() else []
     if not rows:
-        raise ConfigError(
-            field="run folder",
-            value=str(run_folder),
-            reason="no steps in metrics.jsonl",
-            fix="give a run's folder",
-        )
+        raise ConfigError("run folder", str(run_folder), "no steps in metrics.jsonl", "give a run's folder")
     picture = run_folder / "report" / "reward.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     _draw(rows, run_folder.name, picture)

@@ -6,7 +6,7 @@ trainer's own (`train/`) and the buffer's (`buffer/`) come from them. Called by 
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from invrl.metrics import Max, Mean, Metric, Sum
@@ -23,18 +23,13 @@ def _mean(values: Sequence[float]) -> Mean:
 
 def _deviation(values: Sequence[float]) -> float:
     """Population standard deviation."""
-    if not values:
-        return 0.0
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+    return statistics.pstdev(values) if values else 0.0
 
 
 def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
     """Reward, lengths, cache and staleness of the rollouts that are trained in this step.
-
     `later_cached_fraction` is over the prompts of every turn after the first: what the radix cache
-    saved of a conversation that continues.
-    """
+    saved of a conversation that continues."""
     rollouts: list[RolloutSummary] = [r for group in taken.groups for r in group.rollouts_G]
     rewards = [r.reward for r in rollouts]
     spread = [_deviation([r.reward for r in group.rollouts_G]) for group in taken.groups]
@@ -77,11 +72,9 @@ def update_metrics(update: WeightUpdate) -> dict[str, Metric]:
 
 
 def time_metrics(seconds: Mapping[str, float], taken: TakenBatch, trained_tokens: float) -> dict[str, Metric]:
-    """Seconds per phase of the step, and tokens per second of either half.
-
-    Rollout tokens/s is over the wall time from the first to the last turn of the batch, so it also
-    holds when rollouts overlap training; train tokens/s counts trained tokens over the train phase.
-    """
+    """Seconds per phase of the step, and tokens per second of either half. Rollout tokens/s is over
+    the wall time from the first to the last turn of the batch, so it also holds when rollouts overlap
+    training; train tokens/s counts trained tokens over the train phase."""
     rollouts = [r for group in taken.groups for r in group.rollouts_G]
     metrics: dict[str, Metric] = {f"{phase}_s": Sum(value) for phase, value in seconds.items()}
     metrics["step_s"] = Sum(sum(seconds.values()))

@@ -1,6 +1,6 @@
 """The weight arena: shared memory with two slots, written by the trainer, read by engines.
 
-One memfd: a header (JSON: id, tensors, offsets) and two slots of equal layout. Engines open it as
+One memfd: a header (JSON: id, tensors) and two slots of equal layout. Engines open it as
 `/proc/<trainer's pid>/fd/<n>` and keep it mapped, so an update moves no bytes but the copy into the
 parameters, and nothing is left on the machine after kill -9 of everybody. Invariant: the slot of the
 weights staged last stays whole while the next version is written into the other one; staging the
@@ -10,7 +10,9 @@ read by `rollout/weight_loader.py` inside SGLang. Imports torch only where tenso
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import mmap
 import os
 import secrets
@@ -20,6 +22,8 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
@@ -58,14 +62,20 @@ def checksum(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(flat.numpy().data)
 
 
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+
 def num_bytes(spec: TensorSpec) -> int:
     """Raises LayoutError for a dtype that no carrier moves."""
     if spec.dtype not in _ITEM_BYTES:
         raise LayoutError(f"{spec.name}: dtype {spec.dtype} is not one of {sorted(_ITEM_BYTES)}")
-    count = 1
-    for axis in spec.shape:
-        count *= axis
-    return count * _ITEM_BYTES[spec.dtype]
+    return math.prod(spec.shape) * _ITEM_BYTES[spec.dtype]
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    tensors: tuple[TensorSpec, ...]
 
 
 class Arena:
@@ -84,14 +94,10 @@ class Arena:
         if self._map[: len(_MAGIC)] != _MAGIC:
             raise WeightSyncError("what was opened is not a weight arena")
         (length,) = struct.unpack_from("<Q", self._map, len(_MAGIC))
-        header = json.loads(self._map[16 : 16 + length])
-        self.id: str = header["id"]
-        self.tensors = tuple(
-            TensorSpec(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in header["tensors"]
-        )
-        self._offsets: list[int] = header["offsets"]
-        self._slot_bytes: int = header["slot_bytes"]
-        self._header_bytes: int = header["header_bytes"]
+        header = msgspec.json.decode(self._map[16 : 16 + length], type=_Header)
+        self.id, self.tensors = header.id, header.tensors
+        self._header_bytes = _rounded_up(16 + length, _PAGE)
+        self._offsets, self._slot_bytes = _slot(self.tensors)
 
     def views(self, slot: int) -> dict[str, torch.Tensor]:
         """Hugging Face name -> tensor, in layout order, over the slot's memory."""
@@ -120,25 +126,22 @@ def open_arena(handle: ArenaHandle) -> Arena:
     return arena
 
 
+def _rounded_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _slot(tensors: Sequence[TensorSpec]) -> tuple[list[int], int]:
+    """Where each tensor begins in a slot, and the bytes of a slot."""
+    sizes = (_rounded_up(num_bytes(spec), 64) for spec in tensors)
+    *offsets, end = itertools.accumulate(sizes, initial=0)
+    return offsets, _rounded_up(max(end, 1), _PAGE)
+
+
 def _create(tensors: Sequence[TensorSpec]) -> int:
     """A memfd with header and two empty slots."""
-    offsets: list[int] = []
-    end = 0
-    for spec in tensors:
-        offsets.append(end)
-        end += -(-num_bytes(spec) // 64) * 64
-    slot_bytes = -(-max(end, 1) // _PAGE) * _PAGE
-    header: dict[str, object] = {
-        "id": secrets.token_hex(8),
-        "tensors": [[spec.name, list(spec.shape), spec.dtype] for spec in tensors],
-        "offsets": offsets,
-        "slot_bytes": slot_bytes,
-    }
-    # Room for the number of header bytes itself.
-    header_bytes = -(-(len(json.dumps(header)) + 64) // _PAGE) * _PAGE
-    text = json.dumps(header | {"header_bytes": header_bytes}).encode()
+    text = msgspec.json.encode(_Header(id=secrets.token_hex(8), tensors=tuple(tensors)))
     fd = os.memfd_create("invrl-weights", os.MFD_CLOEXEC)
-    os.ftruncate(fd, header_bytes + 2 * slot_bytes)
+    os.ftruncate(fd, _rounded_up(16 + len(text), _PAGE) + 2 * _slot(tensors)[1])
     os.pwrite(fd, _MAGIC + struct.pack("<Q", len(text)) + text, 0)
     return fd
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weight_arena import checksum, num_bytes
+from invrl.weight_arena import checksum, num_bytes, spec_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +32,7 @@ class BucketSender:
         """As `ArenaWriter.stage`. Raises LayoutError."""
         start = time.monotonic()
         given = {name: tensor.detach() for name, tensor in tensors}
-        specs = tuple(
-            TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
-            for name, t in given.items()
-        )
+        specs = [spec_of(name, tensor) for name, tensor in given.items()]
         if sorted(specs, key=lambda s: s.name) != sorted(self._tensors, key=lambda s: s.name):
             raise LayoutError("the tensors to stage are not those of the layout")
         while len(self._alive) > 1:

@@ -14,14 +14,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal
 
 import numpy as np
 import xxhash
 
 from invrl.errors import CanaryError, ChecksumError, DeadlineError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightReceiver, WeightSender
+from invrl.metrics import timed
 from invrl.types import WeightUpdate, WeightVersion
+
+Phase = Literal["prepare", "pause", "load", "commit", "resume", "canary"]
+Call = Callable[[WeightReceiver], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,35 +58,24 @@ class PhaseDeadlines:
     canary: float = 300.0
 
 
+@dataclass(slots=True, eq=False)
 class WeightTransaction:
     """Remembers the weights staged last, to go back to. One update at a time."""
 
-    def __init__(
-        self,
-        sender: WeightSender,
-        receivers: Callable[[], Awaitable[Sequence[WeightReceiver]]],
-        *,
-        canary_prompts: Sequence[Sequence[int]],
-        bound: CanaryBound,
-        deadlines: PhaseDeadlines | None = None,
-    ) -> None:
-        """`receivers` gives the engines of the fleet at the start of each update (`Fleet.receivers`)."""
-        self._sender = sender
-        self._receivers = receivers
-        self._canary_prompts = canary_prompts
-        self._bound = bound
-        self._deadlines = deadlines or PhaseDeadlines()
-        self._committed: StagedWeights | None = None
-
-    @property
-    def committed(self) -> StagedWeights | None:
-        """What the fleet holds: for an engine that is restarted. None before the first update."""
-        return self._committed
+    sender: WeightSender
+    receivers: Callable[[], Awaitable[Sequence[WeightReceiver]]]
+    """The engines of the fleet, asked for at the start of each update (`Fleet.receivers`)."""
+    _: KW_ONLY
+    canary_prompts: Sequence[Sequence[int]]
+    bound: CanaryBound
+    deadlines: PhaseDeadlines = field(default_factory=PhaseDeadlines)
+    committed: StagedWeights | None = field(default=None, init=False)
+    """What the fleet holds: for an engine that is restarted. None before the first update."""
 
     async def run(self, version: WeightVersion) -> WeightUpdate:
         """Give `version` to every engine. Raises LayoutError, ChecksumError, CanaryError or another
         WeightSyncError; except after CanaryError every engine not in `unrestored` serves the old one."""
-        update = _Update(receivers=tuple(await self._receivers()))
+        update = _Update(receivers=tuple(await self.receivers()), deadlines=self.deadlines)
         if not update.receivers:
             raise WeightSyncError("the fleet has no engine to update")
         staged = await self._stage(update, version)
@@ -92,7 +86,7 @@ class WeightTransaction:
             if isinstance(error, WeightSyncError):
                 error.unrestored = unrestored
             raise
-        self._committed = staged
+        self.committed = staged
         # Also when we are cancelled: an engine that stays paused holds its agents for ever.
         await asyncio.shield(asyncio.ensure_future(self._resume_committed(update)))
         maximum, mean = await self._canary(update, version)
@@ -108,69 +102,63 @@ class WeightTransaction:
 
     async def _stage(self, update: _Update, version: WeightVersion) -> StagedWeights:
         """Generation goes on meanwhile. Nothing is touched yet, so errors need no undoing."""
-        with update.timed("stage"):
-            try:
-                async with asyncio.timeout(self._deadlines.stage):
-                    layout = await self._sender.layout()
-                    staged = await self._sender.stage(version)
-            except TimeoutError:
-                raise WeightSyncError(f"staging took over {self._deadlines.stage} s") from None
-        with update.timed("prepare"):
-            await update.each("prepare", self._deadlines.prepare, lambda one: one.check(layout, staged))
+        try:
+            with timed(update.seconds, "stage"):
+                async with asyncio.timeout(self.deadlines.stage):
+                    layout = await self.sender.layout()
+                    staged = await self.sender.stage(version)
+        except TimeoutError:
+            raise WeightSyncError(f"staging took over {self.deadlines.stage} s") from None
+        await update.each("prepare", lambda one: one.check(layout, staged))
         return staged
 
     async def _exchange(self, update: _Update, staged: StagedWeights) -> None:
         """From the pause to the commit on all engines."""
         update.paused_at = time.monotonic()
-        with update.timed("pause"):
-            await update.each("pause", self._deadlines.pause, lambda one: one.pause())
+        await update.each("pause", lambda one: one.pause())
         update.touched = True
-        with update.timed("load"):
-            await update.each("load", self._deadlines.load, lambda one: load_verified(one, staged))
-        with update.timed("commit"):
-            await update.each("commit", self._deadlines.commit, lambda one: one.commit(staged.version))
+        await update.each("load", lambda one: load_verified(one, staged))
+        await update.each("commit", lambda one: one.commit(staged.version))
 
     async def _roll_back(self, update: _Update) -> tuple[str, ...]:
         """Names of the engines that could not be brought back to the old weights and resumed."""
-        healthy = update.receivers
-        old = self._committed
-        if update.touched and old is None:
-            return tuple(one.name for one in healthy)
-        if update.touched and old is not None:
-            await update.try_each("load", self._deadlines.load, lambda one: load_verified(one, old))
-            await update.try_each("commit", self._deadlines.commit, lambda one: one.commit(old.version))
-        await update.try_each("resume", self._deadlines.resume, lambda one: one.resume())
+        old = self.committed
+        if update.touched:
+            if old is None:
+                return tuple(one.name for one in update.receivers)
+            await update.try_each("load", lambda one: load_verified(one, old))
+            await update.try_each("commit", lambda one: one.commit(old.version))
+        await update.try_each("resume", lambda one: one.resume())
         return tuple(update.lost)
 
     async def _resume_committed(self, update: _Update) -> None:
         """Every engine is whole and new. One that does not resume is lost, not a reason to go back."""
-        with update.timed("resume"):
-            await update.try_each("resume", self._deadlines.resume, lambda one: one.resume())
+        await update.try_each("resume", lambda one: one.resume())
         update.seconds["paused"] = time.monotonic() - update.paused_at
         update.raise_if_all_lost()
 
     async def _canary(self, update: _Update, version: WeightVersion) -> tuple[float, float]:
         """(largest, mean) gap over engines, prompts and tokens. CanaryError beyond the bound."""
-        if not self._canary_prompts:
+        if not self.canary_prompts:
             return 0.0, 0.0
         found: dict[str, np.ndarray] = {}
 
         async def ask(one: WeightReceiver) -> None:
-            found[one.name] = np.concatenate(await one.logprobs(self._canary_prompts))
+            found[one.name] = np.concatenate(await one.logprobs(self.canary_prompts))
 
-        with update.timed("canary"):
-            expected = np.concatenate(await self._sender.logprobs(self._canary_prompts))
-            await update.try_each("canary", self._deadlines.canary, ask)
+        with timed(update.seconds, "canary"):
+            expected = np.concatenate(await self.sender.logprobs(self.canary_prompts))
+        await update.try_each("canary", ask)
         update.raise_if_all_lost()
         gaps = {name: np.abs(served - expected) for name, served in found.items()}
         for name, gap in gaps.items():
             maximum, mean = float(gap.max()), float(gap.mean())
             # "not <=": a NaN must not pass
-            if not (maximum <= self._bound.max_gap and mean <= self._bound.mean_gap):
+            if not (maximum <= self.bound.max_gap and mean <= self.bound.mean_gap):
                 raise CanaryError(
                     f"{name} serves another model than the trained one: on the canary prompts of version "
                     f"{version} log-probs differ by {maximum:.2e} at most and {mean:.2e} on average; "
-                    f"the bounds are {self._bound.max_gap:.0e} and {self._bound.mean_gap:.0e}",
+                    f"the bounds are {self.bound.max_gap:.0e} and {self.bound.mean_gap:.0e}",
                     engine=name,
                 )
         return max(float(gap.max()) for gap in gaps.values()), max(float(gap.mean()) for gap in gaps.values())
@@ -181,30 +169,23 @@ class _Update:
     """One run's bookkeeping: who is in it, who was lost, what took how long."""
 
     receivers: tuple[WeightReceiver, ...]
+    deadlines: PhaseDeadlines
     seconds: dict[str, float] = field(default_factory=dict)
     lost: dict[str, Exception] = field(default_factory=dict)
     paused_at: float = 0.0
     touched: bool = False
     """Some engine may have been written."""
 
-    def timed(self, phase: str) -> _Timed:
-        return _Timed(self.seconds, phase)
-
-    async def each(
-        self, phase: str, deadline_s: float, call: Callable[[WeightReceiver], Awaitable[None]]
-    ) -> None:
+    async def each(self, phase: Phase, call: Call) -> None:
         """All engines side by side; waits for all, then raises the first failure, naming its engine."""
-        failures = await self._call(self.receivers, deadline_s, call)
-        for name, error in failures.items():
+        for name, error in (await self._call(phase, self.receivers, call)).items():
             kind = type(error) if isinstance(error, LayoutError | ChecksumError) else WeightSyncError
             raise kind(f"{name} failed in phase {phase}: {error}", engine=name) from error
 
-    async def try_each(
-        self, phase: str, deadline_s: float, call: Callable[[WeightReceiver], Awaitable[None]]
-    ) -> None:
+    async def try_each(self, phase: Phase, call: Call) -> None:
         """As `each`, but an engine that fails is lost: noted, and not called again."""
         remaining = [one for one in self.receivers if one.name not in self.lost]
-        self.lost.update(await self._call(remaining, deadline_s, call))
+        self.lost.update(await self._call(phase, remaining, call))
 
     def raise_if_all_lost(self) -> None:
         if len(self.lost) == len(self.receivers):
@@ -216,11 +197,11 @@ class _Update:
             )
 
     async def _call(
-        self,
-        receivers: Sequence[WeightReceiver],
-        deadline_s: float,
-        call: Callable[[WeightReceiver], Awaitable[None]],
+        self, phase: Phase, receivers: Sequence[WeightReceiver], call: Call
     ) -> Mapping[str, Exception]:
+        """What failed, by engine. The phase's seconds are those of the slowest."""
+        deadline_s: float = getattr(self.deadlines, phase)
+
         async def one(receiver: WeightReceiver) -> Exception | None:
             try:
                 async with asyncio.timeout(deadline_s):
@@ -231,23 +212,10 @@ class _Update:
                 return error
             return None
 
-        errors = await asyncio.gather(*(one(receiver) for receiver in receivers))
+        with timed(self.seconds, phase):
+            errors = await asyncio.gather(*(one(receiver) for receiver in receivers))
         pairs = zip(receivers, errors, strict=True)
         return {receiver.name: error for receiver, error in pairs if error is not None}
-
-
-class _Timed:
-    """Adds the seconds spent within to `seconds[phase]`."""
-
-    def __init__(self, seconds: dict[str, float], phase: str) -> None:
-        self._seconds, self._phase, self._start = seconds, phase, 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        spent = time.monotonic() - self._start
-        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
 
 
 async def load_verified(receiver: WeightReceiver, staged: StagedWeights) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import pytest
+from tiny_model import make_tiny_model
 
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.sglang_client import SglangClient
-from invrl.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="session")

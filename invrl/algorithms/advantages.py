@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.interfaces import AdvantageFn
-from invrl.plugins import load_advantage
+from invrl.plugins import load_plugin
 
 
 def grpo(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
@@ -34,4 +34,4 @@ ADVANTAGES: dict[str, AdvantageFn] = {"grpo": grpo, "dr_grpo": dr_grpo}
 
 def advantage_function(name: str) -> AdvantageFn:
     """The built-in of that name, or the user's function at `module:name`. Raises PluginError."""
-    return load_advantage(name, ADVANTAGES)
+    return load_plugin(name, "advantage", AdvantageFn, ADVANTAGES)

@@ -62,10 +62,8 @@ class LossOutputs:
 def policy_loss(
     inputs: LossInputs, config: AlgorithmConfig, surrogate: PolicyLoss | None = None
 ) -> LossOutputs:
-    """The loss above. `surrogate`: a loaded user function; None: the one that `config` names.
-
-    Raises ValueError for kl_coef > 0 without reference log-probs, or a denominator below N.
-    """
+    """The loss above. `surrogate`: a loaded user function; None: the one that `config` names. Raises
+    ValueError for kl_coef > 0 without reference log-probs, or a denominator below N."""
     surrogate = surrogate or surrogate_function(config.policy_loss)
     old_N, rollout_N = inputs.old_N.detach(), inputs.rollout_N.detach()
     bounds = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
@@ -80,13 +78,13 @@ def policy_loss(
     loss = AGGREGATIONS[config.aggregation](losses_N, inputs.denominator)
 
     with torch.no_grad():
-        clipped = clipped_tokens(ratio_N, inputs.advantages_N, **bounds)
+        low_N, high_N = clipped_tokens(ratio_N, inputs.advantages_N, **bounds)
         gap_N = (old_N - rollout_N).abs()
         means = {
             "loss": losses_N,
-            "clip_fraction": clipped.low_N | clipped.high_N,
-            "clip_fraction_low": clipped.low_N,
-            "clip_fraction_high": clipped.high_N,
+            "clip_fraction": low_N | high_N,
+            "clip_fraction_low": low_N,
+            "clip_fraction_high": high_N,
             "ratio_mean": ratio_N,
             "approx_kl": k3(inputs.current_N, old_N),
             "correction_mean": correction.weight_N,
@@ -105,16 +103,8 @@ def policy_loss(
 def _metrics(means: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, Metric]:
     """One transfer to the host for all of them. Maxima are of numbers >= 0, so none at all gives 0."""
     count = next(iter(means.values())).numel()
-    numbers = torch.stack(
-        [tensor.detach().double().sum() for tensor in means.values()]
-        + [
-            torch.cat([t.detach().double(), t.new_zeros(1, dtype=torch.float64)]).max()
-            for t in maxima.values()
-        ]
-    ).tolist()
-    metrics: dict[str, Metric] = {}
-    for name, total in zip(means, numbers, strict=False):
-        metrics[name] = Mean(total, count)
-    for name, most in zip(maxima, numbers[len(means) :], strict=True):
-        metrics[name] = Max(most)
-    return metrics
+    sums = [tensor.detach().double().sum() for tensor in means.values()]
+    most = [torch.cat([t.detach().double(), t.new_zeros(1).double()]).max() for t in maxima.values()]
+    numbers = torch.stack(sums + most).tolist()
+    metrics = [*(Mean(total, count) for total in numbers[: len(means)]), *map(Max, numbers[len(means) :])]
+    return dict(zip([*means, *maxima], metrics, strict=True))

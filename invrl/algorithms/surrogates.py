@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from invrl.interfaces import PolicyLoss
-from invrl.plugins import load_policy_loss
+from invrl.plugins import load_plugin
 
 
 def clip(ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float) -> Tensor:
@@ -26,22 +24,14 @@ SURROGATES: dict[str, PolicyLoss] = {"clip": clip}
 
 def surrogate_function(name: str) -> PolicyLoss:
     """The built-in of that name, or the user's function at `module:name`. Raises PluginError."""
-    return load_policy_loss(name, SURROGATES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Clipped:
-    """Which tokens the clip takes out of the gradient: bool, [N] each."""
-
-    low_N: Tensor
-    high_N: Tensor
+    return load_plugin(name, "policy_loss", PolicyLoss, SURROGATES)
 
 
 def clipped_tokens(
     ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float
-) -> Clipped:
-    """Low: r < 1 - low with A < 0. High: r > 1 + high with A > 0. A ratio on the bound is not clipped."""
-    return Clipped(
-        low_N=(ratio_N < 1.0 - eps_clip_low) & (advantages_N < 0),
-        high_N=(ratio_N > 1.0 + eps_clip_high) & (advantages_N > 0),
-    )
+) -> tuple[Tensor, Tensor]:
+    """Which tokens the clip takes out of the gradient, bool [N] each. Low: r < 1 - low with A < 0. High:
+    r > 1 + high with A > 0. A ratio on the bound is not clipped."""
+    low_N = (ratio_N < 1.0 - eps_clip_low) & (advantages_N < 0)
+    high_N = (ratio_N > 1.0 + eps_clip_high) & (advantages_N > 0)
+    return low_N, high_N

@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
 from invrl.errors import DeadlineError, ServerError, SessionError
 from invrl.gateway.connection import ClientConnection
-from invrl.gateway.conversation import Conversation
 from invrl.gateway.dialects.chat import ChatDialect, ChatRequest
 from invrl.gateway.generation import Generation
 from invrl.gateway.sessions import SessionRecord, SessionRegistry
@@ -25,12 +25,13 @@ from invrl.gateway.settings import GatewaySettings
 from invrl.gateway.turns import Turns
 
 _log = logging.getLogger(__name__)
+Headers = Mapping[str, str]
 _JSON = {"content-type": "application/json"}
 _RETRY_COUNT = "x-stainless-retry-count"
 """The official clients' count of their own retries, "0" on a first try."""
 
 
-def session_keys(path_key: str | None, headers: Mapping[str, str]) -> list[str]:
+def session_keys(path_key: str | None, headers: Headers) -> list[str]:
     """Every session key that a request carries: in the path, as bearer, as x-api-key. With a key in the
     path, headers count only where they hold a session key: agents send some placeholder there."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -41,25 +42,29 @@ def session_keys(path_key: str | None, headers: Mapping[str, str]) -> list[str]:
     return [path_key, *(key for key in keys if key.startswith("isk-"))]
 
 
+def retry_after(error: SessionError) -> dict[str, str]:
+    """The header of a refusal that will not last."""
+    return {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AgentEndpoint:
     """One dialect's sampling route as an ASGI app."""
 
-    def __init__(
-        self, dialect: ChatDialect, *, registry: SessionRegistry, turns: Turns, settings: GatewaySettings
-    ) -> None:
-        self._dialect = dialect
-        self._registry = registry
-        self._turns = turns
-        self._settings = settings
+    dialect: ChatDialect
+    registry: SessionRegistry
+    turns: Turns
+    settings: GatewaySettings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = ClientConnection(scope, receive, send)
         try:
-            record = self._registry.by_key(session_keys(scope["path_params"].get("key"), client.headers))
+            record = self.registry.by_key(session_keys(scope["path_params"].get("key"), client.headers))
             if scope["method"] != "POST":
                 raise SessionError("this route takes POST only", status=405, code="method_not_allowed")
-            settings = self._settings
-            raw = await client.body(limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s)
+            raw = await client.body(
+                limit=self.settings.max_body_bytes, deadline_s=self.settings.body_timeout_s
+            )
             await self._serve(client, record, raw)
         except SessionError as error:
             await self._refuse(client, error)
@@ -75,39 +80,32 @@ class AgentEndpoint:
 
     async def _serve(self, client: ClientConnection, record: SessionRecord, raw: bytes) -> None:
         count = client.headers.get(_RETRY_COUNT)
-        request = self._dialect.parse(raw, retry=None if count is None else count != "0")
-        conversation = self._turns.conversation(record)
+        request = self.dialect.parse(raw, retry=None if count is None else count != "0")
+        conversation = self.turns.conversation(record)
         with conversation.call():
-            generation, overridden = self._turns.begin(conversation, request.turn)
+            generation, overridden = self.turns.begin(conversation, request.turn)
+            headers = {"x-request-id": generation.proposal.request.rid}
             if overridden:
-                names = ",".join(overridden)
+                headers["x-invrl-overridden"] = names = ",".join(overridden)
                 _log.info("session %s: the run overrides %s", record.session.id, names)
-            headers = {"x-invrl-overridden": ",".join(overridden)} if overridden else {}
-            headers["x-request-id"] = generation.proposal.request.rid
             with generation.attached():
                 serve = self._stream if request.turn.stream else self._whole
                 answering = asyncio.create_task(serve(client, request, generation, headers))
                 delivered = await _unless_gone(client, answering)
             if delivered:
-                self._turns.deliver(conversation, generation)
-            self._note(conversation, delivered)
+                self.turns.deliver(conversation, generation)
+            else:
+                self.turns.counts["undelivered"] += 1
+                _log.info("session %s: the client went away", record.session.id)
 
     async def _whole(
-        self,
-        client: ClientConnection,
-        request: ChatRequest,
-        generation: Generation,
-        headers: Mapping[str, str],
+        self, client: ClientConnection, request: ChatRequest, generation: Generation, headers: Headers
     ) -> bool:
         answer = await generation.answer()
-        return await client.answer(200, {**headers, **_JSON}, self._dialect.answer(request, answer))
+        return await client.answer(200, {**headers, **_JSON}, self.dialect.answer(request, answer))
 
     async def _stream(
-        self,
-        client: ClientConnection,
-        request: ChatRequest,
-        generation: Generation,
-        headers: Mapping[str, str],
+        self, client: ClientConnection, request: ChatRequest, generation: Generation, headers: Headers
     ) -> bool:
         """The stream begins with the first token, or when it is long in coming: what fails before has a
         status of its own."""
@@ -116,36 +114,30 @@ class AgentEndpoint:
         upcoming = asyncio.ensure_future(anext(pieces, None))
         try:
             while True:
-                done, _ = await asyncio.wait([upcoming], timeout=self._settings.keep_alive_s)
+                done, _ = await asyncio.wait([upcoming], timeout=self.settings.keep_alive_s)
                 piece = upcoming.result() if done else None
                 if done and piece is None:
                     break
                 if not client.started:
                     await client.start_stream(headers)
-                    await client.write(self._dialect.stream_head(request, rid, created))
+                    await client.write(self.dialect.stream_head(request, rid, created))
                 if piece is None:
                     await client.write(b": waiting\n\n")
                     continue
-                if event := self._dialect.stream_piece(request, rid, created, piece):
+                if event := self.dialect.stream_piece(request, rid, created, piece):
                     await client.write(event)
                 upcoming = asyncio.ensure_future(anext(pieces, None))
-            return await client.end(self._dialect.stream_tail(request, await generation.answer()))
+            return await client.end(self.dialect.stream_tail(request, await generation.answer()))
         finally:
             upcoming.cancel()
-
-    def _note(self, conversation: Conversation, delivered: bool) -> None:
-        if not delivered:
-            self._turns.counts["undelivered"] += 1
-            _log.info("session %s: the client went away", conversation.record.session.id)
 
     async def _refuse(self, client: ClientConnection, error: SessionError) -> None:
         if client.gone.is_set():
             return
         if client.started:
-            await client.end(self._dialect.stream_error(error))
+            await client.end(self.dialect.stream_error(error))
             return
-        retry_after = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
-        await client.answer(error.status, {**_JSON, **retry_after}, self._dialect.error(error))
+        await client.answer(error.status, {**_JSON, **retry_after(error)}, self.dialect.error(error))
 
 
 async def _unless_gone(client: ClientConnection, answering: asyncio.Task[bool]) -> bool:
@@ -153,9 +145,7 @@ async def _unless_gone(client: ClientConnection, answering: asyncio.Task[bool]) 
     gone = asyncio.create_task(client.gone.wait())
     try:
         await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            return answering.result()
-        return False
+        return answering.done() and answering.result()
     finally:
         gone.cancel()
         answering.cancel()

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from invrl.errors import SessionError
-from invrl.gateway.agent_api import AgentEndpoint, session_keys
+from invrl.gateway.agent_api import AgentEndpoint, retry_after, session_keys
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.generation import Engine
 from invrl.gateway.lifecycle import Lifecycle
@@ -89,7 +89,7 @@ def make_app(
         registry.by_key(session_keys(request.path_params.get("key"), dict(request.headers)))
         return Response(chat.models(), media_type="application/json")
 
-    sampling_route = AgentEndpoint(chat, registry=registry, turns=turns, settings=settings)
+    sampling_route = AgentEndpoint(dialect=chat, registry=registry, turns=turns, settings=settings)
     for prefix in _AGENT_PREFIXES:
         app.router.routes.append(Route(prefix + chat.path, sampling_route))
         app.router.routes.append(Route(prefix + "/models", models, methods=["GET"]))
@@ -103,10 +103,8 @@ def _add_error_handlers(app: FastAPI, dialect: ChatDialect) -> None:
     """Every refusal has the shape that agents' clients know."""
 
     def refusal(error: SessionError) -> Response:
-        headers = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
-        return Response(
-            dialect.error(error), status_code=error.status, headers=headers, media_type="application/json"
-        )
+        body, headers = dialect.error(error), retry_after(error)
+        return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
     @app.exception_handler(SessionError)
     async def refused(_: Request, error: SessionError) -> Response:
@@ -116,14 +114,8 @@ def _add_error_handlers(app: FastAPI, dialect: ChatDialect) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"][1:])
-        return refusal(
-            SessionError(
-                f"{place}: {first['msg']}" if place else str(first["msg"]),
-                status=400,
-                code="invalid_request",
-                param=place or None,
-            )
-        )
+        message = f"{place}: {first['msg']}" if place else str(first["msg"])
+        return refusal(SessionError(message, status=400, code="invalid_request", param=place or None))
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:

@@ -14,6 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from invrl.errors import SessionError
 
+_EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
 
 class ClientConnection:
     """The request that came and the answer on its way."""
@@ -46,10 +48,7 @@ class ClientConnection:
         return await self.end(body)
 
     async def start_stream(self, headers: Mapping[str, str]) -> None:
-        await self._start(
-            200,
-            {**headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"},
-        )
+        await self._start(200, {**headers, **_EVENT_STREAM})
 
     async def write(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})

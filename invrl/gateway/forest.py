@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -112,15 +112,11 @@ class Forest:
             node = self._nodes.get(digests[depth])
             if node is not None:
                 return Match(node=node, depth=depth, fork=ForkReason.HISTORY_EDITED if edited else None)
-        if edited:
-            return Match(node=None, depth=0, fork=ForkReason.HISTORY_EDITED)
-        return Match(node=None, depth=0, fork=ForkReason.NEW_CONVERSATION if self.size else None)
+        new = ForkReason.NEW_CONVERSATION if self.size else None
+        return Match(node=None, depth=0, fork=ForkReason.HISTORY_EDITED if edited else new)
 
     def count_fork(self, reason: ForkReason) -> None:
         self.forks[reason.value] += 1
-
-    def fork_counts(self) -> Mapping[str, int]:
-        return dict(self.forks)
 
 
 def _digests(messages: Sequence[Message]) -> list[bytes]:

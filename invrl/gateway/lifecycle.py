@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from invrl.errors import SessionError
 from invrl.gateway.outcome import failed, summarise
-from invrl.gateway.sessions import SessionRecord, SessionRegistry, SessionState
+from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, SessionState
 from invrl.gateway.turns import Turns
 from invrl.run_store import Outcome, RunStoreWriter
-from invrl.types import FailureReason, GroupMember, Purpose, Sampling
+from invrl.types import FailureReason, Sampling
 
 _log = logging.getLogger(__name__)
 
@@ -23,64 +24,43 @@ _SETTLE_S = 5.0
 _EXPIRY_INTERVAL_S = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lifecycle:
     """The life of sessions, from the first to the last write."""
 
-    def __init__(
-        self, *, registry: SessionRegistry, turns: Turns, store: RunStoreWriter, sampling: Sampling
-    ) -> None:
-        self._registry = registry
-        self._turns = turns
-        self._store = store
-        self._sampling = sampling
+    registry: SessionRegistry
+    turns: Turns
+    store: RunStoreWriter
+    sampling: Sampling
+    """For sessions that are opened without one."""
 
-    async def open(
-        self,
-        *,
-        task_id: str,
-        group_id: str,
-        members: Sequence[GroupMember],
-        purpose: Purpose,
-        sampling: Sampling | None,
-    ) -> list[SessionRecord]:
+    async def open(self, group: Opening) -> list[SessionRecord]:
         """All members or none. SessionError 429 when they do not fit, 400 where tokens sampled so could
         not be trained."""
-        sampling = sampling or self._sampling
-        if purpose == "train" and (sampling.temperature <= 0 or sampling.top_p != 1):
-            raise SessionError(
+        if group.purpose == "train" and (group.sampling.temperature <= 0 or group.sampling.top_p != 1):
+            reason = (
                 "training needs temperature > 0 and top_p = 1: the log-probs of other samplings are not "
-                "those of the policy",
-                status=400,
-                code="untrainable_sampling",
-                param="sampling",
+                "those of the policy"
             )
+            raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
         now = time.time()
-        records = self._registry.open(
-            task_id=task_id, group_id=group_id, members=members, purpose=purpose, sampling=sampling, now=now
-        )
+        records = self.registry.open(group, now)
         for record in records:
-            self._turns.open(record)
-        await asyncio.wrap_future(
-            self._store.open_sessions(
-                [record.session for record in records], [record.key_hash for record in records], now
-            )
-        )
+            self.turns.open(record)
+        hashes = [record.key_hash for record in records]
+        stored = self.store.open_sessions([record.session for record in records], hashes, now)
+        await asyncio.wrap_future(stored)
         return records
 
     async def reward(self, record: SessionRecord, reward: float, components: Mapping[str, float]) -> None:
-        self._registry.reward(record, reward, components)
-        await asyncio.wrap_future(self._store.set_reward(record.session.id, reward, components))
+        self.registry.reward(record, reward, components)
+        await asyncio.wrap_future(self.store.set_reward(record.session.id, reward, components))
 
     async def finish(self, record: SessionRecord) -> Outcome:
         return await self._close(record, "finished", None)
 
     async def abort(
-        self,
-        record: SessionRecord,
-        reason: FailureReason,
-        detail: str,
-        *,
-        state: SessionState = "aborted",
+        self, record: SessionRecord, reason: FailureReason, detail: str, *, state: SessionState = "aborted"
     ) -> Outcome:
         return await self._close(record, state, failed(record, reason, detail))
 
@@ -88,7 +68,7 @@ class Lifecycle:
         """Aborts sessions whose time is up."""
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
-            for record in self._registry.expired(time.time()):
+            for record in self.registry.expired(time.time()):
                 detail = "the session was open for longer than session_ttl_s"
                 try:
                     await self.abort(record, FailureReason.TIMEOUT, detail, state="expired")
@@ -99,7 +79,7 @@ class Lifecycle:
         """`outcome` None: what the session's turns and reward say."""
         if record.outcome is not None:
             return record.outcome
-        conversation = self._turns.conversation_to_close(record)
+        conversation = self.turns.conversation_to_close(record)
         async with conversation.closed:
             if record.outcome is not None:
                 return record.outcome
@@ -107,9 +87,8 @@ class Lifecycle:
             if outcome is None:
                 outcome = summarise(record, conversation.turns, conversation.delivered, time.time())
             hand_over = record.session.purpose == "train"
-            await asyncio.wrap_future(
-                self._store.close_session(record.session.id, state, outcome, hand_over=hand_over)
-            )
-            self._registry.close(record, state, outcome)
-            self._turns.close(record)
+            stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
+            await asyncio.wrap_future(stored)
+            self.registry.close(record, state, outcome)
+            self.turns.close(record)
             return outcome

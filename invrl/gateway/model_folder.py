@@ -115,4 +115,4 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _unfit(folder: Path, reason: str, fix: str) -> ConfigError:
-    return ConfigError(field="model_path", value=str(folder), reason=reason, fix=fix)
+    return ConfigError("model_path", str(folder), reason, fix)

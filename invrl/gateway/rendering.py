@@ -64,9 +64,8 @@ class Renderer:
         recorded = self._text(messages[:depth], False)
         if not full.startswith(recorded):
             thinking = any("</think>" in message.content for message in messages[:depth])
-            return Tail(
-                ids=[], fork=ForkReason.THINKING_STRIPPED if thinking else ForkReason.TEMPLATE_CHANGED
-            )
+            reason = ForkReason.THINKING_STRIPPED if thinking else ForkReason.TEMPLATE_CHANGED
+            return Tail(ids=[], fork=reason)
         end = recorded.rfind(self.end_of_turn or self._after_reply)
         if end < 0:
             return Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED)
@@ -90,20 +89,14 @@ class Renderer:
         try:
             return self._template(messages, add_generation_prompt)
         except Exception as error:  # templates raise what they like, mostly jinja2.TemplateError
-            raise SessionError(
-                f"the model's chat template refuses this conversation: {error}",
-                status=400,
-                code="invalid_messages",
-            ) from error
+            reason = f"the model's chat template refuses this conversation: {error}"
+            raise SessionError(reason, status=400, code="invalid_messages") from error
 
     def _encode(self, text: str) -> list[int]:
         ids = self._tokenizer.encode(text)
         if ids and max(ids) >= self._vocab_size:  # such an id would end the engine's process
-            raise SessionError(
-                f"token {max(ids)} is outside of the model's vocabulary ({self._vocab_size})",
-                status=400,
-                code="invalid_messages",
-            )
+            reason = f"token {max(ids)} is outside of the model's vocabulary ({self._vocab_size})"
+            raise SessionError(reason, status=400, code="invalid_messages")
         return ids
 
     def _find_end_of_turn(self) -> tuple[str, str, int | None]:
@@ -171,10 +164,5 @@ class TextStream:
         cut = self._cut()
         if cut < len(self._text):
             return cut
-        held = 0
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self._text)), held, -1):
-                if self._text.endswith(stop[:size]):
-                    held = size
-                    break
-        return len(self._text) - held
+        starts = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
+        return len(self._text) - max((len(part) for part in starts if self._text.endswith(part)), default=0)

@@ -6,7 +6,7 @@ Thin: bodies in, `Lifecycle` called, its answer out.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import hmac
 from collections.abc import Callable, Mapping
 from typing import Annotated
@@ -16,8 +16,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from invrl.errors import SessionError
+from invrl.gateway.agent_api import session_keys
 from invrl.gateway.lifecycle import Lifecycle
-from invrl.gateway.sessions import SessionRecord, SessionRegistry, hash_key
+from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, hash_key
 from invrl.gateway.turns import Turns
 from invrl.run_store import Outcome
 from invrl.section import Section
@@ -25,6 +26,8 @@ from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, Samp
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Name = Annotated[str, Field(max_length=512)]
+_SHOWN = ("id", "task_id", "group_id", "index", "attempt", "purpose", "sampling")
+"""Of a session, to who asks for its state: not its key."""
 _Place = Annotated[int, Field(strict=True, ge=0)]
 
 
@@ -80,15 +83,13 @@ class KeyRing:
         given = _bearer_hash(request)
         if hmac.compare_digest(given, self._env_hash):
             return self._registry.by_id(session_id)
-        try:
+        with contextlib.suppress(SessionError):
             record = self._registry.by_id(session_id)
-        except SessionError:
-            record = None
-        if record is None or not hmac.compare_digest(given, record.key_hash):
-            raise SessionError(
-                "this needs the environment key or the session's own", status=401, code="invalid_api_key"
-            )
-        return record
+            if hmac.compare_digest(given, record.key_hash):
+                return record
+        raise SessionError(
+            "this needs the environment key or the session's own", status=401, code="invalid_api_key"
+        )
 
 
 def session_routes(
@@ -100,13 +101,14 @@ def session_routes(
     @api.post("/sessions", status_code=201)
     async def open_sessions(request: Request, body: OpenBody) -> Response:
         keys.check_environment(request)
-        records = await lifecycle.open(
+        group = Opening(
             task_id=body.task_id,
             group_id=body.group_id,
             members=[GroupMember(index=member.index, attempt=member.attempt) for member in body.members],
             purpose=body.purpose,
-            sampling=Sampling(**body.sampling.model_dump()) if body.sampling else None,
+            sampling=Sampling(**body.sampling.model_dump()) if body.sampling else lifecycle.sampling,
         )
+        records = await lifecycle.open(group)
         return _json({"sessions": [record.session for record in records]}, status=201)
 
     @api.post("/sessions/{session_id}/reward")
@@ -130,24 +132,15 @@ def session_routes(
     @api.get("/sessions/{session_id}")
     async def show_session(request: Request, session_id: str) -> Response:
         record = keys.session(request, session_id)
-        session = record.session
-        return _json(
-            {
-                "id": session.id,
-                "task_id": session.task_id,
-                "group_id": session.group_id,
-                "index": session.index,
-                "attempt": session.attempt,
-                "purpose": session.purpose,
-                "sampling": session.sampling,
-                "state": record.state,
-                "reward": record.reward,
-                "components": record.components,
-                "overridden": sorted(record.overridden),
-                "turns": turns.overview(record),
-                "outcome": record.outcome,
-            }
-        )
+        state = {
+            "state": record.state,
+            "reward": record.reward,
+            "components": record.components,
+            "overridden": sorted(record.overridden),
+            "turns": turns.overview(record),
+            "outcome": record.outcome,
+        }
+        return _json({name: getattr(record.session, name) for name in _SHOWN} | state)
 
     @api.get("/metrics")
     async def show_metrics(request: Request) -> Response:
@@ -168,7 +161,5 @@ def _json(value: object, status: int = 200) -> Response:
 
 
 def _bearer_hash(request: Request) -> bytes:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        key = request.headers.get("x-api-key", "")
-    return hashlib.sha256(key.strip().encode()).digest()
+    keys = session_keys(None, request.headers)
+    return hash_key(keys[0] if keys else "")

@@ -13,6 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from invrl.errors import SessionError
@@ -46,6 +47,17 @@ def hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What is opened as one: a session for each of a group's members."""
+
+    task_id: str
+    group_id: str
+    members: Sequence[GroupMember]
+    purpose: Purpose
+    sampling: Sampling
+
+
 class SessionRegistry:
     """All sessions this gateway knows."""
 
@@ -59,37 +71,25 @@ class SessionRegistry:
         self._closed: dict[str, SessionRecord] = {}
         self._counts: Counter[SessionState] = Counter()
 
-    def open(
-        self,
-        *,
-        task_id: str,
-        group_id: str,
-        members: Sequence[GroupMember],
-        purpose: Purpose,
-        sampling: Sampling,
-        now: float,
-    ) -> list[SessionRecord]:
+    def open(self, group: Opening, now: float) -> list[SessionRecord]:
         """All members of a group, or none: SessionError 429 when they do not fit."""
-        if len(self._open) + len(members) > self._max_open:
-            raise SessionError(
-                f"{len(self._open)} sessions are open; {len(members)} more would pass {self._max_open}",
-                status=429,
-                code="too_many_sessions",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        held, more = len(self._open), len(group.members)
+        if held + more > self._max_open:
+            full = f"{held} sessions are open; {more} more would pass {self._max_open}"
+            raise SessionError(full, status=429, code="too_many_sessions", retry_after_s=_RETRY_AFTER_S)
         records = []
-        for member in members:
+        for member in group.members:
             key = "isk-" + secrets.token_urlsafe(24)
             session = Session(
                 id="ses-" + secrets.token_hex(8),
                 key=key,
                 base_url=f"{self._public_url}/s/{key}/v1",
-                task_id=task_id,
-                group_id=group_id,
+                task_id=group.task_id,
+                group_id=group.group_id,
                 index=member.index,
                 attempt=member.attempt,
-                purpose=purpose,
-                sampling=sampling,
+                purpose=group.purpose,
+                sampling=group.sampling,
             )
             record = SessionRecord(session=session, key_hash=hash_key(key), opened_at=now)
             self._by_id[session.id] = self._open[session.id] = self._by_key[record.key_hash] = record
@@ -124,28 +124,20 @@ class SessionRegistry:
             raise SessionError(
                 f"session {record.session.id} is {record.state}", status=409, code="session_closed"
             )
-        record.reward = reward
-        record.components = dict(components)
+        record.reward, record.components = reward, dict(components)
 
     def close(self, record: SessionRecord, state: SessionState, outcome: Outcome) -> None:
         self._counts[record.state] -= 1
         self._counts[state] += 1
-        record.state = state
-        record.outcome = outcome
-        del self._open[record.session.id]
-        self._closed[record.session.id] = record
+        record.state, record.outcome = state, outcome
+        self._closed[record.session.id] = self._open.pop(record.session.id)
         if len(self._closed) > _CLOSED_KEPT:
             oldest = self._closed.pop(next(iter(self._closed)))
             del self._by_id[oldest.session.id], self._by_key[oldest.key_hash]
 
     def expired(self, now: float) -> list[SessionRecord]:
         """Open sessions past their time to live. Sessions open in the order of time."""
-        late = []
-        for record in self._open.values():
-            if now - record.opened_at <= self._ttl_s:
-                break
-            late.append(record)
-        return late
+        return list(takewhile(lambda record: now - record.opened_at > self._ttl_s, self._open.values()))
 
     def counts(self) -> Mapping[SessionState, int]:
         """Sessions by state since the start."""

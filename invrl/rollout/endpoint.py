@@ -25,7 +25,7 @@ _MAX_RETRIES = 2
 
 class ConnectionPool(httpx.AsyncBaseTransport):
     """Connections of one event loop, shared by clients that come and go: a client's close leaves them
-    open, `close_connections` ends them."""
+    open, they end with the process."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -34,30 +34,16 @@ class ConnectionPool(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         return await self._transport.handle_async_request(request)
 
-    async def close_connections(self) -> None:
-        await self._transport.aclose()
-
 
 class SessionEndpoint:
     """One session's `interfaces.Endpoint`. `timeout_s` is the rollout's: no request need wait longer."""
 
     def __init__(self, session: Session, *, model: str, timeout_s: float, pool: ConnectionPool) -> None:
-        self._session = session
-        self._model = model
+        self.base_url = session.base_url
+        self.api_key = session.key
+        self.model = model
         self._timeout_s = timeout_s
         self._pool = pool
-
-    @property
-    def base_url(self) -> str:
-        return self._session.base_url
-
-    @property
-    def api_key(self) -> str:
-        return self._session.key
-
-    @property
-    def model(self) -> str:
-        return self._model
 
     def openai(self) -> AsyncOpenAI:
         """A ready client. In the thread of a sync function (with an event loop of its own, perhaps)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from invrl.errors import DeadlineError, ServerError, WeightSyncError
@@ -37,7 +37,6 @@ class Engine:
     server: EngineServer
     client: SglangClient
     receiver: EngineReceiver
-    seconds_to_start: float = field(default=0.0)
 
     @property
     def name(self) -> str:
@@ -112,7 +111,7 @@ class Fleet:
         self._watch = asyncio.create_task(HealthCheck(policy).watch(lambda: self.engines, self.evict))
 
     async def admit(self) -> None:
-        """The engines hold the fleet's version: the router may know them. ServerError, DeadlineError."""
+        """Let the router know the engines: they hold the fleet's version. ServerError, DeadlineError."""
         await asyncio.gather(*(self._register(engine) for engine in self._engines.values()))
 
     async def receivers(self) -> Sequence[WeightReceiver]:
@@ -193,7 +192,7 @@ class Fleet:
         return Engine(server=server, client=client, receiver=receiver)
 
     async def _ready(self, engine: Engine) -> None:
-        engine.seconds_to_start = await asyncio.to_thread(engine.server.wait_ready)
+        await asyncio.to_thread(engine.server.wait_ready)
 
     async def _register(self, engine: Engine) -> None:
         await self._router.register(engine.server.url, api_key=engine.server.api_key)

@@ -10,10 +10,11 @@ Used by `fleet`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -41,17 +42,6 @@ _FLAGS = {
 _SWITCHES = ("--disable-retries", "--disable-circuit-breaker")
 
 
-def router_command(
-    *, python: str, port: int, metrics_port: int, passthrough: Sequence[str] = ()
-) -> list[str]:
-    """The command line without keys (they are given by environment, see `launch_router`)."""
-    command = [python, "-m", "invrl.rollout.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
-    for name, value in _FLAGS.items():
-        command += [f"--{name}", value]
-    return [*command, *_SWITCHES, *passthrough]
-
-
 class RouterServer:
     """`start`, `wait_ready`, then `register` engines."""
 
@@ -71,29 +61,31 @@ class RouterServer:
 
     def start(self) -> None:
         self.port = free_port()
-        command = router_command(
-            python=sys.executable, port=self.port, metrics_port=free_port(), passthrough=self._passthrough
-        )
-        env = {
-            "INVRL_ROUTER_API_KEY": self.api_key,
-            "INVRL_ROUTER_MANAGEMENT_KEY": self._management_key,
-        }
+        # Keys are given by environment (see `launch_router`): a command line can be read by anybody.
+        command = [sys.executable, "-m", "invrl.rollout.launch_router", "--host", "127.0.0.1"]
+        command += ["--port", str(self.port)]
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        command += [part for name, value in _FLAGS.items() for part in (f"--{name}", value)]
+        command += [*_SWITCHES, *self._passthrough]
+        env = {"INVRL_ROUTER_API_KEY": self.api_key, "INVRL_ROUTER_MANAGEMENT_KEY": self._management_key}
         self._process = ServerProcess("router", command, log=self._log, env=env)
 
     async def wait_ready(self) -> None:
         """Until the router answers. Raises ServerError if it died, DeadlineError."""
-        deadline = time.monotonic() + self._start_timeout_s
-        while not await self._answers():
-            self._running().check_alive()
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"the router to answer; last lines of {self._log}:\n{self._running().log_tail()}",
-                    self._start_timeout_s,
-                )
-            await asyncio.sleep(0.1)
+        process = self._process
+        assert process is not None, "the router was not started"
 
-    def alive(self) -> bool:
-        return self._process is not None and self._process.alive()
+        async def answers() -> bool:
+            process.check_alive()
+            with contextlib.suppress(ServerError):
+                await self._workers()
+                return True
+            return False
+
+        def waited_for() -> str:
+            return f"the router to answer; last lines of {self._log}:\n{process.log_tail()}"
+
+        await _until(answers, waited_for, self._start_timeout_s)
 
     def check_alive(self) -> None:
         """Raises ServerError if a started router has ended."""
@@ -106,16 +98,16 @@ class RouterServer:
 
     async def register(self, url: str, *, api_key: str, deadline_s: float = 60.0) -> None:
         """Returns once the router routes to this engine. DeadlineError, ServerError."""
-        deadline = time.monotonic() + deadline_s
         await self._call("POST", "/workers", {"url": url, "api_key": api_key})
-        while True:
+
+        async def routed() -> bool:
             for worker in await self._workers():
                 if worker.get("url") == url and worker.get("is_healthy"):
                     self._worker_ids[url] = str(worker["id"])
-                    return
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"the router to route to {url}", deadline_s)
-            await asyncio.sleep(0.1)
+                    return True
+            return False
+
+        await _until(routed, lambda: f"the router to route to {url}", deadline_s)
 
     async def unregister(self, url: str, *, deadline_s: float = 10.0) -> None:
         """Returns once the router no longer routes to this engine. Nothing to do for a stranger."""
@@ -123,28 +115,17 @@ class RouterServer:
         if worker_id is None:
             return
         await self._call("DELETE", f"/workers/{worker_id}", None)
-        deadline = time.monotonic() + deadline_s
-        while any(worker.get("url") == url for worker in await self._workers()):
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"the router to forget {url}", deadline_s)
-            await asyncio.sleep(0.05)
 
-    def _running(self) -> ServerProcess:
-        assert self._process is not None, "the router was not started"
-        return self._process
+        async def gone() -> bool:
+            return all(worker.get("url") != url for worker in await self._workers())
+
+        await _until(gone, lambda: f"the router to forget {url}", deadline_s)
 
     async def _workers(self) -> list[dict[str, object]]:
         answer = await self._call("GET", "/workers", None)
         workers = answer.get("workers", [])
         assert isinstance(workers, list)
         return workers
-
-    async def _answers(self) -> bool:
-        try:
-            await self._call("GET", "/workers", None)
-        except ServerError:
-            return False
-        return True
 
     async def _call(self, method: str, path: str, body: dict[str, str] | None) -> dict[str, object]:
         headers = {"Authorization": f"Bearer {self._management_key}"}
@@ -160,3 +141,13 @@ class RouterServer:
                 return dict(await response.json())
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerError(f"the router does not answer {method} {path}: {error!r}") from error
+
+
+async def _until(
+    probe: Callable[[], Awaitable[bool]], waited_for: Callable[[], str], deadline_s: float
+) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not await probe():
+        if time.monotonic() > deadline:
+            raise DeadlineError(waited_for(), deadline_s)
+        await asyncio.sleep(0.1)

@@ -10,6 +10,7 @@ evaluation and the rollout workers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -156,20 +157,13 @@ def _outcome(answer: httpx.Response, what: str) -> RolloutSummary | FailedRollou
 
 def _refusal(answer: httpx.Response, what: str) -> SessionError:
     """The gateway's error body, or whatever answered in its place."""
-    message, code = answer.text[:300], "refused"
-    try:
+    message, code, retry_after_s = answer.text[:300], "refused", None
+    with contextlib.suppress(msgspec.DecodeError, KeyError):
         error = msgspec.json.decode(answer.content, type=dict[str, dict[str, Any]])["error"]
-        message, code = (
-            str(error.get("message", message)),
-            str(error.get("code") or error.get("type") or code),
-        )
-    except (msgspec.DecodeError, KeyError):
-        pass
-    after = answer.headers.get("retry-after", "")
-    try:
-        retry_after_s = max(0.0, float(after))
-    except ValueError:
-        retry_after_s = None
+        message = str(error.get("message", message))
+        code = str(error.get("code") or error.get("type") or code)
+    with contextlib.suppress(ValueError):
+        retry_after_s = max(0.0, float(answer.headers.get("retry-after", "")))
     return SessionError(
         f"{what}: {answer.status_code} {message}",
         status=answer.status_code,

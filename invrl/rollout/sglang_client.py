@@ -9,11 +9,12 @@ the admin key too). Used by the gateway, `weight_receiver`, `fleet` and `health`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import aiohttp
 import msgspec
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from invrl.errors import DeadlineError, ServerError, SessionError
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 
-PauseMode = Literal["abort", "retract", "in_place"]
+_CONTROL_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,18 +95,14 @@ class SglangClient:
         admin_key: str = "",
         name: str = "",
         generate_deadline_s: float = 3600.0,
-        control_deadline_s: float = 60.0,
-        connections: int = 0,
     ) -> None:
-        """`name` is how errors call the server; `connections` 0 means no bound."""
+        """`name` is how errors call the server."""
         self.base_url = base_url.rstrip("/")
         self.name = name or self.base_url
         self.limits = limits
         self._api_key = api_key
         self._admin_key = admin_key
         self._generate_deadline_s = generate_deadline_s
-        self._control_deadline_s = control_deadline_s
-        self._connections = connections
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -124,10 +121,8 @@ class SglangClient:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """One whole answer. Raises SessionError (400) for a request that must not be sent, ServerError,
         DeadlineError. Cancelling the call cancels the generation."""
-        body = self._body(request, stream=False)
-        answer = await self._post(
-            "/generate", body, deadline_s=self._generate_deadline_s, headers=_routing(request.routing_key)
-        )
+        body, deadline_s = self._body(request, stream=False), self._generate_deadline_s
+        answer = await self._ask("/generate", body, deadline_s=deadline_s, routing_key=request.routing_key)
         return _Answer().add(_EVENT.decode(answer)).result()
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateResult, None]:
@@ -137,8 +132,9 @@ class SglangClient:
         answer = _Answer()
         try:
             async with asyncio.timeout(self._generate_deadline_s):
-                async with self._open("/generate", body, _routing(request.routing_key)) as response:
-                    await self._raise_for_status("/generate", response)
+                async with self._open(
+                    "/generate", body, key=self._api_key, routing_key=request.routing_key
+                ) as response:
                     async for event in _events(response.content):
                         before = len(answer.ids)
                         answer.add(event)
@@ -164,7 +160,7 @@ class SglangClient:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answers = orjson.loads(await self._post("/generate", body, deadline_s=deadline_s))
+        answers = orjson.loads(await self._ask("/generate", body, deadline_s=deadline_s))
         rows = [answer["meta_info"]["input_token_logprobs"][1:] for answer in answers]
         if [len(row) for row in rows] != [len(ids) - 1 for ids in prompts]:
             raise ServerError(f"{self.name}: prompt log-probs of other lengths than the prompts")
@@ -181,27 +177,21 @@ class SglangClient:
             raise SessionError("the prompt is empty", status=400, code="empty_prompt")
         low, high = int(ids_T.min()), int(ids_T.max())
         if low < 0 or high >= self.limits.vocab_size:
-            raise SessionError(
-                f"token id {low if low < 0 else high} is outside the vocabulary of {self.limits.vocab_size}",
-                status=400,
-                code="invalid_token_id",
-            )
+            bad = low if low < 0 else high
+            reason = f"token id {bad} is outside the vocabulary of {self.limits.vocab_size}"
+            raise SessionError(reason, status=400, code="invalid_token_id")
         if max_new_tokens < 1:
-            raise SessionError(
-                f"max_new_tokens is {max_new_tokens}, at least 1 is needed", status=400, code="invalid_value"
-            )
-        if len(ids_T) + max_new_tokens > self.limits.context_length:
-            raise SessionError(
-                f"{len(ids_T)} prompt tokens and {max_new_tokens} new ones exceed the context of "
-                f"{self.limits.context_length}",
-                status=400,
-                code="context_length_exceeded",
-            )
+            reason = f"max_new_tokens is {max_new_tokens}, at least 1 is needed"
+            raise SessionError(reason, status=400, code="invalid_value")
+        if len(ids_T) + max_new_tokens > (room := self.limits.context_length):
+            reason = f"{len(ids_T)} prompt tokens and {max_new_tokens} new ones exceed the context of {room}"
+            raise SessionError(reason, status=400, code="context_length_exceeded")
 
     # ------------------------------------------------------------------ control (an engine, not the router)
 
-    async def pause(self, mode: PauseMode = "retract") -> None:
-        await self._control("/pause_generation", {"mode": mode})
+    async def pause(self) -> None:
+        """Running requests are retracted: they go on after `resume`."""
+        await self._control("/pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:
         await self._control("/continue_generation", {"torch_empty_cache": False})
@@ -235,7 +225,7 @@ class SglangClient:
 
     async def weight_version(self) -> str:
         """As the engine names what it holds."""
-        answer = await self._get("/model_info", deadline_s=self._control_deadline_s)
+        answer = await self._ask("/model_info", deadline_s=_CONTROL_DEADLINE_S)
         return str(orjson.loads(answer)["weight_version"])
 
     async def answers(self, *, deadline_s: float) -> bool:
@@ -271,52 +261,49 @@ class SglangClient:
             "stream": stream,
         }
 
-    def _open(
-        self, path: str, body: Mapping[str, Json], headers: Mapping[str, str], *, admin: bool = False
-    ) -> aiohttp.client._RequestContextManager:
-        key = self._admin_key if admin else self._api_key
-        return self._http().post(
-            self.base_url + path,
-            data=orjson.dumps(body),
-            headers={"Content-Type": "application/json", **_bearer(key), **headers},
-        )
-
-    def _http(self) -> aiohttp.ClientSession:
+    @contextlib.asynccontextmanager
+    async def _open(
+        self, path: str, body: Mapping[str, Json] | None, *, key: str, routing_key: str = ""
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer's beginning: to a POST of `body`, or to a GET where there is none. ServerError for a
+        status other than 200."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._connections)
+            connector = aiohttp.TCPConnector(limit=0)  # no bound
             # Deadlines are set per call, by what is waited for; aiohttp's total of 300 s is not one of ours.
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
-        return self._session
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        if routing_key:
+            headers["X-SMG-Routing-Key"] = routing_key
+        method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
+        async with self._session.request(
+            method, self.base_url + path, data=data, headers=headers
+        ) as response:
+            if response.status != 200:
+                text = (await response.read())[:500].decode(errors="replace")
+                raise ServerError(f"{self.name} answered {path} with {response.status}: {text}")
+            yield response
 
     async def _control(
-        self, path: str, body: Mapping[str, Json], *, deadline_s: float | None = None
-    ) -> bytes:
-        return await self._post(path, body, deadline_s=deadline_s or self._control_deadline_s, admin=True)
+        self, path: str, body: Mapping[str, Json], *, deadline_s: float = _CONTROL_DEADLINE_S
+    ) -> None:
+        await self._ask(path, body, deadline_s=deadline_s, key=self._admin_key)
 
-    async def _post(
+    async def _ask(
         self,
         path: str,
-        body: Mapping[str, Json],
+        body: Mapping[str, Json] | None = None,
         *,
         deadline_s: float,
-        headers: Mapping[str, str] | None = None,
-        admin: bool = False,
+        key: str | None = None,
+        routing_key: str = "",
     ) -> bytes:
+        """The whole answer of `_open`. `key` None: the one to sample with."""
+        key = self._api_key if key is None else key
         try:
             async with asyncio.timeout(deadline_s):
-                async with self._open(path, body, headers or {}, admin=admin) as response:
-                    await self._raise_for_status(path, response)
-                    return await response.read()
-        except TimeoutError:
-            raise DeadlineError(f"{self.name} to answer {path}", deadline_s) from None
-        except aiohttp.ClientError as error:
-            raise ServerError(f"{self.name} does not answer {path}: {error!r}") from error
-
-    async def _get(self, path: str, *, deadline_s: float) -> bytes:
-        try:
-            async with asyncio.timeout(deadline_s):
-                async with self._http().get(self.base_url + path, headers=_bearer(self._api_key)) as response:
-                    await self._raise_for_status(path, response)
+                async with self._open(path, body, key=key, routing_key=routing_key) as response:
                     return await response.read()
         except TimeoutError:
             raise DeadlineError(f"{self.name} to answer {path}", deadline_s) from None
@@ -325,23 +312,10 @@ class SglangClient:
 
     async def _succeeds(self, path: str, deadline_s: float) -> bool:
         try:
-            await self._get(path, deadline_s=deadline_s)
+            await self._ask(path, deadline_s=deadline_s)
         except (ServerError, DeadlineError):
             return False
         return True
-
-    async def _raise_for_status(self, path: str, response: aiohttp.ClientResponse) -> None:
-        if response.status != 200:
-            text = (await response.read())[:500].decode(errors="replace")
-            raise ServerError(f"{self.name} answered {path} with {response.status}: {text}")
-
-
-def _bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _routing(key: str) -> dict[str, str]:
-    return {"X-SMG-Routing-Key": key} if key else {}
 
 
 class _Span(msgspec.Struct):

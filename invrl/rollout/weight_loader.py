@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -36,8 +37,8 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     op: LoaderOp
     nonce: str
     reply_path: str
-    tensors: list[tuple[str, list[int], str]] = []
-    """(name, shape, dtype), for `check` and `digest`."""
+    tensors: tuple[TensorSpec, ...] = ()
+    """For `check` and `digest`."""
     arena: str = ""
     """ArenaHandle as JSON, for `load`."""
 
@@ -109,16 +110,10 @@ def _home(name: str, parameters: Mapping[str, torch.Tensor], rows: Mapping[str, 
     raise LayoutError(f"{name}: the engine has no such weight")
 
 
-_arenas: dict[str, Arena] = {}
-"""Kept mapped: faulting a fresh mapping costs more than the copy. The newest only."""
-
-
-def _arena(handle: ArenaHandle) -> Arena:
-    if handle.arena_id not in _arenas:
-        arena = open_arena(handle)
-        _arenas.clear()
-        _arenas[handle.arena_id] = arena
-    return _arenas[handle.arena_id]
+@lru_cache(maxsize=1)
+def _arena(path: str, arena_id: str) -> Arena:
+    """Kept mapped: faulting a fresh mapping costs more than the copy. The newest only."""
+    return open_arena(ArenaHandle(path=path, arena_id=arena_id, slot=0))
 
 
 def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
@@ -127,15 +122,14 @@ def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
     parameters = dict(model.named_parameters())
     if request.op == "load":
         handle = ArenaHandle.from_json(request.arena)
-        arena = _arena(handle)
+        arena = _arena(handle.path, handle.arena_id)
         places = plan(parameters, arena.tensors)
         views = arena.views(handle.slot)
         with torch.no_grad():
             for place in places:
                 place.view().copy_(views[place.spec.name])
         return {}
-    specs = [TensorSpec(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in request.tensors]
-    places = plan(parameters, specs)
+    places = plan(parameters, request.tensors)
     if request.op == "check":
         return {}
     return {place.spec.name: checksum(place.view()) for place in places}
@@ -144,18 +138,18 @@ def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """SGLang's entry point. Never raises; the reply file appears whole (rename)."""
     start = time.perf_counter()
-    request: LoaderRequest | None = None
     try:
         request = msgspec.json.decode(named_tensors[0][0], type=LoaderRequest)
+    except Exception:
+        return  # nobody to answer; the other end sees that no reply came
+    try:
         reply = LoaderReply(nonce=request.nonce, checksums=_serve(model, request))
     except Exception as error:
         reply = LoaderReply(
-            nonce=request.nonce if request else "",
+            nonce=request.nonce,
             error=str(error) if isinstance(error, InvrlError) else repr(error),
             error_is_layout=isinstance(error, LayoutError),
         )
-    if request is None:
-        return
     reply = msgspec.structs.replace(reply, seconds=time.perf_counter() - start)
     try:
         with open(request.reply_path + ".new", "wb") as file:

@@ -9,14 +9,13 @@ driven by `weight_sync`; the loader inside the engine is `weight_loader`.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import pickle
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -38,7 +37,7 @@ class EngineReceiver(ABC):
     def __init__(
         self, name: str, client: SglangClient, *, reply_folder: Path, deadline_s: float = 120.0
     ) -> None:
-        self._name = name
+        self.name = name
         self._client = client
         self._reply_folder = reply_folder
         self._deadline_s = deadline_s
@@ -46,16 +45,11 @@ class EngineReceiver(ABC):
         self.is_paused = False
         """For the health check: a paused engine makes no token."""
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
         """LayoutError unless the layout is exactly the engine's weights. The engine is asked once per
         layout: outside a pause it answers only when no request runs, and nothing about it changes."""
         if set(staged.checksums) != {spec.name for spec in layout.tensors}:
-            raise LayoutError("what was staged is not what the layout names", engine=self._name)
-        self._check_carrier(layout, staged)
+            raise LayoutError("what was staged is not what the layout names", engine=self.name)
         if layout != self._approved:
             async with self._update():
                 await self._ask("check", tensors=layout.tensors)
@@ -63,8 +57,8 @@ class EngineReceiver(ABC):
 
     async def pause(self) -> None:
         self.is_paused = True
-        with _as_weight_sync(self._name):
-            await self._client.pause("retract")
+        with _as_weight_sync(self.name):
+            await self._client.pause()
             await self._client.flush_cache()
 
     @abstractmethod
@@ -72,38 +66,31 @@ class EngineReceiver(ABC):
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
         if self._approved is None:
-            raise WeightSyncError("checksums before check", engine=self._name)
+            raise WeightSyncError("checksums before check", engine=self.name)
         async with self._update():
             reply = await self._ask("digest", tensors=self._approved.tensors)
         return reply.checksums
 
     async def commit(self, version: WeightVersion) -> None:
-        with _as_weight_sync(self._name):
+        with _as_weight_sync(self.name):
             await self._client.set_weight_version(version)
             named = await self._client.weight_version()
             if named != str(version):
-                raise WeightSyncError(f"calls itself version {named}, not {version}", engine=self._name)
+                raise WeightSyncError(f"calls itself version {named}, not {version}", engine=self.name)
 
     async def resume(self) -> None:
-        with _as_weight_sync(self._name):
+        with _as_weight_sync(self.name):
             await self._client.resume()
         self.is_paused = False
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        with _as_weight_sync(self._name):
+        with _as_weight_sync(self.name):
             return await self._client.prompt_logprobs(prompts, deadline_s=self._deadline_s)
-
-    async def close(self) -> None:
-        await self._client.close()
-
-    def _check_carrier(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        """LayoutError where what the carrier holds is not the layout."""
-        del layout, staged
 
     @asynccontextmanager
     async def _update(self) -> AsyncIterator[None]:
         """SGLang takes weights only between these two calls."""
-        with _as_weight_sync(self._name):
+        with _as_weight_sync(self.name):
             await self._client.begin_weight_update()
             try:
                 yield
@@ -117,8 +104,8 @@ class EngineReceiver(ABC):
         request = LoaderRequest(
             op=op,
             nonce=nonce,
-            reply_path=str(self._reply_folder / f"{self._name}-{nonce}.reply"),
-            tensors=[(spec.name, list(spec.shape), spec.dtype) for spec in tensors],
+            reply_path=str(self._reply_folder / f"{self.name}-{nonce}.reply"),
+            tensors=tuple(tensors),
             arena=arena,
         )
         message = base64.b64encode(_empty_tensor_named(msgspec.json.encode(request).decode())).decode()
@@ -131,15 +118,16 @@ class EngineReceiver(ABC):
 class ArenaReceiver(EngineReceiver):
     """The engine maps the trainer's arena and copies a slot into its parameters."""
 
+    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
+        with _as_weight_sync(self.name):
+            arena = open_arena(ArenaHandle.from_json(staged.handle))
+        if arena.tensors != layout.tensors:
+            raise LayoutError("the arena was laid out for other tensors", engine=self.name)
+        await super().check(layout, staged)
+
     async def load(self, staged: StagedWeights) -> None:
         async with self._update():
             await self._ask("load", arena=staged.handle)
-
-    def _check_carrier(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        with _as_weight_sync(self._name):
-            arena = open_arena(ArenaHandle.from_json(staged.handle))
-        if arena.tensors != layout.tensors:
-            raise LayoutError("the arena was laid out for other tensors", engine=self._name)
 
 
 class BucketReceiver(EngineReceiver):
@@ -148,7 +136,7 @@ class BucketReceiver(EngineReceiver):
 
     async def load(self, staged: StagedWeights) -> None:
         if self._approved is None:
-            raise WeightSyncError("load before check", engine=self._name)
+            raise WeightSyncError("load before check", engine=self.name)
         async with self._update():
             for payload in json.loads(staged.handle):
                 await self._client.update_weights_from_tensor(
@@ -160,20 +148,16 @@ RECEIVERS: dict[str, type[EngineReceiver]] = {"arena": ArenaReceiver, "bucket": 
 """By carrier; the trainer's ends are in `train/weight_sender.py`."""
 
 
-class _as_weight_sync:
+@contextmanager
+def _as_weight_sync(engine: str) -> Iterator[None]:
     """Within: whatever the engine's server did wrong becomes a WeightSyncError that names the engine."""
-
-    def __init__(self, engine: str) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, WeightSyncError):
-            error.engine = error.engine or self._engine
-        elif isinstance(error, ServerError | DeadlineError | asyncio.TimeoutError):
-            raise WeightSyncError(f"{self._engine}: {error}", engine=self._engine) from error
+    try:
+        yield
+    except WeightSyncError as error:
+        error.engine = error.engine or engine
+        raise
+    except (ServerError, DeadlineError, TimeoutError) as error:
+        raise WeightSyncError(f"{engine}: {error}", engine=engine) from error
 
 
 def _empty_tensor_named(text: str) -> bytes:

@@ -93,13 +93,11 @@ class TreeAttention(MegatronModule):
             row.biases,
             strict=True,
         )
-        outputs = [self._attend(*part) for part in parts]
+        outputs = [
+            scaled_dot_product_attention(
+                *part, attn_mask=bias_QK, is_causal=bias_QK is None, scale=self._scale, enable_gqa=True
+            )
+            for *part, bias_QK in parts
+        ]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
         return output.permute(2, 0, 1, 3).reshape(query.shape[0], 1, -1).to(query.dtype)
-
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias_QK: torch.Tensor | None
-    ) -> torch.Tensor:
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask=bias_QK, is_causal=bias_QK is None, scale=self._scale, enable_gqa=True
-        )

@@ -49,12 +49,8 @@ def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
     that the trainer does not compute."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ConfigError(
-            field="model",
-            value=str(folder),
-            reason="it holds no config.json",
-            fix="give a Hugging Face model folder (`invrl prepare-model` makes one)",
-        )
+        fix = "give a Hugging Face model folder (`invrl prepare-model` makes one)"
+        raise ConfigError("model", str(folder), "it holds no config.json", fix)
     return parse_hf_config(json.loads(path.read_text()))
 
 
@@ -124,8 +120,5 @@ def _float(config: Mapping[str, Json], name: str, default: float) -> float:
 
 def _refused(name: str, value: object, why: str) -> ConfigError:
     return ConfigError(
-        field=f"config.json: {name}",
-        value=value,
-        reason=f"the trainer does not support it ({why})",
-        fix="use another model",
+        f"config.json: {name}", value, f"the trainer does not support it ({why})", "use another model"
     )

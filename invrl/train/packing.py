@@ -142,15 +142,11 @@ class _Layout:
     def __init__(self, share_prefixes: bool) -> None:
         self.size = 0
         self._share = share_prefixes
-        self._tokens: list[NDArray[np.int32]] = []
         self._trees: list[list[_Branch]] = []
         self._last_T = np.empty(0, np.int32)
         self._last_places_T = np.empty(0, np.int64)
-        self._predict_from: list[NDArray[np.int64]] = []
-        self._targets: list[NDArray[np.int32]] = []
-        self._temperatures: list[NDArray[np.float32]] = []
-        self._positions: list[NDArray[np.int64]] = []
-        self._rows: list[tuple[int, NDArray[np.int64]]] = []
+        self._rows: list[tuple[int, Row, int, NDArray[np.int64]]] = []
+        """Index, row, length of its shared prefix, places of its tokens."""
 
     def added_by(self, row: Row) -> int:
         return row.computed - self._shared(row)
@@ -167,24 +163,23 @@ class _Layout:
             if shared == 0:
                 self._trees.append([])
             self._trees[-1].append(_Branch(self.size, self.size + added, ancestors_K))
-            self._tokens.append(tokens_T[shared:])
-            self._positions.append(np.arange(shared, len(tokens_T)))
             self._last_T, self._last_places_T = tokens_T, places_T
             self.size += added
-        self._predict_from.append(places_T[row.wanted_N - 1])
-        self._targets.append(row.tokens_T[row.wanted_N])
-        self._temperatures.append(np.full(len(row.wanted_N), row.temperature, np.float32))
-        self._rows.append((index, row.wanted_N))
+        self._rows.append((index, row, shared, places_T))
 
     def micro_batch(self) -> MicroBatch:
+        placed = self._rows
+        rows = [row for _, row, _, _ in placed]
+        added = [(row.tokens_T, shared, row.computed) for _, row, shared, _ in placed]
+        temperatures = np.array([row.temperature for row in rows], np.float32)
         return MicroBatch(
-            tokens_P=np.concatenate(self._tokens).astype(np.int64),
-            positions_P=np.concatenate(self._positions),
+            tokens_P=np.concatenate([tokens_T[start:end] for tokens_T, start, end in added], dtype=np.int64),
+            positions_P=np.concatenate([np.arange(start, end) for _, start, end in added]),
             blocks=tuple(block for tree in self._trees for block in _blocks(tree)),
-            predict_from_N=np.concatenate(self._predict_from),
-            targets_N=np.concatenate(self._targets).astype(np.int64),
-            temperature_N=np.concatenate(self._temperatures),
-            rows=tuple(self._rows),
+            predict_from_N=np.concatenate([places_T[row.wanted_N - 1] for _, row, _, places_T in placed]),
+            targets_N=np.concatenate([row.tokens_T[row.wanted_N] for row in rows], dtype=np.int64),
+            temperature_N=temperatures.repeat([len(row.wanted_N) for row in rows]),
+            rows=tuple((index, row.wanted_N) for index, row, _, _ in placed),
         )
 
 
@@ -243,19 +238,25 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
     parts: list[list[int]] = [[] for _ in range(min(steps, len(groups)))]
     for index, sample in enumerate(batch.samples):
         parts[part_of[sample.group_id]].append(index)
-    return [part for part in (_select(batch, indices) for indices in parts) if part.total_tokens]
+    return [part for part in (_whole(_select(batch, indices)) for indices in parts) if part.total_tokens]
 
 
 def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
-    """These samples as a batch of their own, totals included."""
-    samples = tuple(batch.samples[index] for index in indices)
+    """These samples; the totals stay the whole batch's."""
     return replace(
         batch,
-        samples=samples,
+        samples=tuple(batch.samples[index] for index in indices),
         advantages=tuple(batch.advantages[index] for index in indices),
-        total_tokens=int(sum(sample.loss_mask_T.sum() for sample in samples)),
-        total_rollouts=len({(sample.rollout_id, sample.attempt) for sample in samples}),
-        total_samples=len(samples),
+    )
+
+
+def _whole(batch: TrainBatch) -> TrainBatch:
+    """With its own samples' totals."""
+    return replace(
+        batch,
+        total_tokens=sum(int(sample.loss_mask_T.sum()) for sample in batch.samples),
+        total_rollouts=len({(sample.rollout_id, sample.attempt) for sample in batch.samples}),
+        total_samples=len(batch.samples),
     )
 
 
@@ -271,21 +272,9 @@ def shard_batch(batch: TrainBatch, *, ranks: int, steps: int) -> list[RankBatch]
 def _shard(batch: TrainBatch, ranks: int) -> list[TrainBatch]:
     """Balance by cost. Groups stay whole where that balances as well as splitting them does: rows of
     a group share their prompt, and each part of it would compute the prompt again."""
-    best: list[list[int]] = []
-    best_cost = float("inf")
-    for parts in (1, 2, 4, 8) if ranks > 1 else (1,):
-        loads = _assign(batch, ranks, parts)
-        cost = max(_cost(batch, indices) for indices in loads)
-        if cost < best_cost:
-            best, best_cost = loads, cost
-    return [
-        replace(
-            batch,
-            samples=tuple(batch.samples[index] for index in indices),
-            advantages=tuple(batch.advantages[index] for index in indices),
-        )
-        for indices in best
-    ]
+    ways = [_assign(batch, ranks, parts) for parts in ((1, 2, 4, 8) if ranks > 1 else (1,))]
+    best = min(ways, key=lambda loads: max(_cost(batch, indices) for indices in loads))
+    return [_select(batch, indices) for indices in best]
 
 
 def _assign(batch: TrainBatch, ranks: int, parts: int) -> list[list[int]]:

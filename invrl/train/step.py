@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.losses import LossInputs, policy_loss
 from invrl.algorithms.surrogates import surrogate_function
 from invrl.errors import TrainError
-from invrl.interfaces import StepResult
-from invrl.metrics import Mean, Metric, Sum, merge
+from invrl.interfaces import PolicyLoss, StepResult
+from invrl.metrics import Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.model import PolicyModel
@@ -50,71 +50,67 @@ class _Work:
     denominator: float
 
 
-class _Clock:
-    """Seconds per phase."""
+_Recomputed = list[list[NDArray[np.float32]] | None]
+"""Log-probs under another policy, per mini-batch, per sample; None: not needed."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Until the device has done its work."""
+    with timed(seconds, phase):
         yield
         if device.on_cuda():
             torch.cuda.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
 
+@dataclass(slots=True, eq=False)
 class TrainStep:
     """The model, its optimizer and the frozen reference of one rank, and how a batch is trained."""
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        optimizer: ChainedOptimizer,
-        schedule: OptimizerParamScheduler,
-        reference: PolicyModel | None,
-        *,
-        train: TrainConfig,
-        algorithm: AlgorithmConfig,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._reference = reference
-        self._train = train
-        self._algorithm = algorithm
-        self._surrogate = surrogate_function(algorithm.policy_loss)
+    model: DistributedDataParallel
+    optimizer: ChainedOptimizer
+    schedule: OptimizerParamScheduler
+    reference: PolicyModel | None
+    _: KW_ONLY
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    surrogate: PolicyLoss = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.surrogate = surrogate_function(self.algorithm.policy_loss)
 
     def run(self, batch: RankBatch) -> StepResult:
         """One optimizer step per mini-batch. Raises TrainError for a loss or gradient that is not
         finite; the mini-batch it is found in changes no weight."""
-        clock, started = _Clock(), time.monotonic()
+        started, seconds = time.monotonic(), dict[str, float]()
         packed = [self.pack(rows_of(mini_batch.samples)) for mini_batch in batch.mini_batches]
-        old = self._old_logprobs(batch, packed, clock)
-        reference = self._reference_logprobs(batch, packed, clock)
+        old = self._old_logprobs(batch, packed, seconds)
+        reference: _Recomputed = [None] * len(packed)
+        if self.reference is not None:
+            with _timed(seconds, "reference"):
+                reference = self._recomputed(self.reference, batch, packed)
         metrics: dict[str, Metric] = {}
         for at, (mini_batch, micro_batches) in enumerate(zip(batch.mini_batches, packed, strict=True)):
             works = [_work(mini_batch, micro_batch, old[at], reference[at]) for micro_batch in micro_batches]
-            with clock.phase("forward_backward"):
+            with _timed(seconds, "forward_backward"):
                 parts = self._forward_backward(works)
-            rate = float(self._optimizer.param_groups[0]["lr"])
-            with clock.phase("optimizer"):
-                norm = apply_gradients(self._optimizer)
-                self._schedule.step(1)
+            rate = float(self.optimizer.param_groups[0]["lr"])
+            with _timed(seconds, "optimizer"):
+                norm = apply_gradients(self.optimizer)
+                self.schedule.step(1)
             metrics = merge([metrics, *parts, {"grad_norm": Mean(norm), "lr": Mean(rate)}])
         return StepResult(
             batch_id=batch.batch_id,
             optimizer_steps=len(packed),
             metrics=metrics | _amounts(batch, packed, time.monotonic() - started),
-            seconds=clock.seconds,
+            seconds=seconds,
         )
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
         return pack(
             rows,
-            max_tokens=self._train.max_tokens_per_microbatch,
-            share_prefixes=self._train.share_prefixes,
+            max_tokens=self.train.max_tokens_per_microbatch,
+            share_prefixes=self.train.share_prefixes,
         )
 
     def logprobs(
@@ -129,38 +125,32 @@ class TrainStep:
         return arrays
 
     def _old_logprobs(
-        self, batch: RankBatch, packed: list[list[MicroBatch]], clock: _Clock
-    ) -> list[list[NDArray[np.float32]] | None]:
-        """Per mini-batch, per sample; all before the first step changes the model."""
-        if self._algorithm.old_logprobs == "engine":
+        self, batch: RankBatch, packed: list[list[MicroBatch]], seconds: dict[str, float]
+    ) -> _Recomputed:
+        """All before the first step changes the model."""
+        if self.algorithm.old_logprobs == "engine":
             return [[s.rollout_logprobs_T for s in mini.samples] for mini in batch.mini_batches]
         if len(packed) < 2:
             return [None] * len(packed)
-        with clock.phase("old_logprobs"):
-            return [
-                self.logprobs(self._model, micro_batches, [len(s.tokens_T) for s in mini.samples])
-                for mini, micro_batches in zip(batch.mini_batches, packed, strict=True)
-            ]
+        with _timed(seconds, "old_logprobs"):
+            return self._recomputed(self.model, batch, packed)
 
-    def _reference_logprobs(
-        self, batch: RankBatch, packed: list[list[MicroBatch]], clock: _Clock
-    ) -> list[list[NDArray[np.float32]] | None]:
-        if self._reference is None:
-            return [None] * len(packed)
-        with clock.phase("reference"):
-            return [
-                self.logprobs(self._reference, micro_batches, [len(s.tokens_T) for s in mini.samples])
-                for mini, micro_batches in zip(batch.mini_batches, packed, strict=True)
-            ]
+    def _recomputed(
+        self, model: torch.nn.Module, batch: RankBatch, packed: list[list[MicroBatch]]
+    ) -> _Recomputed:
+        return [
+            self.logprobs(model, micro_batches, [len(s.tokens_T) for s in mini.samples])
+            for mini, micro_batches in zip(batch.mini_batches, packed, strict=True)
+        ]
 
     def _forward_backward(self, works: list[_Work]) -> list[dict[str, Metric]]:
         """Gradients of the mini-batch, summed over its micro-batches and reduced over ranks."""
-        self._model.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
         return get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iter(works),
-            model=self._model,
+            model=self.model,
             num_microbatches=len(works),
             seq_length=0,
             micro_batch_size=1,
@@ -183,8 +173,8 @@ class TrainStep:
                     entropy_N=entropy_N,
                     denominator=work.denominator,
                 ),
-                self._algorithm,
-                self._surrogate,
+                self.algorithm,
+                self.surrogate,
             )
             value = float(outputs.loss.detach())
             if not math.isfinite(value):

@@ -18,6 +18,7 @@ from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.hf_names.families import FAMILIES
 from invrl.train.hf_names.parameter import Heads, Parameter, join, split
 from invrl.types import TensorSpec
+from invrl.weight_arena import spec_of
 
 
 def parameters(config: HuggingFaceConfig) -> list[Parameter]:
@@ -74,14 +75,13 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def export_weights(
-    model: torch.nn.Module, config: HuggingFaceConfig, dtype: torch.dtype
+    model: torch.nn.Module, config: HuggingFaceConfig, dtype: torch.dtype, at: str | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, contiguous tensor in `dtype`), in sending order. A tensor may be a view of the
-    model's own memory: use it before the next training step."""
+    """(Hugging Face name, contiguous tensor in `dtype`), in sending order, on device `at` (None: where it
+    is). A tensor may be a view of the model's own memory: use it before the next training step."""
     own = dict(model.named_parameters())
     for parameter in parameters(config):
-        tensor = own[parameter.megatron].detach()
-        parts = split(parameter.fusion, tensor, _heads(config))
+        parts = split(parameter.fusion, own[parameter.megatron].detach().to(at), _heads(config))
         for name, part in zip(parameter.hugging_face, parts, strict=True):
             yield name, part.to(dtype)
 
@@ -90,13 +90,4 @@ def weight_specs(
     model: torch.nn.Module, config: HuggingFaceConfig, dtype: torch.dtype
 ) -> tuple[TensorSpec, ...]:
     """What `export_weights` will give."""
-    own = dict(model.named_parameters())
-    return tuple(
-        TensorSpec(name=name, shape=tuple(part.shape), dtype=str(dtype).removeprefix("torch."))
-        for parameter in parameters(config)
-        for name, part in zip(
-            parameter.hugging_face,
-            split(parameter.fusion, own[parameter.megatron].detach().to("meta"), _heads(config)),
-            strict=True,
-        )
-    )
+    return tuple(spec_of(name, tensor) for name, tensor in export_weights(model, config, dtype, "meta"))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from invrl.tiny_model import make_tiny_model
+from tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 STEPS = 16

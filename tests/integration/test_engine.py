@@ -8,6 +8,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
 from invrl.errors import ServerError, SessionError
@@ -15,7 +16,6 @@ from invrl.rollout.config import EngineConfig
 from invrl.rollout.engine_server import EngineServer
 from invrl.rollout.fleet import Engine, Fleet
 from invrl.rollout.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
-from invrl.tiny_model import make_tiny_model
 from invrl.types import Sampling
 
 

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 import numpy as np
 import psutil
 import pytest
+from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
 from invrl.errors import WeightSyncError
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.sglang_client import GenerateRequest, SglangClient
-from invrl.tiny_model import make_tiny_model
 from invrl.types import Sampling, WeightVersion
 from invrl.weight_sync import CanaryBound, WeightTransaction
 

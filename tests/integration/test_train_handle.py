@@ -14,13 +14,13 @@ import numpy as np
 import psutil
 import pytest
 from rank_pool import RankPool
+from tiny_model import make_tiny_model
 from train_reference import random_batch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import ConfigError, DeadlineError, TrainError
 from invrl.metrics import resolve
 from invrl.process import free_port
-from invrl.tiny_model import make_tiny_model
 from invrl.train.config import TrainConfig
 from invrl.train.train_actor import RankSettings, TrainActor
 from invrl.train.train_handle import TrainHandle

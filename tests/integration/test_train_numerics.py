@@ -9,12 +9,12 @@ import pytest
 import torch
 from rank_pool import RankPool
 from safetensors.torch import load_file
+from tiny_model import Family, make_tiny_model
 from train_reference import Reference, random_batch, relative, worst
 from transformers import AutoModelForCausalLM
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.metrics import resolve
-from invrl.tiny_model import Family, make_tiny_model
 from invrl.train.config import TrainConfig
 from invrl.train.packing import mini_batches
 from invrl.weight_arena import checksum

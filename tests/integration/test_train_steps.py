@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_pool import Arrays, RankPool, Trainer
+from tiny_model import make_tiny_model
 from train_reference import random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import TrainError
 from invrl.metrics import resolve
-from invrl.tiny_model import make_tiny_model
 from invrl.train.config import TrainConfig
 from invrl.types import TrainBatch
 

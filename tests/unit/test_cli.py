@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tiny_model import make_tiny_model
 
 from invrl import cli, flags
 from invrl.config import Config, load_resolved
 from invrl.errors import ServerError
 from invrl.run_folder import RunFolder
-from invrl.tiny_model import make_tiny_model
 
 Work = Callable[[Config, RunFolder], None]
 

@@ -10,7 +10,7 @@ from test_run_store import turn
 from invrl.errors import SessionError
 from invrl.gateway.outcome import failed, summarise
 from invrl.gateway.sampling import ClientSampling, resolve
-from invrl.gateway.sessions import SessionRecord, SessionRegistry
+from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry
 from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, RolloutSummary, Sampling
 
 MEMBERS = [GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2)]
@@ -21,9 +21,8 @@ def registry(max_open: int = 8) -> SessionRegistry:
 
 
 def opened(book: SessionRegistry, now: float = 0.0, purpose: Purpose = "train") -> list[SessionRecord]:
-    return book.open(
-        task_id="t", group_id="g", members=MEMBERS, purpose=purpose, sampling=Sampling(), now=now
-    )
+    group = Opening(task_id="t", group_id="g", members=MEMBERS, purpose=purpose, sampling=Sampling())
+    return book.open(group, now)
 
 
 def test_a_key_opens_its_own_session_only():

@@ -15,6 +15,7 @@ import openai
 import pytest
 import uvicorn
 from fakes import FakeEngine, fake_logprob, random_reply
+from tiny_model import make_tiny_model
 
 from invrl.gateway.app import make_app
 from invrl.gateway.model_folder import load_renderer
@@ -23,7 +24,6 @@ from invrl.gateway.settings import GatewaySettings
 from invrl.process import free_port
 from invrl.rollout.sglang_client import EngineLimits, SglangClient
 from invrl.run_store import RunStore, RunStoreWriter
-from invrl.tiny_model import make_tiny_model
 from invrl.types import FailedRollout, RolloutSummary, Session, Turn
 
 ENV_KEY = "env-0123456789abcdef"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_model import Family, tensor_shapes
 
 from invrl.errors import ConfigError
-from invrl.tiny_model import Family, tensor_shapes
 from invrl.train.hf_config import parse_hf_config
 from invrl.train.hf_names.families import FAMILIES
 from invrl.train.hf_names.parameter import Fusion, Heads, join, split

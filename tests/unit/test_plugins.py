@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from invrl.algorithms.advantages import ADVANTAGES
-from invrl.algorithms.surrogates import SURROGATES
+from invrl.algorithms.advantages import ADVANTAGES, advantage_function
+from invrl.algorithms.surrogates import SURROGATES, surrogate_function
 from invrl.errors import ConfigError, PluginError
 from invrl.plugins import (
     is_group_form,
-    load_advantage,
     load_group_filter,
-    load_policy_loss,
     load_reward_function,
     load_rollout_function,
     load_task_source,
@@ -86,13 +84,13 @@ def test_the_other_plug_points(here: Path) -> None:
     assert callable(load_reward_function("my_package.rewards:exact"))
     assert list(load_task_source("my_agent:tasks")("train", 0)) == []
     assert load_group_filter("my_agent:keep", {})(None) is None  # type: ignore[arg-type]
-    assert callable(load_advantage("my_agent:advantage", ADVANTAGES))
-    assert callable(load_policy_loss("my_agent:loss", SURROGATES))
+    assert callable(advantage_function("my_agent:advantage"))
+    assert callable(surrogate_function("my_agent:loss"))
 
 
 def test_built_in_names_come_first() -> None:
-    assert load_advantage("dr_grpo", ADVANTAGES) is ADVANTAGES["dr_grpo"]
-    assert load_policy_loss("clip", SURROGATES) is SURROGATES["clip"]
+    assert advantage_function("dr_grpo") is ADVANTAGES["dr_grpo"]
+    assert surrogate_function("clip") is SURROGATES["clip"]
 
 
 @pytest.mark.parametrize(
@@ -132,12 +130,12 @@ def test_mistakes_name_the_field_the_reason_and_the_fix(here: Path, path: str, r
 @pytest.mark.parametrize("name", ["no_eps", "positional_eps"])
 def test_keyword_parameters_are_part_of_the_call(here: Path, name: str) -> None:
     with pytest.raises(PluginError, match=r"eps") as caught:
-        load_advantage(f"my_agent:{name}", ADVANTAGES)
+        advantage_function(f"my_agent:{name}")
     assert caught.value.fix == f"write it as {name}(rewards_G, *, eps)"
 
 
 def test_a_mistyped_built_in_is_told_the_names() -> None:
     with pytest.raises(PluginError) as caught:
-        load_advantage("grpoo", ADVANTAGES)
+        advantage_function("grpoo")
     assert "did you mean 'grpo'" in caught.value.fix
     assert "dr_grpo" in caught.value.fix

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_model import make_tiny_model
 
 from invrl.errors import SessionError
 from invrl.gateway.forest import ForkReason, Message
 from invrl.gateway.model_folder import load_renderer
 from invrl.gateway.rendering import Renderer
-from invrl.tiny_model import make_tiny_model
 
 END = 2
 ASK, MORE = Message("user", "What is 12*13?"), Message("user", "and Ünïcödé 漢字 🙂?")

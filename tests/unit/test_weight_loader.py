@@ -76,8 +76,7 @@ def test_load_puts_every_part_in_its_rows_and_digest_reads_them_back(tmp_path: P
     gate, up = (values()[f"model.layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up"))
     assert torch.equal(parameters["model.layers.0.mlp.gate_up_proj.weight"], torch.cat([gate, up]))
     assert torch.equal(parameters["model.embed_tokens.weight"][:10], values()["model.embed_tokens.weight"])
-    wire = [(spec.name, list(spec.shape), spec.dtype) for spec in SPECS]
-    reply = ask(parameters, tmp_path, op="digest", tensors=wire)
+    reply = ask(parameters, tmp_path, op="digest", tensors=tuple(SPECS))
     assert reply.checksums == {name: checksum(tensor) for name, tensor in values().items()}
     assert reply.checksums == dict(staged.checksums)
 
@@ -109,7 +108,7 @@ def test_the_loader_never_raises(tmp_path: Path) -> None:
     run(model(engine()), [])  # type: ignore[arg-type]
     run(model(engine()), [("not json", torch.empty(0))])  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="no such weight"):
-        ask(engine(), tmp_path, op="check", tensors=[("nope", [1], "float32")])
+        ask(engine(), tmp_path, op="check", tensors=(TensorSpec(name="nope", shape=(1,), dtype="float32"),))
 
 
 def test_an_old_or_missing_reply_is_an_error(tmp_path: Path) -> None:

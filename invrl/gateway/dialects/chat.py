@@ -29,6 +29,7 @@ from invrl.gateway.forest import Message
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.sampling import ClientSampling
 from invrl.gateway.turns import TurnRequest
+from invrl.types import Turn
 
 _REFUSED = {
     "tools": (None, []),
@@ -46,6 +47,11 @@ _REFUSED = {
     "web_search_options": (None,),
 }
 """Fields not supported yet, with the values that ask for nothing."""
+_REFUSED_IN_MESSAGES = ("tool_calls", "tool_call_id", "function_call", "audio", "reasoning_content")
+_IGNORED = (
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention".split()
+)
+_IGNORED_IN_MESSAGES = ("refusal", "annotations")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -57,17 +63,19 @@ class _Part(msgspec.Struct):
     text: str | None = None
 
 
-class _Message(msgspec.Struct, forbid_unknown_fields=True):
+def _unread(name: str, *fields: str) -> type[msgspec.Struct]:
+    """Optional fields of any shape: taken, so that they are not refused as unknown."""
+    return msgspec.defstruct(name, [(field, Any, None) for field in fields], kw_only=True)
+
+
+_UnreadOfMessage = _unread("_UnreadOfMessage", *_REFUSED_IN_MESSAGES, *_IGNORED_IN_MESSAGES)
+_UnreadOfBody = _unread("_UnreadOfBody", *_REFUSED, *_IGNORED)
+
+
+class _Message(_UnreadOfMessage, forbid_unknown_fields=True):
     role: str
     content: str | list[_Part] | None = None
     name: str | None = None
-    refusal: Any = None
-    annotations: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    function_call: Any = None
-    audio: Any = None
-    reasoning_content: Any = None
 
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,7 +83,7 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class _Body(msgspec.Struct, forbid_unknown_fields=True):
+class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     messages: list[_Message]
     model: str
     stream: bool | None = None
@@ -94,26 +102,6 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    top_logprobs: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -181,40 +169,28 @@ class ChatDialect:
             "index": 0,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
             "logprobs": self._logprobs(answer.pieces) if request.logprobs else None,
-            "finish_reason": answer.turn.finish_reason,
+            "finish_reason": turn.finish_reason,
         }
-        return msgspec.json.encode(
-            {
-                "id": f"chatcmpl-{turn.id}",
-                "object": "chat.completion",
-                "created": int(turn.started_at),
-                "model": self._model,
-                "choices": [choice],
-                "usage": _usage(answer),
-            }
-        )
+        head = self._head("chat.completion", turn.id, turn.started_at)
+        return msgspec.json.encode({**head, "choices": [choice], "usage": _usage(turn)})
 
     def stream_head(self, request: ChatRequest, turn_id: str, created: float) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._event(turn_id, created, delta, usage=request.include_usage)
+        return self._event(request, turn_id, created, delta)
 
     def stream_piece(self, request: ChatRequest, turn_id: str, created: float, piece: Piece) -> bytes:
         """Nothing while the piece's text is held back (half a character, perhaps a stop string)."""
         if not piece.text and not (request.logprobs and len(piece.ids_T)):
             return b""
         logprobs = self._logprobs((piece,)) if request.logprobs else None
-        return self._event(
-            turn_id, created, {"content": piece.text}, logprobs=logprobs, usage=request.include_usage
-        )
+        return self._event(request, turn_id, created, {"content": piece.text}, logprobs=logprobs)
 
     def stream_tail(self, request: ChatRequest, answer: Answer) -> bytes:
         turn = answer.turn
-        tail = self._event(
-            turn.id, turn.started_at, {}, finish=answer.turn.finish_reason, usage=request.include_usage
-        )
+        tail = self._event(request, turn.id, turn.started_at, {}, finish=turn.finish_reason)
         if request.include_usage:
-            usage = self._envelope(turn.id, turn.started_at) | {"choices": [], "usage": _usage(answer)}
-            tail += b"data: " + msgspec.json.encode(usage) + b"\n\n"
+            head = self._head("chat.completion.chunk", turn.id, turn.started_at)
+            tail += _sent({**head, "choices": [], "usage": _usage(turn)})
         return tail + b"data: [DONE]\n\n"
 
     def stream_error(self, error: SessionError) -> bytes:
@@ -225,32 +201,18 @@ class ChatDialect:
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
             error.status, "invalid_request_error" if error.status < 500 else "server_error"
         )
-        return msgspec.json.encode(
-            {
-                "error": {
-                    "message": error.message,
-                    "type": kind,
-                    "param": error.param,
-                    "code": error.code,
-                }
-            }
-        )
+        detail = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+        return msgspec.json.encode({"error": detail})
 
     def models(self) -> bytes:
         """The answer of `/v1/models`."""
-        return msgspec.json.encode({"object": "list", "data": [self._model_card()]})
-
-    def _model_card(self) -> dict[str, str | int]:
-        return {"id": self._model, "object": "model", "created": 0, "owned_by": "invrl"}
+        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "invrl"}
+        return msgspec.json.encode({"object": "list", "data": [card]})
 
     def _check(self, body: _Body) -> None:
         if body.model != self._model:
-            raise SessionError(
-                f"The model `{body.model}` does not exist; this server has `{self._model}`.",
-                status=404,
-                code="model_not_found",
-                param="model",
-            )
+            reason = f"The model `{body.model}` does not exist; this server has `{self._model}`."
+            raise SessionError(reason, status=404, code="model_not_found", param="model")
         for name, neutral in _REFUSED.items():
             if getattr(body, name) not in neutral:
                 raise _bad(f"`{name}` is not supported yet", param=name, code="unsupported_parameter")
@@ -266,44 +228,37 @@ class ChatDialect:
             if not token.isdecimal() or int(token) >= self._vocab_size:
                 raise _bad(f"`logit_bias` names no token: {token!r}", param="logit_bias")
 
-    def _envelope(self, turn_id: str, created: float) -> dict[str, Any]:
-        return {
-            "id": f"chatcmpl-{turn_id}",
-            "object": "chat.completion.chunk",
-            "created": int(created),
-            "model": self._model,
-        }
+    def _head(self, kind: str, turn_id: str, created: float) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{turn_id}", "object": kind, "created": int(created), "model": self._model}
 
     def _event(
         self,
+        request: ChatRequest,
         turn_id: str,
         created: float,
         delta: dict[str, str | None],
         *,
         logprobs: dict[str, Any] | None = None,
         finish: str | None = None,
-        usage: bool = False,
     ) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        event = self._envelope(turn_id, created) | {"choices": [choice]}
-        if usage:
-            event["usage"] = None
-        return b"data: " + msgspec.json.encode(event) + b"\n\n"
+        usage = {"usage": None} if request.include_usage else {}
+        return _sent({**self._head("chat.completion.chunk", turn_id, created), "choices": [choice], **usage})
 
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        content = []
-        for piece in pieces:
-            for token_id, logprob in zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True):
-                text = self._token_text(token_id)
-                content.append(
-                    {
-                        "token": text,
-                        "logprob": logprob if math.isfinite(logprob) else -9999.0,
-                        "bytes": list(text.encode()),
-                        "top_logprobs": [],
-                    }
-                )
-        return {"content": content, "refusal": None}
+        return {
+            "content": [
+                {
+                    "token": (text := self._token_text(token_id)),
+                    "logprob": logprob if math.isfinite(logprob) else -9999.0,
+                    "bytes": list(text.encode()),
+                    "top_logprobs": [],
+                }
+                for piece in pieces
+                for token_id, logprob in zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True)
+            ],
+            "refusal": None,
+        }
 
 
 def _message(message: _Message, at: int) -> Message:
@@ -312,7 +267,7 @@ def _message(message: _Message, at: int) -> Message:
     if role is None:
         known = ", ".join(_ROLES)
         raise _bad(f"{param}.role: {message.role!r} is not one of {known}", param=f"{param}.role")
-    for name in ("tool_calls", "tool_call_id", "function_call", "audio", "reasoning_content"):
+    for name in _REFUSED_IN_MESSAGES:
         if getattr(message, name) not in (None, [], ""):
             raise _bad(f"{param}.{name} is not supported yet", param=param, code="unsupported_parameter")
     content = message.content
@@ -324,18 +279,14 @@ def _message(message: _Message, at: int) -> Message:
         texts = []
         for part in content:
             if part.type not in ("text", "input_text") or part.text is None:
-                raise _bad(
-                    f"{param}.content: {part.type!r} is refused, this model takes text only",
-                    param=f"{param}.content",
-                    code="unsupported_content",
-                )
+                reason = f"{param}.content: {part.type!r} is refused, this model takes text only"
+                raise _bad(reason, param=f"{param}.content", code="unsupported_content")
             texts.append(part.text)
         content = "".join(texts)
     return Message(role, content)
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
-    turn = answer.turn
+def _usage(turn: Turn) -> dict[str, Any]:
     sampled = len(turn.sampled_ids_T)
     return {
         "prompt_tokens": turn.prompt_tokens,
@@ -343,6 +294,10 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "total_tokens": turn.prompt_tokens + sampled,
         "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
     }
+
+
+def _sent(event: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
 def _bad(message: str, *, param: str | None = None, code: str = "invalid_request") -> SessionError:

@@ -18,7 +18,7 @@ Fusion = Literal["plain", "qkv", "stack"]
 value). stack: one under the other (gate, up)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """`{}` in the names is the layer's number."""
 
@@ -27,11 +27,14 @@ class Parameter:
     fusion: Fusion = "plain"
 
     def at(self, layer: int) -> Parameter:
-        return Parameter(
-            megatron=self.megatron.format(layer),
-            hugging_face=tuple(name.format(layer) for name in self.hugging_face),
-            fusion=self.fusion,
-        )
+        names = tuple(name.format(layer) for name in self.hugging_face)
+        return Parameter(self.megatron.format(layer), names, self.fusion)
+
+
+def in_layer(megatron: str, *hugging_face: str, fusion: Fusion = "plain") -> Parameter:
+    """A parameter by its names within a decoder layer."""
+    names = tuple(f"model.layers.{{}}.{name}" for name in hugging_face)
+    return Parameter(f"decoder.layers.{{}}.{megatron}", names, fusion)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,21 +3,11 @@
 from dataclasses import replace
 
 from invrl.train.hf_names import llama
-from invrl.train.hf_names.parameter import Parameter
+from invrl.train.hf_names.parameter import in_layer
 
+_BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
 FAMILY = replace(
     llama.FAMILY,
     qkv_bias=True,
-    layer=(
-        *llama.FAMILY.layer,
-        Parameter(
-            megatron="decoder.layers.{}.self_attention.linear_qkv.bias",
-            hugging_face=(
-                "model.layers.{}.self_attn.q_proj.bias",
-                "model.layers.{}.self_attn.k_proj.bias",
-                "model.layers.{}.self_attn.v_proj.bias",
-            ),
-            fusion="qkv",
-        ),
-    ),
+    layer=(*llama.FAMILY.layer, in_layer("self_attention.linear_qkv.bias", *_BIASES, fusion="qkv")),
 )

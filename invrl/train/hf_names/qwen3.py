@@ -3,20 +3,14 @@
 from dataclasses import replace
 
 from invrl.train.hf_names import llama
-from invrl.train.hf_names.parameter import Parameter
+from invrl.train.hf_names.parameter import in_layer
 
 FAMILY = replace(
     llama.FAMILY,
     qk_norm=True,
     layer=(
         *llama.FAMILY.layer,
-        Parameter(
-            megatron="decoder.layers.{}.self_attention.q_layernorm.weight",
-            hugging_face=("model.layers.{}.self_attn.q_norm.weight",),
-        ),
-        Parameter(
-            megatron="decoder.layers.{}.self_attention.k_layernorm.weight",
-            hugging_face=("model.layers.{}.self_attn.k_norm.weight",),
-        ),
+        in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+        in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
     ),
 )

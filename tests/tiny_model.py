@@ -1,10 +1,10 @@
-"""Random small models as Hugging Face folders: what tests and smoke runs train and serve.
+"""Random small models as Hugging Face folders: what tests train and serve.
 
 Invariant: the folder is a function of the arguments (same bytes on every machine), made without
 network and without transformers, in milliseconds; plain transformers and SGLang load it. The
 tokenizer is byte-level with ChatML, one token per digit, and a text for every id of the vocabulary,
 so that any sampled id can be shown and many texts have several spellings in ids.
-Called by the tests' fixtures and by `invrl prepare-model`.
+Called by the fixtures.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
-from invrl.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -80,12 +78,7 @@ def make_tiny_model(
     (near 1) and biases too, so that a tensor put in another's place shows. Returns `path`.
     """
     if vocab_size < 512:
-        raise ConfigError(
-            field="vocab_size",
-            value=vocab_size,
-            reason="bytes and words need 512 ids",
-            fix="use at least 512",
-        )
+        raise ValueError(f"vocab_size is {vocab_size}; bytes and words need 512 ids")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     head_dim = head_dim or hidden // heads
