@@ -155,7 +155,7 @@ async def start_cluster(config: Config, folder: RunFolder) -> AsyncIterator[Clus
     """Everything a training run needs, ready; ended on exit. Raises InvrlError naming what failed."""
     async with AsyncExitStack() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
-        stack.enter_context(_ray())
+        stack.enter_context(start_ray())
         trainer = _make_trainer(config)
         stack.callback(trainer.stop)
         buffer = _make_buffer(config, folder)
@@ -174,7 +174,7 @@ async def start_cluster(config: Config, folder: RunFolder) -> AsyncIterator[Clus
 
 
 @contextmanager
-def _ray() -> Iterator[None]:
+def start_ray() -> Iterator[None]:
     """A local Ray behind a token (`ray_setup.py`), or the one that RAY_ADDRESS names. Ray takes over the
     handling of signals, which is the command line's: it is given back."""
     ours = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

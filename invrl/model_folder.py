@@ -23,6 +23,24 @@ def _refuse(path: Path, reason: str, fix: str = PREPARE) -> ConfigError:
     return ConfigError(field="model.model_path", value=str(path), reason=reason, fix=fix)
 
 
+def hugging_face_of(checkpoint: Path) -> Path:
+    """The model folder in a checkpoint of a run. ConfigError where there is none."""
+    folder = checkpoint / "hugging_face"
+    if folder.is_dir():
+        return folder
+    trained = (checkpoint / "megatron").is_dir()
+    raise ConfigError(
+        field="--checkpoint",
+        value=str(checkpoint),
+        reason="it holds the trainer's state (megatron/) and no hugging_face/"
+        if trained
+        else "no checkpoint",
+        fix="give a checkpoint with hugging_face/ (a run's last one has it), or --model-path"
+        if trained
+        else "give RUN/checkpoints/step-NNNNNN",
+    )
+
+
 def check_model_folder(path: Path) -> None:
     """Raises ConfigError (field model.model_path) for the first thing that is missing or broken."""
     if not path.is_dir():

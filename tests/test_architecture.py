@@ -32,7 +32,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("packages", PACKAGES),
     ("composition", set()),  # every other module: config, loop, sinks, ...
     ("cluster", {"cluster"}),
-    ("commands", {"training", "serving"}),
+    ("commands", {"training", "serving", "evaluating"}),
     ("cli", {"cli"}),
 ]
 STRANGERS = {"train", "rollout", "gateway", "buffer"}

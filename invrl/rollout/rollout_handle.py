@@ -2,23 +2,22 @@
 
 Lives in the driver's event loop; `cluster.py` makes it, with a factory of workers (`RayWorker`), and
 runs the loop under `guard`, so that a failure of the rollout half ends the run with its own cause
-instead of a batch that never comes.
+instead of a batch that never comes. `evaluating.py` makes an `Evaluator` alone.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from invrl import plugins
 from invrl.interfaces import Buffer
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher
-from invrl.rollout.evaluate import EvalScore, Interval, evaluate, gain_interval
+from invrl.rollout.eval_sets import load_eval_sets
+from invrl.rollout.evaluate import EvalScore, Evaluation, evaluate
 from invrl.rollout.session_client import SessionClient
-from invrl.rollout.tasks import load_eval_tasks
 from invrl.rollout.worker_actor import WorkerSettings
 from invrl.rollout.worker_pool import Worker, WorkerPool
 
@@ -27,32 +26,14 @@ _REPORT_TIMEOUT_S = 60.0
 _STUCK_MARGIN_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Held-out accuracy at temperature 1 and greedy, on the same tasks."""
-
-    sampled: EvalScore
-    greedy: EvalScore
-
-    def values(self) -> dict[str, float]:
-        return {**self.sampled.values(), **self.greedy.values()}
-
-    def gains_since(self, before: Evaluation) -> Mapping[str, Interval]:
-        """Accuracy gain by mode, with paired 95 % intervals."""
-        return {
-            "sampled": gain_interval(before.sampled, self.sampled),
-            "greedy": gain_interval(before.greedy, self.greedy),
-        }
-
-
-class RolloutHandle:
-    """`model` is the name agents send; `make_worker(settings, name)` starts a worker."""
+class Evaluator:
+    """User code in its workers, run on held-out tasks. `model` is the name agents send;
+    `make_worker(settings, name)` starts a worker."""
 
     def __init__(
         self,
         config: RolloutConfig,
         *,
-        buffer: Buffer,
         gateway_url: str,
         env_key: str,
         model: str,
@@ -78,6 +59,63 @@ class RolloutHandle:
             size=config.rollout_workers,
             run_timeout_s=config.rollout_timeout_s + _REPORT_TIMEOUT_S + _STUCK_MARGIN_S,
         )
+        self._evaluations = 0
+
+    async def start(self) -> None:
+        """Workers up, user code loaded. Raises PluginError, ServerError, DeadlineError."""
+        await self._pool.start()
+
+    @property
+    def workers_replaced(self) -> int:
+        return self._pool.replaced
+
+    async def evaluate(self, ended: Callable[[EvalScore], None] = lambda _: None) -> Evaluation:
+        """Each mode on the first `eval_tasks` tasks of each set, the same ones each time; `ended` is told
+        each score as it comes."""
+        config = self._config
+        self._evaluations += 1
+        scores: dict[str, EvalScore] = {}
+        for held_out in load_eval_sets(config, self._seed):
+            for mode in config.eval_modes:
+                score = await evaluate(
+                    held_out.tasks,
+                    set_name=held_out.name,
+                    mode=mode,
+                    samples_per_task=config.eval_samples_per_task,
+                    max_new_tokens=config.max_new_tokens,
+                    sessions=self._sessions,
+                    pool=self._pool,
+                    concurrency=config.rollout_concurrency,
+                    group_form=self._group_form,
+                    label=f"{self._evaluations}/{held_out.name}" if held_out.name else str(self._evaluations),
+                )
+                scores[score.name] = score
+                ended(score)
+        return Evaluation(scores=scores)
+
+    async def stop(self) -> None:
+        """Ends the workers. May be called after a failure."""
+        self._pool.stop()
+        await self._sessions.close()
+
+
+class RolloutHandle(Evaluator):
+    """Runs what `buffer` leases as well."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        buffer: Buffer,
+        gateway_url: str,
+        env_key: str,
+        model: str,
+        seed: int,
+        make_worker: Callable[[WorkerSettings, str], Worker],
+    ) -> None:
+        super().__init__(
+            config, gateway_url=gateway_url, env_key=env_key, model=model, seed=seed, make_worker=make_worker
+        )
         self._dispatcher = Dispatcher(
             buffer,
             self._sessions,
@@ -85,11 +123,6 @@ class RolloutHandle:
             concurrency=config.rollout_concurrency,
             group_form=self._group_form,
         )
-        self._evaluations = 0
-
-    async def start(self) -> None:
-        """Workers up, user code loaded. Raises PluginError, ServerError, DeadlineError."""
-        await self._pool.start()
 
     def dispatch(self) -> None:
         """Begins to run what the buffer leases."""
@@ -103,34 +136,8 @@ class RolloutHandle:
         """`work`'s result, or the failure of the rollout half if that comes first."""
         return await self._dispatcher.guard(work)
 
-    @property
-    def workers_replaced(self) -> int:
-        return self._pool.replaced
-
-    async def evaluate(self) -> Evaluation:
-        """Both modes on the first `eval_tasks` held-out tasks, the same ones each time."""
-        config = self._config
-        tasks = load_eval_tasks(config, self._seed)
-        self._evaluations += 1
-        sampled, greedy = [
-            await evaluate(
-                tasks,
-                mode=mode,
-                samples_per_task=config.eval_samples_per_task,
-                max_new_tokens=config.max_new_tokens,
-                sessions=self._sessions,
-                pool=self._pool,
-                concurrency=config.rollout_concurrency,
-                group_form=self._group_form,
-                label=str(self._evaluations),
-            )
-            for mode in ("sampled", "greedy")
-        ]
-        return Evaluation(sampled=sampled, greedy=greedy)
-
     async def stop(self, drain_s: float = 5.0) -> None:
         """Leases no more, gives running rollouts `drain_s` seconds, ends the workers. May be called
         after a failure."""
         await self._dispatcher.stop(drain_s)
-        self._pool.stop()
-        await self._sessions.close()
+        await super().stop()

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
@@ -44,8 +45,12 @@ def test_every_leaf_has_a_flag_that_sets_it_and_a_line_of_help() -> None:
         if leaf.is_switch:
             arguments, value = [f"--no-{leaf.flag[2:]}"], False
         else:
-            choices = getattr(leaf.info.annotation, "__args__", None)
-            given = choices[-1] if choices else other[getattr(leaf.info.annotation, "__name__", "str")]
+            literal = get_origin(leaf.info.annotation) is Literal
+            given = (
+                get_args(leaf.info.annotation)[-1]
+                if literal
+                else other[getattr(leaf.info.annotation, "__name__", "str")]
+            )
             arguments, value = [leaf.flag, given], given
         (source,) = parse_flags(arguments)
         assert source.tables == {leaf.table: {leaf.key: value}}
