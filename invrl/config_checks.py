@@ -163,7 +163,6 @@ def check_user_code(config: Config) -> None:
     from invrl.buffer.policies import group_filter_function
     from invrl.rollout.tasks import check_tasks
 
-    check_tasks(config.rollout, config.run.seed)
     if config.rollout.eval_sets and not config.rollout.eval_tasks:
         raise ConfigError(
             field="rollout.eval_sets",
@@ -171,19 +170,21 @@ def check_user_code(config: Config) -> None:
             reason="no evaluation is asked for (eval_tasks is 0)",
             fix="set --eval-tasks, or leave --eval-sets out",
         )
-    check_evaluated_code(config, evaluates=config.rollout.eval_tasks > 0)
+    check_evaluated_code(config, unnamed=False)
+    check_tasks(config.rollout, config.run.seed)
     group_filter_function(config.buffer.group_filter)
     advantage_function(config.algorithm.advantage)
     surrogate_function(config.algorithm.policy_loss)
 
 
-def check_evaluated_code(config: Config, *, evaluates: bool = True) -> None:
-    """What an evaluation needs of it: the rollout and reward functions and every held-out set."""
+def check_evaluated_code(config: Config, *, unnamed: bool = True) -> None:
+    """What an evaluation needs of it: the rollout and reward functions and every held-out set (the one
+    without a name only if `unnamed`)."""
     from invrl import plugins
     from invrl.rollout.eval_sets import load_eval_sets
 
     plugins.load_rollout_function(config.rollout.rollout_function_path)
     if config.rollout.reward_function_path:
         plugins.load_reward_function(config.rollout.reward_function_path)
-    if evaluates:
+    if unnamed or config.rollout.eval_sets:
         load_eval_sets(config.rollout, config.run.seed)
