@@ -20,6 +20,7 @@ from invrl.flags import flag_help, parse_flags
 from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, make_run_folder
 
+Work = Callable[[Config, RunFolder], None]
 USAGE_EXIT, FAILURE_EXIT, INTERRUPT_EXIT = 2, 1, 130
 
 _INTRO = """\
@@ -121,13 +122,7 @@ def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -
     return config, folder
 
 
-def _guarded(
-    work: Callable[[Config, RunFolder], None],
-    arguments: Sequence[str],
-    *,
-    trains: bool,
-    evaluates: bool = False,
-) -> int:
+def _guarded(work: Work, arguments: Sequence[str], *, trains: bool = False, evaluates: bool = False) -> int:
     """Runs `work`; a failure is one line here and a traceback in the driver's log. TERM and HUP are an
     interrupt (KeyboardInterrupt, or the cancellation that asyncio makes of it), so all three clean up."""
     config, folder = _ready(arguments, trains=trains, evaluates=evaluates)
@@ -182,29 +177,19 @@ def _eval(arguments: Sequence[str]) -> int:
 
         run_evaluation(config, folder)
 
-    return _guarded(work, _without_checkpoint(arguments), trains=False, evaluates=True)
+    return _guarded(work, _without_checkpoint(arguments), evaluates=True)
 
 
 def _without_checkpoint(arguments: Sequence[str]) -> list[str]:
     """`--checkpoint FOLDER` as the --model-path that it stands for."""
     from invrl.model_folder import hugging_face_of
 
-    rest: list[str] = []
-    for argument in arguments:
-        rest += argument.split("=", 1) if argument.startswith("--checkpoint=") else [argument]
-    if "--checkpoint" not in rest:
-        return rest
-    at = rest.index("--checkpoint")
-    options = _options(rest[at : at + 2], ["--checkpoint"])
-    if any(argument.partition("=")[0] == "--model-path" for argument in rest):
-        raise ConfigError(
-            field="--checkpoint",
-            value=options["--checkpoint"],
-            reason="--model-path names a model as well",
-            fix="give one of them",
-        )
-    model = hugging_face_of(Path(options["--checkpoint"]).expanduser())
-    return [*rest[:at], *rest[at + 2 :], "--model-path", str(model)]
+    flags = [part for one in arguments for part in one.split("=", one.startswith("--checkpoint="))]
+    if "--checkpoint" not in flags:
+        return flags
+    at = flags.index("--checkpoint")
+    [folder] = _options(flags[at : at + 2], ["--checkpoint"]).values()
+    return [*flags[:at], "--model-path", str(hugging_face_of(Path(folder).expanduser())), *flags[at + 2 :]]
 
 
 def _show_config(arguments: Sequence[str]) -> int:

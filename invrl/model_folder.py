@@ -25,20 +25,15 @@ def _refuse(path: Path, reason: str, fix: str = PREPARE) -> ConfigError:
 
 def hugging_face_of(checkpoint: Path) -> Path:
     """The model folder in a checkpoint of a run. ConfigError where there is none."""
-    folder = checkpoint / "hugging_face"
-    if folder.is_dir():
-        return folder
-    trained = (checkpoint / "megatron").is_dir()
-    raise ConfigError(
-        field="--checkpoint",
-        value=str(checkpoint),
-        reason="it holds the trainer's state (megatron/) and no hugging_face/"
-        if trained
-        else "no checkpoint",
-        fix="give a checkpoint with hugging_face/ (a run's last one has it), or --model-path"
-        if trained
-        else "give RUN/checkpoints/step-NNNNNN",
-    )
+    if not (checkpoint / "hugging_face").is_dir():
+        held = ", ".join(sorted(path.name for path in checkpoint.glob("*"))) or "nothing"
+        raise ConfigError(
+            field="--checkpoint",
+            value=str(checkpoint),
+            reason=f"it has no folder hugging_face (it holds: {held})",
+            fix="give a RUN/checkpoints/step-NNNNNN that has one, as a run's last does, or --model-path",
+        )
+    return checkpoint / "hugging_face"
 
 
 def check_model_folder(path: Path) -> None:

@@ -95,8 +95,8 @@ class EngineServer:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
-        self.api_key = secrets.token_urlsafe(24)
-        self.admin_key = secrets.token_urlsafe(24)
+        self.api_key = secrets.token_hex(24)  # becomes an argument: must not begin with "-"
+        self.admin_key = secrets.token_hex(24)
         self.port = 0
         self._config = config
         self._model_path = model_path

@@ -80,18 +80,21 @@ class EvalScore:
         """Chance that one of k samples of a task is exact, its mean over tasks, for k = 1, 2, 4, ...; the
         interval is a bootstrap over tasks."""
         counts = [(len(r), sum(reward >= EXACT_REWARD for reward in r)) for r in self.rewards]
-        most = min((n for n, _ in counts), default=0)
-        ks = [2**power for power in range(most.bit_length())]
+        ks = [2**power for power in range(min((n for n, _ in counts), default=0).bit_length())]
         return {k: bootstrap_interval(np.array([pass_at_k(n, c, k) for n, c in counts])) for k in ks}
+
+    @property
+    def measures(self) -> Mapping[str, Interval]:
+        """By name; the mean reward's interval is a bootstrap over tasks."""
+        reward = bootstrap_interval(np.array([np.mean(of_task) for of_task in self.rewards]))
+        passed = {f"pass_at_{k}": share for k, share in self.pass_at_k.items()}
+        return {"reward_mean": reward, "accuracy": self.accuracy, **passed}
 
     def values(self) -> dict[str, float]:
         """Flat metric values."""
-        shares = {"accuracy": self.accuracy}
-        shares |= {f"pass_at_{k}": share for k, share in self.pass_at_k.items() if k > 1}
-        numbers = {"reward_mean": self.mean_reward}
-        for name, share in shares.items():
-            numbers |= {name: share.value, f"{name}_low": share.low, f"{name}_high": share.high}
-        numbers |= {"samples": float(self.samples), "failed": float(sum(self.failures.values()))}
+        numbers = {"samples": float(self.samples), "failed": float(sum(self.failures.values()))}
+        for name, found in self.measures.items():
+            numbers |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
         return {f"eval/{self.name}/{name}": number for name, number in numbers.items()}
 
 

@@ -2,7 +2,7 @@
 
 Lives in the driver's event loop; `cluster.py` makes it, with a factory of workers (`RayWorker`), and
 runs the loop under `guard`, so that a failure of the rollout half ends the run with its own cause
-instead of a batch that never comes. `evaluating.py` makes an `Evaluator` alone.
+instead of a batch that never comes. `evaluating.py` makes one without a buffer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _REPORT_TIMEOUT_S = 60.0
 _STUCK_MARGIN_S = 10.0
 
 
-class Evaluator:
-    """User code in its workers, run on held-out tasks. `model` is the name agents send;
-    `make_worker(settings, name)` starts a worker."""
+class RolloutHandle:
+    """`model` is the name agents send; `make_worker(settings, name)` starts a worker. Without a buffer there
+    are evaluations only."""
 
     def __init__(
         self,
         config: RolloutConfig,
         *,
+        buffer: Buffer | None = None,
         gateway_url: str,
         env_key: str,
         model: str,
@@ -59,11 +60,31 @@ class Evaluator:
             size=config.rollout_workers,
             run_timeout_s=config.rollout_timeout_s + _REPORT_TIMEOUT_S + _STUCK_MARGIN_S,
         )
+        self._dispatcher: Dispatcher | None = None
+        if buffer is not None:
+            concurrency, form = config.rollout_concurrency, self._group_form
+            self._dispatcher = Dispatcher(
+                buffer, self._sessions, self._pool, concurrency=concurrency, group_form=form
+            )
         self._evaluations = 0
 
     async def start(self) -> None:
         """Workers up, user code loaded. Raises PluginError, ServerError, DeadlineError."""
         await self._pool.start()
+
+    def dispatch(self) -> None:
+        """Begins to run what the buffer leases."""
+        assert self._dispatcher is not None, "there is no buffer"
+        self._dispatcher.start()
+
+    async def stop_dispatching(self) -> None:
+        """Leases no more and aborts what runs; evaluations may follow."""
+        if self._dispatcher is not None:
+            await self._dispatcher.stop(drain_s=0.0)
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """`work`'s result, or the failure of the rollout half if that comes first."""
+        return await (work if self._dispatcher is None else self._dispatcher.guard(work))
 
     @property
     def workers_replaced(self) -> int:
@@ -75,11 +96,11 @@ class Evaluator:
         config = self._config
         self._evaluations += 1
         scores: dict[str, EvalScore] = {}
-        for held_out in load_eval_sets(config, self._seed):
-            for mode in config.eval_modes:
+        for name, tasks in load_eval_sets(config, self._seed).items():
+            for mode in dict.fromkeys(config.eval_modes):
                 score = await evaluate(
-                    held_out.tasks,
-                    set_name=held_out.name,
+                    tasks,
+                    set_name=name,
                     mode=mode,
                     samples_per_task=config.eval_samples_per_task,
                     max_new_tokens=config.max_new_tokens,
@@ -87,57 +108,16 @@ class Evaluator:
                     pool=self._pool,
                     concurrency=config.rollout_concurrency,
                     group_form=self._group_form,
-                    label=f"{self._evaluations}/{held_out.name}" if held_out.name else str(self._evaluations),
+                    label=f"{self._evaluations}/{name}" if name else str(self._evaluations),
                 )
                 scores[score.name] = score
                 ended(score)
         return Evaluation(scores=scores)
 
-    async def stop(self) -> None:
-        """Ends the workers. May be called after a failure."""
-        self._pool.stop()
-        await self._sessions.close()
-
-
-class RolloutHandle(Evaluator):
-    """Runs what `buffer` leases as well."""
-
-    def __init__(
-        self,
-        config: RolloutConfig,
-        *,
-        buffer: Buffer,
-        gateway_url: str,
-        env_key: str,
-        model: str,
-        seed: int,
-        make_worker: Callable[[WorkerSettings, str], Worker],
-    ) -> None:
-        super().__init__(
-            config, gateway_url=gateway_url, env_key=env_key, model=model, seed=seed, make_worker=make_worker
-        )
-        self._dispatcher = Dispatcher(
-            buffer,
-            self._sessions,
-            self._pool,
-            concurrency=config.rollout_concurrency,
-            group_form=self._group_form,
-        )
-
-    def dispatch(self) -> None:
-        """Begins to run what the buffer leases."""
-        self._dispatcher.start()
-
-    async def stop_dispatching(self) -> None:
-        """Leases no more and aborts what runs; evaluations may follow."""
-        await self._dispatcher.stop(drain_s=0.0)
-
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """`work`'s result, or the failure of the rollout half if that comes first."""
-        return await self._dispatcher.guard(work)
-
     async def stop(self, drain_s: float = 5.0) -> None:
         """Leases no more, gives running rollouts `drain_s` seconds, ends the workers. May be called
         after a failure."""
-        await self._dispatcher.stop(drain_s)
-        await super().stop()
+        if self._dispatcher is not None:
+            await self._dispatcher.stop(drain_s)
+        self._pool.stop()
+        await self._sessions.close()

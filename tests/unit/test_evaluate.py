@@ -286,7 +286,8 @@ def test_a_score_has_pass_at_each_power_of_two():
     values = of.values()
     assert values["eval/sampled/pass_at_2"] == passed[2].value
     assert values["eval/sampled/pass_at_2_high"] == passed[2].high
-    assert "eval/sampled/pass_at_1" not in values
+    assert values["eval/sampled/reward_mean"] == pytest.approx(1.2 / 6) == of.mean_reward
+    assert values["eval/sampled/reward_mean_low"] == 0.0
 
 
 @pytest.mark.parametrize("distinct", [3, 400])
@@ -345,13 +346,13 @@ def test_sets_come_from_files_and_sources(file, tmp_path):
     config = RolloutConfig(
         task_source_path="rollout_fns.calculator:task_source", eval_sets=sets, eval_tasks=2
     )
-    small, calculator = load_eval_sets(config, 0)
-    assert (small.name, [task.id for task in small.tasks]) == ("small", ["q0", "q1"])
-    assert (calculator.name, len(calculator.tasks), calculator.tasks[0].split) == ("calc-2", 2, "eval")
-    (every, _) = load_eval_sets(config.model_copy(update={"eval_tasks": 0}), 0)
-    assert len(every.tasks) == 3
-    (unnamed,) = load_eval_sets(config.model_copy(update={"eval_sets": ()}), 0)
-    assert (unnamed.name, unnamed.tasks) == ("", calculator.tasks)
+    found = load_eval_sets(config, 0)
+    assert list(found) == ["small", "calc-2"]
+    assert [task.id for task in found["small"]] == ["q0", "q1"]
+    assert [task.split for task in found["calc-2"]] == ["eval", "eval"]
+    assert len(load_eval_sets(config.model_copy(update={"eval_tasks": 0}), 0)["small"]) == 3
+    unnamed = load_eval_sets(config.model_copy(update={"eval_sets": ()}), 0)
+    assert unnamed == {"": found["calc-2"]}
 
 
 def test_sets_are_a_flag_with_commas_or_an_array_and_survive_the_run_folder(tmp_path):
