@@ -23,6 +23,7 @@ from invrl.flags import flag_help, parse_flags, take_value
 from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, make_run_folder
 
+Work = Callable[[Config, RunFolder], None]
 USAGE_EXIT, FAILURE_EXIT, INTERRUPT_EXIT = 2, 1, 130
 
 _INTRO = """\
@@ -95,13 +96,17 @@ def _command_help(name: str, command: Command) -> str:
 # ------------------------------------------------------------------ train, serve, show-config
 
 
-def _ready(arguments: Sequence[str], *, trains: bool) -> tuple[Config, RunFolder]:
+def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> tuple[Config, RunFolder]:
     """Configuration and run folder of a command that starts processes, after every check that needs none."""
-    from invrl.config_checks import check_data, check_upstream, check_user_code
+    from invrl.config_checks import check_data, check_evaluated_code, check_upstream, check_user_code
     from invrl.logs import log_to
     from invrl.model_folder import check_model_folder
 
     config = resolve(*parse_flags(arguments))
+    if evaluates:
+        from invrl.rollout.eval_sets import held_out_only
+
+        config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     if not config.model.model_path:
         fix = "give --model-path FOLDER; `invrl prepare-model --help` shows how to make one"
         raise ConfigError("model.model_path", "", "no model was given", fix)
@@ -109,16 +114,18 @@ def _ready(arguments: Sequence[str], *, trains: bool) -> tuple[Config, RunFolder
     if trains:
         check_user_code(config)
         check_data(config)
+    if evaluates:
+        check_evaluated_code(config)
     check_upstream(config)
     folder = make_run_folder(config)
     log_to(folder.log_path("driver"))
     return config, folder
 
 
-def _guarded(work: Callable[[Config, RunFolder], None], arguments: Sequence[str], *, trains: bool) -> int:
+def _guarded(work: Work, arguments: Sequence[str], *, trains: bool = False, evaluates: bool = False) -> int:
     """Runs `work`; a failure is one line here and a traceback in the driver's log. TERM and HUP are an
     interrupt (KeyboardInterrupt, or the cancellation that asyncio makes of it), so all three clean up."""
-    config, folder = _ready(arguments, trains=trains)
+    config, folder = _ready(arguments, trains=trains, evaluates=evaluates)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs behind
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _interrupt_once)
@@ -161,6 +168,28 @@ def _serve(arguments: Sequence[str]) -> int:
         serve(config, folder)
 
     return _guarded(work, arguments, trains=False)
+
+
+def _eval(arguments: Sequence[str]) -> int:
+    def work(config: Config, folder: RunFolder) -> None:
+        prepare_ray()
+        from invrl.evaluating import run_evaluation
+
+        run_evaluation(config, folder)
+
+    return _guarded(work, _without_checkpoint(arguments), evaluates=True)
+
+
+def _without_checkpoint(arguments: Sequence[str]) -> list[str]:
+    """`--checkpoint FOLDER` as the --model-path that it stands for."""
+    from invrl.model_folder import hugging_face_of
+
+    flags = [part for one in arguments for part in one.split("=", one.startswith("--checkpoint="))]
+    if "--checkpoint" not in flags:
+        return flags
+    at = flags.index("--checkpoint")
+    [folder] = _options(flags[at : at + 2], ["--checkpoint"]).values()
+    return [*flags[:at], "--model-path", str(hugging_face_of(Path(folder).expanduser())), *flags[at + 2 :]]
 
 
 def _show_config(arguments: Sequence[str]) -> int:
@@ -331,6 +360,22 @@ Starts engines, router and gateway; prints the base URL, an environment key and 
 example:
   invrl serve --model-path MODEL --gateway-port 8000""",
         run=_serve,
+        takes_config=True,
+    ),
+    "eval": Command(
+        summary="measure a model on held-out tasks through the gateway, without a trainer",
+        details="""\
+Rollouts run exactly as in training. Tasks: --eval-sets, or --task-file, or the split 'eval' of
+--task-source-path; --eval-tasks 0 takes all of them. Prints a table (mean reward, accuracy, pass@k, 95 %
+intervals) and writes report/eval.json into the run folder.
+
+  --checkpoint RUN/checkpoints/step-NNNNNN   evaluate its hugging_face folder, in place of --model-path
+
+examples:
+  invrl eval --model-path MODEL --config launch/configs/quickstart.toml --eval-samples-per-task 8
+  invrl eval --checkpoint runs/a/checkpoints/step-000012 --rollout-function-path my_agent:rollout \\
+      --eval-sets easy=easy.jsonl,hard=my_tasks:hard --eval-modes sampled""",
+        run=_eval,
         takes_config=True,
     ),
     "prepare-model": Command(

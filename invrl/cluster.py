@@ -157,7 +157,7 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
     the run goes on from. Raises InvrlError naming what failed."""
     async with AsyncExitStack() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
-        stack.enter_context(_ray())
+        stack.enter_context(start_ray())
         trainer = None if config.run.debug_rollout_only else _make_trainer(config)
         buffer = _make_buffer(config, folder)
         rollouts = RolloutHandle(
@@ -183,7 +183,7 @@ async def start_trainer(config: Config) -> AsyncIterator[TrainHandle]:
     """The trainer alone, ready; needs no sglang on the machine."""
     with ExitStack() as stack:
         start_guardian(os.getpid())
-        stack.enter_context(_ray())
+        stack.enter_context(start_ray())
         trainer = _make_trainer(config)
         stack.callback(trainer.stop)
         await trainer.start()
@@ -191,7 +191,7 @@ async def start_trainer(config: Config) -> AsyncIterator[TrainHandle]:
 
 
 @contextmanager
-def _ray() -> Iterator[None]:
+def start_ray() -> Iterator[None]:
     """A local Ray behind a token (`ray_setup.py`), or the one that RAY_ADDRESS names. Ray takes over the
     handling of signals, which is the command line's: it is given back."""
     ours = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

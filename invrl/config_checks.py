@@ -115,6 +115,20 @@ def _check_evaluation(config: Config) -> None:
             reason="there are no held-out tasks to evaluate on (eval_tasks is 0)",
             fix="set --eval-tasks, or --eval-interval 0",
         )
+    if config.rollout.eval_sets and config.rollout.eval_task_file:
+        raise ConfigError(
+            field="rollout.eval_task_file",
+            value=config.rollout.eval_task_file,
+            reason="held-out sets are named in eval_sets, which leaves this one out",
+            fix=f"add it to --eval-sets as NAME={config.rollout.eval_task_file}",
+        )
+    if config.rollout.eval_samples_per_task > config.rollout.rollout_concurrency:
+        raise ConfigError(
+            field="rollout.eval_samples_per_task",
+            value=config.rollout.eval_samples_per_task,
+            reason=f"a task's samples run together, and {config.rollout.rollout_concurrency} rollouts may",
+            fix="lower --eval-samples-per-task or raise --rollout-concurrency",
+        )
 
 
 def _check_sampling(config: Config) -> None:
@@ -205,7 +219,6 @@ def check_upstream(config: Config) -> None:
 def check_user_code(config: Config) -> None:
     """Everything given by import path, and the tasks: imported, called as far as checks go. Raises
     ConfigError (PluginError)."""
-    from invrl import plugins
     from invrl.algorithms.advantages import advantage_function
     from invrl.algorithms.surrogates import surrogate_function
     from invrl.buffer.policies import group_filter_function
@@ -214,9 +227,14 @@ def check_user_code(config: Config) -> None:
     surrogate_function(config.algorithm.policy_loss)
     if config.run.debug_train_only:
         return
-    plugins.load_rollout_function(config.rollout.rollout_function_path)
-    if config.rollout.reward_function_path:
-        plugins.load_reward_function(config.rollout.reward_function_path)
+    if config.rollout.eval_sets and not config.rollout.eval_tasks:
+        raise ConfigError(
+            field="rollout.eval_sets",
+            value=config.rollout.eval_sets,
+            reason="no evaluation is asked for (eval_tasks is 0)",
+            fix="set --eval-tasks, or leave --eval-sets out",
+        )
+    check_evaluated_code(config, unnamed=False)
     check_tasks(config.rollout, config.run.seed)
     group_filter_function(config.buffer.group_filter)
     advantage_function(config.algorithm.advantage)
@@ -231,3 +249,16 @@ def check_data(config: Config) -> None:
         begin = first_checkpoint(config.run.load_checkpoint)
         folder = Path(config.run.load_rollout_data).expanduser().absolute()
         saved_steps(folder, after_step=begin.step if begin else 0)
+
+
+def check_evaluated_code(config: Config, *, unnamed: bool = True) -> None:
+    """What an evaluation needs of it: the rollout and reward functions and every held-out set (the one
+    without a name only if `unnamed`)."""
+    from invrl import plugins
+    from invrl.rollout.eval_sets import load_eval_sets
+
+    plugins.load_rollout_function(config.rollout.rollout_function_path)
+    if config.rollout.reward_function_path:
+        plugins.load_reward_function(config.rollout.reward_function_path)
+    if unnamed or config.rollout.eval_sets:
+        load_eval_sets(config.rollout, config.run.seed)

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -134,8 +134,10 @@ def flag_help() -> str:
 def _kind(leaf: Leaf) -> str:
     """What stands for the value in the help: the choices, or the type."""
     annotation = leaf.info.annotation
-    if choices := get_args(annotation):
-        return "{" + ",".join(map(str, choices)) + "}"
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(map(str, get_args(annotation))) + "}"
+    if get_origin(annotation) is tuple:
+        return "A,B"
     return "N" if annotation is int else "X" if annotation is float else "TEXT"
 
 

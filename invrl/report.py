@@ -17,7 +17,7 @@ from invrl.errors import ConfigError
 Json = dict[str, float | None]
 REWARD, REWARD_STD = "rollout/reward_mean", "rollout/reward_std"
 EVAL_PREFIX, EVAL_SUFFIX = "eval/", "/accuracy"
-"""Held-out results: `eval/<mode>/accuracy`, with its 95 % interval in `..._low` and `..._high`."""
+"""Held-out results: `eval/[<set>/]<mode>/accuracy`, with its 95 % interval in `..._low` and `..._high`."""
 
 
 class Curve(NamedTuple):

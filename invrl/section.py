@@ -3,7 +3,15 @@ their owners and composed in `config.py`; all of it imports without torch or ray
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+
+def _parts(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+COMMA_SEPARATED = BeforeValidator(_parts)
+"""Annotates a tuple field: an array in TOML, "a,b" as a flag."""
 
 
 class Section(BaseModel):

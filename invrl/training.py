@@ -28,7 +28,7 @@ from invrl.loop import Learner, Parts, run_loop
 from invrl.metric_sinks import open_sinks
 from invrl.progress import RunObserver, open_progress
 from invrl.report import write_report
-from invrl.rollout.rollout_handle import Evaluation
+from invrl.rollout.evaluate import Evaluation
 from invrl.run_folder import RunFolder, write_atomically
 from invrl.run_store import RunStore, abandon_open_sessions
 from invrl.train_only import run_train_only
@@ -186,7 +186,7 @@ class _Run:
         """Held-out accuracy before and after, on the screen and in report/evaluation.json."""
         rows: dict[str, dict[str, float]] = {}
         for mode, gain in after.gains_since(before).items():
-            old, new = getattr(before, mode), getattr(after, mode)
+            old, new = before.scores[mode], after.scores[mode]
             rows[mode] = {
                 "problems": float(new.samples),
                 "before": old.accuracy.value,

@@ -34,7 +34,7 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("cluster", {"cluster"}),
     ("fleet_updater", {"fleet_updater"}),
     ("train_only", {"train_only"}),
-    ("commands", {"training", "serving", "replay"}),
+    ("commands", {"training", "serving", "replay", "evaluating"}),
     ("cli", {"cli"}),
 ]
 STRANGERS = {"train", "rollout", "gateway", "buffer"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from invrl.section import Section
+from invrl.section import COMMA_SEPARATED, Section
+
+EvalMode = Literal["sampled", "greedy"]
 
 
 class RolloutConfig(Section):
@@ -41,8 +43,18 @@ class RolloutConfig(Section):
     eval_interval: NonNegativeInt = Field(
         0, description="steps between evaluations; 0: before and after only"
     )
-    eval_tasks: NonNegativeInt = Field(0, description="held-out tasks of an evaluation; 0: no evaluation")
+    eval_tasks: NonNegativeInt = Field(
+        0, description="held-out tasks of each set; 0: no evaluation (`invrl eval`: all of them)"
+    )
     eval_samples_per_task: PositiveInt = Field(1, description="samples per held-out task at temperature 1.0")
+    eval_sets: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        (), description="held-out sets, each NAME=FILE or NAME=module:source (its split 'eval')"
+    )
+    eval_modes: Annotated[tuple[EvalMode, ...], COMMA_SEPARATED] = Field(
+        ("sampled", "greedy"),
+        min_length=1,
+        description="'sampled' at temperature 1.0, 'greedy' once per task",
+    )
 
 
 class EngineConfig(Section):

@@ -97,7 +97,7 @@ class EngineServer:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
-        self.api_key = secrets.token_hex(24)
+        self.api_key = secrets.token_hex(24)  # becomes an argument: must not begin with "-"
         self.admin_key = secrets.token_hex(24)
         self.port = 0
         self._config = config

@@ -1,9 +1,9 @@
 """Held-out accuracy, measured through the same endpoint and workers that training uses.
 
-`evaluate` runs each task in one mode ("sampled" at temperature 1, or "greedy"); the statistics below
-it are pure. Invariant: a rollout that fails scores 0 and is counted by its reason; one that fails
-for a reason of ours (a worker that died, an engine) is tried again first. Called by
-`rollout_handle.py`.
+`evaluate` runs each task of a set in one mode ("sampled" at temperature 1, or "greedy"); the statistics
+below it are pure. Invariants: a rollout that fails scores 0 and is counted by its reason; one that fails
+for a reason of ours (a worker that died, an engine) is tried again first; an `Evaluation` is read back
+from JSON as it was. Called by `rollout_handle.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Literal
 
 import numpy as np
 
+from invrl.rollout.config import EvalMode
 from invrl.rollout.dispatcher import Pool, SessionOpener, assignments
 from invrl.types import (
     FailedRollout,
@@ -29,7 +29,6 @@ from invrl.types import (
     Task,
 )
 
-EvalMode = Literal["sampled", "greedy"]
 EXACT_REWARD = 1.0
 _Z95 = NormalDist().inv_cdf(0.975)
 _RESAMPLES = 10_000
@@ -48,13 +47,18 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalScore:
-    """One evaluation in one mode: the reward of each sample of each task, in the tasks' order."""
+    """One set in one mode: the reward of each sample of each task, in the tasks' order."""
 
+    set_name: str = ""
     mode: EvalMode
     task_ids: tuple[str, ...]
     rewards: tuple[tuple[float, ...], ...]
     failures: Mapping[str, int]
     """Rollouts that failed, by reason; each is a reward of 0 above."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.set_name}/{self.mode}" if self.set_name else self.mode
 
     @property
     def samples(self) -> int:
@@ -71,17 +75,42 @@ class EvalScore:
         exact = sum(reward >= EXACT_REWARD for of_task in self.rewards for reward in of_task)
         return wilson_interval(exact, self.samples)
 
+    @property
+    def pass_at_k(self) -> Mapping[int, Interval]:
+        """Chance that one of k samples of a task is exact, its mean over tasks, for k = 1, 2, 4, ...; the
+        interval is a bootstrap over tasks."""
+        counts = [(len(r), sum(reward >= EXACT_REWARD for reward in r)) for r in self.rewards]
+        ks = [2**power for power in range(min((n for n, _ in counts), default=0).bit_length())]
+        return {k: bootstrap_interval(np.array([pass_at_k(n, c, k) for n, c in counts])) for k in ks}
+
+    @property
+    def measures(self) -> Mapping[str, Interval]:
+        """By name; the mean reward's interval is a bootstrap over tasks."""
+        reward = bootstrap_interval(np.array([np.mean(of_task) for of_task in self.rewards]))
+        passed = {f"pass_at_{k}": share for k, share in self.pass_at_k.items()}
+        return {"reward_mean": reward, "accuracy": self.accuracy, **passed}
+
     def values(self) -> dict[str, float]:
         """Flat metric values."""
-        accuracy = self.accuracy
-        return {
-            f"eval/{self.mode}/reward_mean": self.mean_reward,
-            f"eval/{self.mode}/accuracy": accuracy.value,
-            f"eval/{self.mode}/accuracy_low": accuracy.low,
-            f"eval/{self.mode}/accuracy_high": accuracy.high,
-            f"eval/{self.mode}/samples": float(self.samples),
-            f"eval/{self.mode}/failed": float(sum(self.failures.values())),
-        }
+        numbers = {"samples": float(self.samples), "failed": float(sum(self.failures.values()))}
+        for name, found in self.measures.items():
+            numbers |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
+        return {f"eval/{self.name}/{name}": number for name, number in numbers.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Every set in every mode, under one version of the weights."""
+
+    scores: Mapping[str, EvalScore]
+    """By `EvalScore.name`: "sampled", or "<set>/sampled"."""
+
+    def values(self) -> dict[str, float]:
+        return {name: value for score in self.scores.values() for name, value in score.values().items()}
+
+    def gains_since(self, before: Evaluation) -> Mapping[str, Interval]:
+        """Accuracy gain by score, with paired 95 % intervals."""
+        return {name: gain_interval(before.scores[name], score) for name, score in self.scores.items()}
 
 
 async def evaluate(
@@ -95,6 +124,7 @@ async def evaluate(
     concurrency: int,
     group_form: bool,
     label: str,
+    set_name: str = "",
 ) -> EvalScore:
     """Runs every task `samples_per_task` times (greedy: once). `label` makes the group ids of this
     evaluation its own. Raises what the pool and the gateway raise; never because of a rollout."""
@@ -130,6 +160,7 @@ async def evaluate(
     ended = [run.result() for run in runs]
     failures = Counter(o.reason.value for of_task in ended for o in of_task if isinstance(o, FailedRollout))
     return EvalScore(
+        set_name=set_name,
         mode=mode,
         task_ids=tuple(task.id for task in tasks),
         rewards=tuple(
@@ -149,18 +180,32 @@ def wilson_interval(successes: int, n: int) -> Interval:
     return Interval(value=share, low=max(0.0, center - half), high=min(1.0, center + half))
 
 
-def gain_interval(before: EvalScore, after: EvalScore, *, seed: int = 0) -> Interval:
-    """Gain in accuracy with its 95 % interval: the paired percentile bootstrap over tasks (Efron and
-    Tibshirani 1993, An Introduction to the Bootstrap, chapter 13), 10,000 resamples. Raises ValueError
-    unless both measured the same tasks in the same order."""
-    if before.task_ids != after.task_ids or before.mode != after.mode:
-        raise ValueError("a paired gain needs the same tasks in the same mode, before and after")
-    gains_K = _task_accuracy(after) - _task_accuracy(before)
-    if not len(gains_K):
+def pass_at_k(n: int, exact: int, k: int) -> float:
+    """Chance that k of a task's n samples, drawn without replacement, hold one of its `exact` ones: the
+    unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1)."""
+    return 1.0 - math.comb(n - exact, k) / math.comb(n, k)
+
+
+def bootstrap_interval(of_tasks_K: np.ndarray, *, seed: int = 0) -> Interval:
+    """The mean with its 95 % interval: the percentile bootstrap over tasks (Efron and Tibshirani 1993, An
+    Introduction to the Bootstrap, chapter 13), 10,000 resamples. A resample is drawn as how often each
+    distinct value comes up. Raises ValueError without tasks."""
+    if not len(of_tasks_K):
         raise ValueError("no tasks were evaluated")
-    drawn = np.random.default_rng(seed).integers(0, len(gains_K), (_RESAMPLES, len(gains_K)))
-    low, high = np.quantile(gains_K[drawn].mean(axis=1), [0.025, 0.975])
-    return Interval(value=float(gains_K.mean()), low=float(low), high=float(high))
+    values, counts = np.unique(of_tasks_K, return_counts=True)
+    rng, shares = np.random.default_rng(seed), counts / counts.sum()
+    # In parts: as many values as tasks would be gigabytes.
+    sums = [rng.multinomial(len(of_tasks_K), shares, _RESAMPLES // 100) @ values for _ in range(100)]
+    low, high = np.quantile(np.concatenate(sums) / len(of_tasks_K), [0.025, 0.975])
+    return Interval(value=float(of_tasks_K.mean()), low=float(low), high=float(high))
+
+
+def gain_interval(before: EvalScore, after: EvalScore, *, seed: int = 0) -> Interval:
+    """Gain in accuracy with its 95 % interval: the paired bootstrap over tasks. Raises ValueError unless
+    both measured the same tasks in the same order."""
+    if before.task_ids != after.task_ids or before.name != after.name:
+        raise ValueError("a paired gain needs the same tasks in the same mode, before and after")
+    return bootstrap_interval(_task_accuracy(after) - _task_accuracy(before), seed=seed)
 
 
 def _task_accuracy(score: EvalScore) -> np.ndarray:

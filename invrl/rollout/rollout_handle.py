@@ -2,23 +2,22 @@
 
 Lives in the driver's event loop; `cluster.py` makes it, with a factory of workers (`RayWorker`), and
 runs the loop under `guard`, so that a failure of the rollout half ends the run with its own cause
-instead of a batch that never comes.
+instead of a batch that never comes. `evaluating.py` makes one without a buffer.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from invrl import plugins
 from invrl.interfaces import Buffer
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher
-from invrl.rollout.evaluate import EvalScore, Interval, evaluate, gain_interval
+from invrl.rollout.eval_sets import load_eval_sets
+from invrl.rollout.evaluate import EvalScore, Evaluation, evaluate
 from invrl.rollout.session_client import SessionClient
-from invrl.rollout.tasks import load_eval_tasks
 from invrl.rollout.worker_actor import WorkerSettings
 from invrl.rollout.worker_pool import Worker, WorkerPool
 
@@ -27,32 +26,15 @@ _REPORT_TIMEOUT_S = 60.0
 _STUCK_MARGIN_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Held-out accuracy at temperature 1 and greedy, on the same tasks."""
-
-    sampled: EvalScore
-    greedy: EvalScore
-
-    def values(self) -> dict[str, float]:
-        return {**self.sampled.values(), **self.greedy.values()}
-
-    def gains_since(self, before: Evaluation) -> Mapping[str, Interval]:
-        """Accuracy gain by mode, with paired 95 % intervals."""
-        return {
-            "sampled": gain_interval(before.sampled, self.sampled),
-            "greedy": gain_interval(before.greedy, self.greedy),
-        }
-
-
 class RolloutHandle:
-    """`model` is the name agents send; `make_worker(settings, name)` starts a worker."""
+    """`model` is the name agents send; `make_worker(settings, name)` starts a worker. Without a buffer there
+    are evaluations only."""
 
     def __init__(
         self,
         config: RolloutConfig,
         *,
-        buffer: Buffer,
+        buffer: Buffer | None = None,
         gateway_url: str,
         env_key: str,
         model: str,
@@ -78,13 +60,12 @@ class RolloutHandle:
             size=config.rollout_workers,
             run_timeout_s=config.rollout_timeout_s + _REPORT_TIMEOUT_S + _STUCK_MARGIN_S,
         )
-        self._dispatcher = Dispatcher(
-            buffer,
-            self._sessions,
-            self._pool,
-            concurrency=config.rollout_concurrency,
-            group_form=self._group_form,
-        )
+        self._dispatcher: Dispatcher | None = None
+        if buffer is not None:
+            concurrency, form = config.rollout_concurrency, self._group_form
+            self._dispatcher = Dispatcher(
+                buffer, self._sessions, self._pool, concurrency=concurrency, group_form=form
+            )
         self._evaluations = 0
 
     async def start(self) -> None:
@@ -93,44 +74,50 @@ class RolloutHandle:
 
     def dispatch(self) -> None:
         """Begins to run what the buffer leases."""
+        assert self._dispatcher is not None, "there is no buffer"
         self._dispatcher.start()
 
     async def stop_dispatching(self) -> None:
         """Leases no more and aborts what runs; evaluations may follow."""
-        await self._dispatcher.stop(drain_s=0.0)
+        if self._dispatcher is not None:
+            await self._dispatcher.stop(drain_s=0.0)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """`work`'s result, or the failure of the rollout half if that comes first."""
-        return await self._dispatcher.guard(work)
+        return await (work if self._dispatcher is None else self._dispatcher.guard(work))
 
     @property
     def workers_replaced(self) -> int:
         return self._pool.replaced
 
-    async def evaluate(self) -> Evaluation:
-        """Both modes on the first `eval_tasks` held-out tasks, the same ones each time."""
+    async def evaluate(self, ended: Callable[[EvalScore], None] = lambda _: None) -> Evaluation:
+        """Each mode on the first `eval_tasks` tasks of each set, the same ones each time; `ended` is told
+        each score as it comes."""
         config = self._config
-        tasks = load_eval_tasks(config, self._seed)
         self._evaluations += 1
-        sampled, greedy = [
-            await evaluate(
-                tasks,
-                mode=mode,
-                samples_per_task=config.eval_samples_per_task,
-                max_new_tokens=config.max_new_tokens,
-                sessions=self._sessions,
-                pool=self._pool,
-                concurrency=config.rollout_concurrency,
-                group_form=self._group_form,
-                label=str(self._evaluations),
-            )
-            for mode in ("sampled", "greedy")
-        ]
-        return Evaluation(sampled=sampled, greedy=greedy)
+        scores: dict[str, EvalScore] = {}
+        for name, tasks in load_eval_sets(config, self._seed).items():
+            for mode in dict.fromkeys(config.eval_modes):
+                score = await evaluate(
+                    tasks,
+                    set_name=name,
+                    mode=mode,
+                    samples_per_task=config.eval_samples_per_task,
+                    max_new_tokens=config.max_new_tokens,
+                    sessions=self._sessions,
+                    pool=self._pool,
+                    concurrency=config.rollout_concurrency,
+                    group_form=self._group_form,
+                    label=f"{self._evaluations}/{name}" if name else str(self._evaluations),
+                )
+                scores[score.name] = score
+                ended(score)
+        return Evaluation(scores=scores)
 
     async def stop(self, drain_s: float = 5.0) -> None:
         """Leases no more, gives running rollouts `drain_s` seconds, ends the workers. May be called
         after a failure."""
-        await self._dispatcher.stop(drain_s)
+        if self._dispatcher is not None:
+            await self._dispatcher.stop(drain_s)
         self._pool.stop()
         await self._sessions.close()

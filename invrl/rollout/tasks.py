@@ -32,9 +32,9 @@ def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
 
 
 def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
-    """The first `eval_tasks` held-out tasks; all runs with this seed see the same ones. Raises
+    """The first `eval_tasks` held-out tasks (0: all); all runs with this seed see the same ones. Raises
     ConfigError if there are fewer."""
-    tasks = tuple(islice(load_tasks(config, "eval", seed), config.eval_tasks))
+    tasks = tuple(islice(load_tasks(config, "eval", seed), config.eval_tasks or None))
     if len(tasks) < config.eval_tasks:
         raise ConfigError(
             field="eval_tasks",
@@ -56,7 +56,8 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
             reason="both a task source and a task file are given" if both else "there are no tasks",
             fix="give one of --task-source-path and --task-file",
         )
-    if config.eval_tasks and config.task_file and not config.eval_task_file:
+    unnamed = config.eval_tasks and not config.eval_sets  # named sets: `eval_sets.py`
+    if unnamed and config.task_file and not config.eval_task_file:
         raise ConfigError(
             field="eval_task_file",
             value="",
@@ -64,7 +65,7 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
             fix="give --eval-task-file, or --eval-tasks 0",
         )
     next(load_tasks(config, "train", seed))
-    if config.eval_tasks:
+    if unnamed:
         load_eval_tasks(config, seed)
 
 

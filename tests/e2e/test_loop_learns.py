@@ -6,6 +6,7 @@ Each run is a process of its own: SGLang, router, gateway, Ray, Megatron, all re
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
@@ -38,14 +39,21 @@ def test_shuffled_rewards_do_not_rise(folder: Path) -> None:
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_off_policy_run_clips_and_learns(folder: Path) -> None:
-    """Staleness 1, two optimizer steps per batch, two ranks, two engines: ratios move, some are clipped."""
+    """Staleness 1, two optimizer steps per batch, two ranks, two engines: ratios move, some are clipped.
+    Two held-out sets before, midway and after."""
     run = train(
         folder,
         "async",
         *("--max-staleness", "1", "--steps-per-batch", "2", "--data-parallel-size", "2"),
         *("--num-engines", "2", "--eps-clip-low", "0.02", "--eps-clip-high", "0.02"),
+        *("--eval-sets", "a=tests.e2e.trivial:tasks,b=tests.e2e.trivial:tasks", "--eval-tasks", "4"),
+        *("--eval-interval", str(STEPS // 2), "--eval-samples-per-task", "2", "--eval-modes", "sampled"),
     )
     rows = steps_of(run)
+    every = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for held_out in ("a", "b"):  # beside running rollouts, too
+        name = f"eval/{held_out}/sampled/samples"
+        assert {row["step"]: row[name] for row in every if name in row} == {0: 8, STEPS // 2: 8, STEPS: 8}
     assert max(row["train/clip_fraction"] for row in rows) > 0
     assert max(row["rollout/staleness_max"] for row in rows) == 1
     assert change(run) > 0.1

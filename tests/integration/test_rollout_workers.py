@@ -264,9 +264,9 @@ async def test_evaluation_runs_beside_and_leaves_the_buffer_alone(stack: Stack, 
     changes = {"eval_task_file": str(held_out), "eval_tasks": 2, "eval_samples_per_task": 3}
     async with rollouts(stack, [], **changes) as (handle, _):
         result = await handle.evaluate()
-    assert result.sampled.samples == 6
-    assert result.greedy.samples == 2
-    assert result.sampled.failures == {"exception": 3}
+    sampled, greedy = result.scores.values()
+    assert (sampled.samples, greedy.samples) == (6, 2)
+    assert sampled.failures == {"exception": 3}
     assert not set(stack.outcomes()) & {"e1", "e2"}
 
 

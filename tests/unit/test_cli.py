@@ -26,10 +26,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """Stands in for `invrl.training` and `invrl.serving`, which start processes. Handlers are put
-    back."""
+    """Stands in for the modules that start processes. Handlers are put back."""
     stand_in = types.ModuleType("stand_in")
-    for name in ("invrl.training", "invrl.serving"):
+    for name in ("invrl.training", "invrl.serving", "invrl.evaluating"):
         monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     handlers = logging.getLogger().handlers[:]
@@ -73,6 +72,9 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) ->
         (["prepare-model", "--ggfu", "a"], "--gguf"),
         (["prepare-model", "--gguf", "/no/such", "--out", "/tmp/x"], "no such file"),
         (["prepare-model", "--gguf", "a", "--out", "x", "--dtype", "int4"], "bfloat16 or float32"),
+        (["eval", "--model-path", "/no/such"], "no tasks"),
+        (["eval", "--checkpoint"], "--checkpoint VALUE"),
+        (["eval", "--checkpoint", "/no/such"], "step-NNNNNN"),
         (["report"], "run folder"),
         (["report", "/no/such"], "no steps"),
     ],
@@ -137,3 +139,27 @@ def test_train_refuses_bad_user_code_before_a_run_folder_exists(
     assert train(model, tmp_path, "--rollout-function-path", "rollout_fns.calculator:rolout") == 2
     assert "rollout" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_eval_takes_the_model_of_a_checkpoint_and_a_task_file(
+    model: Path,
+    tmp_path: Path,
+    cluster: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen: list[Config] = []
+    cluster.run_evaluation = lambda config, folder: seen.append(config)  # type: ignore[attr-defined]
+    monkeypatch.setattr(cli, "prepare_ray", lambda: None)
+    tasks, checkpoint = tmp_path / "tasks.jsonl", tmp_path / "step-000002"
+    tasks.write_text('{"id": 1}\n')
+    (checkpoint / "megatron").mkdir(parents=True)
+    flags = ["eval", f"--checkpoint={checkpoint}", "--task-file", str(tasks), "--run-root", str(tmp_path)]
+    assert cli.main(flags) == 2
+    assert "no folder hugging_face (it holds: megatron)" in capsys.readouterr().err
+    (checkpoint / "hugging_face").symlink_to(model)
+    assert cli.main(flags) == 0
+    assert seen[0].model.model_path == str(checkpoint / "hugging_face")
+    assert (seen[0].rollout.task_file, seen[0].rollout.eval_task_file) == ("", str(tasks))
+    assert cli.main([*flags, "--eval-tasks", "2"]) == 2
+    assert "has 1 tasks" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
@@ -37,15 +38,19 @@ def test_leaf_names_are_unique_across_sections() -> None:
 
 def test_every_leaf_has_a_flag_that_sets_it_and_a_line_of_help() -> None:
     text = flag_help()
-    other = {"str": "x", "int": "2", "float": "0.5"}
+    other = {"str": "x", "int": "2", "float": "0.5", "tuple": "x"}
     for leaf in LEAVES:
         assert leaf.info.description, leaf.key
         assert leaf.flag in text
         if leaf.is_switch:
             arguments, value = [f"--no-{leaf.flag[2:]}"], False
         else:
-            choices = getattr(leaf.info.annotation, "__args__", None)
-            given = choices[-1] if choices else other[getattr(leaf.info.annotation, "__name__", "str")]
+            literal = get_origin(leaf.info.annotation) is Literal
+            given = (
+                get_args(leaf.info.annotation)[-1]
+                if literal
+                else other[getattr(leaf.info.annotation, "__name__", "str")]
+            )
             arguments, value = [leaf.flag, given], given
         (source,) = parse_flags(arguments)
         assert source.tables == {leaf.table: {leaf.key: value}}
@@ -148,6 +153,16 @@ def test_the_tree_is_frozen() -> None:
         (["--steps-per-batch", "5"], "algorithm.steps_per_batch", "whole groups", "--steps-per-batch"),
         (["--n-samples-per-prompt", "1"], "rollout.n_samples_per_prompt", "compares", "2 or more"),
         (["--eval-interval", "5"], "rollout.eval_interval", "no held-out", "--eval-tasks"),
+        (
+            ["--eval-sets", "a=m:f", "--eval-task-file", "x.jsonl"],
+            "rollout.eval_task_file", "leaves this one out", "NAME=x.jsonl",
+        ),
+        (
+            ["--eval-samples-per-task", "64"],
+            "rollout.eval_samples_per_task", "32 rollouts may", "--rollout-concurrency",
+        ),
+        (["--eval-modes", "sampled,beam"], "rollout.eval_modes", "'greedy'", "eval_modes"),
+        (["--eval-modes="], "rollout.eval_modes", "at least 1", "eval_modes"),
         (["--max-new-tokens", "16384"], "rollout.max_new_tokens", "KV cache", "--engine-max"),
         (["--rollout-concurrency", "2000"], "rollout.rollout_concurrency", "admits 1024", "--max-open"),
         (["--rollout-workers", "64"], "rollout.rollout_workers", "at a time", "--rollout-conc"),

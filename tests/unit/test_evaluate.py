@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+from fractions import Fraction
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.rollout.evaluate import EvalScore, evaluate, gain_interval, wilson_interval
+from invrl.config import load_resolved, resolve
+from invrl.config_checks import check_evaluated_code, check_user_code
+from invrl.errors import ConfigError, PluginError
+from invrl.flags import parse_flags
+from invrl.rollout.config import RolloutConfig
+from invrl.rollout.eval_sets import held_out_only, load_eval_sets
+from invrl.rollout.evaluate import (
+    EvalScore,
+    Evaluation,
+    bootstrap_interval,
+    evaluate,
+    gain_interval,
+    pass_at_k,
+    wilson_interval,
+)
 from invrl.types import FailedRollout, FailureReason, RolloutSummary, Sampling, Session, Task
 
 
@@ -239,3 +257,170 @@ def test_gain_needs_the_same_tasks_and_mode():
         gain_interval(score(1.0), score(1.0, mode="greedy"))
     with pytest.raises(ValueError, match="no tasks"):
         gain_interval(score(), score())
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_pass_at_k_is_the_share_of_draws_that_hold_an_exact_one(n):
+    for exact, k in itertools.product(range(n + 1), range(1, n + 1)):
+        draws = list(itertools.combinations([1] * exact + [0] * (n - exact), k))
+        share = Fraction(sum(map(max, draws)), len(draws))
+        assert pass_at_k(n, exact, k) == pytest.approx(float(share), abs=1e-15)
+
+
+def test_pass_at_k_of_many_samples_does_not_overflow():
+    # No exact one in 500 draws out of 1000 that hold 10: the product of (500 - i) / (1000 - i).
+    missed = np.prod([(500 - i) / (1000 - i) for i in range(10)])
+    assert pass_at_k(1000, 10, 500) == pytest.approx(1 - missed, rel=1e-12)
+    assert (pass_at_k(1000, 0, 1), pass_at_k(1000, 501, 500)) == (0.0, 1.0)
+
+
+def test_a_score_has_pass_at_each_power_of_two():
+    of = EvalScore(
+        mode="sampled", task_ids=("a", "b"), rewards=((1.0, 0.0, 0.2), (0.0, 0.0, 0.0)), failures={}
+    )
+    passed = of.pass_at_k
+    assert list(passed) == [1, 2]
+    assert passed[1].value == pytest.approx(1 / 6) == of.accuracy.value
+    assert passed[2].value == pytest.approx((2 / 3) / 2)
+    assert (passed[2].low, passed[2].high) == (0.0, pytest.approx(2 / 3))
+    values = of.values()
+    assert values["eval/sampled/pass_at_2"] == passed[2].value
+    assert values["eval/sampled/pass_at_2_high"] == passed[2].high
+    assert values["eval/sampled/reward_mean"] == pytest.approx(1.2 / 6) == of.mean_reward
+    assert values["eval/sampled/reward_mean_low"] == 0.0
+
+
+@pytest.mark.parametrize("distinct", [3, 400])
+def test_the_bootstrap_agrees_with_resampling_tasks_one_by_one(distinct):
+    draw = np.random.default_rng(1)
+    of_tasks_K = draw.random(distinct)[draw.integers(0, distinct, 400)]
+    interval = bootstrap_interval(of_tasks_K)
+    means = of_tasks_K[draw.integers(0, 400, (10_000, 400))].mean(axis=1)
+    assert interval.value == pytest.approx(of_tasks_K.mean(), abs=1e-15)
+    # The Monte Carlo error of a 2.5 % quantile out of 10,000 is about 0.03 standard deviations.
+    near = 0.2 * means.std()
+    assert interval.low == pytest.approx(np.quantile(means, 0.025), abs=near)
+    assert interval.high == pytest.approx(np.quantile(means, 0.975), abs=near)
+
+
+def test_an_evaluation_is_read_back_from_json_as_it_was():
+    once = EvalScore(
+        set_name="hard",
+        mode="sampled",
+        task_ids=("a", "\u00fc@1"),
+        rewards=((0.1 + 0.2, 1.0), (-1e-300, 1e9)),
+        failures={"timeout": 2},
+    )
+    evaluation = Evaluation(scores={"hard/sampled": once, "greedy": score(1.0, mode="greedy")})
+    again = msgspec.json.decode(msgspec.json.encode(evaluation), type=Evaluation)
+    assert again == evaluation
+    assert again.values() == evaluation.values()
+    assert again.gains_since(evaluation)["greedy"].value == 0.0
+
+
+def test_scores_of_several_sets_have_names_of_their_own():
+    scores = [
+        EvalScore(set_name=s, mode="greedy", task_ids=("a",), rewards=((1.0,),), failures={}) for s in "ab"
+    ]
+    values = Evaluation(scores={s.name: s for s in scores}).values()
+    assert values["eval/a/greedy/accuracy"] == values["eval/b/greedy/accuracy"] == 1.0
+    with pytest.raises(ValueError, match="same mode"):
+        gain_interval(*scores)
+
+
+# ------------------------------------------------------------------ sets
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(n, name="held.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"id": f"q{i}"}) + "\n" for i in range(n)))
+        return str(path)
+
+    return write
+
+
+def test_sets_come_from_files_and_sources(file, tmp_path):
+    sets = (f"small={file(3)}", "calc-2=rollout_fns.calculator:task_source")
+    config = RolloutConfig(
+        task_source_path="rollout_fns.calculator:task_source", eval_sets=sets, eval_tasks=2
+    )
+    found = load_eval_sets(config, 0)
+    assert list(found) == ["small", "calc-2"]
+    assert [task.id for task in found["small"]] == ["q0", "q1"]
+    assert [task.split for task in found["calc-2"]] == ["eval", "eval"]
+    assert len(load_eval_sets(config.model_copy(update={"eval_tasks": 0}), 0)["small"]) == 3
+    unnamed = load_eval_sets(config.model_copy(update={"eval_sets": ()}), 0)
+    assert unnamed == {"": found["calc-2"]}
+
+
+def test_sets_are_a_flag_with_commas_or_an_array_and_survive_the_run_folder(tmp_path):
+    flags = ["--eval-sets", "a=x.jsonl, b=m:f", "--eval-modes", "greedy"]
+    config = resolve(*parse_flags(flags))
+    assert config.rollout.eval_sets == ("a=x.jsonl", "b=m:f")
+    path = tmp_path / "c.toml"
+    path.write_text(config.to_toml())
+    assert load_resolved(path) == config
+    assert resolve(*parse_flags(["--config", str(path), "--eval-sets="])).rollout.eval_sets == ()
+
+
+@pytest.mark.parametrize(
+    ("sets", "reason"),
+    [
+        (["{three}"], "not NAME=WHERE"),
+        (["a="], "not NAME=WHERE"),
+        (["a b={three}"], "not NAME=WHERE"),
+        (["a/b={three}"], "not NAME=WHERE"),
+        (["a={three}", "a=rollout_fns.calculator:task_source"], "another set is called 'a'"),
+        (["a={none}"], "has no tasks"),
+        (["a={three}.gone"], "cannot be read"),
+        (["a={two}"], "has 2 tasks"),
+    ],
+)
+def test_a_set_that_cannot_be_evaluated_is_refused_before_the_run(sets, reason, file):
+    places = {"three": file(3), "none": file(0, "none.jsonl"), "two": file(2, "two.jsonl")}
+    named = ",".join(entry.format(**places) for entry in sets)
+    config = resolve(
+        *parse_flags(
+            [
+                "--eval-sets",
+                named,
+                "--eval-tasks",
+                "3",
+                "--task-source-path",
+                "rollout_fns.calculator:task_source",
+            ]
+        )
+    )
+    for check in (check_user_code, check_evaluated_code):
+        with pytest.raises(ConfigError) as raised:
+            check(config)
+        assert raised.value.field == "eval_sets"
+        assert raised.value.value == named.split(",")[-1]
+        assert reason in raised.value.reason
+
+
+def test_a_source_that_does_not_import_is_a_plugin_error_of_its_set():
+    with pytest.raises(PluginError, match=r"eval_sets = 'a=rollout_fns\.calculator:gone'"):
+        load_eval_sets(RolloutConfig(eval_sets=("a=rollout_fns.calculator:gone",)), 0)
+
+
+def test_sets_without_an_evaluation_contradict_in_training_only(file):
+    flags = ["--eval-sets", f"a={file(3)}", "--task-source-path", "rollout_fns.calculator:task_source"]
+    config = resolve(*parse_flags(flags))
+    check_evaluated_code(config)
+    with pytest.raises(ConfigError, match="eval_tasks is 0"):
+        check_user_code(config)
+
+
+def test_eval_takes_the_task_file_and_needs_one_place():
+    assert held_out_only(RolloutConfig(task_file="a.jsonl")) == RolloutConfig(eval_task_file="a.jsonl")
+    both = RolloutConfig(task_file="a.jsonl", eval_task_file="b.jsonl")
+    assert held_out_only(both) == RolloutConfig(eval_task_file="b.jsonl")
+    named = RolloutConfig(task_file="a.jsonl", task_source_path="m:f", eval_sets=("a=m:f",))
+    assert held_out_only(named) == named
+    with pytest.raises(ConfigError, match="there are no tasks"):
+        held_out_only(RolloutConfig())
+    with pytest.raises(ConfigError, match="as well"):
+        held_out_only(RolloutConfig(task_file="a.jsonl", task_source_path="m:f"))

@@ -1,0 +1,95 @@
+"""`invrl eval`: a model measured on held-out tasks through the endpoint, without a trainer.
+
+Engines, router, gateway and rollout workers are those of training. Invariant: `report/eval.json` is
+written once every set has been measured, and every process has ended when `run_evaluation` returns.
+Called by `cli.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from functools import partial
+from importlib.metadata import version
+
+import msgspec
+
+from invrl import __version__
+from invrl.cluster import first_to_fail, model_folder, start_ray, start_serving
+from invrl.config import Config
+from invrl.rollout.evaluate import EvalScore
+from invrl.rollout.rollout_handle import RolloutHandle
+from invrl.rollout.worker_handle import RayWorker
+from invrl.run_folder import RunFolder
+
+
+def run_evaluation(config: Config, folder: RunFolder) -> None:
+    """Raises InvrlError with the cause of an evaluation that could not be made."""
+    asyncio.run(_evaluate(config, folder))
+
+
+async def _evaluate(config: Config, folder: RunFolder) -> None:
+    began = time.monotonic()
+
+    def note(text: str) -> None:
+        print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
+
+    note(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}")
+    async with AsyncExitStack() as stack:
+        serving = await stack.enter_async_context(start_serving(config, folder))
+        stack.enter_context(start_ray())
+        rollouts = RolloutHandle(
+            config.rollout,
+            gateway_url=serving.gateway.url,
+            env_key=serving.env_key,
+            model=serving.settings.model_name,
+            seed=config.run.seed,
+            make_worker=partial(RayWorker, concurrency=config.rollout.rollout_concurrency),
+        )
+        stack.push_async_callback(rollouts.stop)
+        await asyncio.gather(rollouts.start(), serving.wait_ready())
+        await serving.fleet.admit()
+        note("everything is up")
+        work = rollouts.evaluate(lambda score: note(f"{score.name}: mean reward {score.mean_reward:.3f}"))
+        evaluation = await first_to_fail(work, serving.watch())
+        path = folder.report_path / "eval.json"
+        path.write_bytes(report(config, evaluation.scores.values()))
+        print(f"\n{table(evaluation.scores.values())}\n\n{path}", flush=True)
+
+
+def report(config: Config, scores: Iterable[EvalScore]) -> bytes:
+    """`report/eval.json`: what was measured with its 95 % intervals, each task's rewards, and of what."""
+    packages = ("sglang", "sglang-router", "transformers", "torch", "ray")
+    rows = [
+        {
+            "set": score.set_name,
+            "mode": score.mode,
+            "tasks": len(score.task_ids),
+            "samples": score.samples,
+            **score.measures,
+            "failures": score.failures,
+            "rewards": dict(zip(score.task_ids, score.rewards, strict=True)),
+        }
+        for score in scores
+    ]
+    content = {
+        "model": str(model_folder(config)),
+        "scores": rows,
+        "versions": {"invrl": __version__} | {name: version(name) for name in packages},
+        "config": config.model_dump(mode="json"),
+    }
+    return msgspec.json.format(msgspec.json.encode(content)) + b"\n"
+
+
+def table(scores: Iterable[EvalScore]) -> str:
+    """A line per measure and per reason of failure, in columns."""
+    rows = [("set", "mode", "tasks", "samples", "measure", "value", "95 % interval")]
+    for score in scores:
+        head = (score.set_name or "-", score.mode, str(len(score.task_ids)), str(score.samples))
+        for name, found in score.measures.items():
+            rows.append((*head, name, f"{found.value:.3f}", f"[{found.low:.3f}, {found.high:.3f}]"))
+        rows += [(*head, f"failed: {reason}", str(count), "") for reason, count in score.failures.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
