@@ -142,12 +142,13 @@ def check_upstream(config: Config) -> None:
 
 
 def check_user_code(config: Config) -> None:
-    """Everything given by import path, and the tasks: imported, called as far as checks go. Raises
-    ConfigError (PluginError)."""
+    """Everything given by import path, the tasks, and the trackers: imported, called as far as checks go.
+    Raises ConfigError (PluginError)."""
     from invrl import plugins
     from invrl.algorithms.advantages import advantage_function
     from invrl.algorithms.surrogates import surrogate_function
     from invrl.buffer.policies import group_filter_function
+    from invrl.metric_sinks import check_trackers
     from invrl.rollout.tasks import check_tasks
 
     plugins.load_rollout_function(config.rollout.rollout_function_path)
@@ -157,3 +158,4 @@ def check_user_code(config: Config) -> None:
     group_filter_function(config.buffer.group_filter)
     advantage_function(config.algorithm.advantage)
     surrogate_function(config.algorithm.policy_loss)
+    check_trackers(config.run)

@@ -37,7 +37,8 @@ _MAX_RESTARTS = 3
 
 def run_training(config: Config, folder: RunFolder) -> None:
     """One run from start to end. Raises InvrlError with the cause of a run that could not go on."""
-    sinks = open_sinks(folder.metrics_path, folder.tensorboard_path if config.run.tensorboard else None)
+    tensorboard = folder.tensorboard_path if config.run.tensorboard else None
+    sinks = open_sinks(folder.metrics_path, tensorboard, config)
     observer = RunObserver(sinks, open_progress(config.run.progress, config.run.num_steps))
     observer.note(f"run folder {folder.path}")
     try:
