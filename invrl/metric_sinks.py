@@ -85,7 +85,7 @@ class WandbSink:
     def __init__(self, run: RunConfig, folder: Path, parameters: Mapping[str, object]) -> None:
         import wandb
 
-        settings = wandb.Settings(console="off", silent=True, init_timeout=60.0, finish_timeout=20.0)
+        settings = wandb.Settings(console="off", silent=True, init_timeout=30.0, finish_timeout=20.0)
         self._run = wandb.init(
             project=run.wandb_project, mode=run.wandb_mode, name=folder.name, dir=str(folder),
             config=dict(parameters), settings=settings,
@@ -231,7 +231,12 @@ def check_trackers(run: RunConfig) -> None:
     if run.wandb_project and run.wandb_mode == "online":
         import wandb
 
-        if not wandb.login(prompt=False):
+        has_key = True
+        try:
+            has_key = wandb.login(prompt=False)
+        except Exception as error:  # no network, or the key is refused: the sink will meet it too
+            logger.warning("Weights & Biases: %s", error)
+        if not has_key:
             raise ConfigError(
                 field="run.wandb_mode",
                 value=run.wandb_mode,

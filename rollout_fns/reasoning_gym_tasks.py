@@ -159,6 +159,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
+one_digit_sums = source("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+letters_of_a_word = source("letter_counting", min_words=1, max_words=1)
+"""What the presets in launch/configs/ use; a model of 135 million parameters gets some of each right."""
+
+
 def __getattr__(name: str) -> DatasetSource:
     if name not in DATASETS:
         raise AttributeError(f"reasoning-gym has no dataset {name!r}")
