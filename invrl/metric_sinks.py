@@ -128,7 +128,7 @@ class ThreadedSink:
     what comes when as many do is dropped and counted. `close` waits `close_s` seconds."""
 
     def __init__(
-        self, name: str, opened: Callable[[], Sink], *, capacity: int = 1000, close_s: float = 30.0
+        self, name: str, opened: Callable[[], Sink], capacity: int = 1000, close_s: float = 30.0
     ) -> None:
         self.name, self.dropped = name, 0
         self._opened, self._close_s = opened, close_s
@@ -153,6 +153,8 @@ class ThreadedSink:
             self._rows.put_nowait((step, dict(values)))
         except queue.Full:
             self.dropped += 1
+            if self.dropped == 1:
+                logger.warning("%s is too slow: rows are dropped from step %d on", self.name, step)
 
     def close(self) -> None:
         """Raises what the thread met, or DeadlineError if it hangs."""
@@ -213,36 +215,27 @@ def open_sinks(metrics_path: Path, tensorboard_path: Path | None, config: Config
 def check_trackers(run: RunConfig) -> None:
     """What the settings ask for is installed and has its key. Raises ConfigError."""
     if re.search(r"://[^/@]*:[^/@]+@", run.mlflow_tracking_uri):  # settings are written down
-        raise ConfigError(
-            field="run.mlflow_tracking_uri",
-            value="(not shown)",
-            reason="it holds a password",
-            fix="leave it out and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-        )
+        fix = "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
+        raise _refused("mlflow_tracking_uri", "(not shown)", "it holds a password", fix)
     for field, package in (("wandb_project", "wandb"), ("mlflow_tracking_uri", "mlflow")):
         spec = importlib.util.find_spec(package) if (value := getattr(run, field)) else None
         if value and (spec is None or spec.origin is None):  # no origin: a folder of that name, no package
-            raise ConfigError(
-                field=f"run.{field}",
-                value=value,
-                reason=f"the package {package} is not installed",
-                fix=f"pip install {package}, or leave --{field.replace('_', '-')} out",
-            )
+            raise _refused(field, value, f"the package {package} is not installed", f"pip install {package}")
     if run.wandb_project and run.wandb_mode == "online":
         import wandb
 
-        has_key = True
         try:
             has_key = wandb.login(prompt=False)
         except Exception as error:  # no network, or the key is refused: the sink will meet it too
             logger.warning("Weights & Biases: %s", error)
-        if not has_key:
-            raise ConfigError(
-                field="run.wandb_mode",
-                value=run.wandb_mode,
-                reason="there is no API key for Weights & Biases",
-                fix="set WANDB_API_KEY, run `wandb login`, or give --wandb-mode offline",
-            )
+        else:
+            if not has_key:
+                fix = "set WANDB_API_KEY, run `wandb login`, or give --wandb-mode offline"
+                raise _refused("wandb_mode", run.wandb_mode, "there is no API key for Weights & Biases", fix)
+
+
+def _refused(field: str, value: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError(field=f"run.{field}", value=value, reason=reason, fix=fix)
 
 
 def _name(sink: Sink) -> str:
