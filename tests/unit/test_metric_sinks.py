@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -197,7 +198,11 @@ def test_wandb_writes_a_run_that_reads_back(tmp_path: Path, errors: Callable[[],
     sinks.close()
     assert errors() == []
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    history, settings = read_wandb(path)
+    deadline = time.monotonic() + 60.0
+    while len((read := read_wandb(path))[0]) < 2:  # wandb's own process writes on after `finish` returned
+        assert time.monotonic() < deadline, f"two rows in {path}; there are: {read[0]}"
+        time.sleep(0.05)
+    history, settings = read
     assert [row.get("rollout/reward_mean") for row in history if row["_step"] == 1] == [0.5]
     assert [row.get("eval/accuracy") for row in history if row["_step"] == 0] == [0.25]
     assert settings["rollout.temperature"] == 0.75
