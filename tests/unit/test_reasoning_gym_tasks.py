@@ -109,7 +109,7 @@ async def test_the_reasoned_form_takes_the_last_tagged_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [gym.one_digit_sums, gym.letters_of_a_word, gym.DatasetSource("gcd", "{}")]
+    "source", [gym.one_digit_sums, gym.three_letter_words, gym.DatasetSource("gcd", "{}")]
 )
 def test_splits_share_no_question_whatever_the_seeds(source: gym.DatasetSource) -> None:
     def questions(split: str, seed: int) -> list[object]:
@@ -125,7 +125,7 @@ def test_splits_share_no_question_whatever_the_seeds(source: gym.DatasetSource) 
 def test_the_same_seed_gives_the_same_tasks_in_another_process() -> None:
     code = f"""
 from itertools import islice
-from {PATH} import letters_of_a_word as s
+from {PATH} import three_letter_words as s
 print([(t.id, t.payload, t.label) for split in ("train", "eval") for t in islice(s(split, 5), 20)])
 """
     runs = {
@@ -135,11 +135,11 @@ print([(t.id, t.payload, t.label) for split in ("train", "eval") for t in islice
         for _ in range(2)
     }
     assert len(runs) == 1
-    assert next(gym.letters_of_a_word("train", 5)).id != next(gym.letters_of_a_word("train", 6)).id
+    assert next(gym.three_letter_words("train", 5)).id != next(gym.three_letter_words("train", 6)).id
 
 
 def test_train_goes_on_with_new_questions_and_eval_of_a_small_dataset_ends() -> None:
-    many = [task.payload["question"] for task in islice(gym.letters_of_a_word("train", 0), 500)]
+    many = [task.payload["question"] for task in islice(gym.three_letter_words("train", 0), 500)]
     assert len(set(many)) > 250
     assert len(list(gym.source("count_bits", min_n=1, max_n=40)("eval", 0))) < 40
 
