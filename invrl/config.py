@@ -61,6 +61,12 @@ class RunConfig(Section):
         "auto", description="'auto': live on a terminal, lines elsewhere; 'plain': lines; 'none'"
     )
     tensorboard: bool = Field(True, description="write TensorBoard events into the run folder")
+    wandb_project: str = Field("", description="project at Weights & Biases to log to; empty: none")
+    wandb_mode: Literal["online", "offline"] = Field(
+        "online", description="'online'; 'offline': files in the run folder, for `wandb sync`"
+    )
+    mlflow_tracking_uri: str = Field("", description="MLflow server or store to log to; empty: none")
+    mlflow_experiment: str = Field("invrl", description="MLflow experiment that the run is put in")
 
 
 class ModelConfig(Section):

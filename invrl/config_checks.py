@@ -217,14 +217,16 @@ def check_upstream(config: Config) -> None:
 
 
 def check_user_code(config: Config) -> None:
-    """Everything given by import path, and the tasks: imported, called as far as checks go. Raises
-    ConfigError (PluginError)."""
+    """Everything given by import path, the tasks, and the trackers: imported, called as far as checks go.
+    Raises ConfigError (PluginError)."""
     from invrl.algorithms.advantages import advantage_function
     from invrl.algorithms.surrogates import surrogate_function
     from invrl.buffer.policies import group_filter_function
+    from invrl.metric_sinks import check_trackers
     from invrl.rollout.tasks import check_tasks
 
     surrogate_function(config.algorithm.policy_loss)
+    check_trackers(config.run)
     if config.run.debug_train_only:
         return
     if config.rollout.eval_sets and not config.rollout.eval_tasks:

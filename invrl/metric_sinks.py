@@ -1,17 +1,28 @@
-"""Where a step's numbers go. Invariant: a failing sink is logged once and left out; it never stops
-training. Called by the driver (`cluster.py`) with what `metrics.resolve` makes."""
+"""Where a step's numbers go. Invariant: a failing sink is logged once and left out, and one that is slow or
+hangs is not waited for; neither stops training. Called by the driver (`training.py`) with what
+`metrics.resolve` makes. wandb and mlflow are imported only where a setting asks for them."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import logging
 import math
 import os
+import queue
+import re
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from invrl.errors import ConfigError, DeadlineError
+
+if TYPE_CHECKING:
+    from invrl.config import Config, RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +78,98 @@ class TensorBoardSink:
         self._file.close()
 
 
+class WandbSink:
+    """A Weights & Biases run, its files in the run folder; `parameters` are its config. Its own waits are
+    bounded too: they also run when the interpreter exits."""
+
+    def __init__(self, run: RunConfig, folder: Path, parameters: Mapping[str, object]) -> None:
+        import wandb
+
+        settings = wandb.Settings(console="off", silent=True, init_timeout=30.0, finish_timeout=20.0)
+        self._run = wandb.init(
+            project=run.wandb_project, mode=run.wandb_mode, name=folder.name, dir=str(folder),
+            config=dict(parameters), settings=settings,
+        )  # fmt: skip
+        logger.info("wandb run: %s", self._run.url if run.wandb_mode == "online" else self._run.dir)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """An MLflow run on the tracking server or store of the setting. What is not finite is left out."""
+
+    def __init__(self, run: RunConfig, folder: Path, parameters: Mapping[str, object]) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric, self._client = Metric, MlflowClient(tracking_uri=run.mlflow_tracking_uri)
+        known = self._client.get_experiment_by_name(run.mlflow_experiment)
+        experiment = known.experiment_id if known else self._client.create_experiment(run.mlflow_experiment)
+        self._id = self._client.create_run(experiment, run_name=folder.name).info.run_id
+        params = [Param(name, str(value)) for name, value in parameters.items()]
+        for start in range(0, len(params), 100):  # MLflow takes no more in one call
+            self._client.log_batch(self._id, params=params[start : start + 100])
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._client.log_batch(self._id, [self._metric(name, v, now, step) for name, v in finite.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class ThreadedSink:
+    """A sink over a network, opened, written and closed in a thread of its own. Up to `capacity` rows wait;
+    what comes when as many do is dropped and counted. `close` waits `close_s` seconds."""
+
+    def __init__(
+        self, name: str, opened: Callable[[], Sink], capacity: int = 1000, close_s: float = 30.0
+    ) -> None:
+        self.name, self.dropped = name, 0
+        self._opened, self._close_s = opened, close_s
+        self._rows: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(capacity)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            with contextlib.closing(self._opened()) as sink:
+                while (row := self._rows.get()) is not None:
+                    sink.write(*row)
+        except Exception as error:
+            self._error = error
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Raises what the thread met since."""
+        if self._error is not None:
+            raise self._error
+        try:
+            self._rows.put_nowait((step, dict(values)))
+        except queue.Full:
+            self.dropped += 1
+            if self.dropped == 1:
+                logger.warning("%s is too slow: rows are dropped from step %d on", self.name, step)
+
+    def close(self) -> None:
+        """Raises what the thread met, or DeadlineError if it hangs."""
+        ends = time.monotonic() + self._close_s
+        with contextlib.suppress(queue.Full):
+            self._rows.put(None, timeout=self._close_s)
+        self._thread.join(max(0.0, ends - time.monotonic()))
+        if self.dropped:
+            logger.error("%s was too slow: %d rows were dropped", self.name, self.dropped)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            raise DeadlineError(f"{self.name} to take its last {self._rows.qsize()} rows", self._close_s)
+
+
 class SinkSet:
     """All sinks as one that never raises."""
 
@@ -90,16 +193,50 @@ class SinkSet:
         self._sinks.clear()
 
 
-def open_sinks(metrics_path: Path, tensorboard_path: Path | None) -> SinkSet:
-    """The run's sinks; one that cannot be opened is logged and left out."""
+def open_sinks(metrics_path: Path, tensorboard_path: Path | None, config: Config | None = None) -> SinkSet:
+    """The run's sinks; one that cannot be opened is logged and left out. With `config`, those that its
+    settings ask for too: they belong to the run folder, which holds `metrics_path`."""
     sinks: list[Sink] = [JsonlSink(metrics_path)]
     if tensorboard_path is not None:
         try:
             sinks.append(TensorBoardSink(tensorboard_path))
         except Exception:
             logger.exception("TensorBoard events are left out")
+    if config is not None:
+        run, folder, tables = config.run, metrics_path.parent, config.model_dump(mode="json")
+        parameters = {f"{table}.{key}": value for table in tables for key, value in tables[table].items()}
+        if run.wandb_project:
+            sinks.append(ThreadedSink("WandbSink", lambda: WandbSink(run, folder, parameters)))
+        if run.mlflow_tracking_uri:
+            sinks.append(ThreadedSink("MlflowSink", lambda: MlflowSink(run, folder, parameters)))
     return SinkSet(sinks)
 
 
+def check_trackers(run: RunConfig) -> None:
+    """What the settings ask for is installed and has its key. Raises ConfigError."""
+    if re.search(r"://[^/@]*:[^/@]+@", run.mlflow_tracking_uri):  # settings are written down
+        fix = "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
+        raise _refused("mlflow_tracking_uri", "(not shown)", "it holds a password", fix)
+    for field, package in (("wandb_project", "wandb"), ("mlflow_tracking_uri", "mlflow")):
+        spec = importlib.util.find_spec(package) if (value := getattr(run, field)) else None
+        if value and (spec is None or spec.origin is None):  # no origin: a folder of that name, no package
+            raise _refused(field, value, f"the package {package} is not installed", f"pip install {package}")
+    if run.wandb_project and run.wandb_mode == "online":
+        import wandb
+
+        try:
+            has_key = wandb.login(prompt=False)
+        except Exception as error:  # no network, or the key is refused: the sink will meet it too
+            logger.warning("Weights & Biases: %s", error)
+        else:
+            if not has_key:
+                fix = "set WANDB_API_KEY, run `wandb login`, or give --wandb-mode offline"
+                raise _refused("wandb_mode", run.wandb_mode, "there is no API key for Weights & Biases", fix)
+
+
+def _refused(field: str, value: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError(field=f"run.{field}", value=value, reason=reason, fix=fix)
+
+
 def _name(sink: Sink) -> str:
-    return type(sink).__name__
+    return sink.name if isinstance(sink, ThreadedSink) else type(sink).__name__

@@ -62,7 +62,8 @@ def run_training(config: Config, folder: RunFolder) -> None:
 def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> None:
     latest = checkpoints.latest()
     folder.rewind_metrics(latest.step if latest else 0)
-    sinks = open_sinks(folder.metrics_path, folder.tensorboard_path if config.run.tensorboard else None)
+    tensorboard = folder.tensorboard_path if config.run.tensorboard else None
+    sinks = open_sinks(folder.metrics_path, tensorboard, config)
     progress = open_progress(config.run.progress, config.run.num_steps)
     observer = RunObserver(sinks, progress, folder.phase_path)
     observer.note(f"run folder {folder.path}")

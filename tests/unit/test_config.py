@@ -81,6 +81,15 @@ def test_every_preset_file_loads_and_says_no_default_twice(path: Path) -> None:
             assert {key: getattr(getattr(config, table), key) for key in entries} == entries
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_preset_file_names_code_and_tasks_that_are_there(path: Path, tmp_path: Path) -> None:
+    sources = [read_toml(path)]
+    if "task_source_path" not in sources[0].tables["rollout"]:  # its tasks come by flag
+        tasks = write(tmp_path / "tasks.jsonl", '{"question": "2+2?", "label": 4}\n')
+        sources += parse_flags(["--task-file", str(tasks)])
+    check_user_code(resolve(*sources))
+
+
 def test_quickstart_is_the_measured_setting() -> None:
     config = load_resolved(ROOT / "launch" / "configs" / "quickstart.toml")
     rollout, train = config.rollout, config.train

@@ -6,16 +6,24 @@ import io
 import json
 import logging
 import math
+import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from invrl.metric_sinks import JsonlSink, SinkSet, TensorBoardSink, open_sinks
+from invrl.config import Config, Source, resolve
+from invrl.config_checks import check_user_code
+from invrl.errors import ConfigError
+from invrl.metric_sinks import JsonlSink, SinkSet, TensorBoardSink, ThreadedSink, check_trackers, open_sinks
 from invrl.progress import LiveProgress, NoProgress, PlainProgress, RunObserver, open_progress, sparkline
+
+ROOT = Path(__file__).parents[2]
 
 
 class Failing:
@@ -80,6 +88,230 @@ def test_a_sink_that_cannot_open_is_left_out(tmp_path: Path) -> None:
     sinks = open_sinks(tmp_path / "m.jsonl", tmp_path / "tb")
     sinks.write(1, {"a": 1.0})
     assert (tmp_path / "m.jsonl").read_text()
+
+
+# ------------------------------------------------------------------ sinks over a network
+
+
+class Collecting:
+    """Takes rows once `go` is set; `at` says which call raises."""
+
+    def __init__(self, at: str = "") -> None:
+        self.at, self.rows, self.closed = at, [], False
+        self.go, self.busy = threading.Event(), threading.Event()
+
+    def opened(self) -> Collecting:
+        self._meet("open")
+        return self
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.busy.set()
+        self.go.wait()
+        self._meet("write")
+        self.rows.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed = True
+        self._meet("close")
+
+    def _meet(self, call: str) -> None:
+        if call == self.at:
+            raise OSError(f"no network at {call}")
+
+
+@pytest.fixture
+def errors(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    with caplog.at_level(logging.ERROR):
+        yield lambda: [f"{record.message} {record.exc_text or ''}" for record in caplog.records]
+
+
+def test_a_threaded_sink_gets_every_row_in_order(errors: Callable[[], list[str]]) -> None:
+    inner = Collecting()
+    sinks = SinkSet([ThreadedSink("Collecting", inner.opened)])
+    row = {"a": 1.0}
+    sinks.write(1, row)
+    row["a"] = 2.0  # the caller may reuse it
+    sinks.write(2, row)
+    inner.go.set()
+    sinks.close()
+    assert (inner.rows, inner.closed) == ([(1, {"a": 1.0}), (2, {"a": 2.0})], True)
+    assert errors() == []
+
+
+@pytest.mark.parametrize("at", ["open", "write", "close"])
+def test_a_threaded_sink_that_fails_is_logged_once_by_name(at: str, errors: Callable[[], list[str]]) -> None:
+    inner = Collecting(at)
+    inner.go.set()
+    threaded = ThreadedSink("Collecting", inner.opened)
+    sinks = SinkSet([threaded])
+    for step in range(3):
+        sinks.write(step, {"a": 1.0})
+        if at != "close":
+            threaded._thread.join()
+    sinks.close()
+    assert inner.closed == (at != "open")
+    (message,) = errors()
+    assert "Collecting failed" in message
+    assert f"no network at {at}" in message
+
+
+def test_a_sink_that_hangs_is_not_waited_for(errors: Callable[[], list[str]]) -> None:
+    inner = Collecting()
+    sinks = SinkSet([ThreadedSink("Collecting", inner.opened, capacity=2, close_s=0.05)])
+    sinks.write(0, {})
+    inner.busy.wait()  # row 0 is being written, without end: the queue is empty and takes two more
+    for step in range(1, 6):
+        sinks.write(step, {})
+    sinks.close()
+    dropped, hung = errors()
+    assert "Collecting was too slow: 3 rows were dropped" in dropped
+    assert "Collecting failed to close" in hung
+    assert "for Collecting to take its last 2 rows" in hung
+    inner.go.set()
+
+
+def test_a_sink_that_hangs_does_not_hold_the_end_of_the_process() -> None:
+    code = """
+import threading
+from invrl.metric_sinks import SinkSet, ThreadedSink
+sinks = SinkSet([ThreadedSink("Hanging", threading.Event().wait, close_s=0.05)])
+sinks.write(1, {"a": 1.0})
+sinks.close()
+print("closed")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+    assert "Hanging" in done.stderr
+
+
+def configured(**run: str) -> Config:
+    return resolve(Source(name="test", tables={"run": run, "rollout": {"temperature": 0.75}}))
+
+
+def test_wandb_writes_a_run_that_reads_back(tmp_path: Path, errors: Callable[[], list[str]]) -> None:
+    """The real package, offline: its file holds the numbers by step, and the configuration."""
+    config = configured(wandb_project="p", wandb_mode="offline")
+    check_trackers(config.run)
+    sinks = open_sinks(tmp_path / "metrics.jsonl", None, config)
+    sinks.write(0, {"eval/accuracy": 0.25})
+    sinks.write(1, {"rollout/reward_mean": 0.5, "train/loss": math.nan})
+    sinks.close()
+    assert errors() == []
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60.0
+    while len((read := read_wandb(path))[0]) < 2:  # wandb's own process writes on after `finish` returned
+        assert time.monotonic() < deadline, f"two rows in {path}; there are: {read[0]}"
+        time.sleep(0.05)
+    history, settings = read
+    assert [row.get("rollout/reward_mean") for row in history if row["_step"] == 1] == [0.5]
+    assert [row.get("eval/accuracy") for row in history if row["_step"] == 0] == [0.25]
+    assert settings["rollout.temperature"] == 0.75
+
+
+def read_wandb(path: Path) -> tuple[list[dict], dict]:
+    """History rows and configuration of a run file: LevelDB's log format after a header of 7 bytes. Each
+    chunk is crc, length, kind and data; kinds 1 and 4 end a record; blocks of 32 KiB are padded."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = path.read_bytes(), 7, b""
+    history: list[dict] = []
+    settings: dict = {}
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind not in (1, 4):
+            continue
+        record, parts = Record.FromString(parts), b""
+        settings.update({item.key: json.loads(item.value_json) for item in record.run.config.update})
+        if items := record.history.item:
+            history.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return history, settings
+
+
+def test_mlflow_reads_back_values_steps_and_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: Callable[[], list[str]]
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the store that needs no database package
+    config = configured(mlflow_tracking_uri=(tmp_path / "store").as_uri(), mlflow_experiment="e")
+    check_trackers(config.run)
+    (tmp_path / "run-7").mkdir()
+    for reward in (0.5, 0.75):  # the experiment is there for the second run
+        sinks = open_sinks(tmp_path / "run-7" / "metrics.jsonl", None, config)
+        for step in (1, 2):
+            sinks.write(step, {"rollout/reward_mean": reward * step, "train/loss": math.nan})
+        sinks.close()
+    assert errors() == []
+    client = MlflowClient(config.run.mlflow_tracking_uri)
+    experiment = client.get_experiment_by_name("e")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])
+    assert [run.info.run_name for run in runs] == ["run-7", "run-7"]
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    rewards = [client.get_metric_history(run.info.run_id, "rollout/reward_mean") for run in runs]
+    assert sorted([(m.step, m.value) for m in history] for history in rewards) == [
+        [(1, 0.5), (2, 1.0)],
+        [(1, 0.75), (2, 1.5)],
+    ]
+    assert runs[0].data.params["rollout.temperature"] == "0.75"
+    assert len(runs[0].data.params) == sum(len(table) for table in config.model_dump().values())
+
+
+@pytest.mark.parametrize(
+    ("package", "run"),
+    [
+        ("wandb", {"wandb_project": "p", "wandb_mode": "offline"}),
+        ("mlflow", {"mlflow_tracking_uri": "http://localhost:1"}),
+    ],
+)
+def test_a_tracker_that_is_not_installed_is_refused_with_the_fix(
+    package: str, run: dict[str, str], tmp_path: Path
+) -> None:
+    """Also where the working directory holds a folder of that name, as earlier runs leave it."""
+    (tmp_path / package).mkdir()
+    code = f"""
+import sys
+sys.path[:] = [p for p in sys.path if "site-packages" not in p] + [{str(tmp_path)!r}]
+from types import SimpleNamespace
+from invrl.metric_sinks import check_trackers
+run = dict(wandb_project="", wandb_mode="online", mlflow_tracking_uri="") | {run!r}
+check_trackers(SimpleNamespace(**run))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("invrl.errors.ConfigError: run.")
+    assert f"the package {package} is not installed" in last
+    assert f"pip install {package}" in last
+
+
+def test_trackers_without_a_key_or_with_a_password_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", "/no/such/netrc")
+    with pytest.raises(ConfigError, match="no API key") as caught:
+        check_trackers(configured(wandb_project="p").run)
+    assert "WANDB_API_KEY" in caught.value.fix
+    with pytest.raises(ConfigError, match="holds a password") as caught:
+        check_trackers(configured(mlflow_tracking_uri="https://me:s3cret@host/x").run)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_trackers_are_checked_before_a_run_starts() -> None:
+    tables = {
+        "run": {"mlflow_tracking_uri": "https://me:s3cret@host"},
+        "rollout": {
+            "rollout_function_path": "rollout_fns.calculator:rollout",
+            "task_source_path": "rollout_fns.calculator:task_source",
+        },
+    }
+    with pytest.raises(ConfigError, match="holds a password"):
+        check_user_code(resolve(Source(name="test", tables=tables)))
 
 
 def test_plain_progress_is_one_line_a_step() -> None:
