@@ -22,11 +22,13 @@ class RolloutConfig(Section):
     task_source_path: str = Field(
         "", description="module:name of a function (split, seed) -> iterator of Task; or give --task-file"
     )
-    task_file: str = Field("", description="JSONL file of tasks; fields are named by the next flags")
-    task_id_key: str = Field("id", description="JSONL field with the task's id (line number if absent)")
-    task_label_key: str = Field("label", description="JSONL field with the label")
+    task_file: str = Field(
+        "", description="JSONL or Parquet (*.parquet) file of tasks; fields are named by the next flags"
+    )
+    task_id_key: str = Field("id", description="field with the task's id (line or row number if absent)")
+    task_label_key: str = Field("label", description="field with the label")
     eval_task_file: str = Field(
-        "", description="JSONL file of held-out tasks (else the source's split 'eval')"
+        "", description="JSONL or Parquet file of held-out tasks (else the source's split 'eval')"
     )
     rollout_batch_size: PositiveInt = Field(4, description="groups in one training batch")
     n_samples_per_prompt: PositiveInt = Field(8, description="rollouts in one group")
