@@ -94,22 +94,11 @@ def _command_help(name: str, command: Command) -> str:
 
 def _ready(arguments: Sequence[str], *, trains: bool) -> tuple[Config, RunFolder]:
     """Configuration and run folder of a command that starts processes, after every check that needs none."""
-    from invrl.config_checks import check_upstream, check_user_code
+    from invrl.config_checks import check_run
     from invrl.logs import log_to
-    from invrl.model_folder import check_model_folder
 
     config = resolve(*parse_flags(arguments))
-    if not config.model.model_path:
-        raise ConfigError(
-            field="model.model_path",
-            value="",
-            reason="no model was given",
-            fix="give --model-path FOLDER; `invrl prepare-model --help` shows how to make one",
-        )
-    check_model_folder(Path(config.model.model_path).expanduser())
-    if trains:
-        check_user_code(config)
-    check_upstream(config)
+    check_run(config, trains=trains)
     folder = make_run_folder(config)
     log_to(folder.log_path("driver"))
     return config, folder

@@ -1,15 +1,18 @@
 """What single fields cannot know: contradictions between settings, found before any process starts.
 
 One function per subject, each raising ConfigError with the fix. `check` is pure and is called by
-`config.resolve`; `check_upstream` asks the installed packages about the options that pass through to
-them, `check_user_code` imports what is given by path: both are called by `cli.py` before a run.
+`config.resolve`. `check_run` looks at what the settings name (model, user code, tasks, options of other
+packages, port, machine); `cli.py` calls it before a run. `doctor.py` calls its parts one by one.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from invrl.errors import ConfigError
+from invrl.errors import ConfigError, InvrlError
 
 if TYPE_CHECKING:
     from invrl.config import Config
@@ -24,6 +27,7 @@ def check(config: Config) -> None:
     _check_evaluation(config)
     _check_sampling(config)
     _check_engines(config)
+    _check_deadlines(config)
     _check_upstream_names(config)
     _check_sizes(config)
 
@@ -99,6 +103,22 @@ def _check_engines(config: Config) -> None:
         )
 
 
+def _check_deadlines(config: Config) -> None:
+    """What waits for a rollout must wait longer than a rollout may take."""
+    limit = config.rollout.rollout_timeout_s
+    for field, value in (
+        ("gateway.session_ttl_s", config.gateway.session_ttl_s),
+        ("buffer.batch_timeout_s", config.buffer.batch_timeout_s),
+    ):
+        if value < limit:
+            raise ConfigError(
+                field=field,
+                value=value,
+                reason=f"a rollout may take rollout_timeout_s = {limit:g} s",
+                fix=f"raise --{field.partition('.')[2].replace('_', '-')} or lower --rollout-timeout-s",
+            )
+
+
 def _check_upstream_names(config: Config) -> None:
     """The resolved configuration is written down, so it must hold no secret."""
     tables = {"sglang": config.sglang, "router": config.router, "megatron": config.megatron}
@@ -127,33 +147,167 @@ def _check_sizes(config: Config) -> None:
                 )
 
 
+def check_run(config: Config, *, trains: bool) -> None:
+    """Raises ConfigError for the first thing that a run with these settings could not start with."""
+    check_model(config)
+    if trains:
+        check_trainable(config)
+        check_user_code(config)
+        check_world(config, cpus=len(os.sched_getaffinity(0)))
+    check_upstream(config)
+    check_port(config)
+
+
+def check_model(config: Config) -> None:
+    """The folder's files, and that its tokenizer and template make ids of a conversation."""
+    from invrl.model_folder import check_model_folder
+
+    if not config.model.model_path:
+        raise ConfigError(
+            field="model.model_path",
+            value="",
+            reason="no model was given",
+            fix="give --model-path FOLDER; `invrl prepare-model --help` shows how to make one",
+        )
+    check_model_folder(model_path(config))
+    check_template(config)
+
+
+def check_template(config: Config) -> None:
+    """As the gateway renders: a first request, and one that follows a reply."""
+    from invrl.gateway.forest import Message
+    from invrl.gateway.model_folder import load_renderer
+
+    path = model_path(config)
+    chat = [Message(role=role, content="a word") for role in ("user", "assistant", "user")]
+    try:
+        renderer = load_renderer(str(path), 2**31)
+        ids = renderer.first(chat[:1]) and renderer.first(chat)
+    except ConfigError:
+        raise
+    except Exception as error:  # templates raise what they like, the tokenizer bare Exceptions
+        raise ConfigError(
+            field="model.model_path",
+            value=str(path),
+            reason=str(error) if isinstance(error, InvrlError) else f"no conversation renders: {error!r}",
+            fix="repair chat_template.jinja (or chat_template in tokenizer_config.json)",
+        ) from error
+    if not ids:
+        raise ConfigError(
+            field="model.model_path",
+            value=str(path),
+            reason="the chat template renders a conversation to nothing",
+            fix="choose an instruct model, or write another chat_template.jinja",
+        )
+
+
+def check_trainable(config: Config) -> None:
+    """The trainer computes this model as its config.json describes it."""
+    from invrl.train.hf_config import read_hf_config
+
+    read_hf_config(model_path(config))
+
+
+def model_path(config: Config) -> Path:
+    return Path(config.model.model_path).expanduser().absolute()
+
+
+def check_world(config: Config, *, cpus: int) -> None:
+    """A rank computes on a GPU, or a CPU, of its own; those of a cluster elsewhere are not known here."""
+    from invrl.rollout.engine_server import count_gpus
+
+    ranks, gpus = config.train.data_parallel_size, count_gpus()
+    have, what = (gpus, "GPUs") if gpus else (cpus, "CPUs")
+    if ranks > have and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            field="train.data_parallel_size",
+            value=ranks,
+            reason=f"this machine has {have} {what}, and every rank needs one of its own",
+            fix=f"lower --data-parallel-size to {have} or less",
+        )
+
+
+def check_port(config: Config) -> None:
+    """Nobody listens where the gateway will."""
+    host, port = config.gateway.gateway_host, config.gateway.gateway_port
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        taken = isinstance(error, PermissionError) or "in use" in str(error)
+        raise ConfigError(
+            field=f"gateway.gateway_{'port' if taken else 'host'}",
+            value=port if taken else host,
+            reason=f"the gateway cannot listen on {host}:{port} ({error.strerror})",
+            fix="choose another --gateway-port, or 0 for a free one"
+            if taken
+            else "give an address of this machine as --gateway-host (127.0.0.1, or 0.0.0.0 for all)",
+        ) from error
+
+
 def check_upstream(config: Config) -> None:
     """Options that pass through, against the installed packages' own definitions; slow to import.
     Raises ConfigError."""
-    if config.sglang or config.router:
-        from invrl.rollout.sglang_args import router_flags, sglang_flags
+    check_sglang_options(config)
+    check_router_options(config)
+    check_megatron_options(config)
 
-        sglang_flags({name: str(value) for name, value in config.sglang.items()})
-        router_flags({name: str(value) for name, value in config.router.items()})
-    if config.megatron:
-        from invrl.train.megatron_args import check_megatron_options
 
-        check_megatron_options(config.megatron)
+def check_sglang_options(config: Config) -> None:
+    from invrl.rollout.sglang_args import sglang_flags
+
+    sglang_flags({name: str(value) for name, value in config.sglang.items()})
+
+
+def check_router_options(config: Config) -> None:
+    from invrl.rollout.sglang_args import router_flags
+
+    router_flags({name: str(value) for name, value in config.router.items()})
+
+
+def check_megatron_options(config: Config) -> None:
+    if not config.megatron:
+        return
+    from invrl.train import megatron_args
+    from invrl.train.hf_config import read_hf_config
+
+    layers = read_hf_config(model_path(config)).num_layers if config.model.model_path else 1024
+    megatron_args.check_megatron_options(config.megatron, num_layers=layers)
 
 
 def check_user_code(config: Config) -> None:
     """Everything given by import path, and the tasks: imported, called as far as checks go. Raises
     ConfigError (PluginError)."""
+    for part in (check_rollout_function, check_reward_function, check_tasks, check_algorithm_code):
+        part(config)
+
+
+def check_rollout_function(config: Config) -> None:
     from invrl import plugins
+
+    plugins.load_rollout_function(config.rollout.rollout_function_path)
+
+
+def check_reward_function(config: Config) -> None:
+    from invrl import plugins
+
+    if config.rollout.reward_function_path:
+        plugins.load_reward_function(config.rollout.reward_function_path)
+
+
+def check_tasks(config: Config) -> None:
+    from invrl.rollout import tasks
+
+    tasks.check_tasks(config.rollout, config.run.seed)
+
+
+def check_algorithm_code(config: Config) -> None:
     from invrl.algorithms.advantages import advantage_function
     from invrl.algorithms.surrogates import surrogate_function
     from invrl.buffer.policies import group_filter_function
-    from invrl.rollout.tasks import check_tasks
 
-    plugins.load_rollout_function(config.rollout.rollout_function_path)
-    if config.rollout.reward_function_path:
-        plugins.load_reward_function(config.rollout.reward_function_path)
-    check_tasks(config.rollout, config.run.seed)
     group_filter_function(config.buffer.group_filter)
     advantage_function(config.algorithm.advantage)
     surrogate_function(config.algorithm.policy_loss)
