@@ -157,6 +157,15 @@ def _show_config(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _doctor(arguments: Sequence[str]) -> int:
+    from invrl.doctor import diagnose, write_report
+    from invrl.machine_checks import look
+
+    flags = [argument for argument in arguments if argument != "--json"]
+    healthy = write_report(diagnose(flags, look()), as_json=len(flags) < len(arguments))
+    return 0 if healthy else FAILURE_EXIT
+
+
 # ------------------------------------------------------------------ prepare-model, report
 
 
@@ -243,6 +252,17 @@ Starts engines, router and gateway; prints the base URL, an environment key and 
 example:
   invrl serve --model-path MODEL --gateway-port 8000""",
         run=_serve,
+        takes_config=True,
+    ),
+    "doctor": Command(
+        summary="check this machine and these settings for `invrl train`, without starting anything",
+        details="""\
+Takes the flags of `train`; prints one line per check, with the fix of what failed. Exit code 1 if any
+did. --json prints a list of {check, status, value, reason, fix}.
+
+example:
+  invrl doctor --config launch/configs/quickstart.toml --model-path MODEL""",
+        run=_doctor,
         takes_config=True,
     ),
     "prepare-model": Command(

@@ -160,17 +160,14 @@ def check_run(config: Config, *, trains: bool) -> None:
 
 def check_model(config: Config) -> None:
     """The folder's files, and that its tokenizer and template make ids of a conversation."""
+    check_model_files(config)
+    check_template(config)
+
+
+def check_model_files(config: Config) -> None:
     from invrl.model_folder import check_model_folder
 
-    if not config.model.model_path:
-        raise ConfigError(
-            field="model.model_path",
-            value="",
-            reason="no model was given",
-            fix="give --model-path FOLDER; `invrl prepare-model --help` shows how to make one",
-        )
     check_model_folder(model_path(config))
-    check_template(config)
 
 
 def check_template(config: Config) -> None:
@@ -209,6 +206,14 @@ def check_trainable(config: Config) -> None:
 
 
 def model_path(config: Config) -> Path:
+    """Raises ConfigError if none is given."""
+    if not config.model.model_path:
+        raise ConfigError(
+            field="model.model_path",
+            value="",
+            reason="no model was given",
+            fix="give --model-path FOLDER; `invrl prepare-model --help` shows how to make one",
+        )
     return Path(config.model.model_path).expanduser().absolute()
 
 
