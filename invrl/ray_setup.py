@@ -23,6 +23,8 @@ def prepare_ray() -> None:
         RAY_AUTH_TOKEN=secrets.token_hex(32),
         RAY_prestart_worker_first_driver="0",
         RAY_enable_metrics_collection="0",
+        # What a rollout started ends with its worker, also when that is killed.
+        RAY_process_group_cleanup_enabled="true",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from invrl.section import Section
 
@@ -33,6 +33,9 @@ class RolloutConfig(Section):
     rollout_batch_size: PositiveInt = Field(4, description="groups in one training batch")
     n_samples_per_prompt: PositiveInt = Field(8, description="rollouts in one group")
     rollout_workers: PositiveInt = Field(1, description="Ray actors that run rollout functions")
+    rollout_worker_memory_gb: NonNegativeFloat = Field(
+        16.0, description="a worker that holds more, its child processes included, is replaced; 0: no limit"
+    )
     rollout_concurrency: PositiveInt = Field(32, description="rollouts at a time, over all workers")
     rollout_timeout_s: PositiveFloat = Field(300.0, description="a rollout that takes longer has failed")
     rollout_max_attempts: PositiveInt = Field(

@@ -182,12 +182,11 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
 
 
 def _printable(failure: Failure, endpoints: Sequence[Endpoint]) -> Failure:
-    """Bounded, in Unicode, without keys: base URLs hold them, and errors of HTTP clients name URLs."""
+    """Bounded, and without keys: base URLs hold them, and errors of HTTP clients name URLs."""
     text = failure.detail
     for endpoint in endpoints:
         text = text.replace(endpoint.api_key, "(session key)")
-    text = text[-_DETAIL_CHARS:].encode(errors="replace").decode()
-    return Failure(reason=failure.reason, detail=text)
+    return Failure(reason=failure.reason, detail=text[-_DETAIL_CHARS:])
 
 
 async def _contained(work: Awaitable[Any]) -> Any | _Raised:
