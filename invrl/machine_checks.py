@@ -67,7 +67,7 @@ def look() -> Machine:
         cpus=len(os.sched_getaffinity(0)),
         gpus=count_gpus(),
         nvidia=Path("/proc/driver/nvidia/version").exists(),
-        torch=importlib.metadata.version("torch"),
+        torch=_installed("torch") or "(none)",
         memory_bytes=memory,
         shared_memory_bytes=psutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -93,22 +93,21 @@ def _packages(config: Config, machine: Machine) -> str:
     device = "gpu" if machine.gpus else "cpu"
     wanted = [Requirement(line) for line in importlib.metadata.requires("invrl") or ()]
     wanted = [each for each in wanted if not each.marker or each.marker.evaluate({"extra": device})]
-    for name in ("nodeps", "constraints"):
+
+    def pins(name: str) -> list[Requirement]:
         file = _REQUIREMENTS / f"{name}{'-gpu' if machine.gpus else ''}.txt"
         lines = file.read_text().splitlines() if file.is_file() else []
-        pins = [Requirement(line) for line in lines if line and line[0] not in "#-"]
-        wanted += pins if name == "nodeps" else []
+        return [Requirement(line) for line in lines if line and line[0] not in "#-"]
+
     wrong, drifted = list[str](), list[str]()
-    for need in wanted:
-        try:
-            have = importlib.metadata.version(need.name)
-        except importlib.metadata.PackageNotFoundError:
+    for need in (needs := wanted + pins("nodeps")):
+        have = _installed(need.name)
+        if not have:
             wrong.append(f"{need.name} is missing")
-            continue
-        if not need.specifier.contains(have, prereleases=True):
+        elif not need.specifier.contains(have, prereleases=True):
             wrong.append(f"{need.name} is {have}, not {need.specifier}")
-    for pin in pins:
-        have = next((d.version for d in importlib.metadata.distributions(name=pin.name)), "")
+    for pin in pins("constraints"):
+        have = _installed(pin.name)
         if have and not pin.specifier.contains(have, prereleases=True):
             drifted.append(f"{pin.name} is {have}, not {pin.specifier}")
     fix = "run launch/install.sh"
@@ -116,7 +115,12 @@ def _packages(config: Config, machine: Machine) -> str:
         raise _refuse("packages", "; ".join(wrong), "not what invrl was made for", fix)
     if drifted:
         raise Doubt("; ".join(drifted), "not the versions that the tests ran with", fix)
-    return f"{len(wanted)} as required"
+    return f"{len(needs)} as required"
+
+
+def _installed(package: str) -> str:
+    """Its version; empty if there is none."""
+    return next((found.version for found in importlib.metadata.distributions(name=package)), "")
 
 
 def _gpu(config: Config, machine: Machine) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -43,11 +43,11 @@ def find_device() -> Device:
 def count_gpus() -> int:
     """GPUs that the installed torch can use: asks the driver library, as importing torch would cost
     seconds."""
-    if version("torch").endswith("+cpu"):
-        return 0
     try:
+        if version("torch").endswith("+cpu"):
+            return 0
         cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    except (PackageNotFoundError, OSError):
         return 0
     count = ctypes.c_int(0)
     found = cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0

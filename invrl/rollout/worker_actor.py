@@ -162,13 +162,13 @@ class _Scale:
         me = psutil.Process()
         while not loop.is_closed():
             time.sleep(_WEIGH_EVERY_S)
-            held = 0
-            for process in (me, *me.children(recursive=True)):
+            held, family = 0, [me, *me.children(recursive=True)]
+            for process in family:
                 with contextlib.suppress(psutil.Error):
                     held += process.memory_info().rss
             if held > self._limit_gb * 1e9:
                 self.found = (
-                    f"the worker held {held / 1e9:.1f} GB, its {len(me.children())} child processes included; "
+                    f"the worker held {held / 1e9:.1f} GB, with its {len(family) - 1} child processes; "
                     f"rollout_worker_memory_gb is {self._limit_gb:g}"
                 )
                 with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile

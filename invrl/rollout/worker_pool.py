@@ -110,8 +110,8 @@ class WorkerPool:
             seat.busy -= len(assignment.sessions)
             self._end_if_left(seat)
         if reply.over_memory:
-            if self._replace(seat, "it is over rollout_worker_memory_gb"):
-                self._count_death(reply.outcomes[0])
+            if self._replace(seat, why := "it is over rollout_worker_memory_gb"):
+                self._count_death(f"{seat.worker.name}: {why}")
         else:
             self._deaths_in_a_row = 0
         if reply.stuck_threads:

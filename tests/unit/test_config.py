@@ -220,9 +220,14 @@ def test_upstream_values_are_typed_as_written() -> None:
         "tRue",
         "--router-e",
         "x-y",
+        "--router-f",
+        "007",
     ]
     (source,) = parse_flags(arguments)
-    assert source.tables == {"sglang": {"a": 1, "b": -0.5, "c": True, "d": True}, "router": {"e": "x-y"}}
+    assert source.tables == {
+        "sglang": {"a": 1, "b": -0.5, "c": True, "d": True},
+        "router": {"e": "x-y", "f": "007"},
+    }
 
 
 def test_sections_are_the_documented_ones() -> None:
