@@ -9,6 +9,7 @@ use instead. Megatron is imported inside functions only; `config_checks.py` call
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -110,10 +111,17 @@ class MegatronOptions:
 def check_megatron_options(options: Mapping[str, Scalar], *, num_layers: int = 1024) -> None:
     """Raises ConfigError for the first option that is unknown, owned by invrl, or of the wrong type, and
     where Megatron's classes refuse what they are given together, for a model of so many layers."""
-    parsed = parse_megatron_options(options)
-    for owner, cls in _classes().items() if options else ():
+    if not options:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Megatron says about libraries is for the log of a rank
+        _construct(parse_megatron_options(options), num_layers)
+
+
+def _construct(parsed: MegatronOptions, num_layers: int) -> None:
+    sizes = {"num_layers": num_layers, "hidden_size": 64, "num_attention_heads": 1}
+    for owner, cls in _classes().items():
         values: dict[str, Any] = getattr(parsed, owner)
-        sizes = {"num_layers": num_layers, "hidden_size": 64, "num_attention_heads": 1}
         try:
             cls(**values, **(sizes if owner == "transformer" else {}))
         except Exception as error:  # its own checks raise what they like
