@@ -29,9 +29,11 @@ def prepare_ray() -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """What a worker process needs: the user's modules and ours, one thread per process."""
+    """What a worker process needs: the user's modules and ours, one thread per process. No uvloop: a
+    transport of it that user code left open and another thread collects ends the process."""
     paths = [str(Path.cwd()), *sys.path]
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
         "OMP_NUM_THREADS": "1",
+        "RAY_USE_UVLOOP": "0",
     }

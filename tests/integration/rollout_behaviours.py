@@ -76,6 +76,7 @@ def sync_rollout(task: Task, endpoint: Endpoint) -> float:
 
 
 async def _ask(task: Task, endpoint: Endpoint) -> None:
+    assert "uvloop" not in type(asyncio.get_running_loop()).__module__
     await endpoint.openai().chat.completions.create(
         model=endpoint.model, messages=[{"role": "user", "content": f"{task.id}, again"}]
     )

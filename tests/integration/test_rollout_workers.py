@@ -29,6 +29,7 @@ from invrl.gateway.model_folder import load_renderer
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.settings import GatewaySettings
 from invrl.process import free_port
+from invrl.ray_setup import worker_environment
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.session_client import SessionClient
@@ -62,6 +63,7 @@ def cluster() -> Iterator[None]:
     already = ray.is_initialized()
     if not already:
         os.environ.setdefault(*REAP)
+        os.environ["RAY_USE_UVLOOP"] = worker_environment()["RAY_USE_UVLOOP"]
         ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield
     if not already:
