@@ -123,8 +123,8 @@ class RolloutWorker:
         over = asyncio.create_task(self._scale.over.wait())
         try:
             await asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                return running.result()
+            if running.done() or not self._scale.over.is_set():  # user code may cancel any task
+                return await running
         finally:
             over.cancel()
             running.cancel()
