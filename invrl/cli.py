@@ -98,25 +98,15 @@ def _command_help(name: str, command: Command) -> str:
 
 def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> tuple[Config, RunFolder]:
     """Configuration and run folder of a command that starts processes, after every check that needs none."""
-    from invrl.config_checks import check_data, check_evaluated_code, check_upstream, check_user_code
     from invrl.logs import log_to
-    from invrl.model_folder import check_model_folder
+    from invrl.run_checks import check_run
 
     config = resolve(*parse_flags(arguments))
     if evaluates:
         from invrl.rollout.eval_sets import held_out_only
 
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
-    if not config.model.model_path:
-        fix = "give --model-path FOLDER; `invrl prepare-model --help` shows how to make one"
-        raise ConfigError("model.model_path", "", "no model was given", fix)
-    check_model_folder(Path(config.model.model_path).expanduser())
-    if trains:
-        check_user_code(config)
-        check_data(config)
-    if evaluates:
-        check_evaluated_code(config)
-    check_upstream(config)
+    check_run(config, trains=trains, evaluates=evaluates)
     folder = make_run_folder(config)
     log_to(folder.log_path("driver"))
     return config, folder
@@ -195,6 +185,15 @@ def _without_checkpoint(arguments: Sequence[str]) -> list[str]:
 def _show_config(arguments: Sequence[str]) -> int:
     print(resolve(*parse_flags(arguments)).to_toml(), end="")
     return 0
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from invrl.doctor import diagnose, write_report
+    from invrl.machine_checks import look
+
+    flags = [argument for argument in arguments if argument != "--json"]
+    healthy = write_report(diagnose(flags, look()), as_json=len(flags) < len(arguments))
+    return 0 if healthy else FAILURE_EXIT
 
 
 # ------------------------------------------------------------------ prepare-model, report
@@ -376,6 +375,17 @@ examples:
   invrl eval --checkpoint runs/a/checkpoints/step-000012 --rollout-function-path my_agent:rollout \\
       --eval-sets easy=easy.jsonl,hard=my_tasks:hard --eval-modes sampled""",
         run=_eval,
+        takes_config=True,
+    ),
+    "doctor": Command(
+        summary="check this machine and these settings for `invrl train`, without starting anything",
+        details="""\
+Takes the flags of `train`; prints one line per check, with the fix of what failed. Exit code 1 if any
+did. --json prints a list of {check, status, value, reason, fix}.
+
+example:
+  invrl doctor --config launch/configs/quickstart.toml --model-path MODEL""",
+        run=_doctor,
         takes_config=True,
     ),
     "prepare-model": Command(

@@ -1,13 +1,11 @@
 """What single fields cannot know: contradictions between settings, found before any process starts.
 
 One function per subject, each raising ConfigError with the fix. `check` is pure and is called by
-`config.resolve`; `check_upstream` asks the installed packages about the options that pass through to
-them, `check_user_code` imports what is given by path: both are called by `cli.py` before a run.
+`config.resolve`; what the settings name is looked at by `run_checks.py`.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invrl.errors import ConfigError
@@ -32,6 +30,7 @@ def check(config: Config) -> None:
     _check_evaluation(config)
     _check_sampling(config)
     _check_engines(config)
+    _check_deadlines(config)
     _check_upstream_names(config)
     _check_sizes(config)
 
@@ -174,6 +173,22 @@ def _check_engines(config: Config) -> None:
         )
 
 
+def _check_deadlines(config: Config) -> None:
+    """What waits for a rollout must wait longer than a rollout may take."""
+    limit = config.rollout.rollout_timeout_s
+    for field, value in (
+        ("gateway.session_ttl_s", config.gateway.session_ttl_s),
+        ("buffer.batch_timeout_s", config.buffer.batch_timeout_s),
+    ):
+        if value < limit:
+            raise ConfigError(
+                field=field,
+                value=value,
+                reason=f"a rollout may take rollout_timeout_s = {limit:g} s",
+                fix=f"raise --{field.partition('.')[2].replace('_', '-')} or lower --rollout-timeout-s",
+            )
+
+
 def _check_upstream_names(config: Config) -> None:
     """The resolved configuration is written down, so it must hold no secret."""
     tables = {"sglang": config.sglang, "router": config.router, "megatron": config.megatron}
@@ -200,67 +215,3 @@ def _check_sizes(config: Config) -> None:
                     reason="over 2^31 - 1",
                     fix="choose a smaller number",
                 )
-
-
-def check_upstream(config: Config) -> None:
-    """Options that pass through, against the installed packages' own definitions; slow to import.
-    Raises ConfigError."""
-    if (config.sglang or config.router) and not config.run.debug_train_only:
-        from invrl.rollout.sglang_args import router_flags, sglang_flags
-
-        sglang_flags({name: str(value) for name, value in config.sglang.items()})
-        router_flags({name: str(value) for name, value in config.router.items()})
-    if config.megatron:
-        from invrl.train.megatron_args import check_megatron_options
-
-        check_megatron_options(config.megatron)
-
-
-def check_user_code(config: Config) -> None:
-    """Everything given by import path, the tasks, and the trackers: imported, called as far as checks go.
-    Raises ConfigError (PluginError)."""
-    from invrl.algorithms.advantages import advantage_function
-    from invrl.algorithms.surrogates import surrogate_function
-    from invrl.buffer.policies import group_filter_function
-    from invrl.metric_sinks import check_trackers
-    from invrl.rollout.tasks import check_tasks
-
-    surrogate_function(config.algorithm.policy_loss)
-    check_trackers(config.run)
-    if config.run.debug_train_only:
-        return
-    if config.rollout.eval_sets and not config.rollout.eval_tasks:
-        raise ConfigError(
-            field="rollout.eval_sets",
-            value=config.rollout.eval_sets,
-            reason="no evaluation is asked for (eval_tasks is 0)",
-            fix="set --eval-tasks, or leave --eval-sets out",
-        )
-    check_evaluated_code(config, unnamed=False)
-    check_tasks(config.rollout, config.run.seed)
-    group_filter_function(config.buffer.group_filter)
-    advantage_function(config.algorithm.advantage)
-
-
-def check_data(config: Config) -> None:
-    """The batches and the checkpoint that `--debug-train-only` begins with. Raises ConfigError."""
-    if config.run.debug_train_only:
-        from invrl.batch_file import saved_steps
-        from invrl.checkpoints import first_checkpoint
-
-        begin = first_checkpoint(config.run.load_checkpoint)
-        folder = Path(config.run.load_rollout_data).expanduser().absolute()
-        saved_steps(folder, after_step=begin.step if begin else 0)
-
-
-def check_evaluated_code(config: Config, *, unnamed: bool = True) -> None:
-    """What an evaluation needs of it: the rollout and reward functions and every held-out set (the one
-    without a name only if `unnamed`)."""
-    from invrl import plugins
-    from invrl.rollout.eval_sets import load_eval_sets
-
-    plugins.load_rollout_function(config.rollout.rollout_function_path)
-    if config.rollout.reward_function_path:
-        plugins.load_reward_function(config.rollout.reward_function_path)
-    if unnamed or config.rollout.eval_sets:
-        load_eval_sets(config.rollout, config.run.seed)

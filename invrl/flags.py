@@ -101,9 +101,11 @@ def _upstream_value(given: str | None, rest: list[str]) -> Scalar:
         return given.lower() == "true"
     for number in (int, float):
         try:
-            return number(given)
+            value = number(given)
         except ValueError:
             continue
+        if str(value) == given:  # "007" and "1e400" are text to us: what is passed on is what was typed
+            return value
     return given
 
 

@@ -23,13 +23,17 @@ def prepare_ray() -> None:
         RAY_AUTH_TOKEN=secrets.token_hex(32),
         RAY_prestart_worker_first_driver="0",
         RAY_enable_metrics_collection="0",
+        # What a rollout started ends with its worker, also when that is killed.
+        RAY_process_group_cleanup_enabled="true",
     )
 
 
 def worker_environment() -> dict[str, str]:
-    """What a worker process needs: the user's modules and ours, one thread per process."""
+    """What a worker process needs: the user's modules and ours, one thread per process. No uvloop: a
+    transport of it that user code left open and another thread collects ends the process."""
     paths = [str(Path.cwd()), *sys.path]
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
         "OMP_NUM_THREADS": "1",
+        "RAY_USE_UVLOOP": "0",
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,17 +105,25 @@ class RunFolder:
         return self.path / "logs" / f"{process}.log"
 
 
+def check_run_folder(config: Config) -> None:
+    """What `make_run_folder` would refuse, without making anything."""
+    root, name = _place(config)
+    if (root / name).is_dir() and name:
+        _check_holder(RunFolder(path=root / name), config)
+    while not root.exists():
+        root = root.parent
+    try:
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as error:
+        raise _unwritable(root, error) from error
+
+
 def make_run_folder(config: Config) -> RunFolder:
     """Create the folder (or reopen that of the same configuration) and write the configuration down.
 
     Raises ConfigError if the folder holds another configuration, or things that are not a run's.
     """
-    root = Path(config.run.run_root).expanduser().absolute()
-    name = config.run.run_name
-    if Path(name).name != name or name in (".", ".."):
-        raise ConfigError(
-            field="run.run_name", value=name, reason="a name, not a path", fix="give the folder as --run-root"
-        )
+    root, name = _place(config)
     try:
         path = root / name if name else _new_by_time(root)
         path.mkdir(parents=True, exist_ok=True)
@@ -124,13 +133,27 @@ def make_run_folder(config: Config) -> RunFolder:
             sub.mkdir(exist_ok=True)
         write_atomically(folder.config_path, config.to_toml())
     except OSError as error:
-        raise ConfigError(
-            field="run.run_root",
-            value=str(root),
-            reason=f"cannot be written: {error}",
-            fix="give a writable --run-root",
-        ) from error
+        raise _unwritable(root, error) from error
     return folder
+
+
+def _place(config: Config) -> tuple[Path, str]:
+    """Root and name. Raises ConfigError for a name that is a path."""
+    name = config.run.run_name
+    if Path(name).name != name or name in (".", ".."):
+        raise ConfigError(
+            field="run.run_name", value=name, reason="a name, not a path", fix="give the folder as --run-root"
+        )
+    return Path(config.run.run_root).expanduser().absolute(), name
+
+
+def _unwritable(root: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        field="run.run_root",
+        value=str(root),
+        reason=f"cannot be written: {error}",
+        fix="give a writable --run-root",
+    )
 
 
 def _new_by_time(root: Path) -> Path:

@@ -194,6 +194,7 @@ class FailureReason(StrEnum):
     EMPTY = "empty"
     ABORTED = "aborted"
     ENGINE = "engine"
+    MEMORY = "memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from invrl.section import COMMA_SEPARATED, Section
 
@@ -24,15 +24,20 @@ class RolloutConfig(Section):
     task_source_path: str = Field(
         "", description="module:name of a function (split, seed) -> iterator of Task; or give --task-file"
     )
-    task_file: str = Field("", description="JSONL file of tasks; fields are named by the next flags")
-    task_id_key: str = Field("id", description="JSONL field with the task's id (line number if absent)")
-    task_label_key: str = Field("label", description="JSONL field with the label")
+    task_file: str = Field(
+        "", description="JSONL or Parquet (*.parquet) file of tasks; fields are named by the next flags"
+    )
+    task_id_key: str = Field("id", description="field with the task's id (line or row number if absent)")
+    task_label_key: str = Field("label", description="field with the label")
     eval_task_file: str = Field(
-        "", description="JSONL file of held-out tasks (else the source's split 'eval')"
+        "", description="JSONL or Parquet file of held-out tasks (else the source's split 'eval')"
     )
     rollout_batch_size: PositiveInt = Field(4, description="groups in one training batch")
     n_samples_per_prompt: PositiveInt = Field(8, description="rollouts in one group")
     rollout_workers: PositiveInt = Field(1, description="Ray actors that run rollout functions")
+    rollout_worker_memory_gb: NonNegativeFloat = Field(
+        16.0, description="a worker that holds more, its child processes included, is replaced; 0: no limit"
+    )
     rollout_concurrency: PositiveInt = Field(32, description="rollouts at a time, over all workers")
     rollout_timeout_s: PositiveFloat = Field(300.0, description="a rollout that takes longer has failed")
     rollout_max_attempts: PositiveInt = Field(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -36,16 +36,22 @@ _CPU_FLAGS = {
 
 
 def find_device() -> Device:
-    """What an engine runs on here: asks the driver library, as importing torch would cost seconds."""
-    if version("torch").endswith("+cpu"):
-        return "cpu"
+    """What an engine runs on here."""
+    return "cuda" if count_gpus() else "cpu"
+
+
+def count_gpus() -> int:
+    """GPUs that the installed torch can use: asks the driver library, as importing torch would cost
+    seconds."""
     try:
+        if version("torch").endswith("+cpu"):
+            return 0
         cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "cpu"
+    except (PackageNotFoundError, OSError):
+        return 0
     count = ctypes.c_int(0)
     found = cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
-    return "cuda" if found and count.value else "cpu"
+    return count.value if found else 0
 
 
 def engine_command(

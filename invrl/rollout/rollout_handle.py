@@ -51,6 +51,7 @@ class RolloutHandle:
             rollout_function_path=config.rollout_function_path,
             reward_function_path=config.reward_function_path,
             rollout_timeout_s=config.rollout_timeout_s,
+            memory_gb=config.rollout_worker_memory_gb,
             python_path=tuple(sys.path),
             report_timeout_s=_REPORT_TIMEOUT_S,
         )

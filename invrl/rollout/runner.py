@@ -80,7 +80,11 @@ class Runner:
 
     async def run(self, task: Task, endpoints: Sequence[Endpoint]) -> list[Outcome]:
         """One outcome per endpoint, in order, within the deadline. A function that is not a group form
-        takes exactly one endpoint."""
+        takes exactly one endpoint. What is said of a failure holds no session's key."""
+        outcomes = await self._outcomes(task, endpoints)
+        return [_printable(each, endpoints) if isinstance(each, Failure) else each for each in outcomes]
+
+    async def _outcomes(self, task: Task, endpoints: Sequence[Endpoint]) -> list[Outcome]:
         work = asyncio.create_task(_contained(self._results(task, endpoints)))
         try:
             done, _ = await asyncio.wait({work}, timeout=self._timeout_s)
@@ -170,8 +174,19 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
             reason = FailureReason.TIMEOUT
         elif isinstance(each, httpx.TransportError) or (_status_of(each) or 0) >= 500:
             reason = FailureReason.ENGINE
-    text = "".join(traceback.format_exception(error))
-    return Failure(reason=reason, detail=text[-_DETAIL_CHARS:])
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception:  # what an exception says of itself is user code too
+        text = f"a {type(error).__name__} that cannot be shown"
+    return Failure(reason=reason, detail=text)
+
+
+def _printable(failure: Failure, endpoints: Sequence[Endpoint]) -> Failure:
+    """Bounded, and without keys: base URLs hold them, and errors of HTTP clients name URLs."""
+    text = failure.detail
+    for endpoint in endpoints:
+        text = text.replace(endpoint.api_key, "(session key)")
+    return Failure(reason=failure.reason, detail=text[-_DETAIL_CHARS:])
 
 
 async def _contained(work: Awaitable[Any]) -> Any | _Raised:
@@ -228,16 +243,20 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _request_of(error: BaseException) -> httpx.Request | None:
-    """httpx and the SDKs built on it carry the request; reading httpx's raises where it has none."""
+    """httpx and the SDKs built on it carry the request; reading httpx's raises where it has none, and
+    an exception of the user's may raise anything."""
     try:
         request = getattr(error, "request", None)
-    except RuntimeError:
+    except Exception:
         return None
     return request if isinstance(request, httpx.Request) else None
 
 
 def _status_of(error: BaseException) -> int | None:
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    try:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+    except Exception:
+        return None
     return status if isinstance(status, int) else None
 
 

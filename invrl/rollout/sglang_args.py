@@ -1,8 +1,9 @@
 """What a user passes through to SGLang (`--sglang-*`) and to the router (`--router-*`).
 
-Invariant: a name is one of the installed package's own fields, a value has that field's type, and a
-field that invrl owns is refused with the setting to use instead; all before a process starts.
-Importable without sglang or torch. Used by `fleet` and by the configuration's check.
+Invariant: what passes has been parsed by the installed package's own parser, as the process will parse
+it, and no option is dropped without a word; what invrl owns, or what would break it, is refused with
+what to do instead; all before a process starts. Importable without sglang or torch. Used by `fleet`
+and by the configuration's check.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
 from invrl.errors import ConfigError
 
@@ -35,8 +36,32 @@ SGLANG_OWNED = {
     "enable_deterministic_inference": "use --seeded-sampling: alone it gives every request the same seed",
     "rl_on_policy_target": "leave it out: it gives every request the same seed",
     "quantization": "leave it out: the engine must hold the trainer's own weights",
+    "quantization_param_path": "leave it out: the engine must hold the trainer's own weights",
+    "rl_quant_profile": "leave it out: the engine must hold the trainer's own weights",
+    "json_model_override_args": "leave it out: the model folder's config.json decides what is computed",
+    "is_embedding": "leave it out: the engine must sample",
+    "encoder_only": "leave it out: the engine must sample",
+    "config": "give its options one by one: a file could set what invrl owns",
+    "delete_ckpt_after_loading": "leave it out: it deletes the model folder",
+    "checkpoint_engine_wait_weights_before_ready": "leave it out: invrl sends weights to ready engines",
+    "sleep_on_idle": "leave it out: it is on where a waiting scheduler would spin on a core",
+    "fastapi_root_path": "leave it out: the router calls engines at their root",
+    "use_ray": "leave it out: engines are processes of their own",
+    "grpc_mode": "leave it out: engines are called over HTTP",
+    "smg_grpc_mode": "leave it out: engines are called over HTTP",
+    "nnodes": "leave it out: not yet, an engine lives on one machine",
+    "node_rank": "leave it out: not yet, an engine lives on one machine",
+    "ep_size": "leave it out: not yet, weight updates know engines of one rank",
+    "dcp_size": "leave it out: not yet, weight updates know engines of one rank",
+    "attn_cp_size": "leave it out: not yet, weight updates know engines of one rank",
+    "moe_dp_size": "leave it out: not yet, weight updates know engines of one rank",
+    "enable_lora": "leave it out: the engine must hold the trainer's own weights",
+    "lora_": "leave it out: the engine must hold the trainer's own weights",
+    "modelopt_": "leave it out: the engine must hold the trainer's own weights",
+    "ssl_": "leave it out: engines listen on loopback, without TLS",
+    "disaggregation_": "leave it out: every engine both prefills and decodes",
 }
-"""Field -> what to use instead."""
+"""Field, or the prefix of fields that ends in "_" -> what to use instead."""
 
 ROUTER_OWNED = {
     "host": "leave it out: the router listens on loopback",
@@ -53,85 +78,120 @@ ROUTER_OWNED = {
     "service_discovery": "use --num-engines",
     "pd_disaggregation": "nothing yet",
     "backend": "leave it out: SGLang",
+    "mini_lb": "leave it out: it is for debugging",
+    "prefill": "leave it out: every engine both prefills and decodes",
+    "decode": "leave it out: every engine both prefills and decodes",
+    "tls_": "leave it out: the router listens on loopback, without TLS",
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpstreamField:
-    """A field of an upstream record: its command-line flag and the type its values have."""
+class _Option(NamedTuple):
+    """One spelling of an option of the installed package."""
 
-    name: str
-    flag: str
-    kind: type
-    """bool, int, float, or str for everything else (upstream parses that itself)."""
-    is_list: bool = False
+    action: argparse.Action
+    spelling: str
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def sglang_flags(given: Mapping[str, str]) -> list[str]:
     """Command-line flags for `given` (names as `--sglang-NAME`, kebab or snake). Raises ConfigError."""
-    return _flags("sglang", given, _sglang_fields, SGLANG_OWNED)
+    return _flags("sglang", given, sglang_parser, SGLANG_OWNED)
 
 
 def router_flags(given: Mapping[str, str]) -> list[str]:
     """As `sglang_flags`, for `--router-NAME`."""
-    return _flags("router", given, _router_fields, ROUTER_OWNED)
+    return _flags("router", given, router_parser, ROUTER_OWNED)
 
 
 def _flags(
     prefix: str,
     given: Mapping[str, str],
-    fields: Callable[[], Mapping[str, UpstreamField]],
+    load: Callable[[], argparse.ArgumentParser],
     owned: Mapping[str, str],
 ) -> list[str]:
     if not given:
         return []  # the upstream package is not even imported
-    known = fields()
+    parser = load()
+    known = _options(parser)
     flags: list[str] = []
     for raw, value in given.items():
         name = raw.replace("-", "_")
         shown = f"--{prefix}-{raw.replace('_', '-')}"
+
+        def refusal(reason: str, fix: str, shown: str = shown, value: str = value) -> ConfigError:
+            return ConfigError(field=shown, value=value, reason=reason, fix=fix)
+
         if name not in known:
-            raise ConfigError(
-                field=shown,
-                value=value,
-                reason=f"{prefix} has no such field",
-                fix=_nearest(prefix, name, known),
-            )
-        if known[name].name in owned:
-            raise ConfigError(
-                field=shown, value=value, reason="invrl sets this itself", fix=owned[known[name].name]
-            )
-        flags += _flag(shown, known[name], value)
+            raise refusal(f"{prefix} has no such field", _nearest(prefix, name, known))
+        option = known[name]
+        if fix := _owner(option.action.dest, owned):
+            raise refusal("invrl sets this itself", fix)
+        try:
+            parts = _parts(option, value)
+            parser.parse_args(parts)
+        except Exception as error:  # the types of some options raise what they like
+            reason = str(error).removeprefix(f"argument {'/'.join(option.action.option_strings)}: ")
+            reason = reason.partition(" (choose from")[0].rstrip(".")  # the fix names them
+            raise refusal(reason or repr(error), _fix(option.action, value)) from error
+        flags += parts
     return flags
 
 
-def _nearest(prefix: str, name: str, known: Mapping[str, UpstreamField]) -> str:
+def _owner(dest: str, owned: Mapping[str, str]) -> str:
+    """What to use instead of an option that invrl owns; empty for any other."""
+    prefixes = (fix for name, fix in owned.items() if name.endswith("_") and dest.startswith(name))
+    return owned.get(dest) or next(prefixes, "")
+
+
+def _nearest(prefix: str, name: str, known: Mapping[str, _Option]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if not near:
         return f"see the {prefix} package's own --help"
     return "did you mean " + " or ".join(f"--{prefix}-{one.replace('_', '-')}" for one in near) + "?"
 
 
-def _flag(shown: str, field: UpstreamField, value: str) -> list[str]:
-    if field.is_list:
-        return [field.flag, *value.replace(",", " ").split()]
-    if field.kind is bool:
-        truth = {"true": True, "1": True, "yes": True, "": True, "false": False, "0": False, "no": False}
+def _fix(action: argparse.Action, value: str) -> str:
+    choices = [str(choice) for choice in action.choices or ()]
+    if near := difflib.get_close_matches(value, choices, n=1):
+        return f"did you mean {near[0]}?"
+    if choices:
+        return f"give one of {', '.join(choices)}"
+    if action.nargs == 0:
+        return "give true or false"
+    return f"give {'values' if action.nargs in ('+', '*') else 'a value'} as the package's own --help says"
+
+
+def _parts(option: _Option, value: str) -> list[str]:
+    """The flag and its value as the package's command line has them. Raises ValueError."""
+    action, spelling = option
+    truth = {"true": True, "1": True, "yes": True, "": True, "false": False, "0": False, "no": False}
+    if action.nargs == 0:
         if value.lower() not in truth:
-            raise ConfigError(field=shown, value=value, reason="this is a switch", fix="give true or false")
-        return [field.flag] if truth[value.lower()] else []
-    if field.kind in (int, float):
-        try:
-            field.kind(value)
-        except ValueError:
-            raise ConfigError(
-                field=shown, value=value, reason=f"not a {field.kind.__name__}", fix="give a number"
-            ) from None
-    return [field.flag, value]
+            raise ValueError("this is a switch")
+        if truth[value.lower()]:
+            return [spelling]
+        if not isinstance(action, argparse.BooleanOptionalAction):
+            return []  # off already: a switch can only be turned on
+        [other, *_] = [
+            s for s in action.option_strings if s.startswith("--no-") != spelling.startswith("--no-")
+        ]
+        return [other]
+    if value == "True":  # nothing stood behind the flag
+        if action.nargs in ("?", "*"):
+            return [spelling]
+        raise ValueError("a value is missing")
+    if action.nargs in ("+", "*"):  # written with commas or spaces; JSON stays whole
+        return [spelling, *([value] if value[:1] in "{[" else value.replace(",", " ").split())]
+    return [f"{spelling}={value}"] if value.startswith("-") else [spelling, value]
 
 
 @functools.cache
-def _sglang_fields() -> Mapping[str, UpstreamField]:
+def sglang_parser() -> argparse.ArgumentParser:
+    """The installed package's own parser, of the names, types and lists of its options. ConfigError."""
     try:
         import torch  # noqa: F401
 
@@ -147,13 +207,14 @@ def _sglang_fields() -> Mapping[str, UpstreamField]:
             fix="run launch/test.sh",
         ) from error
 
-    parser = argparse.ArgumentParser()
+    parser = _Parser(allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    return _from_parser(parser)
+    return _alone(parser)
 
 
 @functools.cache
-def _router_fields() -> Mapping[str, UpstreamField]:
+def router_parser() -> argparse.ArgumentParser:
+    """As `sglang_parser`."""
     try:
         from sglang_router.router_args import RouterArgs
     except ImportError as error:
@@ -164,26 +225,25 @@ def _router_fields() -> Mapping[str, UpstreamField]:
             fix="pip install sglang-router==0.3.2",
         ) from error
 
-    parser = argparse.ArgumentParser()
+    parser = _Parser(allow_abbrev=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
-    return _from_parser(parser)
+    return _alone(parser)
 
 
-def _from_parser(parser: argparse.ArgumentParser) -> Mapping[str, UpstreamField]:
-    """The package's own argument parser is its definition of names, types and lists."""
-    found: dict[str, UpstreamField] = {}
+def _alone(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Options are parsed one at a time, without those that invrl gives."""
     for action in parser._actions:
-        spellings = [one for one in action.option_strings if one.startswith("--")]
-        if not spellings or action.dest == "help":
-            continue
-        kind = action.type if action.type in (int, float) else str
-        field = UpstreamField(
-            name=action.dest,
-            flag=spellings[0],
-            kind=bool if action.nargs == 0 else kind,
-            is_list=action.nargs in ("*", "+"),
-        )
-        # Aliases too (--tensor-parallel-size is tp_size).
-        for name in (action.dest, *(one[2:].replace("-", "_") for one in spellings)):
-            found.setdefault(name, field)
+        action.required = False
+    return parser
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, _Option]:
+    """By snake_case name, aliases too (--tensor-parallel-size is tp_size)."""
+    found: dict[str, _Option] = {}
+    for action in parser._actions:
+        spellings = [one for one in action.option_strings if one.startswith("--") and one != "--help"]
+        for spelling in spellings:
+            found[spelling[2:].replace("-", "_")] = _Option(action, spelling)
+        if spellings:
+            found.setdefault(action.dest, _Option(action, spellings[0]))
     return found

@@ -1,4 +1,4 @@
-"""Where tasks come from: a source function by import path, or a JSONL file.
+"""Where tasks come from: a source function by import path, or a JSONL or Parquet file.
 
 Invariants: the same split and seed give the same tasks in the same order; the ids of one iterator
 are distinct (the n-th repeat of an id is "id@n"); "eval" is finite. `check_tasks` finds every
@@ -7,6 +7,8 @@ mistake before a process starts; `load_tasks` feeds the buffer and the evaluatio
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import random
 from collections.abc import Iterator
@@ -128,7 +130,7 @@ def _distinct(tasks: Iterator[Task]) -> Iterator[Task]:
         yield replace(task, id=f"{task.id}@{times}") if times else task
 
 
-# ------------------------------------------------------------------ JSONL
+# ------------------------------------------------------------------ files
 
 
 def _shuffled_epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
@@ -152,7 +154,7 @@ def _read_split(config: RolloutConfig, split: str) -> list[Task]:
             raise _file_error(
                 field,
                 file,
-                f"lines {first_line[name]} and {line} have the same id {name!r}",
+                f"{_unit(file)}s {first_line[name]} and {line} have the same id {name!r}",
                 "make ids unique",
             )
         first_line[name] = line
@@ -160,34 +162,77 @@ def _read_split(config: RolloutConfig, split: str) -> list[Task]:
     return tasks
 
 
+def _unit(file: str) -> str:
+    return "row" if file.lower().endswith(".parquet") else "line"
+
+
 def _read_rows(field: str, file: str) -> list[tuple[int, dict[str, Json]]]:
-    """Line number and object of each line that is not blank."""
-    rows: list[tuple[int, dict[str, Json]]] = []
+    """Number (from 1) and fields of each line that is not blank, or of each row of a Parquet file."""
+    parquet = _unit(file) == "row"
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _file_error(field, file, f"cannot be read: {error}", "give a JSONL file in UTF-8") from error
+        rows = _parquet_rows(file) if parquet else _json_rows(Path(file).read_text(encoding="utf-8"))
+    except _BadRow as error:
+        raise _file_error(
+            field, file, str(error), "one JSON value per field" if parquet else _LINES
+        ) from error
+    except (OSError, ValueError, NotImplementedError, ImportError) as error:  # pyarrow raises all of these
+        fix = "give a Parquet file" if parquet else "give a JSONL file in UTF-8"
+        raise _file_error(field, file, f"cannot be read: {error}", fix) from error
+    if not rows:
+        raise _file_error(field, file, "has no tasks", "one row per task" if parquet else _LINES)
+    return rows
+
+
+_LINES = "one JSON object per line"
+
+
+class _BadRow(Exception):
+    """The message names the line or row."""
+
+
+def _json_rows(text: str) -> list[tuple[int, dict[str, Json]]]:
+    rows: list[tuple[int, dict[str, Json]]] = []
     # Only "\n" ends a line of JSONL: str.splitlines would cut at U+2028 inside a string.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise _file_error(
-                field, file, f"line {number} is not JSON: {error}", "one JSON object per line"
-            ) from error
+        except (ValueError, RecursionError) as error:
+            raise _BadRow(f"line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise _file_error(
-                field,
-                file,
-                f"line {number} is a JSON {type(row).__name__}, not an object",
-                "one JSON object per line",
-            )
+            raise _BadRow(f"line {number} is a JSON {type(row).__name__}, not an object")
         rows.append((number, row))
-    if not rows:
-        raise _file_error(field, file, "has no tasks", "one JSON object per line")
     return rows
+
+
+def _parquet_rows(file: str) -> list[tuple[int, dict[str, Json]]]:
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(file).read()
+    rows: list[tuple[int, dict[str, Json]]] = []
+    for number, row in enumerate(table.to_pylist(), start=1):
+        try:
+            rows.append((number, {str(name): _as_json(value) for name, value in row.items()}))
+        except TypeError as error:
+            raise _BadRow(f"row {number} holds {error}, which JSON does not have") from error
+    return rows
+
+
+def _as_json(value: object) -> Json:
+    """Lists and structs as they are, a map as pairs, times in ISO 8601, decimals as floats. TypeError
+    for what has no such form (bytes)."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    if isinstance(value, dict):
+        return {str(name): _as_json(each) for name, each in value.items()}
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    raise TypeError(f"a value of type {type(value).__name__}")
 
 
 def _column(
@@ -204,7 +249,7 @@ def _column(
     raise _file_error(
         field,
         file,
-        f"line {lacking[0]} has no field {key!r} (line {rows[0][0]} has: {fields})",
+        f"{_unit(file)} {lacking[0]} has no field {key!r} ({_unit(file)} {rows[0][0]} has: {fields})",
         f"add the field, or name another with --{key_field.replace('_', '-')}",
     )
 
@@ -214,7 +259,10 @@ def _id_text(value: Json, field: str, file: str, line: int) -> str:
     if name is not None and _usable_id(name):
         return name
     raise _file_error(
-        field, file, f"line {line}: the id {value!r} is not a string or integer that can be used", _ID_FIX
+        field,
+        file,
+        f"{_unit(file)} {line}: the id {value!r} is not a string or integer that can be used",
+        _ID_FIX,
     )
 
 

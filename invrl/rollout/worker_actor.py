@@ -3,17 +3,23 @@ around `runner.py`; a plain class, so tests run it without Ray.
 
 Invariant: every session of an assignment has been finished or aborted at the gateway when `run`
 returns. Rollouts of one worker share its process: `os._exit` in one takes the others down too (they
-fail as WORKER_DIED and are replaced; more `rollout_workers` spread the damage). Held by
-`worker_handle.py`.
+fail as WORKER_DIED and are replaced; more `rollout_workers` spread the damage), and memory that one
+holds counts for all (over `memory_gb` they end as MEMORY, and the worker asks to be replaced). Child
+processes that rollouts start live until their worker ends at the latest. Held by `worker_handle.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
+import os
 import sys
+import threading
 import time
 from dataclasses import dataclass
+
+import psutil
 
 from invrl import plugins
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
@@ -23,6 +29,9 @@ from invrl.types import FailedRollout, FailureReason, RolloutSummary, Session, T
 
 _BEAT_S = 0.25
 _BLOCKED_WORTH_SAYING_S = 1.0
+_WEIGH_EVERY_S = 1.0
+_HARD_LIMIT = 1.25
+"""Times the limit: whoever holds so much blocks the event loop too, and the process ends on the spot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +43,8 @@ class WorkerSettings:
     rollout_function_path: str
     reward_function_path: str
     rollout_timeout_s: float
+    memory_gb: float = 0.0
+    """Of the process and its children; 0: no limit."""
     python_path: tuple[str, ...] = ()
     """The driver's sys.path: what imports there imports here."""
     report_timeout_s: float = 60.0
@@ -54,6 +65,7 @@ class WorkerReply:
 
     outcomes: tuple[RolloutSummary | FailedRollout, ...]
     stuck_threads: int
+    over_memory: bool = False
 
 
 class RolloutWorker:
@@ -63,6 +75,7 @@ class RolloutWorker:
         self._settings = settings
         self._client = SessionClient(settings.gateway_url, deadline_s=settings.report_timeout_s)
         self._watch = _LoopWatch()
+        self._scale = _Scale(settings.memory_gb)
 
     async def ready(self) -> None:
         """Loads the user's functions. Raises PluginError."""
@@ -77,6 +90,7 @@ class RolloutWorker:
         importlib.import_module("openai")  # seconds on a busy machine: not while rollouts share the loop
         self._pool = ConnectionPool()
         self._watch.start()
+        self._scale.start()
 
     async def run(self, assignment: Assignment) -> WorkerReply:
         """Runs the rollout function and reports. Raises SessionError or DeadlineError only where the
@@ -89,7 +103,7 @@ class RolloutWorker:
             for session in assignment.sessions
         ]
         started = time.monotonic()
-        outcomes = await self._runner.run(assignment.task, endpoints)
+        outcomes = await self._within_memory(assignment.task, endpoints)
         blocked_s = self._watch.longest_since(started)
         reports = await asyncio.gather(
             *(
@@ -97,7 +111,25 @@ class RolloutWorker:
                 for session, outcome in zip(assignment.sessions, outcomes, strict=True)
             )
         )
-        return WorkerReply(outcomes=tuple(reports), stuck_threads=self._runner.stuck_threads)
+        return WorkerReply(
+            outcomes=tuple(reports),
+            stuck_threads=self._runner.stuck_threads,
+            over_memory=self._scale.over.is_set(),
+        )
+
+    async def _within_memory(self, task: Task, endpoints: list[SessionEndpoint]) -> list[Outcome]:
+        """The runner's outcomes, or MEMORY for each where the worker holds too much before they come."""
+        running = asyncio.create_task(self._runner.run(task, endpoints))
+        over = asyncio.create_task(self._scale.over.wait())
+        try:
+            await asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done() or not self._scale.over.is_set():  # user code may cancel any task
+                return await running
+        finally:
+            over.cancel()
+            running.cancel()
+        failure = Failure(reason=FailureReason.MEMORY, detail=self._scale.found)
+        return [failure] * len(endpoints)
 
     async def _report(
         self, session: Session, outcome: Outcome, blocked_s: float
@@ -111,6 +143,40 @@ class RolloutWorker:
                 )
             return await self._client.abort(session, outcome.reason, detail)
         return await self._client.finish(session, outcome.reward, outcome.components)
+
+
+class _Scale:
+    """Weighs the process and what it started; a thread, because what leaks may block the event loop."""
+
+    def __init__(self, limit_gb: float) -> None:
+        self.over = asyncio.Event()
+        self.found = ""
+        self._limit_gb = limit_gb
+
+    def start(self) -> None:
+        if self._limit_gb:
+            loop = asyncio.get_running_loop()
+            threading.Thread(target=self._weigh, args=(loop,), name="scale", daemon=True).start()
+
+    def _weigh(self, loop: asyncio.AbstractEventLoop) -> None:
+        me = psutil.Process()
+        while not loop.is_closed():
+            time.sleep(_WEIGH_EVERY_S)
+            held, family = 0, [me, *me.children(recursive=True)]
+            for process in family:
+                with contextlib.suppress(psutil.Error):
+                    held += process.memory_info().rss
+            if held > self._limit_gb * 1e9:
+                self.found = (
+                    f"the worker held {held / 1e9:.1f} GB, with its {len(family) - 1} child processes; "
+                    f"rollout_worker_memory_gb is {self._limit_gb:g}"
+                )
+                with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
+                    loop.call_soon_threadsafe(self.over.set)
+            if held > _HARD_LIMIT * self._limit_gb * 1e9:
+                time.sleep(_WEIGH_EVERY_S)  # enough for an event loop that runs, to report
+                print(f"ended on the spot: {self.found}", file=sys.stderr, flush=True)
+                os._exit(1)
 
 
 class _LoopWatch:

@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 
 from invrl.errors import DeadlineError
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerReply, WorkerSettings
@@ -47,7 +47,7 @@ class RayWorker:
     async def _answer(self, ref: Any, deadline_s: float) -> Any:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(ref.future()), deadline_s)
-        except RayActorError as error:
+        except (RayActorError, TaskCancelledError) as error:  # user code may cancel every task of its loop
             raise WorkerDied(f"{self.name}: {error}") from None
         except RayTaskError as error:
             raise error.cause from None

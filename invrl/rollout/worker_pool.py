@@ -3,7 +3,8 @@
 Invariant: when `run` returns, every session of the assignment has ended, whatever became of the
 worker: those of a worker that died are aborted WORKER_DIED, those of one that does not answer are
 aborted TIMEOUT and the worker is killed (which fails its other assignments as WORKER_DIED). A worker
-with a thread that cannot be ended gets no more work and is killed once it is empty. Used by the
+with a thread that cannot be ended, or over its memory limit, gets no more work and is killed once it is
+empty. Used by the
 dispatcher and the evaluation; makes workers through a factory, so it knows nothing of Ray.
 """
 
@@ -108,10 +109,14 @@ class WorkerPool:
         finally:
             seat.busy -= len(assignment.sessions)
             self._end_if_left(seat)
-        self._deaths_in_a_row = 0
+        if reply.over_memory:
+            if self._replace(seat, why := "it is over rollout_worker_memory_gb"):
+                self._count_death(f"{seat.worker.name}: {why}")
+        else:
+            self._deaths_in_a_row = 0
         if reply.stuck_threads:
             self._replace(seat, f"{reply.stuck_threads} of its threads run past their deadline")
-            self._end_if_left(seat)
+        self._end_if_left(seat)
         return reply.outcomes
 
     def stop(self) -> None:
@@ -147,7 +152,7 @@ class WorkerPool:
             self._leaving.remove(seat)
             seat.worker.kill()
 
-    def _count_death(self, died: WorkerDied) -> None:
+    def _count_death(self, died: object) -> None:
         self._deaths_in_a_row += 1
         if self._deaths_in_a_row > _MAX_DEATHS_IN_A_ROW:
             raise ServerError(f"rollout workers die and no rollout ends in between; the last: {died}")

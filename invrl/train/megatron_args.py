@@ -2,13 +2,14 @@
 
 Invariant: an option that passes changes how the same function is computed or optimised, never what
 is computed: what the model folder, invrl's own settings or the step decide is refused, with what to
-use instead. Megatron is imported inside functions only; `config_checks.py` calls
+use instead. Megatron is imported inside functions only; `run_checks.py` calls
 `check_megatron_options` at start-up, `rank.py` calls `parse_megatron_options`.
 """
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -107,9 +108,29 @@ class MegatronOptions:
     optimizer: dict[str, object]
 
 
-def check_megatron_options(options: Mapping[str, Scalar]) -> None:
-    """Raises ConfigError for the first option that is unknown, owned by invrl, or of the wrong type."""
-    parse_megatron_options(options)
+def check_megatron_options(options: Mapping[str, Scalar], *, num_layers: int = 1024) -> None:
+    """Raises ConfigError for the first option that is unknown, owned by invrl, or of the wrong type, and
+    where Megatron's classes refuse what they are given together, for a model of so many layers."""
+    if not options:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Megatron says about libraries is for the log of a rank
+        _construct(parse_megatron_options(options), num_layers)
+
+
+def _construct(parsed: MegatronOptions, num_layers: int) -> None:
+    sizes = {"num_layers": num_layers, "hidden_size": 64, "num_attention_heads": 1}
+    for owner, cls in _classes().items():
+        values: dict[str, Any] = getattr(parsed, owner)
+        try:
+            cls(**values, **(sizes if owner == "transformer" else {}))
+        except Exception as error:  # its own checks raise what they like
+            raise ConfigError(
+                field="--megatron-*",
+                value=values,
+                reason=f"Megatron refuses this: {error}",
+                fix="change or add the options that it names, or leave these out",
+            ) from error
 
 
 def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
@@ -133,8 +154,7 @@ def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
     return parsed
 
 
-def _known_fields() -> dict[str, dict[str, Any]]:
-    """Field name -> annotation, per class."""
+def _classes() -> dict[str, type[Any]]:
     from invrl.train import device
 
     device.prepare()
@@ -142,12 +162,16 @@ def _known_fields() -> dict[str, dict[str, Any]]:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    classes = {
+    return {
         "transformer": TransformerConfig,
         "ddp": DistributedDataParallelConfig,
         "optimizer": OptimizerConfig,
     }
-    return {owner: {field.name: field.type for field in fields(cls)} for owner, cls in classes.items()}
+
+
+def _known_fields() -> dict[str, dict[str, Any]]:
+    """Field name -> annotation, per class."""
+    return {owner: {field.name: field.type for field in fields(cls)} for owner, cls in _classes().items()}
 
 
 def _parse(name: str, value: Scalar, annotation: Any) -> object:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
+import psutil
 from openai import OpenAI
 
 from invrl.interfaces import Endpoint, RolloutResult
@@ -33,6 +37,25 @@ async def rollout(task: Task, endpoint: Endpoint) -> object:
         return {"reward": 1.0}
     if does == "exit":
         os._exit(13)
+    if does == "tell":
+        print(f"the key is {endpoint.api_key}")
+        Path(task.payload["file"]).write_text(endpoint.api_key)
+        raise ConnectionError(f"cannot reach {endpoint.base_url}")
+    if does == "fork and exit":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        with Path(task.payload["file"]).open("a") as file:
+            file.write(f"{child.pid}\n")
+        os._exit(13)
+    if does.startswith("leak"):
+        held = []
+        while psutil.Process().memory_info().rss < float(task.payload["bytes"]):
+            held.append(b"x" * 10**7)
+        time.sleep(600 if does == "leak and block" else 0)
+        await asyncio.Event().wait()
+    if does == "cancel all":
+        for each in asyncio.all_tasks():
+            each.cancel()
+        await asyncio.sleep(0)
     if does == "block":
         time.sleep(600)
     if does == "blocks for a while":
@@ -53,6 +76,7 @@ def sync_rollout(task: Task, endpoint: Endpoint) -> float:
 
 
 async def _ask(task: Task, endpoint: Endpoint) -> None:
+    assert "uvloop" not in type(asyncio.get_running_loop()).__module__
     await endpoint.openai().chat.completions.create(
         model=endpoint.model, messages=[{"role": "user", "content": f"{task.id}, again"}]
     )

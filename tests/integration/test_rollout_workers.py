@@ -4,7 +4,9 @@ rollout ends with its reason, and batches keep coming."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import os
 import sys
 import time
 from collections import defaultdict
@@ -13,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import uvicorn
 from fakes import FakeEngine, random_reply
@@ -27,6 +30,7 @@ from invrl.gateway.model_folder import load_renderer
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.settings import GatewaySettings
 from invrl.process import free_port
+from invrl.ray_setup import worker_environment
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.session_client import SessionClient
@@ -50,12 +54,16 @@ ray = pytest.importorskip("ray")
 ENV_KEY = "environment-key-of-the-test"
 FUNCTIONS = "rollout_behaviours"
 GROUP = 2
+REAP = ("RAY_process_group_cleanup_enabled", "true")
+"""As `ray_setup.prepare_ray` has it."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     already = ray.is_initialized()
     if not already:
+        os.environ.setdefault(*REAP)
+        os.environ["RAY_USE_UVLOOP"] = worker_environment()["RAY_USE_UVLOOP"]
         ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield
     if not already:
@@ -234,6 +242,78 @@ async def test_a_worker_that_exits_is_replaced_and_the_run_goes_on(stack: Stack)
     tries = [(o.index, o.attempt) for o in ended["exit"]]
     assert len(set(tries)) == len(tries), "no place had the same try twice"
     assert {(0, 0), (1, 0)} < set(tries) <= {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+async def test_what_a_rollout_started_ends_with_its_worker(stack: Stack, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    forks = [Task(id="forks", payload={"does": "fork and exit", "file": str(pids)})]
+    async with rollouts(stack, forks) as (handle, buffer):
+        await batches(stack, handle, buffer, range(1, 2))
+        await until_ended(stack, forks, rollouts_each=1)
+        started = [int(line) for line in pids.read_text().split()]
+        assert started
+        end = time.monotonic() + 30
+        while any(map(alive, started)):
+            assert time.monotonic() < end, "children of a dead worker go on"
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("does", "gigabytes", "reason"),
+    [("leak", 1.1, FailureReason.MEMORY), ("leak and block", 1.5, FailureReason.WORKER_DIED)],
+)
+async def test_a_worker_over_its_memory_is_replaced_and_the_run_goes_on(
+    stack: Stack, does: str, gigabytes: float, reason: FailureReason
+) -> None:
+    leaks = [Task(id="leaks", payload={"does": does, "bytes": gigabytes * 1e9})]
+    changes = {"rollout_worker_memory_gb": 1.0, "rollout_max_attempts": 1}
+    async with rollouts(stack, leaks, **changes) as (handle, buffer):
+        await until_ended(stack, leaks, rollouts_each=GROUP, seconds=60.0)
+        await batches(stack, handle, buffer, range(1, 3))
+        assert handle.workers_replaced >= 1
+    ended = stack.outcomes()["leaks"]
+    assert {outcome.reason for outcome in ended} == {reason}
+    if reason is FailureReason.MEMORY:
+        assert {f"the worker held {gigabytes}" in outcome.detail for outcome in ended} == {True}
+        assert {"rollout_worker_memory_gb is 1" in outcome.detail for outcome in ended} == {True}
+
+
+async def test_a_rollout_that_cancels_its_worker_is_one_death(stack: Stack) -> None:
+    cancels = tasks_that("cancel all")
+    async with rollouts(stack, cancels) as (handle, buffer):
+        await until_ended(stack, cancels, rollouts_each=GROUP)
+        await batches(stack, handle, buffer, range(1, 3))
+    assert {outcome.reason for outcome in stack.outcomes()["cancel all"]} <= {
+        FailureReason.WORKER_DIED,
+        FailureReason.EXCEPTION,
+    }
+
+
+async def test_a_key_that_is_told_reaches_neither_the_store_nor_a_log(
+    stack: Stack, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = tmp_path / "key"
+    tells = [Task(id="tells", payload={"does": "tell", "file": str(told)})]
+    with caplog.at_level("DEBUG"):
+        async with rollouts(stack, tells, rollout_max_attempts=1) as (handle, buffer):
+            await batches(stack, handle, buffer, range(1, 2))
+            await until_ended(stack, tells, rollouts_each=GROUP)
+    key = told.read_text()
+    assert len(key) > 20
+    details = {outcome.detail for outcome in stack.outcomes()["tells"]}
+    assert all("cannot reach" in detail and "(session key)" in detail for detail in details)
+    for file in stack.store_path.parent.rglob("*"):
+        if file.is_file() and file != told:
+            assert key.encode() not in file.read_bytes(), file
+    assert key not in caplog.text
+    shown = capfd.readouterr()
+    assert key not in shown.out + shown.err
 
 
 async def test_sync_functions_and_their_hangs(stack: Stack) -> None:

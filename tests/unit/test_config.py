@@ -14,9 +14,9 @@ import pytest
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.presets import PRESETS
 from invrl.config import SECTIONS, UPSTREAM, Config, Source, load_resolved, read_toml, resolve
-from invrl.config_checks import check_upstream, check_user_code
 from invrl.errors import ConfigError, PluginError
 from invrl.flags import LEAVES, flag_help, parse_flags
+from invrl.run_checks import check_upstream, check_user_code
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "launch" / "configs").glob("*.toml"))
@@ -252,9 +252,14 @@ def test_upstream_values_are_typed_as_written() -> None:
         "tRue",
         "--router-e",
         "x-y",
+        "--router-f",
+        "007",
     ]
     (source,) = parse_flags(arguments)
-    assert source.tables == {"sglang": {"a": 1, "b": -0.5, "c": True, "d": True}, "router": {"e": "x-y"}}
+    assert source.tables == {
+        "sglang": {"a": 1, "b": -0.5, "c": True, "d": True},
+        "router": {"e": "x-y", "f": "007"},
+    }
 
 
 def test_sections_are_the_documented_ones() -> None:

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invrl.config import load_resolved, resolve
-from invrl.config_checks import check_evaluated_code, check_user_code
 from invrl.errors import ConfigError, PluginError
 from invrl.flags import parse_flags
 from invrl.rollout.config import RolloutConfig
@@ -28,6 +27,7 @@ from invrl.rollout.evaluate import (
     pass_at_k,
     wilson_interval,
 )
+from invrl.run_checks import check_evaluated_code, check_user_code
 from invrl.types import FailedRollout, FailureReason, RolloutSummary, Sampling, Session, Task
 
 

@@ -137,9 +137,19 @@ def test_every_field_is_accepted_as_its_own_type_or_refused_by_its_flag() -> Non
             else:
                 assert {owner for owner in classes if name in getattr(answer, owner)} == expected
                 accepted.add(name)
+    print(f"{len(owners)} options walked: {len(accepted)} accepted")
     # What a run may change is a short list; a field new to Megatron is refused until it is looked at.
     assert 20 <= len(accepted) <= 30
     assert ACCEPTED.keys() <= accepted
+
+
+def test_what_passes_builds_megatrons_classes_or_says_what_they_miss() -> None:
+    check_megatron_options(
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+    )
+    with pytest.raises(ConfigError, match="recompute_method") as caught:
+        check_megatron_options({"recompute_granularity": "full"})
+    assert caught.value.fix
 
 
 def test_a_field_that_invrl_sets_names_a_flag_that_exists() -> None:

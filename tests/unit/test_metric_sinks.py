@@ -18,10 +18,10 @@ import pytest
 from rich.console import Console
 
 from invrl.config import Config, Source, resolve
-from invrl.config_checks import check_user_code
 from invrl.errors import ConfigError
 from invrl.metric_sinks import JsonlSink, SinkSet, TensorBoardSink, ThreadedSink, check_trackers, open_sinks
 from invrl.progress import LiveProgress, NoProgress, PlainProgress, RunObserver, open_progress, sparkline
+from invrl.run_checks import check_user_code
 
 ROOT = Path(__file__).parents[2]
 

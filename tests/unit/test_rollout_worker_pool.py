@@ -45,7 +45,8 @@ def assignment(name, sessions=1):
 
 
 class FakeWorker:
-    """Tasks are named by what happens: ok, die (the process), stuck, thread (one is left), hold, bug."""
+    """Tasks are named by what happens: ok, die (the process), stuck, thread (one is left), full (memory),
+    hold, bug."""
 
     def __init__(self, name):
         self.name = name
@@ -78,7 +79,7 @@ class FakeWorker:
         if self.dead.is_set():
             raise WorkerDied(f"{self.name}: exit code 1")
         outcomes = tuple(failed(s, FailureReason.EXCEPTION, "done") for s in assignment.sessions)
-        return WorkerReply(outcomes=outcomes, stuck_threads=self.threads)
+        return WorkerReply(outcomes=outcomes, stuck_threads=self.threads, over_memory=does == "full")
 
     def kill(self):
         self.dead.set()
@@ -162,6 +163,31 @@ async def test_a_worker_with_a_stuck_thread_leaves_once_it_is_empty():
     assert reasons(await running) == [FailureReason.EXCEPTION]
     assert workers[0].dead.is_set()
     assert aborts.seen == {}
+
+
+async def test_a_worker_over_its_memory_leaves_once_it_is_empty():
+    pool, workers, aborts = await started_pool()
+    running = asyncio.create_task(pool.run(assignment("hold-running")))
+    await asyncio.sleep(0.01)
+    assert reasons(await pool.run(assignment("full"))) == [FailureReason.EXCEPTION]
+    assert pool.replaced == 1
+    assert not workers[0].dead.is_set()
+    workers[0].release.set()
+    await running
+    assert workers[0].dead.is_set()
+    assert aborts.seen == {}
+
+
+async def test_workers_that_are_always_over_their_memory_end_the_run():
+    pool, workers, _ = await started_pool()
+
+    async def rollouts_that_all_leak():
+        for _ in range(100):
+            await pool.run(assignment("full"))
+
+    with pytest.raises(ServerError, match="no rollout ends in between"):
+        await rollouts_that_all_leak()
+    assert len(workers) < 30
 
 
 async def test_endless_deaths_end_the_run_with_their_cause():

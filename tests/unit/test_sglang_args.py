@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from invrl.config_checks import _SEEDED_BACKENDS
 from invrl.errors import ConfigError
 from invrl.rollout import launch_router, sglang_args
-from invrl.rollout.sglang_args import ROUTER_OWNED, SGLANG_OWNED, router_flags, sglang_flags
+from invrl.rollout.sglang_args import (
+    ROUTER_OWNED,
+    SGLANG_OWNED,
+    router_flags,
+    router_parser,
+    sglang_flags,
+    sglang_parser,
+)
+
+Flags = Callable[[Mapping[str, str]], list[str]]
+OF = {sglang_flags: (sglang_parser, SGLANG_OWNED), router_flags: (router_parser, ROUTER_OWNED)}
 
 
 def test_values_become_flags() -> None:
@@ -42,7 +54,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(flags, given: str, nearest
 
 @pytest.mark.parametrize("value", ["many", "1.5", ""])
 def test_a_value_of_another_type_is_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match="not a int"):
+    with pytest.raises(ConfigError, match="invalid int value"):
         sglang_flags({"max-running-requests": value})
 
 
@@ -51,17 +63,102 @@ def test_a_switch_takes_true_or_false() -> None:
         sglang_flags({"disable-radix-cache": "maybe"})
 
 
-@pytest.mark.parametrize("name", sorted(SGLANG_OWNED))
-def test_what_invrl_owns_in_sglang_is_refused(name: str) -> None:
-    """Also proves that the name still exists upstream."""
-    with pytest.raises(ConfigError, match="sets this itself"):
-        sglang_flags({name: "1"})
+@pytest.mark.parametrize("flags", [sglang_flags, router_flags])
+def test_what_invrl_owns_is_refused(flags: Flags) -> None:
+    """Also proves that the names still exist upstream."""
+    parser, owned = OF[flags]
+    names = {action.dest for action in parser()._actions}
+    for name, fix in owned.items():
+        meant = {each for each in names if each.startswith(name)} if name.endswith("_") else {name}
+        assert meant, f"{name}: nothing upstream is called so"
+        for each in meant:
+            with pytest.raises(ConfigError, match="sets this itself") as caught:
+                flags({each: "1"})
+            assert caught.value.fix == fix
 
 
-@pytest.mark.parametrize("name", sorted(ROUTER_OWNED))
-def test_what_invrl_owns_in_the_router_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="sets this itself"):
-        router_flags({name: "1"})
+def valid_value(action: argparse.Action) -> str:
+    """Text that the option's own type and choices take."""
+    for value in ("true", *map(str, action.choices or ()), "3", "0.5", "{}", "[]", "text"):
+        if action.nargs == 0 or value != "true":
+            with contextlib.suppress(Exception):
+                kind = action.type if callable(action.type) else str
+                if action.nargs == 0 or not action.choices or kind(value) in action.choices:
+                    kind(value)
+                    return value
+    raise AssertionError(f"no value for {action.option_strings}")
+
+
+def answer(flags: Flags, name: str, value: str) -> list[str] | ConfigError:
+    try:
+        return flags({name: value})
+    except ConfigError as error:
+        return error
+
+
+@pytest.mark.parametrize("flags", [sglang_flags, router_flags])
+def test_every_option_of_the_installed_package_gets_there_or_is_refused(flags: Flags) -> None:
+    """Each spelling of each option: with a valid value the package's own parser reads it from the command
+    line, or the refusal says what to do; with any other value there is an answer of one of these kinds."""
+    parser, owned = OF[flags]
+    walked, accepted, refused = 0, 0, 0
+    for action in parser()._actions:
+        for spelling in action.option_strings:
+            if not spelling.startswith("--") or spelling == "--help":
+                continue
+            walked += 1
+            name = spelling.removeprefix("--")
+            given = answer(flags, name, valid_value(action))
+            if isinstance(given, ConfigError):
+                assert given.field.endswith(name)
+                assert given.reason == "invrl sets this itself"
+                assert given.fix in owned.values()
+                refused += 1
+                continue
+            read = vars(parser().parse_args(given))[action.dest]
+            if action.nargs == 0:
+                assert read is not spelling.startswith("--no-"), spelling
+                off = vars(parser().parse_args(flags({name: "false"})))[action.dest]
+                assert bool(off) is spelling.startswith("--no-"), spelling
+            else:
+                assert given[0] == spelling
+                assert read != action.default or read in (3, [3], "3", {}, *(action.choices or ())), spelling
+            accepted += 1
+            for value in ("True", "false", "-1", "--x", "", "a,b", "{", "1e999"):
+                other = answer(flags, name, value)
+                if isinstance(other, ConfigError):
+                    assert other.reason, spelling
+                    assert other.fix, spelling
+                else:
+                    assert other or action.nargs == 0, f"{spelling} {value} is dropped"
+    print(f"{walked} options walked: {accepted} accepted, {refused} refused")
+    assert walked > 90
+    assert accepted > refused > 15
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason", "fix"),
+    [
+        ("attention-backend", "tritn", "invalid choice: 'tritn'", "did you mean triton?"),
+        ("gc-threshold", "1,x", "invalid int value: 'x'", "values"),
+        ("context-length", "True", "a value is missing", "a value"),
+        ("mm-process-config", "{", "value: '{'", "a value"),
+    ],
+)
+def test_a_value_the_package_would_refuse_is_refused_before(
+    name: str, value: str, reason: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sglang_flags({name: value})
+    assert reason in caught.value.reason
+    assert fix in caught.value.fix
+
+
+def test_a_negated_switch_keeps_its_meaning() -> None:
+    assert (
+        sglang_flags({"no-dllm-fdfo": "true"}) == sglang_flags({"dllm_fdfo": "false"}) == ["--no-dllm-fdfo"]
+    )
+    assert sglang_flags({"no-dllm-fdfo": "false"}) == ["--dllm-fdfo"]
 
 
 def test_a_key_that_begins_with_a_dash_is_a_value() -> None:
@@ -101,6 +198,6 @@ def test_imports_without_torch_or_sglang() -> None:
 
 def test_no_sglang_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang.srt.server_args", None)
-    sglang_args._sglang_fields.cache_clear()
+    sglang_args.sglang_parser.cache_clear()
     with pytest.raises(ConfigError, match="cannot be imported"):
         sglang_flags({"log-level": "info"})

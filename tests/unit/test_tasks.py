@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 from itertools import islice
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from invrl.errors import ConfigError, PluginError
@@ -174,3 +178,67 @@ def test_a_bad_source_is_a_plugin_error(function, seen):
 
 def test_the_calculator_passes():
     check_tasks(RolloutConfig(task_source_path="rollout_fns.calculator:task_source", eval_tasks=200), seed=0)
+
+
+# ------------------------------------------------------------------ Parquet
+
+
+def parquet_file(path, columns, **options):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **options)
+    return str(path)
+
+
+def test_parquet_is_read_as_the_same_rows_of_jsonl_would_be(tmp_path, task_file):
+    columns = {
+        "id": [7, 8],
+        "label": [["a", "b"], []],
+        "chat": [[{"role": "user", "content": "1+1?"}], None],
+        "score": [0.5, 1.0],
+    }
+    text = "\n".join(
+        json.dumps({name: values[n] for name, values in columns.items()}, ensure_ascii=False)
+        for n in range(2)
+    )
+    expected = list(load_tasks(RolloutConfig(eval_task_file=task_file(text)), "eval", 0))
+    file = parquet_file(tmp_path / "t.parquet", columns)
+    assert list(load_tasks(RolloutConfig(eval_task_file=file), "eval", 0)) == expected
+    config = from_file(file, eval_task_file=file, eval_tasks=2)
+    check_tasks(config, seed=0)
+    assert next(load_tasks(config, "train", 3)).payload["score"] in (0.5, 1.0)
+
+
+def test_parquet_values_without_a_json_type_take_their_text(tmp_path):
+    day, price = datetime.datetime(2026, 2, 3, 4, 5), decimal.Decimal("1.25")
+    columns = {
+        "when": [day],
+        "price": [price],
+        "pairs": pyarrow.array([[("k", 1)]], pyarrow.map_("string", "int8")),
+    }
+    task = next(load_tasks(from_file(parquet_file(tmp_path / "t.parquet", columns)), "train", 0))
+    assert task.payload == {"when": "2026-02-03T04:05:00", "price": 1.25, "pairs": [["k", 1]]}
+    assert json.loads(json.dumps(task.payload)) == task.payload
+    assert (task.id, task.label) == ("1", None)
+
+
+def test_what_is_wrong_in_a_parquet_file_is_named_with_its_row(tmp_path):
+    def refused(columns, **fields):
+        with pytest.raises(ConfigError) as caught:
+            check_tasks(from_file(parquet_file(tmp_path / "t.parquet", columns), **fields), seed=0)
+        assert caught.value.field == "task_file"
+        return caught.value.reason
+
+    assert "has no tasks" in refused({"id": pyarrow.array([], "int64")})
+    assert "rows 1 and 2 have the same id '3'" in refused({"id": [3, 3]})
+    assert "row 2: the id None is not" in refused({"id": ["a", None]})
+    assert "row 1 has no field 'gold' (row 1 has: id)" in refused({"id": [1]}, task_label_key="gold")
+    assert "row 1 holds a value of type bytes" in refused({"picture": [b"\xff"]})
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and no more", b'{"id": 1}\n', None])
+def test_a_parquet_file_that_is_none(tmp_path, content):
+    path = tmp_path / "t.parquet"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        check_tasks(from_file(str(path)), seed=0)
+    assert "give a Parquet file" in caught.value.fix

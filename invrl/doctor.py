@@ -1,0 +1,151 @@
+"""`invrl doctor`: everything that a run needs and that can be looked at before it, each with its fix.
+
+Invariant: all checks run, whatever the others found; none leaves anything behind. A check returns what
+it saw, raises ConfigError for what would stop a run, and `Doubt` for what may. Those that `invrl train`
+makes too are the same functions (`run_checks.py`). Called by `cli.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+
+from invrl import run_checks
+from invrl.config import Config, Source, resolve
+from invrl.errors import ConfigError
+from invrl.flags import parse_flags
+from invrl.machine_checks import MACHINE_CHECKS, Check, Doubt, Machine
+from invrl.run_folder import check_run_folder
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one check saw."""
+
+    check: str
+    status: Status
+    value: str
+    reason: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.status:<8} {self.check}: {self.value}"
+        return line if self.status is Status.OK else f"{line}: {self.reason}. Fix: {self.fix}"
+
+
+# ------------------------------------------------------------------ the report
+
+
+def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
+    """One finding per check, and one per mistake in the configuration."""
+    config, mistakes = read_configuration(arguments)
+    findings = [Finding(check="configuration", status=Status.FAILED, **_parts(error)) for error in mistakes]
+    if not mistakes:
+        findings.append(
+            Finding(check="configuration", status=Status.OK, value=" ".join(arguments) or "defaults")
+        )
+    return findings + [_examine(name, check, config, machine) for name, check in CHECKS.items()]
+
+
+def write_report(findings: Iterable[Finding], *, as_json: bool) -> bool:
+    """Prints them; whether none failed."""
+    findings = list(findings)
+    failed = sum(finding.status is Status.FAILED for finding in findings)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        print("\n".join(map(str, findings)))
+        print(f"{len(findings)} checks, {failed} failed")
+    return not failed
+
+
+def _parts(error: ConfigError | Doubt) -> dict[str, str]:
+    value = f"{error.field} = {error.value!r}" if isinstance(error, ConfigError) else error.value
+    return {"value": value, "reason": error.reason, "fix": error.fix}
+
+
+def _examine(name: str, check: Check, config: Config, machine: Machine) -> Finding:
+    try:
+        return Finding(check=name, status=Status.OK, value=check(config, machine) or "as it should be")
+    except Doubt as doubt:
+        return Finding(check=name, status=Status.WARNING, **_parts(doubt))
+    except ConfigError as error:
+        return Finding(check=name, status=Status.FAILED, **_parts(error))
+    except Exception as error:  # a check that breaks must not hide the others
+        reason = f"the check itself raised {type(error).__name__}: {error}"
+        return Finding(check=name, status=Status.FAILED, value="?", reason=reason, fix="report this line")
+
+
+def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigError]]:
+    """The configuration without what is wrong in it, and all that is."""
+    rest, mistakes = list(arguments), list[ConfigError]()
+    sources: tuple[Source, ...] = ()
+    while rest:
+        try:
+            sources = parse_flags(rest)
+            break
+        except ConfigError as error:
+            mistakes.append(error)
+            wrong = {str(error.value), error.field}  # a flag, a stray value, or the flag that lacks one
+            at = next((n for n, one in enumerate(rest) if wrong & {one, one.partition("=")[0]}), 0)
+            takes_value = rest[at][:2] == "--" and "=" not in rest[at] and rest[at + 1 : at + 2]
+            del rest[at : at + (2 if takes_value and takes_value[0][:2] != "--" else 1)]
+    while True:
+        try:
+            return resolve(*sources), mistakes
+        except ConfigError as error:
+            mistakes.append(error)
+            table, _, key = error.field.partition(".")
+            left = tuple(_without(source, table, key) for source in sources)
+            if left == sources:  # a default that a given value contradicts: none of its table is sure
+                left = tuple(_without(source, table, "") for source in sources)
+            sources = left if left != sources else ()
+
+
+def _without(source: Source, table: str, key: str) -> Source:
+    if table == "algorithm_preset":
+        return replace(source, preset="")
+    entries = source.tables.get(table, {})
+    kept = {name: value for name, value in entries.items() if key and name != key}
+    return replace(source, tables={**source.tables, table: kept}) if kept != entries else source
+
+
+def _shown(check: Callable[[Config], None], show: Callable[[Config], object]) -> Check:
+    def run(config: Config, machine: Machine) -> str:
+        check(config)
+        return str(show(config))
+
+    return run
+
+
+CHECKS: dict[str, Check] = {
+    **MACHINE_CHECKS,
+    "gateway port": _shown(
+        run_checks.check_port,
+        lambda c: f"{c.gateway.gateway_host}:{c.gateway.gateway_port or 'a free port'}",
+    ),
+    "run folder": _shown(check_run_folder, lambda c: f"{c.run.run_root}/{c.run.run_name or '(by time)'}"),
+    "model folder": _shown(run_checks.check_model_files, run_checks.model_path),
+    "chat template": _shown(run_checks.check_template, lambda c: "renders a conversation to ids"),
+    "trainable model": _shown(run_checks.check_trainable, lambda c: "its config.json is supported"),
+    "rollout function": _shown(run_checks.check_rollout_function, lambda c: c.rollout.rollout_function_path),
+    "reward function": _shown(
+        run_checks.check_reward_function, lambda c: c.rollout.reward_function_path or "none"
+    ),
+    "tasks": _shown(run_checks.check_tasks, lambda c: c.rollout.task_file or c.rollout.task_source_path),
+    "algorithm functions": _shown(
+        run_checks.check_algorithm_code,
+        lambda c: f"{c.algorithm.advantage}, {c.algorithm.policy_loss}, {c.buffer.group_filter}",
+    ),
+    "sglang options": _shown(run_checks.check_sglang_options, lambda c: c.sglang or "none"),
+    "router options": _shown(run_checks.check_router_options, lambda c: c.router or "none"),
+    "megatron options": _shown(run_checks.check_megatron_options, lambda c: c.megatron or "none"),
+}

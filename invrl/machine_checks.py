@@ -1,0 +1,263 @@
+"""What a run needs of the machine: one check per need, over facts that a test can change.
+
+Each takes the configuration and the `Machine`, and returns what it saw. It raises ConfigError for what
+would stop a run, `Doubt` for what may. Nothing is left behind. Called by `doctor.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from invrl import run_checks
+from invrl.config import Config
+from invrl.errors import ConfigError
+
+_GB = 1e9
+_RAY_DEADLINE_S = 5.0
+_REQUIREMENTS = Path(__file__).parents[1] / "launch" / "requirements"
+
+
+class Doubt(Exception):
+    """A run may start with this, and may not get far."""
+
+    def __init__(self, value: str, reason: str, fix: str) -> None:
+        super().__init__(value, reason, fix)
+        self.value, self.reason, self.fix = value, reason, fix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The facts of a machine that no test can plant for real. Bytes are what is free now."""
+
+    python: tuple[int, int]
+    cpus: int
+    gpus: int
+    nvidia: bool
+    """An NVIDIA driver is loaded, whether the installed torch can use it or not."""
+    torch: str
+    memory_bytes: int
+    shared_memory_bytes: int
+    open_files: int
+    """What this process may open; its children inherit it."""
+    file_bytes: int
+    """The largest file, which a memfd is too; -1: no limit."""
+
+
+def look() -> Machine:
+    """This machine. Memory is also bounded by a container's limit."""
+    from invrl.rollout.engine_server import count_gpus
+
+    memory = psutil.virtual_memory().available
+    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        memory = min(memory, int(text) - int(used.read_text()))
+    return Machine(
+        python=sys.version_info[:2],
+        cpus=len(os.sched_getaffinity(0)),
+        gpus=count_gpus(),
+        nvidia=Path("/proc/driver/nvidia/version").exists(),
+        torch=_installed("torch") or "(none)",
+        memory_bytes=memory,
+        shared_memory_bytes=psutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        file_bytes=resource.getrlimit(resource.RLIMIT_FSIZE)[0],
+    )
+
+
+def _refuse(what: str, value: object, reason: str, fix: str) -> ConfigError:
+    return ConfigError(field=what, value=value, reason=reason, fix=fix)
+
+
+def _python(config: Config, machine: Machine) -> str:
+    text = ".".join(map(str, machine.python))
+    if not (3, 11) <= machine.python < (3, 13):
+        raise _refuse("python", text, "invrl needs 3.11 or 3.12", "make .venv anew with launch/install.sh")
+    return text
+
+
+def _packages(config: Config, machine: Machine) -> str:
+    """Against pyproject.toml, and the exact pins of launch/requirements where the sources are at hand."""
+    from packaging.requirements import Requirement
+
+    device = "gpu" if machine.gpus else "cpu"
+    wanted = [Requirement(line) for line in importlib.metadata.requires("invrl") or ()]
+    wanted = [each for each in wanted if not each.marker or each.marker.evaluate({"extra": device})]
+
+    def pins(name: str) -> list[Requirement]:
+        file = _REQUIREMENTS / f"{name}{'-gpu' if machine.gpus else ''}.txt"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        return [Requirement(line) for line in lines if line and line[0] not in "#-"]
+
+    wrong, drifted = list[str](), list[str]()
+    for need in (needs := wanted + pins("nodeps")):
+        have = _installed(need.name)
+        if not have:
+            wrong.append(f"{need.name} is missing")
+        elif not need.specifier.contains(have, prereleases=True):
+            wrong.append(f"{need.name} is {have}, not {need.specifier}")
+    for pin in pins("constraints"):
+        have = _installed(pin.name)
+        if have and not pin.specifier.contains(have, prereleases=True):
+            drifted.append(f"{pin.name} is {have}, not {pin.specifier}")
+    fix = "run launch/install.sh"
+    if wrong:
+        raise _refuse("packages", "; ".join(wrong), "not what invrl was made for", fix)
+    if drifted:
+        raise Doubt("; ".join(drifted), "not the versions that the tests ran with", fix)
+    return f"{len(needs)} as required"
+
+
+def _installed(package: str) -> str:
+    """Its version; empty if there is none."""
+    return next((found.version for found in importlib.metadata.distributions(name=package)), "")
+
+
+def _gpu(config: Config, machine: Machine) -> str:
+    if machine.nvidia and not machine.gpus:
+        reason = f"there is an NVIDIA driver, and torch {machine.torch} uses no GPU"
+        raise Doubt("CPU", reason, "INVRL_DEVICE=gpu launch/install.sh, or look at CUDA_VISIBLE_DEVICES")
+    return f"{machine.gpus} GPUs" if machine.gpus else f"none: CPU, torch {machine.torch}"
+
+
+def _cpus(config: Config, machine: Machine) -> str:
+    run_checks.check_world(config, cpus=machine.cpus)
+    if machine.cpus < 2:
+        raise Doubt("1 CPU", "engine and trainer share it, deadlines may be missed", "use 2 or more")
+    return f"{machine.cpus} CPUs"
+
+
+def _weight_bytes(config: Config) -> int:
+    """Of the model as engines hold it; 0 if there is none."""
+    files = run_checks.model_path(config).glob("*.safetensors") if config.model.model_path else ()
+    stored = sum(file.stat().st_size for file in files)
+    return stored * (2 if config.engine.engine_dtype == "float32" else 1)
+
+
+def _memory(config: Config, machine: Machine) -> str:
+    """An engine is 1.5 GB and its weights twice; a rank 1 GB, and for each bfloat16 weight 18 bytes of
+    float32 weights, gradients and moments; the arena has two slots; the rest of the run is 2 GB. On a GPU
+    engines and ranks hold theirs elsewhere, and pass through memory once."""
+    weights = _weight_bytes(config)
+    engines, ranks = config.engine.num_engines, config.train.data_parallel_size
+    on_cpu = engines * (1.5 * _GB + 2 * weights) + ranks * (_GB + 10 * weights)
+    need = 2 * _GB + 2 * weights + (weights * (engines + ranks) if machine.gpus else on_cpu)
+    value = f"{machine.memory_bytes / _GB:.1f} GB free, about {need / _GB:.1f} GB needed"
+    fix = "end other programs, or use a smaller model or fewer --num-engines and --data-parallel-size"
+    if machine.memory_bytes < 0.6 * need:
+        raise _refuse("memory", value, "processes of the run would be killed", fix)
+    if machine.memory_bytes < need:
+        raise Doubt(value, "it may not be enough", fix)
+    return value
+
+
+def _disk(config: Config, machine: Machine) -> str:
+    """A checkpoint holds float32 weights and two moments, and the model once more: 7 times bfloat16."""
+    root = Path(config.run.run_root).expanduser().absolute()
+    while not root.is_dir() and root != root.parent:
+        root = root.parent
+    free, need = psutil.disk_usage(str(root)).free, 7 * _weight_bytes(config) + _GB
+    value = f"{free / _GB:.1f} GB free at {root}, about {need / _GB:.1f} GB per checkpoint"
+    if free < need:
+        raise _refuse("run.run_root", value, "the disk would fill", "free some, or give another --run-root")
+    return value
+
+
+def _shared_memory(config: Config, machine: Machine) -> str:
+    """/dev/shm is torch's and Ray's; the weight arena is a memfd of two slots."""
+    value = f"{machine.shared_memory_bytes / _GB:.1f} GB free in /dev/shm"
+    arena = 2 * _weight_bytes(config) + 2**20
+    if -1 < machine.file_bytes < arena:
+        reason = f"files may hold {machine.file_bytes} bytes, the weight arena needs {arena}"
+        raise _refuse("RLIMIT_FSIZE", machine.file_bytes, reason, "ulimit -f unlimited")
+    fd = os.memfd_create("invrl-doctor")
+    try:
+        os.ftruncate(fd, arena)
+        os.pwrite(fd, b"x", arena - 1)
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+            file.write(b"x" * 2**16)
+    except OSError as error:
+        raise _refuse("/dev/shm", value, f"cannot be written ({error})", "mount a tmpfs there") from error
+    finally:
+        os.close(fd)
+    if machine.shared_memory_bytes < 64e6:
+        raise _refuse("/dev/shm", value, "SGLang's processes need 64 MB", "docker run --shm-size 8g")
+    if machine.shared_memory_bytes < _GB:
+        raise Doubt(value, "Ray's objects go to disk then", "docker run --shm-size 8g")
+    return value
+
+
+def _open_files(config: Config, machine: Machine) -> str:
+    """Two connections per rollout at each end, and what Ray opens."""
+    value, running = f"{machine.open_files} may be open", config.rollout.rollout_concurrency
+    if machine.open_files < 4 * running + 256:
+        raise _refuse("open files", value, f"{running} rollouts at a time need more", "ulimit -n 65536")
+    if machine.open_files < 2 * config.gateway.max_open_sessions + 1024:
+        raise Doubt(value, "max_open_sessions sessions need more", "ulimit -n 65536")
+    return value
+
+
+def _leftovers(config: Config, machine: Machine) -> str:
+    """Servers of a run whose driver is gone: no ancestor is `invrl`."""
+    left = list[str]()
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        modules = {
+            "invrl.rollout.launch_sglang",
+            "invrl.rollout.launch_router",
+            "invrl.gateway.gateway_server",
+        }
+        if not modules & set(line):
+            continue
+        try:
+            above = [part for parent in process.parents() for part in parent.cmdline()]
+        except psutil.Error:
+            continue
+        if not any(Path(part).name == "invrl" or part == "invrl.cli" for part in above):
+            left.append(str(process.pid))
+    if left:
+        raise Doubt(f"processes {', '.join(left)}", "an earlier run left them", f"kill -9 {' '.join(left)}")
+    return "none"
+
+
+def _ray(config: Config, machine: Machine) -> str:
+    """Whether something listens at RAY_ADDRESS (host:port, or ray://host:port)."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "local"):
+        return "a run starts one of its own"
+    if address == "auto":
+        return "auto: one that runs on this machine"
+    fix = "start it (`ray start --head`), correct RAY_ADDRESS, or unset it"
+    try:
+        parts = urlsplit(address if "://" in address else f"ray://{address}")
+        if not parts.hostname or not parts.port:
+            raise ValueError("not of the form host:port")
+        socket.create_connection((parts.hostname, parts.port), timeout=_RAY_DEADLINE_S).close()
+    except (OSError, ValueError) as error:
+        raise _refuse("RAY_ADDRESS", address, f"no Ray can be reached there ({error})", fix) from error
+    return f"{address} answers"
+
+
+Check = Callable[[Config, Machine], str]
+MACHINE_CHECKS: dict[str, Check] = {
+    "python": _python,
+    "packages": _packages,
+    "gpu": _gpu,
+    "cpus": _cpus,
+    "memory": _memory,
+    "disk": _disk,
+    "shared memory": _shared_memory,
+    "open files": _open_files,
+    "leftover processes": _leftovers,
+    "ray": _ray,
+}

@@ -1,0 +1,254 @@
+"""Bad input as a person gives it: `invrl.cli.main` answers with field, value, reason and fix and exit code
+2, and neither a process nor a run folder has come to be."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import socket
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pyarrow
+import pyarrow.parquet
+import pytest
+from invrl.tiny_model import make_tiny_model
+
+from invrl import cli
+
+SOURCE = ("--task-source-path", "rollout_fns.calculator:task_source")
+Edit = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def model(good_model: Path, tmp_path: Path) -> Path:
+    """A model folder of the test's own."""
+    return Path(shutil.copytree(good_model, tmp_path / "model"))
+
+
+Refused = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def refused(
+    good_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Refused:
+    """Runs `invrl train` with these flags on a good model; returns the block that it answers with."""
+
+    def started(*_: object) -> None:
+        raise AssertionError("processes would have been started")
+
+    stand_in = types.ModuleType("stand_in")
+    vars(stand_in).update(run_training=started, serve=started)
+    for name in ("invrl.training", "invrl.serving"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    runs = tmp_path / "runs"
+
+    def run(*flags: str, model: Path = good_model, tasks: tuple[str, ...] = SOURCE) -> dict[str, str]:
+        children = psutil.Process().children(recursive=True)
+        before = sorted(runs.rglob("*"))
+        given = ["train", "--model-path", str(model), "--run-root", str(runs), *tasks, *flags]
+        assert cli.main(given) == 2
+        first, *lines = capsys.readouterr().err.rstrip("\n").split("\n")
+        assert first == "invrl: bad input; nothing was started."
+        block = {name.strip(): rest.strip() for name, _, rest in (line.partition(":") for line in lines)}
+        assert list(block) == ["where", "value", "reason", "fix"]
+        assert all(block.values())
+        assert psutil.Process().children(recursive=True) == children
+        assert sorted(runs.rglob("*")) == before
+        return block
+
+    return run
+
+
+def edited(name: str, **changes: object) -> Edit:
+    def edit(model: Path) -> None:
+        file = model / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return edit
+
+
+def truncated(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def without_template(model: Path) -> None:
+    edited("tokenizer_config.json", chat_template=None)(model)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def template(text: str) -> Edit:
+    return lambda model: (model / "chat_template.jinja").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason", "fix"),
+    [
+        (shutil.rmtree, "no such folder", "prepare-model"),
+        (lambda m: (m / "config.json").unlink(), "it has no config.json", "prepare-model"),
+        (lambda m: (m / "config.json").write_text("{"), "config.json is not readable JSON", "prepare-model"),
+        (lambda m: (m / "config.json").write_bytes(b"\xff"), "config.json is not readable", "prepare-model"),
+        (lambda m: (m / "model.safetensors").unlink(), "has no model.safetensors", "prepare-model"),
+        (truncated, "model.safetensors is damaged", "prepare-model"),
+        (edited("config.json", model_type="mamba"), "model_type is 'mamba'", "type llama, qwen2, qwen3"),
+        (edited("config.json", hidden_act="gelu"), "does not support it", "another model"),
+        (edited("config.json", vocab_size=600), "the embedding has 512 rows", "prepare-model"),
+        (lambda m: (m / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read", "prepare-model"),
+        (lambda m: (m / "tokenizer_config.json").unlink(), "no tokenizer_config.json", "prepare-model"),
+        (without_template, "no chat template", "instruct model"),
+        (template("{% for m in messages %}"), "Unexpected end of template", "chat_template.jinja"),
+        (template("{{ raise_exception('no') }}"), "refuses this conversation", "chat_template.jinja"),
+        (template("{{ '' }}"), "to nothing", "chat_template.jinja"),
+    ],
+)
+def test_a_model_folder_that_cannot_be_used(
+    refused: Refused, model: Path, spoil: Edit, reason: str, fix: str
+) -> None:
+    spoil(model)
+    block = refused(model=model)
+    assert "model" in block["where"] or "config.json" in block["where"]
+    assert reason in block["reason"]
+    assert fix in block["fix"]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason", "fix"),
+    [
+        ("no_such_agent:rollout", "no module 'no_such_agent'", "as Python imports it"),
+        ("bad_agent:rolout", "bad_agent has no 'rolout'", "did you mean 'rollout'"),
+        ("bad_agent:number", "3 is not callable", "give a function"),
+        ("bad_agent:rollout", "does not take the call", "write it as rollout(task, endpoint)"),
+        ("broken_agent:rollout", "importing broken_agent raised", "python -c"),
+    ],
+)
+def test_a_rollout_function_that_cannot_be_used(
+    refused: Refused, tmp_path: Path, path: str, reason: str, fix: str
+) -> None:
+    (tmp_path / "bad_agent.py").write_text("number = 3\ndef rollout(task): return 1.0\n")
+    (tmp_path / "broken_agent.py").write_text("import no_such_library\n")
+    block = refused("--rollout-function-path", path)
+    assert (block["where"], block["value"]) == ("rollout_function_path", repr(path))
+    assert reason in block["reason"]
+    assert fix in block["fix"]
+    sys.modules.pop("bad_agent", None)
+
+
+def parquet(columns: dict[str, list[object]]) -> Edit:
+    return lambda path: pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def text(content: str) -> Edit:
+    return lambda path: path.write_text(content)
+
+
+@pytest.mark.parametrize("flag", ["--task-file", "--eval-task-file"])
+@pytest.mark.parametrize(
+    ("name", "write", "reason", "fix"),
+    [
+        ("t.jsonl", lambda path: None, "cannot be read", "a JSONL file"),
+        ("t.jsonl", text("\n"), "has no tasks", "one JSON object per line"),
+        ("t.jsonl", text('{"answer": 1}\n{"answer": \n'), "line 2 is not JSON", "one JSON object per line"),
+        ("t.jsonl", text('{"answer": 1}\n{"q": 1}\n'), "line 2 has no field 'answer'", "--task-label-key"),
+        ("t.parquet", lambda path: None, "cannot be read", "a Parquet file"),
+        ("t.parquet", text('{"answer": 1}\n'), "cannot be read", "a Parquet file"),
+        ("t.parquet", parquet({"answer": []}), "has no tasks", "one row per task"),
+        ("t.parquet", parquet({"q": ["a"]}), "row 1 has no field 'answer'", "--task-label-key"),
+    ],
+)
+def test_a_task_file_that_cannot_be_used(
+    refused: Refused, tmp_path: Path, flag: str, name: str, write: Edit, reason: str, fix: str
+) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / name
+    good.write_text('{"answer": 1}\n')
+    write(bad)
+    files = {"--task-file": str(good), "--eval-task-file": str(good)} | {flag: str(bad)}
+    block = refused(
+        *("--task-label-key", "answer", "--eval-tasks", "1"),
+        tasks=tuple(part for pair in files.items() for part in pair),
+    )
+    assert (block["where"], block["value"]) == (flag[2:].replace("-", "_"), repr(str(bad)))
+    assert reason in block["reason"]
+    assert fix in block["fix"]
+
+
+def test_a_port_that_is_taken(refused: Refused) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        block = refused("--gateway-port", str(port))
+    assert (block["where"], block["value"]) == ("gateway.gateway_port", str(port))
+    assert "in use" in block["reason"]
+    assert "0 for a free one" in block["fix"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "where", "reason", "fix"),
+    [
+        # batch sizes that do not divide
+        (["--data-parallel-size", "33"], "train.data_parallel_size", "fewer than ranks", "--rollout-batch"),
+        (["--steps-per-batch", "5"], "algorithm.steps_per_batch", "whole groups", "--rollout-batch-size"),
+        # a world that does not fit
+        (
+            ["--data-parallel-size", "5000", "--rollout-batch-size", "5000"],
+            "train.data_parallel_size",
+            "every rank needs one",
+            "lower --data-parallel-size to",
+        ),
+        (["--gateway-host", "192.0.2.1"], "gateway.gateway_host", "cannot listen", "of this machine"),
+        # contradictions
+        (["--session-ttl-s", "9"], "gateway.session_ttl_s", "rollout_timeout_s = 300", "--session-ttl-s"),
+        (["--batch-timeout-s", "9"], "buffer.batch_timeout_s", "may take", "--rollout-timeout-s"),
+        (["--task-file", "x"], "task_source_path", "both", "give one of"),
+        (["--eval-interval", "3"], "rollout.eval_interval", "no held-out tasks", "--eval-tasks"),
+        (["--megatron-recompute-granularity", "full"], "--megatron-*", "recompute_method", "change or add"),
+        # options of other packages
+        (["--sglang-attention-backend", "tritn"], "--sglang-attention-backend", "invalid choice", "triton"),
+        (["--sglang-max-running-requests"], "--sglang-max-running-requests", "value is missing", "--help"),
+        (["--router-max-payload-size", "x"], "--router-max-payload-size", "invalid int value", "--help"),
+        (["--router-prefil", "x"], "--router-prefil", "no such field", "--router-prefill"),
+    ],
+)
+def test_settings_that_do_not_fit(
+    refused: Refused, flags: list[str], where: str, reason: str, fix: str
+) -> None:
+    block = refused(*flags)
+    assert block["where"] == where
+    assert reason in block["reason"]
+    assert fix in block["fix"]
+
+
+def test_a_run_folder_of_another_configuration_or_of_nobody(
+    refused: Refused, good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    handlers = logging.getLogger().handlers[:]
+    vars(sys.modules["invrl.training"])["run_training"] = lambda config, folder: None
+    runs = ("--run-root", str(tmp_path / "runs"), "--run-name", "first")
+    assert cli.main(["train", "--model-path", str(good_model), *SOURCE, *runs]) == 0
+    logging.getLogger().handlers[:] = handlers
+    block = refused("--run-name", "first", "--lr", "0.5")
+    assert block["where"] == "run.run_name"
+    assert "another configuration; now: lr = 0.5" in block["reason"]
+    assert "choose another --run-name" in block["fix"]
+    (tmp_path / "runs" / "photos").mkdir()
+    (tmp_path / "runs" / "photos" / "cat.png").write_bytes(b"")
+    assert "not a run folder" in refused("--run-name", "photos")["reason"]
+    assert "not a path" in refused("--run-name", "../elsewhere")["reason"]
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert "cannot be written" in refused("--run-root", str(blocked / "runs"))["reason"]

@@ -1,0 +1,322 @@
+"""`invrl doctor`: each planted fault is found by the check of its name, with a fix, and hides no other check.
+Faults are planted for real; only what a test cannot change (memory, GPUs, limits) is planted as a fact."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+from invrl.tiny_model import make_tiny_model
+
+from invrl import cli
+from invrl.config import resolve
+from invrl.doctor import CHECKS, Finding, Status, diagnose
+from invrl.flags import parse_flags
+from invrl.machine_checks import Machine
+from invrl.run_folder import make_run_folder
+
+HEALTHY = Machine(
+    python=(3, 11),
+    cpus=8,
+    gpus=0,
+    nvidia=False,
+    torch="2.13.0+cpu",
+    memory_bytes=64 * 10**9,
+    shared_memory_bytes=8 * 10**9,
+    open_files=65536,
+    file_bytes=-1,
+)
+
+
+@pytest.fixture(scope="module")
+def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@dataclass
+class Plot:
+    """Where a fault is planted: a folder with a model, flags that are well, a machine, the environment."""
+
+    here: Path
+    flags: dict[str, str]
+    patch: pytest.MonkeyPatch
+    machine: Machine = HEALTHY
+    more: tuple[str, ...] = ()
+    clean_up: tuple[Callable[[], object], ...] = ()
+
+    @property
+    def model(self) -> Path:
+        return self.here / "model"
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*(part for pair in self.flags.items() for part in pair), *self.more]
+
+    def dist_info(self, name: str, version: str, metadata: str = "") -> None:
+        folder = self.here / "site" / f"{name}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}"
+        (folder / "METADATA").write_text(text)
+        self.patch.syspath_prepend(folder.parent)
+
+
+@pytest.fixture
+def plot(good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plot]:
+    shutil.copytree(good_model, tmp_path / "model")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "doctors_agent.py").write_text("def rollout(task): ...\ndef reward(task, result): ...\n")
+    flags = {
+        "--model-path": str(tmp_path / "model"),
+        "--run-root": str(tmp_path / "runs"),
+        "--task-source-path": "rollout_fns.calculator:task_source",
+        "--rollout-function-path": "rollout_fns.calculator:rollout",
+    }
+    made = Plot(here=tmp_path, flags=flags, patch=monkeypatch)
+    yield made
+    sys.modules.pop("doctors_agent", None)
+    for end in made.clean_up:
+        end()
+
+
+def flag(**flags: str) -> Callable[[Plot], None]:
+    return lambda plot: plot.flags.update({"--" + k.replace("_", "-"): v for k, v in flags.items()})
+
+
+def fact(**facts: object) -> Callable[[Plot], None]:
+    def plant(plot: Plot) -> None:
+        plot.machine = replace(plot.machine, **facts)  # type: ignore[arg-type]
+
+    return plant
+
+
+def model_json(name: str, **changes: object) -> Callable[[Plot], None]:
+    def plant(plot: Plot) -> None:
+        file = plot.model / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return plant
+
+
+def model_file(name: str, text: str) -> Callable[[Plot], None]:
+    return lambda plot: (plot.model / name).write_text(text)
+
+
+def truncated_weights(plot: Plot) -> None:
+    file = plot.model / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1000)
+
+
+def endless_weights(plot: Plot) -> None:
+    with (plot.model / "more.safetensors").open("wb") as file:
+        file.truncate(10**13)  # sparse
+
+
+def bound_port(plot: Plot) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    plot.clean_up += (server.close,)
+    plot.flags["--gateway-port"] = str(server.getsockname()[1])
+
+
+def closed_ray(plot: Plot) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    plot.patch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+
+
+def task_file(name: str, content: str) -> Callable[[Plot], None]:
+    def plant(plot: Plot) -> None:
+        (plot.here / name).write_text(content)
+        del plot.flags["--task-source-path"]
+        plot.flags["--task-file"] = str(plot.here / name)
+
+    return plant
+
+
+def root_below_a_file(plot: Plot) -> None:
+    (plot.here / "file").write_text("")
+    plot.flags["--run-root"] = str(plot.here / "file" / "runs")
+
+
+def other_run(plot: Plot) -> None:
+    plot.flags["--run-name"] = "mine"
+    make_run_folder(resolve(*parse_flags([*plot.arguments, "--lr", "0.5"])))
+
+
+def missing_package(plot: Plot) -> None:
+    plot.dist_info("invrl", "0.1.0", "Requires-Dist: a-library-nobody-has\n")
+
+
+def orphan(plot: Plot) -> None:
+    """A process that looks like an engine, whose parent is gone."""
+    sleep = "import time; time.sleep(60)"
+    code = (
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1], "
+        "'invrl.rollout.launch_sglang'], stdout=-3, stderr=-3); print(p.pid)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, sleep], capture_output=True, text=True, check=True)
+    process = psutil.Process(int(done.stdout))
+    plot.clean_up += (process.kill,)
+    with contextlib.suppress(psutil.Error):
+        while "invrl.rollout.launch_sglang" not in process.cmdline():
+            time.sleep(0.01)
+
+
+def extra(*more: str) -> Callable[[Plot], None]:
+    def plant(plot: Plot) -> None:
+        plot.more = more
+
+    return plant
+
+
+FAILED, WARNING = Status.FAILED, Status.WARNING
+FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
+    # name, how it is planted, the check that finds it, how bad, what it says, what to do
+    ("unknown flag", extra("--temperatur", "1"), "configuration", FAILED, "no such flag", "--temperature"),
+    ("bad value", flag(lr="fast"), "configuration", FAILED, "valid number", "set lr"),
+    ("contradiction", flag(batch_timeout_s="5"), "configuration", FAILED, "rollout_timeout_s", "raise"),
+    ("old python", fact(python=(3, 9)), "python", FAILED, "3.11 or 3.12", "install.sh"),
+    ("missing package", missing_package, "packages", FAILED, "a-library-nobody-has is missing", "install.sh"),
+    (
+        "wrong version",
+        lambda p: p.dist_info("ray", "9.9.9"),
+        "packages",
+        FAILED,
+        "ray is 9.9.9",
+        "install.sh",
+    ),
+    ("drift", lambda p: p.dist_info("attrs", "9.9"), "packages", WARNING, "attrs is 9.9", "install.sh"),
+    ("idle GPU", fact(nvidia=True), "gpu", WARNING, "uses no GPU", "INVRL_DEVICE=gpu"),
+    ("ranks", flag(data_parallel_size="9"), "cpus", FAILED, "8 CPUs", "lower --data-parallel-size to 8"),
+    ("one CPU", fact(cpus=1), "cpus", WARNING, "share it", "2 or more"),
+    ("no memory", fact(memory_bytes=10**9), "memory", FAILED, "would be killed", "smaller model"),
+    ("little memory", fact(memory_bytes=4 * 10**9), "memory", WARNING, "may not be enough", "end other"),
+    ("full disk", endless_weights, "disk", FAILED, "would fill", "--run-root"),
+    ("no /dev/shm", fact(shared_memory_bytes=10**6), "shared memory", FAILED, "64 MB", "--shm-size"),
+    ("small /dev/shm", fact(shared_memory_bytes=10**8), "shared memory", WARNING, "Ray's", "--shm-size"),
+    ("file size limit", fact(file_bytes=4096), "shared memory", FAILED, "weight arena", "ulimit -f"),
+    ("few open files", fact(open_files=256), "open files", FAILED, "32 rollouts", "ulimit -n"),
+    ("open files", fact(open_files=1024), "open files", WARNING, "sessions need more", "ulimit -n"),
+    ("left engine", orphan, "leftover processes", WARNING, "earlier run", "kill -9"),
+    ("Ray is down", closed_ray, "ray", FAILED, "no Ray can be reached", "ray start --head"),
+    ("Ray nowhere", lambda p: p.patch.setenv("RAY_ADDRESS", "here"), "ray", FAILED, "host:port", "unset it"),
+    ("taken port", bound_port, "gateway port", FAILED, "in use", "0 for a free one"),
+    ("foreign host", flag(gateway_host="192.0.2.1"), "gateway port", FAILED, "cannot listen", "0.0.0.0"),
+    ("read-only root", root_below_a_file, "run folder", FAILED, "cannot be written", "writable --run-root"),
+    ("other run", other_run, "run folder", FAILED, "another configuration", "choose another --run-name"),
+    ("no model", flag(model_path="/no/such"), "model folder", FAILED, "no such folder", "prepare-model"),
+    ("truncated weights", truncated_weights, "model folder", FAILED, "damaged", "prepare-model"),
+    ("model type", model_json("config.json", model_type="mamba"), "model folder", FAILED, "'mamba'", "qwen3"),
+    ("tokenizer", model_file("tokenizer.json", "{}"), "model folder", FAILED, "cannot be read", "prepare"),
+    ("template", model_file("chat_template.jinja", "{% if %}"), "chat template", FAILED, "refuses", "jinja"),
+    (
+        "activation",
+        model_json("config.json", hidden_act="gelu"),
+        "trainable model",
+        FAILED,
+        "not support",
+        "model",
+    ),
+    ("no agent", flag(rollout_function_path="nobody:f"), "rollout function", FAILED, "no module", "module"),
+    (
+        "signature",
+        flag(rollout_function_path="doctors_agent:rollout"),
+        "rollout function",
+        FAILED,
+        "does not take",
+        "write it as rollout(task, endpoint)",
+    ),
+    (
+        "reward",
+        flag(reward_function_path="doctors_agent:rewrd"),
+        "reward function",
+        FAILED,
+        "no 'rewrd'",
+        "'reward'",
+    ),
+    (
+        "task line",
+        task_file("t.jsonl", '{"id": 1}\n{"id"\n'),
+        "tasks",
+        FAILED,
+        "line 2 is not JSON",
+        "per line",
+    ),
+    ("parquet", task_file("t.parquet", "PAR1"), "tasks", FAILED, "cannot be read", "a Parquet file"),
+    ("advantage", flag(advantage="grpoo"), "algorithm functions", FAILED, "built-in", "'grpo'"),
+    ("SGLang option", flag(sglang_attention_backend="tritn"), "sglang options", FAILED, "choice", "triton"),
+    (
+        "router option",
+        flag(router_polcy="manual"),
+        "router options",
+        FAILED,
+        "no such field",
+        "--router-policy",
+    ),
+    (
+        "Megatron option",
+        flag(megatron_hidden_size="8"),
+        "megatron options",
+        FAILED,
+        "config.json",
+        "leave it",
+    ),
+]
+
+
+def by_check(findings: list[Finding]) -> dict[str, list[Finding]]:
+    grouped: dict[str, list[Finding]] = {}
+    for finding in findings:
+        grouped.setdefault(finding.check, []).append(finding)
+    return grouped
+
+
+@pytest.mark.parametrize(
+    ("plant", "check", "status", "reason", "fix"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS]
+)
+def test_a_planted_fault_is_found(
+    plot: Plot, plant: Callable[[Plot], object], check: str, status: Status, reason: str, fix: str
+) -> None:
+    plant(plot)
+    found = by_check(diagnose(plot.arguments, plot.machine))
+    assert list(found) == ["configuration", *CHECKS], "every check ran"
+    (finding,) = found[check]
+    assert finding.status is status
+    assert reason in f"{finding.value} {finding.reason}"
+    assert fix in finding.fix
+    assert "itself raised" not in "".join(str(each) for several in found.values() for each in several)
+
+
+def test_a_healthy_machine_fails_nothing(
+    plot: Plot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("invrl.machine_checks.look", lambda: HEALTHY)
+    before = sorted(plot.here.rglob("*"))
+    assert cli.main(["doctor", *plot.arguments, "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert {finding["check"] for finding in findings} == {"configuration", *CHECKS}
+    assert "FAILED" not in {finding["status"] for finding in findings}
+    assert sorted(plot.here.rglob("*")) == before, "nothing is left behind"
+
+
+def test_the_real_machine_is_looked_at_and_failures_are_exit_code_1(
+    plot: Plot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot.flags |= {"--lr": "fast", "--num-steps": "few", "--advantage": "grpoo"}
+    assert cli.main(["doctor", *plot.arguments]) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    failed = [line for line in lines if line.startswith("FAILED")]
+    assert [line.split()[1] for line in failed][:2] == ["configuration:", "configuration:"]
+    assert all("Fix: " in line for line in failed)
+    assert last == f"{len(lines)} checks, {len(failed)} failed"
