@@ -88,13 +88,13 @@ class Dispatcher:
 
     def start(self) -> None:
         """Begins to lease, in the running event loop."""
-        self._failed = asyncio.get_running_loop().create_future()
+        self._failed = self._failed or asyncio.get_running_loop().create_future()
         self._scheduler = asyncio.create_task(self._guarded(self._schedule()))
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """`work`'s result; if the dispatcher fails first, `work` is cancelled and that failure raised."""
-        if self._failed is None:
-            return await work
+        """`work`'s result; if the dispatcher, which `work` may start, fails first, `work` is cancelled and
+        that failure raised."""
+        self._failed = self._failed or asyncio.get_running_loop().create_future()
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)

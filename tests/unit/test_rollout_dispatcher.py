@@ -190,6 +190,19 @@ async def test_a_failure_of_ours_ends_the_wait_for_a_batch(parts, cause):
     await it.stop(0.0)
 
 
+async def test_a_failure_ends_work_that_itself_started_the_dispatcher():
+    opener, pool = Opener(), HeldPool()
+    it = Dispatcher(BrokenBuffer(), opener, pool, concurrency=4, group_form=False)
+
+    async def starts():
+        it.start()
+        await asyncio.sleep(60)
+
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(it.guard(starts()), 2.0)
+    await it.stop(0.0)
+
+
 async def test_guard_gives_back_what_it_guards():
     it = dispatcher(Leases(0), Opener(), HeldPool(), concurrency=4)
     assert await it.guard(asyncio.sleep(0, "batch")) == "batch"
