@@ -2,13 +2,14 @@
 
 One function per subject, each raising ConfigError with the fix. `check` is pure and is called by
 `config.resolve`. `check_run` looks at what the settings name (model, user code, tasks, options of other
-packages, port, machine); `cli.py` calls it before a run. `doctor.py` calls its parts one by one.
+packages, port, machine); `cli.py` calls it before a run. `doctor.py` makes its checks one by one.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -149,25 +150,57 @@ def _check_sizes(config: Config) -> None:
 
 def check_run(config: Config, *, trains: bool) -> None:
     """Raises ConfigError for the first thing that a run with these settings could not start with."""
-    check_model(config)
+    serves = ("model folder", "chat template", *_UPSTREAM, "gateway port")
+    for name, check in run_checks(config).items():
+        if trains or name in serves:
+            check()
     if trains:
-        check_trainable(config)
-        check_user_code(config)
         check_world(config, cpus=len(os.sched_getaffinity(0)))
-    check_upstream(config)
-    check_port(config)
 
 
-def check_model(config: Config) -> None:
-    """The folder's files, and that its tokenizer and template make ids of a conversation."""
-    check_model_files(config)
-    check_template(config)
+_UPSTREAM = ("sglang options", "router options", "megatron options")
 
 
-def check_model_files(config: Config) -> None:
-    from invrl.model_folder import check_model_folder
+def check_upstream(config: Config) -> None:
+    """Options that pass through, against the installed packages' own definitions; slow to import."""
+    for name in _UPSTREAM:
+        run_checks(config)[name]()
 
-    check_model_folder(model_path(config))
+
+def check_user_code(config: Config) -> None:
+    """Everything given by import path, and the tasks: imported, called as far as checks go."""
+    for name in ("rollout function", "reward function", "tasks", "algorithm functions"):
+        run_checks(config)[name]()
+
+
+def run_checks(config: Config) -> dict[str, Callable[[], object]]:
+    """By name: each raises ConfigError (PluginError), or returns what it saw."""
+    from invrl import model_folder, plugins
+    from invrl.algorithms.advantages import advantage_function
+    from invrl.algorithms.surrogates import surrogate_function
+    from invrl.buffer.policies import group_filter_function
+    from invrl.rollout import sglang_args, tasks
+    from invrl.train.hf_config import read_hf_config
+
+    rollout, algorithm = config.rollout, config.algorithm
+    reward = rollout.reward_function_path
+    return {
+        "model folder": lambda: model_folder.check_model_folder(model_path(config)) or model_path(config),
+        "chat template": lambda: check_template(config),
+        "trainable model": lambda: read_hf_config(model_path(config)).model_type,
+        "rollout function": lambda: plugins.load_rollout_function(rollout.rollout_function_path),
+        "reward function": lambda: plugins.load_reward_function(reward) if reward else "none",
+        "tasks": lambda: tasks.check_tasks(rollout, config.run.seed),
+        "algorithm functions": lambda: (
+            advantage_function(algorithm.advantage),
+            surrogate_function(algorithm.policy_loss),
+            group_filter_function(config.buffer.group_filter),
+        ),
+        "sglang options": lambda: sglang_args.sglang_flags({k: str(v) for k, v in config.sglang.items()}),
+        "router options": lambda: sglang_args.router_flags({k: str(v) for k, v in config.router.items()}),
+        "megatron options": lambda: check_megatron_options(config),
+        "gateway port": lambda: check_port(config),
+    }
 
 
 def check_template(config: Config) -> None:
@@ -196,13 +229,6 @@ def check_template(config: Config) -> None:
             reason="the chat template renders a conversation to nothing",
             fix="choose an instruct model, or write another chat_template.jinja",
         )
-
-
-def check_trainable(config: Config) -> None:
-    """The trainer computes this model as its config.json describes it."""
-    from invrl.train.hf_config import read_hf_config
-
-    read_hf_config(model_path(config))
 
 
 def model_path(config: Config) -> Path:
@@ -252,67 +278,10 @@ def check_port(config: Config) -> None:
         ) from error
 
 
-def check_upstream(config: Config) -> None:
-    """Options that pass through, against the installed packages' own definitions; slow to import.
-    Raises ConfigError."""
-    check_sglang_options(config)
-    check_router_options(config)
-    check_megatron_options(config)
-
-
-def check_sglang_options(config: Config) -> None:
-    from invrl.rollout.sglang_args import sglang_flags
-
-    sglang_flags({name: str(value) for name, value in config.sglang.items()})
-
-
-def check_router_options(config: Config) -> None:
-    from invrl.rollout.sglang_args import router_flags
-
-    router_flags({name: str(value) for name, value in config.router.items()})
-
-
 def check_megatron_options(config: Config) -> None:
-    if not config.megatron:
-        return
-    from invrl.train import megatron_args
-    from invrl.train.hf_config import read_hf_config
+    if config.megatron:
+        from invrl.train import megatron_args
+        from invrl.train.hf_config import read_hf_config
 
-    layers = read_hf_config(model_path(config)).num_layers if config.model.model_path else 1024
-    megatron_args.check_megatron_options(config.megatron, num_layers=layers)
-
-
-def check_user_code(config: Config) -> None:
-    """Everything given by import path, and the tasks: imported, called as far as checks go. Raises
-    ConfigError (PluginError)."""
-    for part in (check_rollout_function, check_reward_function, check_tasks, check_algorithm_code):
-        part(config)
-
-
-def check_rollout_function(config: Config) -> None:
-    from invrl import plugins
-
-    plugins.load_rollout_function(config.rollout.rollout_function_path)
-
-
-def check_reward_function(config: Config) -> None:
-    from invrl import plugins
-
-    if config.rollout.reward_function_path:
-        plugins.load_reward_function(config.rollout.reward_function_path)
-
-
-def check_tasks(config: Config) -> None:
-    from invrl.rollout import tasks
-
-    tasks.check_tasks(config.rollout, config.run.seed)
-
-
-def check_algorithm_code(config: Config) -> None:
-    from invrl.algorithms.advantages import advantage_function
-    from invrl.algorithms.surrogates import surrogate_function
-    from invrl.buffer.policies import group_filter_function
-
-    group_filter_function(config.buffer.group_filter)
-    advantage_function(config.algorithm.advantage)
-    surrogate_function(config.algorithm.policy_loss)
+        layers = read_hf_config(model_path(config)).num_layers if config.model.model_path else 1024
+        megatron_args.check_megatron_options(config.megatron, num_layers=layers)

@@ -20,12 +20,14 @@ import pytest
 
 from invrl import cli
 from invrl.config import resolve
-from invrl.doctor import CHECKS, Finding, Status, diagnose
+from invrl.config_checks import run_checks
+from invrl.doctor import Finding, Status, diagnose
 from invrl.flags import parse_flags
-from invrl.machine_checks import Machine
+from invrl.machine_checks import MACHINE_CHECKS, Machine
 from invrl.run_folder import make_run_folder
 from invrl.tiny_model import make_tiny_model
 
+CHECKS = ["configuration", *MACHINE_CHECKS, "run folder", *run_checks(resolve())]
 HEALTHY = Machine(
     python=(3, 11),
     cpus=8,
@@ -290,7 +292,7 @@ def test_a_planted_fault_is_found(
 ) -> None:
     plant(plot)
     found = by_check(diagnose(plot.arguments, plot.machine))
-    assert list(found) == ["configuration", *CHECKS], "every check ran"
+    assert list(found) == CHECKS, "every check ran"
     (finding,) = found[check]
     assert finding.status is status
     assert reason in f"{finding.value} {finding.reason}"
@@ -305,7 +307,7 @@ def test_a_healthy_machine_fails_nothing(
     before = sorted(plot.here.rglob("*"))
     assert cli.main(["doctor", *plot.arguments, "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
-    assert {finding["check"] for finding in findings} == {"configuration", *CHECKS}
+    assert {finding["check"] for finding in findings} == set(CHECKS)
     assert "FAILED" not in {finding["status"] for finding in findings}
     assert sorted(plot.here.rglob("*")) == before, "nothing is left behind"
 
