@@ -101,8 +101,10 @@ def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigErr
             break
         except ConfigError as error:
             mistakes.append(error)
+            names = [one.partition("=")[0] for one in rest]
             wrong = {str(error.value), error.field}  # a flag, a stray value, or the flag that lacks one
-            at = next((n for n, one in enumerate(rest) if wrong & {one, one.partition("=")[0]}), 0)
+            found = [n for n, one in enumerate(rest) if wrong & {one, names[n]}]
+            at = next(iter(found), names.index("--config") if "--config" in names else 0)
             takes_value = rest[at][:2] == "--" and "=" not in rest[at] and rest[at + 1 : at + 2]
             del rest[at : at + (2 if takes_value and takes_value[0][:2] != "--" else 1)]
     while True:

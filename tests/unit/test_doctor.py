@@ -146,6 +146,11 @@ def task_file(name: str, content: str) -> Callable[[Plot], None]:
     return plant
 
 
+def toml_key(plot: Plot) -> None:
+    (plot.here / "c.toml").write_text("[rollout]\ntemprature = 1\n")
+    plot.flags["--config"] = str(plot.here / "c.toml")
+
+
 def root_below_a_file(plot: Plot) -> None:
     (plot.here / "file").write_text("")
     plot.flags["--run-root"] = str(plot.here / "file" / "runs")
@@ -187,6 +192,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     # name, how it is planted, the check that finds it, how bad, what it says, what to do
     ("unknown flag", extra("--temperatur", "1"), "configuration", FAILED, "no such flag", "--temperature"),
     ("bad value", flag(lr="fast"), "configuration", FAILED, "valid number", "set lr"),
+    ("TOML key", toml_key, "configuration", FAILED, "no such key", "temperature"),
     ("contradiction", flag(batch_timeout_s="5"), "configuration", FAILED, "rollout_timeout_s", "raise"),
     ("old python", fact(python=(3, 9)), "python", FAILED, "3.11 or 3.12", "install.sh"),
     ("missing package", missing_package, "packages", FAILED, "a-library-nobody-has is missing", "install.sh"),
