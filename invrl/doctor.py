@@ -11,12 +11,14 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import partial
+from pathlib import Path
 
-from invrl import run_checks
 from invrl.config import Config, Source, resolve
 from invrl.errors import ConfigError
 from invrl.flags import parse_flags
-from invrl.machine_checks import MACHINE_CHECKS, Check, Doubt, Machine
+from invrl.machine_checks import MACHINE_CHECKS, Doubt, Machine
+from invrl.run_checks import run_checks
 from invrl.run_folder import check_run_folder
 
 
@@ -52,7 +54,11 @@ def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
         findings.append(
             Finding(check="configuration", status=Status.OK, value=" ".join(arguments) or "defaults")
         )
-    return findings + [_examine(name, check, config, machine) for name, check in CHECKS.items()]
+    for name, check in MACHINE_CHECKS.items():
+        findings.append(_examine(name, partial(check, config, machine)))
+    checks = {"run folder": partial(check_run_folder, config), **run_checks(config)}
+    checks.pop("evaluated sets", None)  # of `invrl eval`
+    return findings + [_examine(name, check) for name, check in checks.items()]
 
 
 def write_report(findings: Iterable[Finding], *, as_json: bool) -> bool:
@@ -72,9 +78,11 @@ def _parts(error: ConfigError | Doubt) -> dict[str, str]:
     return {"value": value, "reason": error.reason, "fix": error.fix}
 
 
-def _examine(name: str, check: Check, config: Config, machine: Machine) -> Finding:
+def _examine(name: str, check: Callable[[], object]) -> Finding:
     try:
-        return Finding(check=name, status=Status.OK, value=check(config, machine) or "as it should be")
+        seen = check()
+        shown = str(seen) if isinstance(seen, str | Path) else "as it should be"
+        return Finding(check=name, status=Status.OK, value=shown)
     except Doubt as doubt:
         return Finding(check=name, status=Status.WARNING, **_parts(doubt))
     except ConfigError as error:
@@ -94,8 +102,10 @@ def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigErr
             break
         except ConfigError as error:
             mistakes.append(error)
+            names = [one.partition("=")[0] for one in rest]
             wrong = {str(error.value), error.field}  # a flag, a stray value, or the flag that lacks one
-            at = next((n for n, one in enumerate(rest) if wrong & {one, one.partition("=")[0]}), 0)
+            found = [n for n, one in enumerate(rest) if wrong & {one, names[n]}]
+            at = next(iter(found), names.index("--config") if "--config" in names else 0)
             takes_value = rest[at][:2] == "--" and "=" not in rest[at] and rest[at + 1 : at + 2]
             del rest[at : at + (2 if takes_value and takes_value[0][:2] != "--" else 1)]
     while True:
@@ -116,36 +126,3 @@ def _without(source: Source, table: str, key: str) -> Source:
     entries = source.tables.get(table, {})
     kept = {name: value for name, value in entries.items() if key and name != key}
     return replace(source, tables={**source.tables, table: kept}) if kept != entries else source
-
-
-def _shown(check: Callable[[Config], None], show: Callable[[Config], object]) -> Check:
-    def run(config: Config, machine: Machine) -> str:
-        check(config)
-        return str(show(config))
-
-    return run
-
-
-CHECKS: dict[str, Check] = {
-    **MACHINE_CHECKS,
-    "gateway port": _shown(
-        run_checks.check_port,
-        lambda c: f"{c.gateway.gateway_host}:{c.gateway.gateway_port or 'a free port'}",
-    ),
-    "run folder": _shown(check_run_folder, lambda c: f"{c.run.run_root}/{c.run.run_name or '(by time)'}"),
-    "model folder": _shown(run_checks.check_model_files, run_checks.model_path),
-    "chat template": _shown(run_checks.check_template, lambda c: "renders a conversation to ids"),
-    "trainable model": _shown(run_checks.check_trainable, lambda c: "its config.json is supported"),
-    "rollout function": _shown(run_checks.check_rollout_function, lambda c: c.rollout.rollout_function_path),
-    "reward function": _shown(
-        run_checks.check_reward_function, lambda c: c.rollout.reward_function_path or "none"
-    ),
-    "tasks": _shown(run_checks.check_tasks, lambda c: c.rollout.task_file or c.rollout.task_source_path),
-    "algorithm functions": _shown(
-        run_checks.check_algorithm_code,
-        lambda c: f"{c.algorithm.advantage}, {c.algorithm.policy_loss}, {c.buffer.group_filter}",
-    ),
-    "sglang options": _shown(run_checks.check_sglang_options, lambda c: c.sglang or "none"),
-    "router options": _shown(run_checks.check_router_options, lambda c: c.router or "none"),
-    "megatron options": _shown(run_checks.check_megatron_options, lambda c: c.megatron or "none"),
-}

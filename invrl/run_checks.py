@@ -1,45 +1,111 @@
 """What the settings of a run name, looked at before any process starts: model, user code, tasks, options of
 other packages, port, machine.
 
-Each check raises ConfigError with the fix. `check_run` makes those that a command needs and is called by
-`cli.py`; `doctor.py` calls them one by one.
+`check_run` makes the checks that a command needs and is called by `cli.py`; `doctor.py` makes all of them.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from invrl.config import Config
 from invrl.errors import ConfigError, InvrlError
 
+_UPSTREAM = ("sglang options", "router options", "megatron options")
+_USER_CODE = ("rollout function", "reward function", "held-out sets", "tasks", "algorithm functions")
+_TRAINS = ("trainable model", *_USER_CODE, "trackers", "saved batches")
+_EVALUATES = ("rollout function", "reward function", "evaluated sets")
+_TRAINS_ALONE = ("model folder", "trainable model", "trackers", "saved batches", "megatron options")
+
 
 def check_run(config: Config, *, trains: bool = False, evaluates: bool = False) -> None:
     """Raises ConfigError for the first thing that a run with these settings could not start with."""
-    check_model(config)
+    wanted = {"model folder", "chat template", *_UPSTREAM, "gateway port"}
+    wanted |= {*_TRAINS} if trains else {*_EVALUATES} if evaluates else set()
+    for name, check in run_checks(config).items():
+        if name in wanted:
+            check()
     if trains:
-        check_trainable(config)
-        check_user_code(config)
         check_world(config, cpus=len(os.sched_getaffinity(0)))
-        check_saved(config)
-    if evaluates:
-        check_evaluated_code(config)
-    check_upstream(config)
-    if not config.run.debug_train_only:
-        check_port(config)
 
 
-def check_model(config: Config) -> None:
-    """The folder's files, and that its tokenizer and template make ids of a conversation."""
-    check_model_files(config)
-    check_template(config)
+def check_upstream(config: Config) -> None:
+    """Options that pass through, against the installed packages' own definitions; slow to import."""
+    for name in _UPSTREAM:
+        run_checks(config)[name]()
 
 
-def check_model_files(config: Config) -> None:
-    from invrl.model_folder import check_model_folder
+def check_user_code(config: Config) -> None:
+    """Everything given by import path, and the tasks: imported, called as far as checks go."""
+    for name in _USER_CODE:
+        run_checks(config)[name]()
 
-    check_model_folder(model_path(config))
+
+def run_checks(config: Config) -> dict[str, Callable[[], object]]:
+    """By name: each raises ConfigError (PluginError), or returns what it saw. Without what
+    `--debug-train-only` does not need."""
+    from invrl import metric_sinks, model_folder, plugins
+    from invrl.algorithms.advantages import advantage_function
+    from invrl.algorithms.surrogates import surrogate_function
+    from invrl.buffer.policies import group_filter_function
+    from invrl.rollout import eval_sets, sglang_args, tasks
+    from invrl.train.hf_config import read_hf_config
+
+    rollout, algorithm, seed = config.rollout, config.algorithm, config.run.seed
+    reward = rollout.reward_function_path
+    checks: dict[str, Callable[[], object]] = {
+        "model folder": lambda: model_folder.check_model_folder(model_path(config)) or model_path(config),
+        "chat template": lambda: check_template(config),
+        "trainable model": lambda: read_hf_config(model_path(config)).model_type,
+        "rollout function": lambda: plugins.load_rollout_function(rollout.rollout_function_path),
+        "reward function": lambda: plugins.load_reward_function(reward) if reward else "none",
+        "held-out sets": lambda: check_eval_sets(config),
+        "evaluated sets": lambda: eval_sets.load_eval_sets(rollout, seed),
+        "tasks": lambda: tasks.check_tasks(rollout, seed),
+        "algorithm functions": lambda: (
+            advantage_function(algorithm.advantage),
+            surrogate_function(algorithm.policy_loss),
+            group_filter_function(config.buffer.group_filter),
+        ),
+        "trackers": lambda: metric_sinks.check_trackers(config.run),
+        "saved batches": lambda: check_saved(config),
+        "sglang options": lambda: sglang_args.sglang_flags({k: str(v) for k, v in config.sglang.items()}),
+        "router options": lambda: sglang_args.router_flags({k: str(v) for k, v in config.router.items()}),
+        "megatron options": lambda: check_megatron_options(config),
+        "gateway port": lambda: check_port(config),
+    }
+    if config.run.debug_train_only:
+        return {name: checks[name] for name in _TRAINS_ALONE}
+    return checks
+
+
+def check_eval_sets(config: Config) -> None:
+    """The named held-out sets of a training run."""
+    from invrl.rollout.eval_sets import load_eval_sets
+
+    if config.rollout.eval_sets and not config.rollout.eval_tasks:
+        raise ConfigError(
+            field="rollout.eval_sets",
+            value=config.rollout.eval_sets,
+            reason="no evaluation is asked for (eval_tasks is 0)",
+            fix="set --eval-tasks, or leave --eval-sets out",
+        )
+    if config.rollout.eval_sets:
+        load_eval_sets(config.rollout, config.run.seed)
+
+
+def check_saved(config: Config) -> None:
+    """The batches and the checkpoint that `--debug-train-only` begins with."""
+    from invrl.batch_file import saved_steps
+    from invrl.checkpoints import first_checkpoint
+
+    if config.run.debug_train_only:
+        begin = first_checkpoint(config.run.load_checkpoint)
+        folder = Path(config.run.load_rollout_data).expanduser().absolute()
+        saved_steps(folder, after_step=begin.step if begin else 0)
 
 
 def check_template(config: Config) -> None:
@@ -68,13 +134,6 @@ def check_template(config: Config) -> None:
             reason="the chat template renders a conversation to nothing",
             fix="choose an instruct model, or write another chat_template.jinja",
         )
-
-
-def check_trainable(config: Config) -> None:
-    """The trainer computes this model as its config.json describes it."""
-    from invrl.train.hf_config import read_hf_config
-
-    read_hf_config(model_path(config))
 
 
 def model_path(config: Config) -> Path:
@@ -124,102 +183,10 @@ def check_port(config: Config) -> None:
         ) from error
 
 
-def check_upstream(config: Config) -> None:
-    """Options that pass through, against the installed packages' own definitions; slow to import.
-    Raises ConfigError."""
-    if not config.run.debug_train_only:
-        check_sglang_options(config)
-        check_router_options(config)
-    check_megatron_options(config)
-
-
-def check_sglang_options(config: Config) -> None:
-    from invrl.rollout.sglang_args import sglang_flags
-
-    sglang_flags({name: str(value) for name, value in config.sglang.items()})
-
-
-def check_router_options(config: Config) -> None:
-    from invrl.rollout.sglang_args import router_flags
-
-    router_flags({name: str(value) for name, value in config.router.items()})
-
-
 def check_megatron_options(config: Config) -> None:
-    if not config.megatron:
-        return
-    from invrl.train import megatron_args
-    from invrl.train.hf_config import read_hf_config
+    if config.megatron:
+        from invrl.train import megatron_args
+        from invrl.train.hf_config import read_hf_config
 
-    layers = read_hf_config(model_path(config)).num_layers if config.model.model_path else 1024
-    megatron_args.check_megatron_options(config.megatron, num_layers=layers)
-
-
-def check_user_code(config: Config) -> None:
-    """Everything given by import path, the tasks, and the trackers: imported, called as far as checks go.
-    Raises ConfigError (PluginError)."""
-    from invrl.metric_sinks import check_trackers
-
-    check_trackers(config.run)
-    check_algorithm_code(config)
-    if config.rollout.eval_sets and not config.rollout.eval_tasks:
-        raise ConfigError(
-            field="rollout.eval_sets",
-            value=config.rollout.eval_sets,
-            reason="no evaluation is asked for (eval_tasks is 0)",
-            fix="set --eval-tasks, or leave --eval-sets out",
-        )
-    if not config.run.debug_train_only:
-        check_evaluated_code(config, unnamed=False)
-        check_tasks(config)
-
-
-def check_evaluated_code(config: Config, *, unnamed: bool = True) -> None:
-    """What an evaluation needs of it: the rollout and reward functions and every held-out set (the one
-    without a name only if `unnamed`)."""
-    from invrl.rollout.eval_sets import load_eval_sets
-
-    check_rollout_function(config)
-    check_reward_function(config)
-    if unnamed or config.rollout.eval_sets:
-        load_eval_sets(config.rollout, config.run.seed)
-
-
-def check_saved(config: Config) -> None:
-    """The batches and the checkpoint that `--debug-train-only` begins with. Raises ConfigError."""
-    if config.run.debug_train_only:
-        from invrl.batch_file import saved_steps
-        from invrl.checkpoints import first_checkpoint
-
-        begin = first_checkpoint(config.run.load_checkpoint)
-        folder = Path(config.run.load_rollout_data).expanduser().absolute()
-        saved_steps(folder, after_step=begin.step if begin else 0)
-
-
-def check_rollout_function(config: Config) -> None:
-    from invrl import plugins
-
-    plugins.load_rollout_function(config.rollout.rollout_function_path)
-
-
-def check_reward_function(config: Config) -> None:
-    from invrl import plugins
-
-    if config.rollout.reward_function_path:
-        plugins.load_reward_function(config.rollout.reward_function_path)
-
-
-def check_tasks(config: Config) -> None:
-    from invrl.rollout import tasks
-
-    tasks.check_tasks(config.rollout, config.run.seed)
-
-
-def check_algorithm_code(config: Config) -> None:
-    from invrl.algorithms.advantages import advantage_function
-    from invrl.algorithms.surrogates import surrogate_function
-    from invrl.buffer.policies import group_filter_function
-
-    group_filter_function(config.buffer.group_filter)
-    advantage_function(config.algorithm.advantage)
-    surrogate_function(config.algorithm.policy_loss)
+        layers = read_hf_config(model_path(config)).num_layers if config.model.model_path else 1024
+        megatron_args.check_megatron_options(config.megatron, num_layers=layers)

@@ -16,72 +16,56 @@ from typing import NamedTuple, NoReturn
 
 from invrl.errors import ConfigError
 
+_KEYS = "leave it out: random keys are made"
+_LOOPBACK = "leave it out: it listens on loopback, without TLS"
+_OWN_WEIGHTS = "leave it out: the engine must hold the trainer's own weights"
+_ONE_RANK = "leave it out: not yet, weight updates know engines of one rank on one machine"
+_BOTH = "leave it out: every engine both prefills and decodes"
+_HTTP = "leave it out: an engine is a process of its own, called over HTTP at its root"
+
 SGLANG_OWNED = {
-    "host": "leave it out: engines listen on loopback",
+    **dict.fromkeys(("host", "ssl_"), _LOOPBACK),
+    **dict.fromkeys(("api_key", "admin_api_key"), _KEYS),
     "port": "leave it out: a free port is taken",
-    "api_key": "leave it out: random keys are made",
-    "admin_api_key": "leave it out: random keys are made",
     "model_path": "use --model-path",
     "dtype": "use --engine-dtype",
     "device": "leave it out: it is found",
+    "config": "give its options one by one: a file could set what invrl owns",
+    "json_model_override_args": "leave it out: the model folder's config.json decides what is computed",
     "weight_version": "leave it out: it counts updates",
     "custom_weight_loader": "leave it out: weight updates need invrl's",
+    "checkpoint_engine_wait_weights_before_ready": "leave it out: weights are sent to ready engines",
+    "delete_ckpt_after_loading": "leave it out: it deletes the model folder",
     "incremental_streaming_output": "leave it out: the client needs it on",
     "skip_server_warmup": "leave it out: the engine is warmed by its first token",
+    "sleep_on_idle": "leave it out: it is on where a waiting scheduler would spin on a core",
     "max_total_tokens": "use --engine-max-total-tokens",
-    "tp_size": "leave it out: not yet, weight updates know engines of one rank",
-    "pp_size": "leave it out: not yet, weight updates know engines of one rank",
     "dp_size": "use --num-engines",
     "skip_tokenizer_init": "leave it out: stop strings need the tokenizer",
+    **dict.fromkeys(("is_embedding", "encoder_only"), "leave it out: the engine must sample"),
     "enable_deterministic_inference": "use --seeded-sampling: alone it gives every request the same seed",
     "rl_on_policy_target": "leave it out: it gives every request the same seed",
-    "quantization": "leave it out: the engine must hold the trainer's own weights",
-    "quantization_param_path": "leave it out: the engine must hold the trainer's own weights",
-    "rl_quant_profile": "leave it out: the engine must hold the trainer's own weights",
-    "json_model_override_args": "leave it out: the model folder's config.json decides what is computed",
-    "is_embedding": "leave it out: the engine must sample",
-    "encoder_only": "leave it out: the engine must sample",
-    "config": "give its options one by one: a file could set what invrl owns",
-    "delete_ckpt_after_loading": "leave it out: it deletes the model folder",
-    "checkpoint_engine_wait_weights_before_ready": "leave it out: invrl sends weights to ready engines",
-    "sleep_on_idle": "leave it out: it is on where a waiting scheduler would spin on a core",
-    "fastapi_root_path": "leave it out: the router calls engines at their root",
-    "use_ray": "leave it out: engines are processes of their own",
-    "grpc_mode": "leave it out: engines are called over HTTP",
-    "smg_grpc_mode": "leave it out: engines are called over HTTP",
-    "nnodes": "leave it out: not yet, an engine lives on one machine",
-    "node_rank": "leave it out: not yet, an engine lives on one machine",
-    "ep_size": "leave it out: not yet, weight updates know engines of one rank",
-    "dcp_size": "leave it out: not yet, weight updates know engines of one rank",
-    "attn_cp_size": "leave it out: not yet, weight updates know engines of one rank",
-    "moe_dp_size": "leave it out: not yet, weight updates know engines of one rank",
-    "enable_lora": "leave it out: the engine must hold the trainer's own weights",
-    "lora_": "leave it out: the engine must hold the trainer's own weights",
-    "modelopt_": "leave it out: the engine must hold the trainer's own weights",
-    "ssl_": "leave it out: engines listen on loopback, without TLS",
-    "disaggregation_": "leave it out: every engine both prefills and decodes",
+    **dict.fromkeys(("tp_size", "pp_size", "ep_size", "dcp_size", "attn_cp_size"), _ONE_RANK),
+    **dict.fromkeys(("moe_dp_size", "nnodes", "node_rank"), _ONE_RANK),
+    **dict.fromkeys(("quantization", "quantization_param_path", "rl_quant_profile"), _OWN_WEIGHTS),
+    **dict.fromkeys(("modelopt_", "enable_lora", "lora_"), _OWN_WEIGHTS),
+    **dict.fromkeys(("fastapi_root_path", "use_ray", "grpc_mode", "smg_grpc_mode"), _HTTP),
+    "disaggregation_": _BOTH,
 }
 """Field, or the prefix of fields that ends in "_" -> what to use instead."""
 
 ROUTER_OWNED = {
-    "host": "leave it out: the router listens on loopback",
-    "port": "leave it out: a free port is taken",
-    "api_key": "leave it out: random keys are made",
-    "control_plane_api_keys": "leave it out: random keys are made",
-    "worker_urls": "use --num-engines",
-    "prometheus_host": "leave it out: it listens on loopback",
-    "prometheus_port": "leave it out: a free port is taken",
+    **dict.fromkeys(("host", "prometheus_host", "tls_"), _LOOPBACK),
+    **dict.fromkeys(("port", "prometheus_port"), "leave it out: a free port is taken"),
+    **dict.fromkeys(("api_key", "control_plane_api_keys"), _KEYS),
+    **dict.fromkeys(("worker_urls", "service_discovery"), "use --num-engines"),
     "disable_retries": "leave it out: the gateway owns retries",
     "disable_circuit_breaker": "leave it out: 4xx answers would open it for everyone",
     "health_check_endpoint": "leave it out: only /server_info is answered while weights change",
     "disable_health_check": "leave it out: a dead engine must lose its traffic",
-    "service_discovery": "use --num-engines",
-    "pd_disaggregation": "nothing yet",
+    **dict.fromkeys(("pd_disaggregation", "prefill", "decode"), _BOTH),
     "backend": "leave it out: SGLang",
     "mini_lb": "leave it out: it is for debugging",
-    "prefill": "leave it out: every engine both prefills and decodes",
-    "decode": "leave it out: every engine both prefills and decodes",
-    "tls_": "leave it out: the router listens on loopback, without TLS",
 }
 
 

@@ -21,11 +21,13 @@ from invrl.tiny_model import make_tiny_model
 
 from invrl import cli
 from invrl.config import resolve
-from invrl.doctor import CHECKS, Finding, Status, diagnose
+from invrl.config_checks import run_checks
+from invrl.doctor import Finding, Status, diagnose
 from invrl.flags import parse_flags
-from invrl.machine_checks import Machine
+from invrl.machine_checks import MACHINE_CHECKS, Machine
 from invrl.run_folder import make_run_folder
 
+CHECKS = ["configuration", *MACHINE_CHECKS, "run folder", *run_checks(resolve())]
 HEALTHY = Machine(
     python=(3, 11),
     cpus=8,
@@ -144,6 +146,11 @@ def task_file(name: str, content: str) -> Callable[[Plot], None]:
     return plant
 
 
+def toml_key(plot: Plot) -> None:
+    (plot.here / "c.toml").write_text("[rollout]\ntemprature = 1\n")
+    plot.flags["--config"] = str(plot.here / "c.toml")
+
+
 def root_below_a_file(plot: Plot) -> None:
     (plot.here / "file").write_text("")
     plot.flags["--run-root"] = str(plot.here / "file" / "runs")
@@ -185,6 +192,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     # name, how it is planted, the check that finds it, how bad, what it says, what to do
     ("unknown flag", extra("--temperatur", "1"), "configuration", FAILED, "no such flag", "--temperature"),
     ("bad value", flag(lr="fast"), "configuration", FAILED, "valid number", "set lr"),
+    ("TOML key", toml_key, "configuration", FAILED, "no such key", "temperature"),
     ("contradiction", flag(batch_timeout_s="5"), "configuration", FAILED, "rollout_timeout_s", "raise"),
     ("old python", fact(python=(3, 9)), "python", FAILED, "3.11 or 3.12", "install.sh"),
     ("missing package", missing_package, "packages", FAILED, "a-library-nobody-has is missing", "install.sh"),
@@ -290,7 +298,7 @@ def test_a_planted_fault_is_found(
 ) -> None:
     plant(plot)
     found = by_check(diagnose(plot.arguments, plot.machine))
-    assert list(found) == ["configuration", *CHECKS], "every check ran"
+    assert list(found) == CHECKS, "every check ran"
     (finding,) = found[check]
     assert finding.status is status
     assert reason in f"{finding.value} {finding.reason}"
@@ -305,7 +313,7 @@ def test_a_healthy_machine_fails_nothing(
     before = sorted(plot.here.rglob("*"))
     assert cli.main(["doctor", *plot.arguments, "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
-    assert {finding["check"] for finding in findings} == {"configuration", *CHECKS}
+    assert {finding["check"] for finding in findings} == set(CHECKS)
     assert "FAILED" not in {finding["status"] for finding in findings}
     assert sorted(plot.here.rglob("*")) == before, "nothing is left behind"
 
