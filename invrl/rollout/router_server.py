@@ -47,7 +47,7 @@ class RouterServer:
 
     def __init__(self, *, run_folder: Path, start_timeout_s: float, passthrough: Sequence[str] = ()) -> None:
         self.port = 0
-        self.api_key = secrets.token_hex(24)
+        self.api_key = secrets.token_hex(24)  # a flag's value: it must not begin with a dash
         self._log = run_folder / "logs" / "router.log"
         self._start_timeout_s = start_timeout_s
         self._passthrough = tuple(passthrough)
