@@ -57,7 +57,6 @@ def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
     for name, check in MACHINE_CHECKS.items():
         findings.append(_examine(name, partial(check, config, machine)))
     checks = {"run folder": partial(check_run_folder, config), **run_checks(config)}
-    checks.pop("evaluated sets", None)  # of `invrl eval`
     return findings + [_examine(name, check) for name, check in checks.items()]
 
 

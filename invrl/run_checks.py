@@ -13,11 +13,12 @@ from pathlib import Path
 
 from invrl.config import Config
 from invrl.errors import ConfigError, InvrlError
+from invrl.rollout.eval_sets import load_eval_sets
 
 _UPSTREAM = ("sglang options", "router options", "megatron options")
 _USER_CODE = ("rollout function", "reward function", "held-out sets", "tasks", "algorithm functions")
 _TRAINS = ("trainable model", *_USER_CODE, "trackers", "saved batches")
-_EVALUATES = ("rollout function", "reward function", "evaluated sets")
+_EVALUATES = ("rollout function", "reward function")
 _TRAINS_ALONE = ("model folder", "trainable model", "trackers", "saved batches", "megatron options")
 
 
@@ -30,6 +31,8 @@ def check_run(config: Config, *, trains: bool = False, evaluates: bool = False) 
             check()
     if trains:
         check_world(config, cpus=len(os.sched_getaffinity(0)))
+    if evaluates:
+        load_eval_sets(config.rollout, config.run.seed)
 
 
 def check_upstream(config: Config) -> None:
@@ -51,7 +54,7 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
     from invrl.algorithms.advantages import advantage_function
     from invrl.algorithms.surrogates import surrogate_function
     from invrl.buffer.policies import group_filter_function
-    from invrl.rollout import eval_sets, sglang_args, tasks
+    from invrl.rollout import sglang_args, tasks
     from invrl.train.hf_config import read_hf_config
 
     rollout, algorithm, seed = config.rollout, config.algorithm, config.run.seed
@@ -63,7 +66,6 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
         "rollout function": lambda: plugins.load_rollout_function(rollout.rollout_function_path),
         "reward function": lambda: plugins.load_reward_function(reward) if reward else "none",
         "held-out sets": lambda: check_eval_sets(config),
-        "evaluated sets": lambda: eval_sets.load_eval_sets(rollout, seed),
         "tasks": lambda: tasks.check_tasks(rollout, seed),
         "algorithm functions": lambda: (
             advantage_function(algorithm.advantage),
@@ -84,8 +86,6 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
 
 def check_eval_sets(config: Config) -> None:
     """The named held-out sets of a training run."""
-    from invrl.rollout.eval_sets import load_eval_sets
-
     if config.rollout.eval_sets and not config.rollout.eval_tasks:
         raise ConfigError(
             field="rollout.eval_sets",

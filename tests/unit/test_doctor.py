@@ -21,10 +21,10 @@ from invrl.tiny_model import make_tiny_model
 
 from invrl import cli
 from invrl.config import resolve
-from invrl.config_checks import run_checks
 from invrl.doctor import Finding, Status, diagnose
 from invrl.flags import parse_flags
 from invrl.machine_checks import MACHINE_CHECKS, Machine
+from invrl.run_checks import run_checks
 from invrl.run_folder import make_run_folder
 
 CHECKS = ["configuration", *MACHINE_CHECKS, "run folder", *run_checks(resolve())]

@@ -27,7 +27,7 @@ from invrl.rollout.evaluate import (
     pass_at_k,
     wilson_interval,
 )
-from invrl.run_checks import check_user_code, run_checks
+from invrl.run_checks import check_user_code
 from invrl.types import FailedRollout, FailureReason, RolloutSummary, Sampling, Session, Task
 
 
@@ -393,7 +393,7 @@ def test_a_set_that_cannot_be_evaluated_is_refused_before_the_run(sets, reason, 
             ]
         )
     )
-    for check in (check_user_code, lambda config: run_checks(config)["evaluated sets"]()):
+    for check in (check_user_code, lambda config: load_eval_sets(config.rollout, config.run.seed)):
         with pytest.raises(ConfigError) as raised:
             check(config)
         assert raised.value.field == "eval_sets"
@@ -409,7 +409,7 @@ def test_a_source_that_does_not_import_is_a_plugin_error_of_its_set():
 def test_sets_without_an_evaluation_contradict_in_training_only(file):
     flags = ["--eval-sets", f"a={file(3)}", "--task-source-path", "rollout_fns.calculator:task_source"]
     config = resolve(*parse_flags(flags))
-    run_checks(config)["evaluated sets"]()
+    load_eval_sets(config.rollout, config.run.seed)
     with pytest.raises(ConfigError, match="eval_tasks is 0"):
         check_user_code(config)
 
