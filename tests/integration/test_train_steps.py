@@ -96,8 +96,8 @@ def test_the_distributed_optimizer_changes_nothing(
 def test_a_checkpoint_resumes_as_if_nothing_had_happened(
     pool: RankPool, model: Path, tmp_path: Path, sharded: bool, dtype: str
 ) -> None:
-    """Adam's moments and step counts, and master weights that bf16 cannot hold, are in it."""
-    train = settings(sharded=sharded, train_dtype=dtype)
+    """Adam's moments and step counts, master weights that bf16 cannot hold, and the schedule are in it."""
+    train = settings(sharded=sharded, train_dtype=dtype, lr_decay_style="linear", lr_decay_steps=6)
     trainer = pool.build(model, train=train)
     trainer.train(BATCHES[0], steps=2)
     trainer.each("save", str(tmp_path / "saved"))
@@ -108,6 +108,29 @@ def test_a_checkpoint_resumes_as_if_nothing_had_happened(
     resumed.train(BATCHES[2], steps=2)
     weights = resumed.weights()
     assert all(np.array_equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+def test_the_learning_rate_follows_its_schedule(pool: RankPool, model: Path, style: str) -> None:
+    """Linear warm-up from 0 over 2 steps; then from lr to lr_min at step 6, and no further (cosine: SGDR,
+    arXiv 1608.03983, equation 5)."""
+    train = settings(
+        lr=1e-3,
+        lr_min=1e-4,
+        lr_warmup_steps=2,
+        lr_decay_style=style,
+        lr_decay_steps=6 if style != "constant" else 0,
+    )
+    trainer = pool.build(model, train=train)
+    rates = [resolve(trainer.train(BATCHES[2]))["lr"] for _ in range(8)]
+    done = [min(1.0, max(0.0, (step - 2) / 4)) for step in range(8)]
+    decay = {
+        "constant": lambda x: 1e-3,
+        "linear": lambda x: 1e-3 - 9e-4 * x,
+        "cosine": lambda x: 1e-4 + 9e-4 * 0.5 * (1 + np.cos(np.pi * x)),
+    }[style]
+    expected = [1e-3 * step / 2 if step < 2 else decay(done[step]) for step in range(8)]
+    assert rates == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 2), (2, 1)])
