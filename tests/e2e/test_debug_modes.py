@@ -36,35 +36,35 @@ def train_metrics(row: dict[str, float]) -> dict[str, float]:
 def test_the_trainer_alone_repeats_a_live_run_bit_for_bit(
     learned: Path, folder: Path, tmp_path: Path
 ) -> None:
-    """From the checkpoint of step 12, on a Python that cannot import sglang."""
+    """From the checkpoint of step 24, on a Python that cannot import sglang."""
     (tmp_path / "sitecustomize.py").write_text(NO_SGLANG)
     alone = train(
         folder,
         "alone",
         "--debug-train-only",
         *("--load-rollout-data", str(learned / "rollout_data")),
-        *("--load-checkpoint", str(learned / "checkpoints/step-000012")),
+        *("--load-checkpoint", str(learned / "checkpoints/step-000024")),
         python_path=f"{tmp_path}:{ROOT}",
     )
     live = {row["step"]: train_metrics(row) for row in steps_of(learned)}
     rows = [json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [13, 14, 15, 16]
-    assert len(live[13]) > 10
-    assert {row["step"]: train_metrics(row) for row in rows} == {step: live[step] for step in range(13, 17)}
-    weights = "checkpoints/step-000016/hugging_face/model.safetensors"
+    assert [row["step"] for row in rows] == list(range(25, 33))
+    assert len(live[25]) > 10
+    assert {row["step"]: train_metrics(row) for row in rows} == {step: live[step] for step in range(25, 33)}
+    weights = "checkpoints/step-000032/hugging_face/model.safetensors"
     assert (alone / weights).read_bytes() == (learned / weights).read_bytes()
     assert not list((alone / "logs").glob("engine*"))
 
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_a_step_is_made_again_with_every_token_written_out(learned: Path, folder: Path) -> None:
-    said = invrl(folder, "replay", str(learned), "--step", "13")
-    result = json.loads((learned / "replay/step-000013/result.json").read_text())
+    said = invrl(folder, "replay", str(learned), "--step", "25")
+    result = json.loads((learned / "replay/step-000025/result.json").read_text())
     assert result["differ"] == []
     assert "recorded metrics are equal bit for bit" in said
-    batch = load_batch(batch_path(learned / "rollout_data", 13))
+    batch = load_batch(batch_path(learned / "rollout_data", 25))
     rows = [
-        json.loads(line) for line in (learned / "replay/step-000013/tokens.jsonl").read_text().splitlines()
+        json.loads(line) for line in (learned / "replay/step-000025/tokens.jsonl").read_text().splitlines()
     ]
     assert [row["ids"] for row in rows] == [sample.tokens_T.tolist() for sample in batch.samples]
     gaps = [
@@ -78,7 +78,7 @@ def test_a_step_is_made_again_with_every_token_written_out(learned: Path, folder
     assert len(gaps) == batch.total_tokens
     assert max(gaps) <= 1e-3
     assert any(row["logprob_before"] != row["logprob_after"] for row in rows), "the step changed the policy"
-    assert not (learned / "checkpoints/step-000013").exists()
+    assert not (learned / "checkpoints/step-000025").exists()
 
 
 @pytest.mark.timeout(DEADLINE_S)
