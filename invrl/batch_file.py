@@ -84,10 +84,10 @@ def load_batch(path: Path) -> TrainBatch:
         return TrainBatch(**fields, samples=samples, advantages=tuple(split["advantages_T"][: len(samples)]))
     except (OSError, KeyError, ValueError, zipfile.BadZipFile, msgspec.MsgspecError) as error:
         raise ConfigError(
-            field="run.load_rollout_data",
-            value=str(path),
-            reason=f"not a whole batch file: {error}",
-            fix="give a folder that --save-rollout-data or --debug-rollout-only wrote",
+            "run.load_rollout_data",
+            str(path),
+            f"not a whole batch file: {error}",
+            "give a folder that --save-rollout-data or --debug-rollout-only wrote",
         ) from error
 
 
@@ -97,10 +97,10 @@ def saved_steps(folder: Path, *, after_step: int) -> list[int]:
     steps = [step for step in found if step > after_step]
     if not steps or steps != list(range(after_step + 1, steps[-1] + 1)):
         raise ConfigError(
-            field="run.load_rollout_data",
-            value=str(folder),
-            reason=f"step {after_step + 1} is to come next, and there are batches of steps {found}",
-            fix="give the folder of a run's saved batches, and its checkpoint of the step before with "
+            "run.load_rollout_data",
+            str(folder),
+            f"step {after_step + 1} is to come next, and there are batches of steps {found}",
+            "give the folder of a run's saved batches, and its checkpoint of the step before with "
             "--load-checkpoint",
         )
     return steps

@@ -96,10 +96,10 @@ def first_checkpoint(given: str) -> Checkpoint | None:
     found = Checkpoint.at(Path(given).expanduser().absolute()) if given else None
     if given and found is None:
         raise ConfigError(
-            field="run.load_checkpoint",
-            value=given,
-            reason="not the folder of a checkpoint",
-            fix="give RUN/checkpoints/step-NNNNNN, with megatron/ in it",
+            "run.load_checkpoint",
+            given,
+            "not the folder of a checkpoint",
+            "give RUN/checkpoints/step-NNNNNN, with megatron/ in it",
         )
     return found
 

@@ -250,10 +250,10 @@ def _run_of(arguments: Sequence[str]) -> RunFolder:
     folder = RunFolder(path=path)
     if not arguments or not folder.config_path.exists():
         raise ConfigError(
-            field="RUN",
-            value=str(path) if arguments else "",
-            reason="not a run folder: it has no config.resolved.toml" if arguments else "it is missing",
-            fix="give the folder that `invrl train` printed",
+            "RUN",
+            str(path) if arguments else "",
+            "not a run folder: it has no config.resolved.toml" if arguments else "it is missing",
+            "give the folder that `invrl train` printed",
         )
     return folder
 
@@ -271,10 +271,10 @@ def _ledger(arguments: Sequence[str]) -> int:
     tasks = {one.entry.task_id for one in kept}
     if arguments[1] not in tasks:
         raise ConfigError(
-            field="TASK",
-            value=arguments[1],
-            reason=f"the run leased {len(tasks)} tasks, not this one",
-            fix=nearest(arguments[1], tasks),
+            "TASK",
+            arguments[1],
+            f"the run leased {len(tasks)} tasks, not this one",
+            nearest(arguments[1], tasks),
         )
     print(describe_task(kept, arguments[1]))
     return 0
@@ -284,7 +284,7 @@ def _replay(arguments: Sequence[str]) -> int:
     folder = _run_of(arguments)
     given = _options(arguments[1:], ("--step",)).get("--step", "")
     if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(field="--step", value=given, reason="not a step", fix="give --step N, from 1 on")
+        raise ConfigError("--step", given, "not a step", "give --step N, from 1 on")
     prepare_ray()
     from invrl.replay import replay
 
@@ -303,10 +303,10 @@ def _from_checkout(name: str) -> ModuleType:
     folder = Path(__file__).parents[1] / "tests"
     if not (folder / f"{name}.py").exists():
         raise ConfigError(
-            field="command line",
-            value=name,
-            reason="this command is part of the source checkout, and invrl runs from elsewhere",
-            fix="run it from a clone, installed with launch/install.sh",
+            "command line",
+            name,
+            "this command is part of the source checkout, and invrl runs from elsewhere",
+            "run it from a clone, installed with launch/install.sh",
         )
     sys.path.insert(0, str(folder))
     return import_module(name)
@@ -324,9 +324,7 @@ def _soak(arguments: Sequence[str]) -> int:
     try:
         minutes = float(own["--minutes"])
     except ValueError:
-        raise ConfigError(
-            field="--minutes", value=own["--minutes"], reason="not a number", fix="give --minutes 30"
-        ) from None
+        raise ConfigError("--minutes", own["--minutes"], "not a number", "give --minutes 30") from None
     config, folder = _ready(rest, trains=True)
     path = folder.path
     flags = [*rest, "--run-root", str(path.parent), "--run-name", path.name, "--progress", "none"]

@@ -144,31 +144,18 @@ def read_toml(path: Path) -> Source:
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            field="--config", value=str(path), reason=str(error), fix="give a readable TOML file"
-        ) from error
+        raise ConfigError("--config", str(path), str(error), "give a readable TOML file") from error
     preset = document.pop(PRESET_KEY, "")
     if not isinstance(preset, str):
-        raise ConfigError(
-            field=f"{PRESET_KEY} in {path}",
-            value=preset,
-            reason="a preset is a name",
-            fix=nearest("", PRESETS),
-        )
+        raise ConfigError(f"{PRESET_KEY} in {path}", preset, "a preset is a name", nearest("", PRESETS))
     for table, entries in document.items():
         if table not in Config.model_fields:
             raise ConfigError(
-                field=f"[{table}] in {path}",
-                value=table,
-                reason="no such table",
-                fix=nearest(table, Config.model_fields),
+                f"[{table}] in {path}", table, "no such table", nearest(table, Config.model_fields)
             )
         if not isinstance(entries, dict):
             raise ConfigError(
-                field=f"{table} in {path}",
-                value=entries,
-                reason="a table is expected",
-                fix=f"write [{table}] and its keys below",
+                f"{table} in {path}", entries, "a table is expected", f"write [{table}] and its keys below"
             )
         if table in SECTIONS:
             _check_keys(entries, table, path)
@@ -181,10 +168,10 @@ def _check_keys(entries: Mapping[str, object], table: str, path: Path) -> None:
             continue
         home = [name for name, section in SECTIONS.items() if key in section.model_fields]
         raise ConfigError(
-            field=f"{key} in table [{table}] of {path}",
-            value=value,
-            reason="no such key",
-            fix=f"move it to table [{home[0]}]" if home else nearest(key, SECTIONS[table].model_fields),
+            f"{key} in table [{table}] of {path}",
+            value,
+            "no such key",
+            f"move it to table [{home[0]}]" if home else nearest(key, SECTIONS[table].model_fields),
         )
 
 
@@ -195,10 +182,10 @@ def resolve(*sources: Source) -> Config:
         if source.preset:
             if source.preset not in PRESETS:
                 raise ConfigError(
-                    field=PRESET_KEY,
-                    value=source.preset,
-                    reason=f"no such preset ({source.name})",
-                    fix=nearest(source.preset, PRESETS),
+                    PRESET_KEY,
+                    source.preset,
+                    f"no such preset ({source.name})",
+                    nearest(source.preset, PRESETS),
                 )
             layers.put(f"preset {source.preset}", {"algorithm": PRESETS[source.preset]})
             break
@@ -221,10 +208,10 @@ def _refuse(error: ValidationError, layers: _Layers) -> NoReturn:
     info = section.model_fields.get(key) if section else None
     others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
     raise ConfigError(
-        field=f"{table}.{key}" if key else table,
-        value=first["input"],
-        reason=f"{first['msg']} (from {origin}){others}",
-        fix=f"set {key}: {info.description} (default: {info.default!r})"
+        f"{table}.{key}" if key else table,
+        first["input"],
+        f"{first['msg']} (from {origin}){others}",
+        f"set {key}: {info.description} (default: {info.default!r})"
         if info
         else "give a string, a number or a boolean",
     ) from error

@@ -75,14 +75,12 @@ def look() -> Machine:
     )
 
 
-def _refuse(what: str, value: object, reason: str, fix: str) -> ConfigError:
-    return ConfigError(field=what, value=value, reason=reason, fix=fix)
-
-
 def _python(config: Config, machine: Machine) -> str:
     text = ".".join(map(str, machine.python))
     if not (3, 11) <= machine.python < (3, 13):
-        raise _refuse("python", text, "invrl needs 3.11 or 3.12", "make .venv anew with launch/install.sh")
+        raise ConfigError(
+            "python", text, "invrl needs 3.11 or 3.12", "make .venv anew with launch/install.sh"
+        )
     return text
 
 
@@ -112,7 +110,7 @@ def _packages(config: Config, machine: Machine) -> str:
             drifted.append(f"{pin.name} is {have}, not {pin.specifier}")
     fix = "run launch/install.sh"
     if wrong:
-        raise _refuse("packages", "; ".join(wrong), "not what invrl was made for", fix)
+        raise ConfigError("packages", "; ".join(wrong), "not what invrl was made for", fix)
     if drifted:
         raise Doubt("; ".join(drifted), "not the versions that the tests ran with", fix)
     return f"{len(needs)} as required"
@@ -155,7 +153,7 @@ def _memory(config: Config, machine: Machine) -> str:
     value = f"{machine.memory_bytes / _GB:.1f} GB free, about {need / _GB:.1f} GB needed"
     fix = "end other programs, or use a smaller model or fewer --num-engines and --data-parallel-size"
     if machine.memory_bytes < 0.6 * need:
-        raise _refuse("memory", value, "processes of the run would be killed", fix)
+        raise ConfigError("memory", value, "processes of the run would be killed", fix)
     if machine.memory_bytes < need:
         raise Doubt(value, "it may not be enough", fix)
     return value
@@ -169,7 +167,9 @@ def _disk(config: Config, machine: Machine) -> str:
     free, need = psutil.disk_usage(str(root)).free, 7 * _weight_bytes(config) + _GB
     value = f"{free / _GB:.1f} GB free at {root}, about {need / _GB:.1f} GB per checkpoint"
     if free < need:
-        raise _refuse("run.run_root", value, "the disk would fill", "free some, or give another --run-root")
+        raise ConfigError(
+            "run.run_root", value, "the disk would fill", "free some, or give another --run-root"
+        )
     return value
 
 
@@ -179,7 +179,7 @@ def _shared_memory(config: Config, machine: Machine) -> str:
     arena = 2 * _weight_bytes(config) + 2**20
     if -1 < machine.file_bytes < arena:
         reason = f"files may hold {machine.file_bytes} bytes, the weight arena needs {arena}"
-        raise _refuse("RLIMIT_FSIZE", machine.file_bytes, reason, "ulimit -f unlimited")
+        raise ConfigError("RLIMIT_FSIZE", machine.file_bytes, reason, "ulimit -f unlimited")
     fd = os.memfd_create("invrl-doctor")
     try:
         os.ftruncate(fd, arena)
@@ -187,11 +187,11 @@ def _shared_memory(config: Config, machine: Machine) -> str:
         with tempfile.TemporaryFile(dir="/dev/shm") as file:
             file.write(b"x" * 2**16)
     except OSError as error:
-        raise _refuse("/dev/shm", value, f"cannot be written ({error})", "mount a tmpfs there") from error
+        raise ConfigError("/dev/shm", value, f"cannot be written ({error})", "mount a tmpfs there") from error
     finally:
         os.close(fd)
     if machine.shared_memory_bytes < 64e6:
-        raise _refuse("/dev/shm", value, "SGLang's processes need 64 MB", "docker run --shm-size 8g")
+        raise ConfigError("/dev/shm", value, "SGLang's processes need 64 MB", "docker run --shm-size 8g")
     if machine.shared_memory_bytes < _GB:
         raise Doubt(value, "Ray's objects go to disk then", "docker run --shm-size 8g")
     return value
@@ -201,7 +201,7 @@ def _open_files(config: Config, machine: Machine) -> str:
     """Two connections per rollout at each end, and what Ray opens."""
     value, running = f"{machine.open_files} may be open", config.rollout.rollout_concurrency
     if machine.open_files < 4 * running + 256:
-        raise _refuse("open files", value, f"{running} rollouts at a time need more", "ulimit -n 65536")
+        raise ConfigError("open files", value, f"{running} rollouts at a time need more", "ulimit -n 65536")
     if machine.open_files < 2 * config.gateway.max_open_sessions + 1024:
         raise Doubt(value, "max_open_sessions sessions need more", "ulimit -n 65536")
     return value
@@ -244,7 +244,7 @@ def _ray(config: Config, machine: Machine) -> str:
             raise ValueError("not of the form host:port")
         socket.create_connection((parts.hostname, parts.port), timeout=_RAY_DEADLINE_S).close()
     except (OSError, ValueError) as error:
-        raise _refuse("RAY_ADDRESS", address, f"no Ray can be reached there ({error})", fix) from error
+        raise ConfigError("RAY_ADDRESS", address, f"no Ray can be reached there ({error})", fix) from error
     return f"{address} answers"
 
 

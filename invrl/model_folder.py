@@ -28,10 +28,10 @@ def hugging_face_of(checkpoint: Path) -> Path:
     if not (checkpoint / "hugging_face").is_dir():
         held = ", ".join(sorted(path.name for path in checkpoint.glob("*"))) or "nothing"
         raise ConfigError(
-            field="--checkpoint",
-            value=str(checkpoint),
-            reason=f"it has no folder hugging_face (it holds: {held})",
-            fix="give a RUN/checkpoints/step-NNNNNN that has one, as a run's last does, or --model-path",
+            "--checkpoint",
+            str(checkpoint),
+            f"it has no folder hugging_face (it holds: {held})",
+            "give a RUN/checkpoints/step-NNNNNN that has one, as a run's last does, or --model-path",
         )
     return checkpoint / "hugging_face"
 

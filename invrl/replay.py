@@ -31,10 +31,10 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
     if step > 1 and checkpoint is None:
         there = [one.step for one in Checkpoints(folder.checkpoints_path).all()]
         raise ConfigError(
-            field="--step",
-            value=step,
-            reason=f"it begins from the checkpoint of step {step - 1}, and the run has {there}",
-            fix="choose a step after one of these, or train with --save-interval 1 --keep-checkpoints 0",
+            "--step",
+            step,
+            f"it begins from the checkpoint of step {step - 1}, and the run has {there}",
+            "choose a step after one of these, or train with --save-interval 1 --keep-checkpoints 0",
         )
     batch = load_batch(batch_path(folder.rollout_data_path, step))
     async with start_trainer(config) as trainer:

@@ -88,10 +88,10 @@ def check_eval_sets(config: Config) -> None:
 
     if config.rollout.eval_sets and not config.rollout.eval_tasks:
         raise ConfigError(
-            field="rollout.eval_sets",
-            value=config.rollout.eval_sets,
-            reason="no evaluation is asked for (eval_tasks is 0)",
-            fix="set --eval-tasks, or leave --eval-sets out",
+            "rollout.eval_sets",
+            config.rollout.eval_sets,
+            "no evaluation is asked for (eval_tasks is 0)",
+            "set --eval-tasks, or leave --eval-sets out",
         )
     if config.rollout.eval_sets:
         load_eval_sets(config.rollout, config.run.seed)
@@ -122,17 +122,17 @@ def check_template(config: Config) -> None:
         raise
     except Exception as error:  # templates raise what they like, the tokenizer bare Exceptions
         raise ConfigError(
-            field="model.model_path",
-            value=str(path),
-            reason=str(error) if isinstance(error, InvrlError) else f"no conversation renders: {error!r}",
-            fix="repair chat_template.jinja (or chat_template in tokenizer_config.json)",
+            "model.model_path",
+            str(path),
+            str(error) if isinstance(error, InvrlError) else f"no conversation renders: {error!r}",
+            "repair chat_template.jinja (or chat_template in tokenizer_config.json)",
         ) from error
     if not ids:
         raise ConfigError(
-            field="model.model_path",
-            value=str(path),
-            reason="the chat template renders a conversation to nothing",
-            fix="choose an instruct model, or write another chat_template.jinja",
+            "model.model_path",
+            str(path),
+            "the chat template renders a conversation to nothing",
+            "choose an instruct model, or write another chat_template.jinja",
         )
 
 
@@ -140,10 +140,10 @@ def model_path(config: Config) -> Path:
     """Raises ConfigError if none is given."""
     if not config.model.model_path:
         raise ConfigError(
-            field="model.model_path",
-            value="",
-            reason="no model was given",
-            fix="give --model-path FOLDER; `invrl prepare-model --help` shows how to make one",
+            "model.model_path",
+            "",
+            "no model was given",
+            "give --model-path FOLDER; `invrl prepare-model --help` shows how to make one",
         )
     return Path(config.model.model_path).expanduser().absolute()
 
@@ -156,10 +156,10 @@ def check_world(config: Config, *, cpus: int) -> None:
     have, what = (gpus, "GPUs") if gpus else (cpus, "CPUs")
     if ranks > have and not os.environ.get("RAY_ADDRESS"):
         raise ConfigError(
-            field="train.data_parallel_size",
-            value=ranks,
-            reason=f"this machine has {have} {what}, and every rank needs one of its own",
-            fix=f"lower --data-parallel-size to {have} or less",
+            "train.data_parallel_size",
+            ranks,
+            f"this machine has {have} {what}, and every rank needs one of its own",
+            f"lower --data-parallel-size to {have} or less",
         )
 
 
@@ -174,10 +174,10 @@ def check_port(config: Config) -> None:
     except OSError as error:
         taken = isinstance(error, PermissionError) or "in use" in str(error)
         raise ConfigError(
-            field=f"gateway.gateway_{'port' if taken else 'host'}",
-            value=port if taken else host,
-            reason=f"the gateway cannot listen on {host}:{port} ({error.strerror})",
-            fix="choose another --gateway-port, or 0 for a free one"
+            f"gateway.gateway_{'port' if taken else 'host'}",
+            port if taken else host,
+            f"the gateway cannot listen on {host}:{port} ({error.strerror})",
+            "choose another --gateway-port, or 0 for a free one"
             if taken
             else "give an address of this machine as --gateway-host (127.0.0.1, or 0.0.0.0 for all)",
         ) from error

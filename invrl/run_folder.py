@@ -77,10 +77,10 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
-                    field="run.run_name",
-                    value=self.path.name,
-                    reason="another invrl process works in this run folder",
-                    fix="wait for it to end, or choose another --run-name",
+                    "run.run_name",
+                    self.path.name,
+                    "another invrl process works in this run folder",
+                    "wait for it to end, or choose another --run-name",
                 ) from None
             yield
 
@@ -141,19 +141,12 @@ def _place(config: Config) -> tuple[Path, str]:
     """Root and name. Raises ConfigError for a name that is a path."""
     name = config.run.run_name
     if Path(name).name != name or name in (".", ".."):
-        raise ConfigError(
-            field="run.run_name", value=name, reason="a name, not a path", fix="give the folder as --run-root"
-        )
+        raise ConfigError("run.run_name", name, "a name, not a path", "give the folder as --run-root")
     return Path(config.run.run_root).expanduser().absolute(), name
 
 
 def _unwritable(root: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        field="run.run_root",
-        value=str(root),
-        reason=f"cannot be written: {error}",
-        fix="give a writable --run-root",
-    )
+    return ConfigError("run.run_root", str(root), f"cannot be written: {error}", "give a writable --run-root")
 
 
 def _new_by_time(root: Path) -> Path:
@@ -173,20 +166,20 @@ def _check_holder(folder: RunFolder, config: Config) -> None:
     if not folder.config_path.exists():
         if any(folder.path.iterdir()):
             raise ConfigError(
-                field="run.run_name",
-                value=folder.path.name,
-                reason=f"{folder.path} is not empty and is not a run folder",
-                fix="choose another --run-name",
+                "run.run_name",
+                folder.path.name,
+                f"{folder.path} is not empty and is not a run folder",
+                "choose another --run-name",
             )
         return
     before, now = _settled(folder.config_path.read_text()), _settled(config.to_toml())
     if before != now:
         changed = sorted(set(now) - set(before)) or sorted(set(before) - set(now))
         raise ConfigError(
-            field="run.run_name",
-            value=folder.path.name,
-            reason=f"{folder.path} holds a run with another configuration; now: {'; '.join(changed[:3])}",
-            fix="choose another --run-name, or repeat that configuration",
+            "run.run_name",
+            folder.path.name,
+            f"{folder.path} holds a run with another configuration; now: {'; '.join(changed[:3])}",
+            "choose another --run-name, or repeat that configuration",
         )
 
 
