@@ -25,6 +25,7 @@ from invrl.errors import ConfigError
 
 _GB = 1e9
 _RAY_DEADLINE_S = 5.0
+_SERVERS = {"invrl.rollout.launch_sglang", "invrl.rollout.launch_router", "invrl.gateway.gateway_server"}
 _REQUIREMENTS = Path(__file__).parents[1] / "launch" / "requirements"
 
 
@@ -78,9 +79,8 @@ def look() -> Machine:
 def _python(config: Config, machine: Machine) -> str:
     text = ".".join(map(str, machine.python))
     if not (3, 11) <= machine.python < (3, 13):
-        raise ConfigError(
-            "python", text, "invrl needs 3.11 or 3.12", "make .venv anew with launch/install.sh"
-        )
+        fix = "make .venv anew with launch/install.sh"
+        raise ConfigError("python", text, "invrl needs 3.11 or 3.12", fix)
     return text
 
 
@@ -89,26 +89,23 @@ def _packages(config: Config, machine: Machine) -> str:
     from packaging.requirements import Requirement
 
     device = "gpu" if machine.gpus else "cpu"
-    wanted = [Requirement(line) for line in importlib.metadata.requires("invrl") or ()]
-    wanted = [each for each in wanted if not each.marker or each.marker.evaluate({"extra": device})]
 
     def pins(name: str) -> list[Requirement]:
         file = _REQUIREMENTS / f"{name}{'-gpu' if machine.gpus else ''}.txt"
         lines = file.read_text().splitlines() if file.is_file() else []
         return [Requirement(line) for line in lines if line and line[0] not in "#-"]
 
-    wrong, drifted = list[str](), list[str]()
-    for need in (needs := wanted + pins("nodeps")):
-        have = _installed(need.name)
-        if not have:
-            wrong.append(f"{need.name} is missing")
-        elif not need.specifier.contains(have, prereleases=True):
-            wrong.append(f"{need.name} is {have}, not {need.specifier}")
-    for pin in pins("constraints"):
-        have = _installed(pin.name)
-        if have and not pin.specifier.contains(have, prereleases=True):
-            drifted.append(f"{pin.name} is {have}, not {pin.specifier}")
-    fix = "run launch/install.sh"
+    def unlike(needs: list[Requirement]) -> list[str]:
+        found = [(need, _installed(need.name)) for need in needs]
+        wrong = [(n, have) for n, have in found if have and not n.specifier.contains(have, prereleases=True)]
+        return [f"{need.name} is {have}, not {need.specifier}" for need, have in wrong]
+
+    needs = [Requirement(line) for line in importlib.metadata.requires("invrl") or ()] + pins("nodeps")
+    needs = [need for need in needs if not need.marker or need.marker.evaluate({"extra": device})]
+    if config.run.debug_train_only:  # neither engine nor router is started
+        needs = [need for need in needs if not need.name.startswith("sglang")]
+    missing = [f"{need.name} is missing" for need in needs if not _installed(need.name)]
+    wrong, drifted, fix = missing + unlike(needs), unlike(pins("constraints")), "run launch/install.sh"
     if wrong:
         raise ConfigError("packages", "; ".join(wrong), "not what invrl was made for", fix)
     if drifted:
@@ -167,9 +164,8 @@ def _disk(config: Config, machine: Machine) -> str:
     free, need = psutil.disk_usage(str(root)).free, 7 * _weight_bytes(config) + _GB
     value = f"{free / _GB:.1f} GB free at {root}, about {need / _GB:.1f} GB per checkpoint"
     if free < need:
-        raise ConfigError(
-            "run.run_root", value, "the disk would fill", "free some, or give another --run-root"
-        )
+        fix = "free some, or give another --run-root"
+        raise ConfigError("run.run_root", value, "the disk would fill", fix)
     return value
 
 
@@ -212,12 +208,7 @@ def _leftovers(config: Config, machine: Machine) -> str:
     left = list[str]()
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        modules = {
-            "invrl.rollout.launch_sglang",
-            "invrl.rollout.launch_router",
-            "invrl.gateway.gateway_server",
-        }
-        if not modules & set(line):
+        if not _SERVERS & set(line):
             continue
         try:
             above = [part for parent in process.parents() for part in parent.cmdline()]
@@ -233,10 +224,8 @@ def _leftovers(config: Config, machine: Machine) -> str:
 def _ray(config: Config, machine: Machine) -> str:
     """Whether something listens at RAY_ADDRESS (host:port, or ray://host:port)."""
     address = os.environ.get("RAY_ADDRESS", "")
-    if address in ("", "local"):
-        return "a run starts one of its own"
-    if address == "auto":
-        return "auto: one that runs on this machine"
+    if address in ("", "local", "auto"):
+        return "auto: one that runs on this machine" if address == "auto" else "a run starts one of its own"
     fix = "start it (`ray start --head`), correct RAY_ADDRESS, or unset it"
     try:
         parts = urlsplit(address if "://" in address else f"ray://{address}")
