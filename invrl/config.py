@@ -76,6 +76,11 @@ class ModelConfig(Section):
         "", description="Hugging Face folder (config.json, safetensors, tokenizer, chat template)"
     )
 
+    @property
+    def folder(self) -> Path:
+        """Absolute; meaningless without a `model_path`."""
+        return Path(self.model_path).expanduser().absolute()
+
 
 class Config(Section):
     """Everything a run is told; `resolve()` makes one. `sglang`, `router`, `megatron` pass through to those

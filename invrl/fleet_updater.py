@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 
 from invrl.canary import canary_prompts
-from invrl.cluster import model_folder
 from invrl.config import Config
 from invrl.errors import InvrlError, WeightSyncError
 from invrl.rollout.fleet import Fleet
@@ -29,7 +28,7 @@ class FleetUpdater:
         self._transaction = WeightTransaction(
             trainer,
             self._fleet.receivers,
-            canary_prompts=canary_prompts(model_folder(config)),
+            canary_prompts=canary_prompts(config.model.folder),
             bound=CanaryBound(
                 max_gap=settings.canary_max_gap or bound.max_gap,
                 mean_gap=settings.canary_mean_gap or bound.mean_gap,

@@ -134,7 +134,7 @@ def _cpus(config: Config, machine: Machine) -> str:
 
 def _weight_bytes(config: Config) -> int:
     """Of the model as engines hold it; 0 if there is none."""
-    files = run_checks.model_path(config).glob("*.safetensors") if config.model.model_path else ()
+    files = config.model.folder.glob("*.safetensors") if config.model.model_path else ()
     stored = sum(file.stat().st_size for file in files)
     return stored * (2 if config.engine.engine_dtype == "float32" else 1)
 

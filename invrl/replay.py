@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from invrl.batch_file import batch_path, load_batch
 from invrl.checkpoints import Checkpoints
-from invrl.cluster import model_folder, start_trainer
+from invrl.cluster import start_trainer
 from invrl.config import Config
 from invrl.errors import ConfigError
 from invrl.loop import train_values
@@ -45,7 +45,7 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
         after = await trainer.token_logprobs(batch)
     out = folder.path / "replay" / f"step-{step:06d}"
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer.from_file(str(model_folder(config) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(config.model.folder / "tokenizer.json"))
     with (out / "tokens.jsonl").open("w") as file:
         for row in _rows(batch, before, after, tokenizer):
             file.write(json.dumps(row) + "\n")

@@ -21,7 +21,7 @@ from invrl.config import Config, Source, resolve
 from invrl.errors import ConfigError
 from invrl.metric_sinks import JsonlSink, SinkSet, TensorBoardSink, ThreadedSink, check_trackers, open_sinks
 from invrl.progress import LiveProgress, NoProgress, PlainProgress, RunObserver, open_progress, sparkline
-from invrl.run_checks import check_user_code
+from invrl.run_checks import run_checks
 
 ROOT = Path(__file__).parents[2]
 
@@ -311,7 +311,7 @@ def test_trackers_are_checked_before_a_run_starts() -> None:
         },
     }
     with pytest.raises(ConfigError, match="holds a password"):
-        check_user_code(resolve(Source(name="test", tables=tables)))
+        run_checks(resolve(Source(name="test", tables=tables)))["trackers"]()
 
 
 def test_plain_progress_is_one_line_a_step() -> None:
