@@ -155,13 +155,11 @@ def read_toml(path: Path) -> Source:
         raise ConfigError(f"{PRESET_KEY} in {path}", preset, "a preset is a name", nearest("", PRESETS))
     for table, entries in document.items():
         if table not in Config.model_fields:
-            raise ConfigError(
-                f"[{table}] in {path}", table, "no such table", nearest(table, Config.model_fields)
-            )
+            fix = nearest(table, Config.model_fields)
+            raise ConfigError(f"[{table}] in {path}", table, "no such table", fix)
         if not isinstance(entries, dict):
-            raise ConfigError(
-                f"{table} in {path}", entries, "a table is expected", f"write [{table}] and its keys below"
-            )
+            fix = f"write [{table}] and its keys below"
+            raise ConfigError(f"{table} in {path}", entries, "a table is expected", fix)
         if table in SECTIONS:
             _check_keys(entries, table, path)
     return Source(name=str(path), tables=document, preset=preset)
@@ -172,28 +170,17 @@ def _check_keys(entries: Mapping[str, object], table: str, path: Path) -> None:
         if key in SECTIONS[table].model_fields:
             continue
         home = [name for name, section in SECTIONS.items() if key in section.model_fields]
-        raise ConfigError(
-            f"{key} in table [{table}] of {path}",
-            value,
-            "no such key",
-            f"move it to table [{home[0]}]" if home else nearest(key, SECTIONS[table].model_fields),
-        )
+        fix = f"move it to table [{home[0]}]" if home else nearest(key, SECTIONS[table].model_fields)
+        raise ConfigError(f"{key} in table [{table}] of {path}", value, "no such key", fix)
 
 
 def resolve(*sources: Source) -> Config:
     """Defaults below the preset below the sources in order; validated and cross-checked."""
     layers = _Layers()
-    for source in reversed(sources):
-        if source.preset:
-            if source.preset not in PRESETS:
-                raise ConfigError(
-                    PRESET_KEY,
-                    source.preset,
-                    f"no such preset ({source.name})",
-                    nearest(source.preset, PRESETS),
-                )
-            layers.put(f"preset {source.preset}", {"algorithm": PRESETS[source.preset]})
-            break
+    if last := next((source for source in reversed(sources) if source.preset), None):
+        if (preset := last.preset) not in PRESETS:
+            raise ConfigError(PRESET_KEY, preset, f"no such preset ({last.name})", nearest(preset, PRESETS))
+        layers.put(f"preset {preset}", {"algorithm": PRESETS[preset]})
     for source in sources:
         layers.put(source.name, source.tables)
     try:
@@ -212,14 +199,10 @@ def _refuse(error: ValidationError, layers: _Layers) -> NoReturn:
     section = SECTIONS.get(table)
     info = section.model_fields.get(key) if section else None
     others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    raise ConfigError(
-        f"{table}.{key}" if key else table,
-        first["input"],
-        f"{first['msg']} (from {origin}){others}",
-        f"set {key}: {info.description} (default: {info.default!r})"
-        if info
-        else "give a string, a number or a boolean",
-    ) from error
+    reason, fix = f"{first['msg']} (from {origin}){others}", "give a string, a number or a boolean"
+    if info:
+        fix = f"set {key}: {info.description} (default: {info.default!r})"
+    raise ConfigError(f"{table}.{key}" if key else table, first["input"], reason, fix) from error
 
 
 def load_resolved(path: Path) -> Config:

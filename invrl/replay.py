@@ -27,15 +27,12 @@ _NOT_COMPARED = ("train/time/", "train/tokens_per_s")
 async def replay(config: Config, folder: RunFolder, step: int) -> str:
     """Writes RUN/replay/step-N/: tokens.jsonl, one line per training row; result.json, the step's metrics
     beside the recorded ones. What to tell the user. Raises ConfigError if checkpoint or batch are missing."""
-    checkpoint = Checkpoints(folder.checkpoints_path).of_step(step - 1)
+    checkpoints = {one.step: one for one in Checkpoints(folder.checkpoints_path).all()}
+    checkpoint = checkpoints.get(step - 1)
     if step > 1 and checkpoint is None:
-        there = [one.step for one in Checkpoints(folder.checkpoints_path).all()]
-        raise ConfigError(
-            "--step",
-            step,
-            f"it begins from the checkpoint of step {step - 1}, and the run has {there}",
-            "choose a step after one of these, or train with --save-interval 1 --keep-checkpoints 0",
-        )
+        reason = f"it begins from the checkpoint of step {step - 1}, and the run has {[*checkpoints]}"
+        fix = "choose a step after one of these, or train with --save-interval 1 --keep-checkpoints 0"
+        raise ConfigError("--step", step, reason, fix)
     batch = load_batch(batch_path(folder.rollout_data_path, step))
     async with start_trainer(config) as trainer:
         if checkpoint is not None:
