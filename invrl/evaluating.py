@@ -64,12 +64,9 @@ def report(config: Config, scores: Iterable[EvalScore]) -> bytes:
         }
         for score in scores
     ]
-    content = {
-        "model": str(config.model.folder),
-        "scores": rows,
-        "versions": {"invrl": __version__} | {name: version(name) for name in packages},
-        "config": config.model_dump(mode="json"),
-    }
+    versions = {"invrl": __version__} | {name: version(name) for name in packages}
+    content = {"model": str(config.model.folder), "scores": rows, "versions": versions}
+    content["config"] = config.model_dump(mode="json")
     return msgspec.json.format(msgspec.json.encode(content)) + b"\n"
 
 

@@ -207,8 +207,7 @@ def _leftovers(config: Config, machine: Machine) -> str:
     """Servers of a run whose driver is gone: no ancestor is `invrl`."""
     left = list[str]()
     for process in psutil.process_iter(["cmdline"]):
-        line = process.info["cmdline"] or []
-        if not _SERVERS & set(line):
+        if not _SERVERS & set(process.info["cmdline"] or ()):
             continue
         try:
             above = [part for parent in process.parents() for part in parent.cmdline()]

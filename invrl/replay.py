@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,7 @@ from invrl.cluster import start_trainer
 from invrl.config import Config
 from invrl.errors import ConfigError
 from invrl.loop import train_values
+from invrl.report import read_metrics
 from invrl.run_folder import RunFolder
 from invrl.types import TrainBatch
 
@@ -46,7 +46,9 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
     with (out / "tokens.jsonl").open("w") as file:
         for row in _rows(batch, before, after, tokenizer):
             file.write(json.dumps(row) + "\n")
-    recorded = _recorded(folder.metrics_path, step)
+    rows = read_metrics(folder.metrics_path) if folder.metrics_path.exists() else []
+    row = next((row for row in rows if row["step"] == step and "train/loss" in row), {})
+    recorded = {name: value for name, value in row.items() if name.startswith("train/")}
     compared = [name for name in recorded if name in metrics and not name.startswith(_NOT_COMPARED)]
     differ = [name for name in compared if metrics[name] != recorded[name]]
     result = {"step": step, "metrics": metrics, "recorded": recorded, "differ": differ}
@@ -88,10 +90,3 @@ def _rows(
         }
         for at, sample in enumerate(batch.samples)
     ]
-
-
-def _recorded(path: Path, step: int) -> dict[str, float]:
-    """The trainer's metrics of this step, as the run wrote them."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    found = next((row for row in rows if row["step"] == step and "train/loss" in row), {})
-    return {name: value for name, value in found.items() if name.startswith("train/")}
