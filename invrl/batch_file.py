@@ -71,24 +71,15 @@ def load_batch(path: Path) -> TrainBatch:
             cuts = np.cumsum(file["lengths"])[:-1]
             split = {name: np.split(file[name], cuts) for name in (*_ARRAYS, "advantages_T")}
         samples = tuple(
-            TrainSample(
-                tokens_T=split["tokens_T"][at],
-                loss_mask_T=split["loss_mask_T"][at],
-                rollout_logprobs_T=split["rollout_logprobs_T"][at],
-                versions_T=split["versions_T"][at],
-                **asdict(one),
-            )
+            TrainSample(**{name: split[name][at] for name in _ARRAYS}, **asdict(one))
             for at, one in enumerate(rest.samples)
         )
         fields = {name: getattr(rest, name) for name in _Rest.__slots__ if name != "samples"}
         return TrainBatch(**fields, samples=samples, advantages=tuple(split["advantages_T"][: len(samples)]))
     except (OSError, KeyError, ValueError, zipfile.BadZipFile, msgspec.MsgspecError) as error:
-        raise ConfigError(
-            field="run.load_rollout_data",
-            value=str(path),
-            reason=f"not a whole batch file: {error}",
-            fix="give a folder that --save-rollout-data or --debug-rollout-only wrote",
-        ) from error
+        fix = "give a folder that --save-rollout-data or --debug-rollout-only wrote"
+        reason = f"not a whole batch file: {error}"
+        raise ConfigError("run.load_rollout_data", str(path), reason, fix) from error
 
 
 def saved_steps(folder: Path, *, after_step: int) -> list[int]:
@@ -96,11 +87,7 @@ def saved_steps(folder: Path, *, after_step: int) -> list[int]:
     found = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.npz"))
     steps = [step for step in found if step > after_step]
     if not steps or steps != list(range(after_step + 1, steps[-1] + 1)):
-        raise ConfigError(
-            field="run.load_rollout_data",
-            value=str(folder),
-            reason=f"step {after_step + 1} is to come next, and there are batches of steps {found}",
-            fix="give the folder of a run's saved batches, and its checkpoint of the step before with "
-            "--load-checkpoint",
-        )
+        reason = f"step {after_step + 1} is to come next, and there are batches of steps {found}"
+        fix = "give a run's saved batches, and its checkpoint of the step before with --load-checkpoint"
+        raise ConfigError("run.load_rollout_data", str(folder), reason, fix)
     return steps

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from invrl.errors import ConfigError
+from invrl.run_folder import Below
 
 _PREFIX, _PARTIAL = "step-", ".partial"
 
@@ -26,18 +27,10 @@ class Checkpoint:
     step: int
     path: Path
 
-    @property
-    def megatron(self) -> Path:
-        return self.path / "megatron"
-
-    @property
-    def hugging_face(self) -> Path:
-        return self.path / "hugging_face"
-
-    @property
-    def buffer(self) -> Path:
-        """Absent where no buffer was in the run (`--debug-train-only`)."""
-        return self.path / "buffer.json"
+    megatron = Below("megatron")
+    hugging_face = Below("hugging_face")
+    buffer = Below("buffer.json")
+    """Absent where no buffer was in the run (`--debug-train-only`)."""
 
     @classmethod
     def at(cls, path: Path) -> Checkpoint | None:
@@ -61,9 +54,6 @@ class Checkpoints:
 
     def latest(self) -> Checkpoint | None:
         return next(reversed(self.all()), None)
-
-    def of_step(self, step: int) -> Checkpoint | None:
-        return Checkpoint.at(self._folder / f"{_PREFIX}{step:06d}")
 
     def begin(self, step: int) -> Checkpoint:
         """An empty folder to fill; it is no checkpoint before `commit`."""
@@ -95,12 +85,8 @@ def first_checkpoint(given: str) -> Checkpoint | None:
     """What `--load-checkpoint` names; None without it: the model folder is step 0. ConfigError."""
     found = Checkpoint.at(Path(given).expanduser().absolute()) if given else None
     if given and found is None:
-        raise ConfigError(
-            field="run.load_checkpoint",
-            value=given,
-            reason="not the folder of a checkpoint",
-            fix="give RUN/checkpoints/step-NNNNNN, with megatron/ in it",
-        )
+        fix = "give RUN/checkpoints/step-NNNNNN, with megatron/ in it"
+        raise ConfigError("run.load_checkpoint", given, "not the folder of a checkpoint", fix)
     return found
 
 

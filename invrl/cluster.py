@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -70,10 +69,6 @@ class Serving:
             await asyncio.sleep(_WATCH_EVERY_S)
 
 
-def model_folder(config: Config) -> Path:
-    return Path(config.model.model_path).expanduser().absolute()
-
-
 @asynccontextmanager
 async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serving]:
     """Starts engines, router and gateway without waiting for them; ends them on exit."""
@@ -81,7 +76,7 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
         start_guardian(os.getpid())
         fleet = Fleet(
             config.engine,
-            model_path=model_folder(config),
+            model_path=config.model.folder,
             run_folder=folder.path,
             sglang=config.sglang,
             router=config.router,
@@ -98,7 +93,6 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
 
 
 def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> GatewaySettings:
-    path = model_folder(config)
     return GatewaySettings.model_validate(
         {
             "run_id": folder.path.name,
@@ -108,8 +102,8 @@ def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> Gatewa
             "router_url": fleet.router_url,
             "router_api_key": fleet.router_api_key,
             "env_key": f"env-{secrets.token_urlsafe(24)}",
-            "model_path": str(path),
-            "model_name": path.name,
+            "model_path": str(config.model.folder),
+            "model_name": config.model.folder.name,
             "store_path": str(folder.store_path),
             "temperature": config.rollout.temperature,
             "max_new_tokens": config.rollout.max_new_tokens,
@@ -146,8 +140,8 @@ async def first_to_fail(work: Coroutine[Any, Any, T], watch: Coroutine[Any, Any,
             watching.result()
         return await working
     finally:
-        for task in (working, watching):
-            task.cancel()
+        working.cancel()
+        watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
@@ -160,15 +154,7 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
         stack.enter_context(start_ray())
         trainer = None if config.run.debug_rollout_only else _make_trainer(config)
         buffer = _make_buffer(config, folder)
-        rollouts = RolloutHandle(
-            config.rollout,
-            buffer=buffer,
-            gateway_url=serving.gateway.url,
-            env_key=serving.env_key,
-            model=serving.settings.model_name,
-            seed=config.run.seed,
-            make_worker=partial(RayWorker, concurrency=config.rollout.rollout_concurrency),
-        )
+        rollouts = make_rollouts(config, serving, buffer)
         stack.push_async_callback(rollouts.stop)
         starts = [buffer.start(snapshot), rollouts.start(), serving.wait_ready()]
         if trainer is not None:
@@ -176,6 +162,19 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
             starts.append(trainer.start())
         await asyncio.gather(*starts)
         yield Cluster(serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts)
+
+
+def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None = None) -> RolloutHandle:
+    """Workers and what gives them rollouts; without a buffer it only evaluates."""
+    return RolloutHandle(
+        config.rollout,
+        buffer=buffer,
+        gateway_url=serving.gateway.url,
+        env_key=serving.env_key,
+        model=serving.settings.model_name,
+        seed=config.run.seed,
+        make_worker=partial(RayWorker, concurrency=config.rollout.rollout_concurrency),
+    )
 
 
 @asynccontextmanager
@@ -212,27 +211,22 @@ def start_ray() -> Iterator[None]:
 
 def _make_trainer(config: Config) -> TrainHandle:
     """One actor per rank; `TrainHandle.start` makes them join."""
-    ranks, port = config.train.data_parallel_size, free_port()
-    on_gpu = find_device() == "cuda"
-    actors = []
-    for rank in range(ranks):
-        settings = RankSettings(
-            rank=rank,
-            world_size=ranks,
-            master_addr="127.0.0.1",
-            master_port=port,
-            model_path=str(model_folder(config)),
-            train=config.train,
-            algorithm=config.algorithm,
-            weight_dtype=config.engine.engine_dtype,
-            carrier=config.weight_sync.weight_carrier,
-            megatron=dict(config.megatron),
-            seed=config.run.seed,
-        )
-        actor: Any = ray.remote(TrainActor).options(num_cpus=0, num_gpus=1 if on_gpu else 0)
-        actors.append(actor.remote(settings))
+    settings = partial(
+        RankSettings,
+        world_size=config.train.data_parallel_size,
+        master_addr="127.0.0.1",
+        master_port=free_port(),
+        model_path=str(config.model.folder),
+        train=config.train,
+        algorithm=config.algorithm,
+        weight_dtype=config.engine.engine_dtype,
+        carrier=config.weight_sync.weight_carrier,
+        megatron=dict(config.megatron),
+        seed=config.run.seed,
+    )
+    actor: Any = ray.remote(TrainActor).options(num_cpus=0, num_gpus=1 if find_device() == "cuda" else 0)
     return TrainHandle(
-        actors,
+        [actor.remote(settings(rank=rank)) for rank in range(config.train.data_parallel_size)],
         steps_per_batch=config.algorithm.steps_per_batch,
         start_timeout_s=config.train.train_start_timeout_s,
         step_timeout_s=config.train.train_step_timeout_s,

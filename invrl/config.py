@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -43,19 +43,13 @@ class RunConfig(Section):
     seed: NonNegativeInt = Field(0, description="seed of task order, shuffles and initial values")
     save_interval: NonNegativeInt = Field(0, description="steps between checkpoints; 0: after the last only")
     keep_checkpoints: NonNegativeInt = Field(2, description="newest checkpoints that stay; 0: all")
-    max_restarts: NonNegativeInt = Field(
-        0, description="times in a row that a run that failed goes on from its last checkpoint by itself"
-    )
+    max_restarts: NonNegativeInt = Field(0, description="times in a row that a failed run resumes by itself")
     save_rollout_data: bool = Field(False, description="write every training batch to RUN/rollout_data")
-    debug_rollout_only: bool = Field(
-        False, description="no trainer: weights stay at version 0, every batch goes to RUN/rollout_data"
-    )
-    debug_train_only: bool = Field(
-        False, description="no engine, router or gateway: train on --load-rollout-data"
-    )
+    debug_rollout_only: bool = Field(False, description="no trainer; every batch goes to RUN/rollout_data")
+    debug_train_only: bool = Field(False, description="the trainer alone, on --load-rollout-data")
     load_rollout_data: str = Field("", description="folder of saved batches, for --debug-train-only")
     load_checkpoint: str = Field(
-        "", description="checkpoint folder (RUN/checkpoints/step-...) that --debug-train-only begins with"
+        "", description="RUN/checkpoints/step-... that --debug-train-only begins with"
     )
     progress: Literal["auto", "plain", "none"] = Field(
         "auto", description="'auto': live on a terminal, lines elsewhere; 'plain': lines; 'none'"
@@ -75,6 +69,11 @@ class ModelConfig(Section):
     model_path: str = Field(
         "", description="Hugging Face folder (config.json, safetensors, tokenizer, chat template)"
     )
+
+    @property
+    def folder(self) -> Path:
+        """Absolute; meaningless without a `model_path`."""
+        return Path(self.model_path).expanduser().absolute()
 
 
 class Config(Section):
@@ -119,17 +118,6 @@ class Source:
     preset: str = ""
 
 
-@dataclass(slots=True)
-class _Layers:
-    values: dict[str, dict[str, Scalar]] = field(default_factory=lambda: {name: {} for name in SECTIONS})
-    origins: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def put(self, source: str, tables: Tables) -> None:
-        for table, entries in tables.items():
-            self.values.setdefault(table, {}).update(entries)
-            self.origins.update({(table, key): source for key in entries})
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
     """The valid name closest to a wrong one, as a fix; or the list of them if none is close."""
     valid = sorted(names)
@@ -144,90 +132,56 @@ def read_toml(path: Path) -> Source:
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            field="--config", value=str(path), reason=str(error), fix="give a readable TOML file"
-        ) from error
+        raise ConfigError("--config", str(path), str(error), "give a readable TOML file") from error
     preset = document.pop(PRESET_KEY, "")
     if not isinstance(preset, str):
-        raise ConfigError(
-            field=f"{PRESET_KEY} in {path}",
-            value=preset,
-            reason="a preset is a name",
-            fix=nearest("", PRESETS),
-        )
+        raise ConfigError(f"{PRESET_KEY} in {path}", preset, "a preset is a name", nearest("", PRESETS))
     for table, entries in document.items():
         if table not in Config.model_fields:
-            raise ConfigError(
-                field=f"[{table}] in {path}",
-                value=table,
-                reason="no such table",
-                fix=nearest(table, Config.model_fields),
-            )
+            fix = nearest(table, Config.model_fields)
+            raise ConfigError(f"[{table}] in {path}", table, "no such table", fix)
         if not isinstance(entries, dict):
-            raise ConfigError(
-                field=f"{table} in {path}",
-                value=entries,
-                reason="a table is expected",
-                fix=f"write [{table}] and its keys below",
-            )
-        if table in SECTIONS:
-            _check_keys(entries, table, path)
+            fix = f"write [{table}] and its keys below"
+            raise ConfigError(f"{table} in {path}", entries, "a table is expected", fix)
+        for key in entries if table in SECTIONS else ():
+            if key not in (known := SECTIONS[table].model_fields):
+                home = [name for name, section in SECTIONS.items() if key in section.model_fields]
+                fix = f"move it to table [{home[0]}]" if home else nearest(key, known)
+                raise ConfigError(f"{key} in table [{table}] of {path}", entries[key], "no such key", fix)
     return Source(name=str(path), tables=document, preset=preset)
-
-
-def _check_keys(entries: Mapping[str, object], table: str, path: Path) -> None:
-    for key, value in entries.items():
-        if key in SECTIONS[table].model_fields:
-            continue
-        home = [name for name, section in SECTIONS.items() if key in section.model_fields]
-        raise ConfigError(
-            field=f"{key} in table [{table}] of {path}",
-            value=value,
-            reason="no such key",
-            fix=f"move it to table [{home[0]}]" if home else nearest(key, SECTIONS[table].model_fields),
-        )
 
 
 def resolve(*sources: Source) -> Config:
     """Defaults below the preset below the sources in order; validated and cross-checked."""
-    layers = _Layers()
-    for source in reversed(sources):
-        if source.preset:
-            if source.preset not in PRESETS:
-                raise ConfigError(
-                    field=PRESET_KEY,
-                    value=source.preset,
-                    reason=f"no such preset ({source.name})",
-                    fix=nearest(source.preset, PRESETS),
-                )
-            layers.put(f"preset {source.preset}", {"algorithm": PRESETS[source.preset]})
-            break
-    for source in sources:
-        layers.put(source.name, source.tables)
+    layers = list(sources)
+    if last := next((source for source in reversed(sources) if source.preset), None):
+        if (preset := last.preset) not in PRESETS:
+            raise ConfigError(PRESET_KEY, preset, f"no such preset ({last.name})", nearest(preset, PRESETS))
+        layers.insert(0, Source(name=f"preset {preset}", tables={"algorithm": PRESETS[preset]}))
+    values: dict[str, dict[str, Scalar]] = {name: {} for name in SECTIONS}
+    for layer in layers:
+        for table, entries in layer.tables.items():
+            values.setdefault(table, {}).update(entries)
     try:
-        config = Config.model_validate(layers.values)
+        config = Config.model_validate(values)
     except ValidationError as error:
         _refuse(error, layers)
     check(config)
     return config
 
 
-def _refuse(error: ValidationError, layers: _Layers) -> NoReturn:
+def _refuse(error: ValidationError, layers: Sequence[Source]) -> NoReturn:
     """The first of pydantic's findings, in our terms."""
     first = error.errors()[0]
     table, key = (*(str(part) for part in first["loc"]), "")[:2]
-    origin = layers.origins.get((table, key), "default")
+    origin = next((one.name for one in reversed(layers) if key in one.tables.get(table, {})), "default")
     section = SECTIONS.get(table)
     info = section.model_fields.get(key) if section else None
     others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    raise ConfigError(
-        field=f"{table}.{key}" if key else table,
-        value=first["input"],
-        reason=f"{first['msg']} (from {origin}){others}",
-        fix=f"set {key}: {info.description} (default: {info.default!r})"
-        if info
-        else "give a string, a number or a boolean",
-    ) from error
+    reason, fix = f"{first['msg']} (from {origin}){others}", "give a string, a number or a boolean"
+    if info:
+        fix = f"set {key}: {info.description} (default: {info.default!r})"
+    raise ConfigError(f"{table}.{key}" if key else table, first["input"], reason, fix) from error
 
 
 def load_resolved(path: Path) -> Config:

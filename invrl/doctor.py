@@ -43,21 +43,15 @@ class Finding:
         return line if self.status is Status.OK else f"{line}: {self.reason}. Fix: {self.fix}"
 
 
-# ------------------------------------------------------------------ the report
-
-
 def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
     """One finding per check, and one per mistake in the configuration."""
     config, mistakes = read_configuration(arguments)
     findings = [Finding(check="configuration", status=Status.FAILED, **_parts(error)) for error in mistakes]
-    if not mistakes:
-        findings.append(
-            Finding(check="configuration", status=Status.OK, value=" ".join(arguments) or "defaults")
-        )
-    for name, check in MACHINE_CHECKS.items():
-        findings.append(_examine(name, partial(check, config, machine)))
-    checks = {"run folder": partial(check_run_folder, config), **run_checks(config)}
-    return findings + [_examine(name, check) for name, check in checks.items()]
+    well = Finding(check="configuration", status=Status.OK, value=" ".join(arguments) or "defaults")
+    checks: dict[str, Callable[[], object]]
+    checks = {name: partial(check, config, machine) for name, check in MACHINE_CHECKS.items()}
+    checks |= {"run folder": partial(check_run_folder, config), **run_checks(config)}
+    return (findings or [well]) + [_examine(name, check) for name, check in checks.items()]
 
 
 def write_report(findings: Iterable[Finding], *, as_json: bool) -> bool:
@@ -93,20 +87,8 @@ def _examine(name: str, check: Callable[[], object]) -> Finding:
 
 def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigError]]:
     """The configuration without what is wrong in it, and all that is."""
-    rest, mistakes = list(arguments), list[ConfigError]()
-    sources: tuple[Source, ...] = ()
-    while rest:
-        try:
-            sources = parse_flags(rest)
-            break
-        except ConfigError as error:
-            mistakes.append(error)
-            names = [one.partition("=")[0] for one in rest]
-            wrong = {str(error.value), error.field}  # a flag, a stray value, or the flag that lacks one
-            found = [n for n, one in enumerate(rest) if wrong & {one, names[n]}]
-            at = next(iter(found), names.index("--config") if "--config" in names else 0)
-            takes_value = rest[at][:2] == "--" and "=" not in rest[at] and rest[at + 1 : at + 2]
-            del rest[at : at + (2 if takes_value and takes_value[0][:2] != "--" else 1)]
+    mistakes = list[ConfigError]()
+    sources = parse_flags(arguments, mistakes)
     while True:
         try:
             return resolve(*sources), mistakes

@@ -11,17 +11,14 @@ import asyncio
 import time
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
-from functools import partial
 from importlib.metadata import version
 
 import msgspec
 
 from invrl import __version__
-from invrl.cluster import first_to_fail, model_folder, start_ray, start_serving
+from invrl.cluster import first_to_fail, make_rollouts, start_ray, start_serving
 from invrl.config import Config
 from invrl.rollout.evaluate import EvalScore
-from invrl.rollout.rollout_handle import RolloutHandle
-from invrl.rollout.worker_handle import RayWorker
 from invrl.run_folder import RunFolder
 
 
@@ -40,14 +37,7 @@ async def _evaluate(config: Config, folder: RunFolder) -> None:
     async with AsyncExitStack() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
         stack.enter_context(start_ray())
-        rollouts = RolloutHandle(
-            config.rollout,
-            gateway_url=serving.gateway.url,
-            env_key=serving.env_key,
-            model=serving.settings.model_name,
-            seed=config.run.seed,
-            make_worker=partial(RayWorker, concurrency=config.rollout.rollout_concurrency),
-        )
+        rollouts = make_rollouts(config, serving)
         stack.push_async_callback(rollouts.stop)
         await asyncio.gather(rollouts.start(), serving.wait_ready())
         await serving.fleet.admit()
@@ -74,12 +64,9 @@ def report(config: Config, scores: Iterable[EvalScore]) -> bytes:
         }
         for score in scores
     ]
-    content = {
-        "model": str(model_folder(config)),
-        "scores": rows,
-        "versions": {"invrl": __version__} | {name: version(name) for name in packages},
-        "config": config.model_dump(mode="json"),
-    }
+    versions = {"invrl": __version__} | {name: version(name) for name in packages}
+    content = {"model": str(config.model.folder), "scores": rows, "versions": versions}
+    content["config"] = config.model_dump(mode="json")
     return msgspec.json.format(msgspec.json.encode(content)) + b"\n"
 
 

@@ -46,36 +46,49 @@ LEAVES = [
 ]
 
 
-def parse_flags(arguments: Sequence[str]) -> tuple[Source, ...]:
+_LEAF_OF = {leaf.flag: leaf for leaf in LEAVES} | {
+    "--no-" + leaf.flag[2:]: leaf for leaf in LEAVES if leaf.is_switch
+}
+
+
+def parse_flags(arguments: Sequence[str], mistakes: list[ConfigError] | None = None) -> tuple[Source, ...]:
     """The sources a command line names: its TOML file, if any, then its flags. Raises ConfigError for an
-    unknown flag (with the nearest valid one), a missing or a stray value."""
-    leaves = {leaf.flag: leaf for leaf in LEAVES}
-    switches = {"--no-" + leaf.flag[2:]: leaf for leaf in LEAVES if leaf.is_switch}
+    unknown flag (with the nearest valid one), a missing or a stray value; given `mistakes`, all of them go
+    there, and what is wrong is left out."""
     tables: dict[str, dict[str, Scalar]] = {}
     files: list[Source] = []
-    preset = ""
-    rest = list(arguments)
+    preset, rest = "", list(arguments)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         given = value if equals else None
-        if flag in switches or (flag in leaves and leaves[flag].is_switch):
-            leaf = switches.get(flag) or leaves[flag]
-            tables.setdefault(leaf.table, {})[leaf.key] = _switch(flag, given, flag not in switches)
-        elif flag in leaves:
-            leaf = leaves[flag]
-            tables.setdefault(leaf.table, {})[leaf.key] = take_value(flag, given, rest)
-        elif flag == CONFIG_FLAG:
-            files.append(read_toml(Path(take_value(flag, given, rest)).expanduser()))
-        elif flag == PRESET_FLAG:
-            preset = take_value(flag, given, rest)
-        elif package := next((name for name in UPSTREAM if flag.startswith(f"--{name}-")), ""):
-            key = flag.removeprefix(f"--{package}-").replace("-", "_")
-            tables.setdefault(package, {})[key] = _upstream_value(given, rest)
-        else:
-            known = [*leaves, *switches, CONFIG_FLAG, PRESET_FLAG]
-            reason = "no such flag" if flag.startswith("--") else "no flag takes this"
-            raise ConfigError("command line", flag, reason, nearest(flag, known))
+        try:
+            if leaf := _LEAF_OF.get(flag):
+                value = _switch(leaf, flag, given) if leaf.is_switch else take_value(flag, given, rest)
+                tables.setdefault(leaf.table, {})[leaf.key] = value
+            elif flag == CONFIG_FLAG:
+                files.append(read_toml(Path(take_value(flag, given, rest)).expanduser()))
+            elif flag == PRESET_FLAG:
+                preset = take_value(flag, given, rest)
+            elif package := next((name for name in UPSTREAM if flag.startswith(f"--{name}-")), ""):
+                key = flag.removeprefix(f"--{package}-").replace("-", "_")
+                tables.setdefault(package, {})[key] = _upstream_value(given, rest)
+            else:
+                raise _unknown(flag, given, rest)
+        except ConfigError as error:
+            if mistakes is None:
+                raise
+            mistakes.append(error)
     return (*files, Source(name="command line", tables=tables, preset=preset))
+
+
+def _unknown(flag: str, given: str | None, rest: list[str]) -> ConfigError:
+    """For a flag that is none, which takes what looks like its value with it, or for a stray value."""
+    fix = nearest(flag, [*_LEAF_OF, CONFIG_FLAG, PRESET_FLAG])
+    if not flag.startswith("--"):
+        return ConfigError("command line", flag, "no flag takes this", fix)
+    if given is None and rest and not rest[0].startswith("--"):
+        rest.pop(0)
+    return ConfigError("command line", flag, "no such flag", fix)
 
 
 def take_value(flag: str, given: str | None, rest: list[str]) -> str:
@@ -85,10 +98,10 @@ def take_value(flag: str, given: str | None, rest: list[str]) -> str:
     return rest.pop(0) if given is None else given
 
 
-def _switch(flag: str, given: str | None, meaning: bool) -> bool:
+def _switch(leaf: Leaf, flag: str, given: str | None) -> bool:
     if given is not None:
         raise ConfigError(flag, given, "a switch takes no value", "write --name or --no-name")
-    return meaning
+    return flag == leaf.flag
 
 
 def _upstream_value(given: str | None, rest: list[str]) -> Scalar:

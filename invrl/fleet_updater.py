@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 
 from invrl.canary import canary_prompts
-from invrl.cluster import model_folder
 from invrl.config import Config
 from invrl.errors import InvrlError, WeightSyncError
 from invrl.rollout.fleet import Fleet
@@ -23,17 +22,16 @@ _MAX_RESTARTS = 3
 class FleetUpdater:
     def __init__(self, config: Config, trainer: TrainHandle, fleet: Fleet) -> None:
         settings = config.weight_sync
-        bound = CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype)
+        usual = CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype)
+        max_gap = settings.canary_max_gap or usual.max_gap
+        bound = CanaryBound(max_gap=max_gap, mean_gap=settings.canary_mean_gap or usual.mean_gap)
         self._trainer, self._fleet = trainer, fleet
         self._restarts: Counter[str] = Counter()
         self._transaction = WeightTransaction(
             trainer,
             self._fleet.receivers,
-            canary_prompts=canary_prompts(model_folder(config)),
-            bound=CanaryBound(
-                max_gap=settings.canary_max_gap or bound.max_gap,
-                mean_gap=settings.canary_mean_gap or bound.mean_gap,
-            ),
+            canary_prompts=canary_prompts(config.model.folder),
+            bound=bound,
             deadlines=PhaseDeadlines(load=settings.weight_sync_timeout_s),
         )
 

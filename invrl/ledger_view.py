@@ -12,7 +12,7 @@ from invrl.errors import BufferStateError
 
 def describe_run(lives: Sequence[Life], kept: Sequence[KeptEntry], *, ended: bool) -> str:
     """Lives, how many rollouts ended in which state and why, and whether each did so exactly once."""
-    lines = [f"{len(lives)} lives:"] if len(lives) != 1 else ["1 life:"]
+    lines = ["1 life:" if len(lives) == 1 else f"{len(lives)} lives:"]
     for life in lives:
         begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life.started_at))
         lost = sum(one.lost for one in kept if one.life == life.number)
@@ -40,9 +40,8 @@ def describe_task(kept: Sequence[KeptEntry], task_id: str) -> str:
         if entry.place != place:
             place = entry.place
             lines.append(f"group {place.group_id}, rollout {place.index}, attempt {place.attempt}:")
-        facts = [entry.reason, entry.failure, entry.detail, entry.session_id]
-        if entry.batch_id is not None:
-            facts.append(f"batch {entry.batch_id}")
+        batch = "" if entry.batch_id is None else f"batch {entry.batch_id}"
+        facts = [entry.reason, entry.failure, entry.detail, entry.session_id, batch]
         at = time.strftime("%H:%M:%S", time.localtime(one.at))
         mark = f"  (life {one.life}, lost)" if one.lost else ""
         lines.append(f"  {at}  {entry.state:<10}" + ", ".join(filter(None, facts)) + mark)

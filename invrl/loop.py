@@ -70,7 +70,7 @@ class _Phases:
 
     def __init__(self, observer: Observer, step: int) -> None:
         self.seconds: dict[str, float] = {}
-        self._observer, self._step = observer, step
+        self.step, self._observer = step, observer
         self._name, self._since = "", time.monotonic()
 
     def enter(self, name: str) -> None:
@@ -79,7 +79,7 @@ class _Phases:
             self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
         self._name, self._since = name, now
         if name:
-            self._observer.phase(name, self._step)
+            self._observer.phase(name, self.step)
 
 
 async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> None:
@@ -97,7 +97,7 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
             await parts.buffer.discard(taken.batch_id)
             await parts.buffer.advance(taken.version)
         else:
-            values |= await _learn(parts, parts.learner, taken, batch, phases, step, last=step == num_steps)
+            values |= await _learn(parts, parts.learner, taken, batch, phases, last=step == num_steps)
         phases.enter("")
         values |= resolve(await parts.buffer.metrics(), "buffer/")
         values |= resolve(time_metrics(phases.seconds, taken, batch.total_tokens), "time/")
@@ -108,14 +108,7 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
 
 
 async def _learn(
-    parts: Parts,
-    learner: Learner,
-    taken: TakenBatch,
-    batch: TrainBatch,
-    phases: _Phases,
-    step: int,
-    *,
-    last: bool,
+    parts: Parts, learner: Learner, taken: TakenBatch, batch: TrainBatch, phases: _Phases, *, last: bool
 ) -> dict[str, float]:
     """Train, sync, checkpoint. The buffer's snapshot is taken before it admits work for the new version;
     the checkpoint is written while that work goes on. After the last step nothing more is admitted."""
@@ -123,7 +116,7 @@ async def _learn(
     result = await learner.trainer.train(batch)
     await parts.buffer.trained(taken.batch_id)
     phases.enter("sync")
-    version = WeightVersion(step)
+    step, version = phases.step, WeightVersion(phases.step)
     update = await learner.weights.run(version)
     saves = last or bool(learner.save_interval and step % learner.save_interval == 0)
     snapshot = await parts.buffer.snapshot(version) if saves else None

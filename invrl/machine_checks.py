@@ -25,6 +25,7 @@ from invrl.errors import ConfigError
 
 _GB = 1e9
 _RAY_DEADLINE_S = 5.0
+_SERVERS = {"invrl.rollout.launch_sglang", "invrl.rollout.launch_router", "invrl.gateway.gateway_server"}
 _REQUIREMENTS = Path(__file__).parents[1] / "launch" / "requirements"
 
 
@@ -75,14 +76,11 @@ def look() -> Machine:
     )
 
 
-def _refuse(what: str, value: object, reason: str, fix: str) -> ConfigError:
-    return ConfigError(field=what, value=value, reason=reason, fix=fix)
-
-
 def _python(config: Config, machine: Machine) -> str:
     text = ".".join(map(str, machine.python))
     if not (3, 11) <= machine.python < (3, 13):
-        raise _refuse("python", text, "invrl needs 3.11 or 3.12", "make .venv anew with launch/install.sh")
+        fix = "make .venv anew with launch/install.sh"
+        raise ConfigError("python", text, "invrl needs 3.11 or 3.12", fix)
     return text
 
 
@@ -91,28 +89,25 @@ def _packages(config: Config, machine: Machine) -> str:
     from packaging.requirements import Requirement
 
     device = "gpu" if machine.gpus else "cpu"
-    wanted = [Requirement(line) for line in importlib.metadata.requires("invrl") or ()]
-    wanted = [each for each in wanted if not each.marker or each.marker.evaluate({"extra": device})]
 
     def pins(name: str) -> list[Requirement]:
         file = _REQUIREMENTS / f"{name}{'-gpu' if machine.gpus else ''}.txt"
         lines = file.read_text().splitlines() if file.is_file() else []
         return [Requirement(line) for line in lines if line and line[0] not in "#-"]
 
-    wrong, drifted = list[str](), list[str]()
-    for need in (needs := wanted + pins("nodeps")):
-        have = _installed(need.name)
-        if not have:
-            wrong.append(f"{need.name} is missing")
-        elif not need.specifier.contains(have, prereleases=True):
-            wrong.append(f"{need.name} is {have}, not {need.specifier}")
-    for pin in pins("constraints"):
-        have = _installed(pin.name)
-        if have and not pin.specifier.contains(have, prereleases=True):
-            drifted.append(f"{pin.name} is {have}, not {pin.specifier}")
-    fix = "run launch/install.sh"
+    def unlike(needs: list[Requirement]) -> list[str]:
+        found = [(need, _installed(need.name)) for need in needs]
+        wrong = [(n, have) for n, have in found if have and not n.specifier.contains(have, prereleases=True)]
+        return [f"{need.name} is {have}, not {need.specifier}" for need, have in wrong]
+
+    needs = [Requirement(line) for line in importlib.metadata.requires("invrl") or ()] + pins("nodeps")
+    needs = [need for need in needs if not need.marker or need.marker.evaluate({"extra": device})]
+    if config.run.debug_train_only:  # neither engine nor router is started
+        needs = [need for need in needs if not need.name.startswith("sglang")]
+    missing = [f"{need.name} is missing" for need in needs if not _installed(need.name)]
+    wrong, drifted, fix = missing + unlike(needs), unlike(pins("constraints")), "run launch/install.sh"
     if wrong:
-        raise _refuse("packages", "; ".join(wrong), "not what invrl was made for", fix)
+        raise ConfigError("packages", "; ".join(wrong), "not what invrl was made for", fix)
     if drifted:
         raise Doubt("; ".join(drifted), "not the versions that the tests ran with", fix)
     return f"{len(needs)} as required"
@@ -139,7 +134,7 @@ def _cpus(config: Config, machine: Machine) -> str:
 
 def _weight_bytes(config: Config) -> int:
     """Of the model as engines hold it; 0 if there is none."""
-    files = run_checks.model_path(config).glob("*.safetensors") if config.model.model_path else ()
+    files = config.model.folder.glob("*.safetensors") if config.model.model_path else ()
     stored = sum(file.stat().st_size for file in files)
     return stored * (2 if config.engine.engine_dtype == "float32" else 1)
 
@@ -155,7 +150,7 @@ def _memory(config: Config, machine: Machine) -> str:
     value = f"{machine.memory_bytes / _GB:.1f} GB free, about {need / _GB:.1f} GB needed"
     fix = "end other programs, or use a smaller model or fewer --num-engines and --data-parallel-size"
     if machine.memory_bytes < 0.6 * need:
-        raise _refuse("memory", value, "processes of the run would be killed", fix)
+        raise ConfigError("memory", value, "processes of the run would be killed", fix)
     if machine.memory_bytes < need:
         raise Doubt(value, "it may not be enough", fix)
     return value
@@ -169,7 +164,8 @@ def _disk(config: Config, machine: Machine) -> str:
     free, need = psutil.disk_usage(str(root)).free, 7 * _weight_bytes(config) + _GB
     value = f"{free / _GB:.1f} GB free at {root}, about {need / _GB:.1f} GB per checkpoint"
     if free < need:
-        raise _refuse("run.run_root", value, "the disk would fill", "free some, or give another --run-root")
+        fix = "free some, or give another --run-root"
+        raise ConfigError("run.run_root", value, "the disk would fill", fix)
     return value
 
 
@@ -179,7 +175,7 @@ def _shared_memory(config: Config, machine: Machine) -> str:
     arena = 2 * _weight_bytes(config) + 2**20
     if -1 < machine.file_bytes < arena:
         reason = f"files may hold {machine.file_bytes} bytes, the weight arena needs {arena}"
-        raise _refuse("RLIMIT_FSIZE", machine.file_bytes, reason, "ulimit -f unlimited")
+        raise ConfigError("RLIMIT_FSIZE", machine.file_bytes, reason, "ulimit -f unlimited")
     fd = os.memfd_create("invrl-doctor")
     try:
         os.ftruncate(fd, arena)
@@ -187,11 +183,11 @@ def _shared_memory(config: Config, machine: Machine) -> str:
         with tempfile.TemporaryFile(dir="/dev/shm") as file:
             file.write(b"x" * 2**16)
     except OSError as error:
-        raise _refuse("/dev/shm", value, f"cannot be written ({error})", "mount a tmpfs there") from error
+        raise ConfigError("/dev/shm", value, f"cannot be written ({error})", "mount a tmpfs there") from error
     finally:
         os.close(fd)
     if machine.shared_memory_bytes < 64e6:
-        raise _refuse("/dev/shm", value, "SGLang's processes need 64 MB", "docker run --shm-size 8g")
+        raise ConfigError("/dev/shm", value, "SGLang's processes need 64 MB", "docker run --shm-size 8g")
     if machine.shared_memory_bytes < _GB:
         raise Doubt(value, "Ray's objects go to disk then", "docker run --shm-size 8g")
     return value
@@ -201,7 +197,7 @@ def _open_files(config: Config, machine: Machine) -> str:
     """Two connections per rollout at each end, and what Ray opens."""
     value, running = f"{machine.open_files} may be open", config.rollout.rollout_concurrency
     if machine.open_files < 4 * running + 256:
-        raise _refuse("open files", value, f"{running} rollouts at a time need more", "ulimit -n 65536")
+        raise ConfigError("open files", value, f"{running} rollouts at a time need more", "ulimit -n 65536")
     if machine.open_files < 2 * config.gateway.max_open_sessions + 1024:
         raise Doubt(value, "max_open_sessions sessions need more", "ulimit -n 65536")
     return value
@@ -211,13 +207,7 @@ def _leftovers(config: Config, machine: Machine) -> str:
     """Servers of a run whose driver is gone: no ancestor is `invrl`."""
     left = list[str]()
     for process in psutil.process_iter(["cmdline"]):
-        line = process.info["cmdline"] or []
-        modules = {
-            "invrl.rollout.launch_sglang",
-            "invrl.rollout.launch_router",
-            "invrl.gateway.gateway_server",
-        }
-        if not modules & set(line):
+        if not _SERVERS & set(process.info["cmdline"] or ()):
             continue
         try:
             above = [part for parent in process.parents() for part in parent.cmdline()]
@@ -233,10 +223,8 @@ def _leftovers(config: Config, machine: Machine) -> str:
 def _ray(config: Config, machine: Machine) -> str:
     """Whether something listens at RAY_ADDRESS (host:port, or ray://host:port)."""
     address = os.environ.get("RAY_ADDRESS", "")
-    if address in ("", "local"):
-        return "a run starts one of its own"
-    if address == "auto":
-        return "auto: one that runs on this machine"
+    if address in ("", "local", "auto"):
+        return "auto: one that runs on this machine" if address == "auto" else "a run starts one of its own"
     fix = "start it (`ray start --head`), correct RAY_ADDRESS, or unset it"
     try:
         parts = urlsplit(address if "://" in address else f"ray://{address}")
@@ -244,7 +232,7 @@ def _ray(config: Config, machine: Machine) -> str:
             raise ValueError("not of the form host:port")
         socket.create_connection((parts.hostname, parts.port), timeout=_RAY_DEADLINE_S).close()
     except (OSError, ValueError) as error:
-        raise _refuse("RAY_ADDRESS", address, f"no Ray can be reached there ({error})", fix) from error
+        raise ConfigError("RAY_ADDRESS", address, f"no Ray can be reached there ({error})", fix) from error
     return f"{address} answers"
 
 

@@ -235,7 +235,7 @@ def check_trackers(run: RunConfig) -> None:
 
 
 def _refused(field: str, value: str, reason: str, fix: str) -> ConfigError:
-    return ConfigError(field=f"run.{field}", value=value, reason=reason, fix=fix)
+    return ConfigError(f"run.{field}", value, reason, fix)
 
 
 def _name(sink: Sink) -> str:

@@ -27,12 +27,9 @@ def hugging_face_of(checkpoint: Path) -> Path:
     """The model folder in a checkpoint of a run. ConfigError where there is none."""
     if not (checkpoint / "hugging_face").is_dir():
         held = ", ".join(sorted(path.name for path in checkpoint.glob("*"))) or "nothing"
-        raise ConfigError(
-            field="--checkpoint",
-            value=str(checkpoint),
-            reason=f"it has no folder hugging_face (it holds: {held})",
-            fix="give a RUN/checkpoints/step-NNNNNN that has one, as a run's last does, or --model-path",
-        )
+        reason = f"it has no folder hugging_face (it holds: {held})"
+        fix = "give a RUN/checkpoints/step-NNNNNN that has one, as a run's last does, or --model-path"
+        raise ConfigError("--checkpoint", str(checkpoint), reason, fix)
     return checkpoint / "hugging_face"
 
 
@@ -114,8 +111,7 @@ def _check_tokenizer(path: Path, vocab_size: int) -> None:
         raise _refuse(path, f"the tokenizer has id {highest}, the model {vocab_size} rows")
     settings = _read_json(path / "tokenizer_config.json", path)
     if not settings.get("chat_template") and not (path / "chat_template.jinja").is_file():
-        raise _refuse(
-            path, "its tokenizer has no chat template", "choose an instruct model, or add a template"
-        )
+        fix = "choose an instruct model, or add a template"
+        raise _refuse(path, "its tokenizer has no chat template", fix)
     if not settings.get("eos_token"):
         raise _refuse(path, "its tokenizer has no eos_token, so a turn could not end by itself")

@@ -87,16 +87,13 @@ def _import(module_name: str, refused: Refused) -> object:
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise refused(
-                f"there is no module {missing!r} (looked in {here} and the Python path)",
-                _suggest(missing, _siblings(missing), "give the module as Python imports it"),
-            ) from None
+            reason = f"there is no module {missing!r} (looked in {here} and the Python path)"
+            fix = _suggest(missing, _siblings(missing), "give the module as Python imports it")
+            raise refused(reason, fix) from None
         frame = traceback.extract_tb(error.__traceback__)[-1]
         what, place = f"{type(error).__name__}: {error}", f"{frame.filename}:{frame.lineno}"
-        raise refused(
-            f"importing {module_name} raised {what} ({place})",
-            f'make `python -c "import {module_name}"` work',
-        ) from error
+        fix = f'make `python -c "import {module_name}"` work'
+        raise refused(f"importing {module_name} raised {what} ({place})", fix) from error
 
 
 def _siblings(missing: str) -> list[str]:
@@ -123,10 +120,8 @@ def _check_call(target: object, attribute: str, protocol: type, refused: Refused
         signature.bind(*([None] * (len(wanted) - len(by_name))), **by_name)
     except TypeError as error:
         plain = inspect.Signature([p.replace(annotation=p.empty, default=p.empty) for p in wanted])
-        raise refused(
-            f"its signature {signature} does not take the call it will get ({error})",
-            f"write it as {attribute.rpartition('.')[2]}{plain}",
-        ) from None
+        reason = f"its signature {signature} does not take the call it will get ({error})"
+        raise refused(reason, f"write it as {attribute.rpartition('.')[2]}{plain}") from None
 
 
 def _suggest(wrong: str, valid: Iterable[str], otherwise: str) -> str:

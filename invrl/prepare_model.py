@@ -36,9 +36,8 @@ def from_gguf(gguf: Path, out: Path, *, dtype: Dtype) -> bool:
 def from_folder(folder: Path, out: Path, *, dtype: Dtype) -> bool:
     """Rewrite a Hugging Face folder as plain safetensors in `dtype`."""
     if not (folder / "config.json").is_file():
-        raise ConfigError(
-            "--from-folder", str(folder), "it has no config.json", "give a Hugging Face model folder"
-        )
+        fix = "give a Hugging Face model folder"
+        raise ConfigError("--from-folder", str(folder), "it has no config.json", fix)
     return _prepare(str(folder.resolve()), out, dtype, lambda work: _save(folder, work, dtype))
 
 

@@ -88,9 +88,7 @@ class LiveProgress(NoProgress):
         self._phase, self._phase_since, self._step = "starting", time.monotonic(), 0
         self._values: Mapping[str, float] = {}
         self._rewards: list[float] = []
-        self._live = Live(
-            get_renderable=self.render, console=console, refresh_per_second=4, redirect_stderr=False
-        )
+        self._live = Live(console=console, redirect_stderr=False, get_renderable=self.render)
         self._live.start()
 
     def phase(self, name: str, step: int) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +13,11 @@ from tokenizers import Tokenizer
 
 from invrl.batch_file import batch_path, load_batch
 from invrl.checkpoints import Checkpoints
-from invrl.cluster import model_folder, start_trainer
+from invrl.cluster import start_trainer
 from invrl.config import Config
 from invrl.errors import ConfigError
 from invrl.loop import train_values
+from invrl.report import read_metrics
 from invrl.run_folder import RunFolder
 from invrl.types import TrainBatch
 
@@ -27,15 +27,12 @@ _NOT_COMPARED = ("train/time/", "train/tokens_per_s")
 async def replay(config: Config, folder: RunFolder, step: int) -> str:
     """Writes RUN/replay/step-N/: tokens.jsonl, one line per training row; result.json, the step's metrics
     beside the recorded ones. What to tell the user. Raises ConfigError if checkpoint or batch are missing."""
-    checkpoint = Checkpoints(folder.checkpoints_path).of_step(step - 1)
+    checkpoints = {one.step: one for one in Checkpoints(folder.checkpoints_path).all()}
+    checkpoint = checkpoints.get(step - 1)
     if step > 1 and checkpoint is None:
-        there = [one.step for one in Checkpoints(folder.checkpoints_path).all()]
-        raise ConfigError(
-            field="--step",
-            value=step,
-            reason=f"it begins from the checkpoint of step {step - 1}, and the run has {there}",
-            fix="choose a step after one of these, or train with --save-interval 1 --keep-checkpoints 0",
-        )
+        reason = f"it begins from the checkpoint of step {step - 1}, and the run has {[*checkpoints]}"
+        fix = "choose a step after one of these, or train with --save-interval 1 --keep-checkpoints 0"
+        raise ConfigError("--step", step, reason, fix)
     batch = load_batch(batch_path(folder.rollout_data_path, step))
     async with start_trainer(config) as trainer:
         if checkpoint is not None:
@@ -45,11 +42,13 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
         after = await trainer.token_logprobs(batch)
     out = folder.path / "replay" / f"step-{step:06d}"
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer.from_file(str(model_folder(config) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(config.model.folder / "tokenizer.json"))
     with (out / "tokens.jsonl").open("w") as file:
         for row in _rows(batch, before, after, tokenizer):
             file.write(json.dumps(row) + "\n")
-    recorded = _recorded(folder.metrics_path, step)
+    rows = read_metrics(folder.metrics_path) if folder.metrics_path.exists() else []
+    row = next((row for row in rows if row["step"] == step and "train/loss" in row), {})
+    recorded = {name: value for name, value in row.items() if name.startswith("train/")}
     compared = [name for name in recorded if name in metrics and not name.startswith(_NOT_COMPARED)]
     differ = [name for name in compared if metrics[name] != recorded[name]]
     result = {"step": step, "metrics": metrics, "recorded": recorded, "differ": differ}
@@ -91,10 +90,3 @@ def _rows(
         }
         for at, sample in enumerate(batch.samples)
     ]
-
-
-def _recorded(path: Path, step: int) -> dict[str, float]:
-    """The trainer's metrics of this step, as the run wrote them."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    found = next((row for row in rows if row["step"] == step and "train/loss" in row), {})
-    return {name: value for name, value in found.items() if name.startswith("train/")}

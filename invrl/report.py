@@ -1,13 +1,11 @@
 """The reward curve, and held-out results before and after, as one picture from metrics.jsonl alone.
 
-Works for a dead run too: `python -m invrl.report RUN_FOLDER`, or `invrl report RUN_FOLDER`. Called by
-`cluster.py` at the end of a run.
+Works for a dead run too (`invrl report RUN_FOLDER`). Called by `training.py` at the end of a run.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -74,9 +72,8 @@ def _draw(rows: Sequence[Json], title: str, picture: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(
-        reward.steps, reward.values, color="C0", linewidth=1.2, label="training reward (mean of the batch)"
-    )
+    label = "training reward (mean of the batch)"
+    axes.plot(reward.steps, reward.values, color="C0", linewidth=1.2, label=label)
     if spread.steps == reward.steps:
         low = [mean - std for mean, std in zip(reward.values, spread.values, strict=True)]
         high = [mean + std for mean, std in zip(reward.values, spread.values, strict=True)]
@@ -95,7 +92,3 @@ def _draw(rows: Sequence[Json], title: str, picture: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize="small")
     figure.savefig(picture, dpi=120)
-
-
-if __name__ == "__main__":
-    print(write_report(Path(sys.argv[1])))

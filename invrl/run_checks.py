@@ -15,16 +15,18 @@ from invrl.config import Config
 from invrl.errors import ConfigError, InvrlError
 from invrl.rollout.eval_sets import load_eval_sets
 
-_UPSTREAM = ("sglang options", "router options", "megatron options")
-_USER_CODE = ("rollout function", "reward function", "held-out sets", "tasks", "algorithm functions")
-_TRAINS = ("trainable model", *_USER_CODE, "trackers", "saved batches")
+UPSTREAM = ("sglang options", "router options", "megatron options")
+"""Options that pass through, against the installed packages' own definitions; slow to import."""
+USER_CODE = ("rollout function", "reward function", "held-out sets", "tasks", "algorithm functions")
+"""Everything given by import path, and the tasks: imported, called as far as checks go."""
+_TRAINS = ("trainable model", *USER_CODE, "trackers", "saved batches")
 _EVALUATES = ("rollout function", "reward function")
 _TRAINS_ALONE = ("model folder", "trainable model", "trackers", "saved batches", "megatron options")
 
 
 def check_run(config: Config, *, trains: bool = False, evaluates: bool = False) -> None:
     """Raises ConfigError for the first thing that a run with these settings could not start with."""
-    wanted = {"model folder", "chat template", *_UPSTREAM, "gateway port"}
+    wanted = {"model folder", "chat template", *UPSTREAM, "gateway port"}
     wanted |= {*_TRAINS} if trains else {*_EVALUATES} if evaluates else set()
     for name, check in run_checks(config).items():
         if name in wanted:
@@ -33,18 +35,6 @@ def check_run(config: Config, *, trains: bool = False, evaluates: bool = False) 
         check_world(config, cpus=len(os.sched_getaffinity(0)))
     if evaluates:
         load_eval_sets(config.rollout, config.run.seed)
-
-
-def check_upstream(config: Config) -> None:
-    """Options that pass through, against the installed packages' own definitions; slow to import."""
-    for name in _UPSTREAM:
-        run_checks(config)[name]()
-
-
-def check_user_code(config: Config) -> None:
-    """Everything given by import path, and the tasks: imported, called as far as checks go."""
-    for name in _USER_CODE:
-        run_checks(config)[name]()
 
 
 def run_checks(config: Config) -> dict[str, Callable[[], object]]:
@@ -87,12 +77,11 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
 def check_eval_sets(config: Config) -> None:
     """The named held-out sets of a training run."""
     if config.rollout.eval_sets and not config.rollout.eval_tasks:
-        raise ConfigError(
-            field="rollout.eval_sets",
-            value=config.rollout.eval_sets,
-            reason="no evaluation is asked for (eval_tasks is 0)",
-            fix="set --eval-tasks, or leave --eval-sets out",
+        reason, fix = (
+            "no evaluation is asked for (eval_tasks is 0)",
+            "set --eval-tasks, or leave --eval-sets out",
         )
+        raise ConfigError("rollout.eval_sets", config.rollout.eval_sets, reason, fix)
     if config.rollout.eval_sets:
         load_eval_sets(config.rollout, config.run.seed)
 
@@ -121,31 +110,21 @@ def check_template(config: Config) -> None:
     except ConfigError:
         raise
     except Exception as error:  # templates raise what they like, the tokenizer bare Exceptions
-        raise ConfigError(
-            field="model.model_path",
-            value=str(path),
-            reason=str(error) if isinstance(error, InvrlError) else f"no conversation renders: {error!r}",
-            fix="repair chat_template.jinja (or chat_template in tokenizer_config.json)",
-        ) from error
+        reason = str(error) if isinstance(error, InvrlError) else f"no conversation renders: {error!r}"
+        fix = "repair chat_template.jinja (or chat_template in tokenizer_config.json)"
+        raise ConfigError("model.model_path", str(path), reason, fix) from error
     if not ids:
-        raise ConfigError(
-            field="model.model_path",
-            value=str(path),
-            reason="the chat template renders a conversation to nothing",
-            fix="choose an instruct model, or write another chat_template.jinja",
-        )
+        reason = "the chat template renders a conversation to nothing"
+        fix = "choose an instruct model, or write another chat_template.jinja"
+        raise ConfigError("model.model_path", str(path), reason, fix)
 
 
 def model_path(config: Config) -> Path:
     """Raises ConfigError if none is given."""
     if not config.model.model_path:
-        raise ConfigError(
-            field="model.model_path",
-            value="",
-            reason="no model was given",
-            fix="give --model-path FOLDER; `invrl prepare-model --help` shows how to make one",
-        )
-    return Path(config.model.model_path).expanduser().absolute()
+        fix = "give --model-path FOLDER; `invrl prepare-model --help` shows how to make one"
+        raise ConfigError("model.model_path", "", "no model was given", fix)
+    return config.model.folder
 
 
 def check_world(config: Config, *, cpus: int) -> None:
@@ -155,12 +134,9 @@ def check_world(config: Config, *, cpus: int) -> None:
     ranks, gpus = config.train.data_parallel_size, count_gpus()
     have, what = (gpus, "GPUs") if gpus else (cpus, "CPUs")
     if ranks > have and not os.environ.get("RAY_ADDRESS"):
-        raise ConfigError(
-            field="train.data_parallel_size",
-            value=ranks,
-            reason=f"this machine has {have} {what}, and every rank needs one of its own",
-            fix=f"lower --data-parallel-size to {have} or less",
-        )
+        reason = f"this machine has {have} {what}, and every rank needs one of its own"
+        fix = f"lower --data-parallel-size to {have} or less"
+        raise ConfigError("train.data_parallel_size", ranks, reason, fix)
 
 
 def check_port(config: Config) -> None:
@@ -172,15 +148,12 @@ def check_port(config: Config) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        taken = isinstance(error, PermissionError) or "in use" in str(error)
-        raise ConfigError(
-            field=f"gateway.gateway_{'port' if taken else 'host'}",
-            value=port if taken else host,
-            reason=f"the gateway cannot listen on {host}:{port} ({error.strerror})",
-            fix="choose another --gateway-port, or 0 for a free one"
-            if taken
-            else "give an address of this machine as --gateway-host (127.0.0.1, or 0.0.0.0 for all)",
-        ) from error
+        reason = f"the gateway cannot listen on {host}:{port} ({error.strerror})"
+        if isinstance(error, PermissionError) or "in use" in str(error):
+            fix = "choose another --gateway-port, or 0 for a free one"
+            raise ConfigError("gateway.gateway_port", port, reason, fix) from error
+        fix = "give an address of this machine as --gateway-host (127.0.0.1, or 0.0.0.0 for all)"
+        raise ConfigError("gateway.gateway_host", host, reason, fix) from error
 
 
 def check_megatron_options(config: Config) -> None:

@@ -15,12 +15,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from invrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from invrl.config import Config
+
+
+class Below:
+    """As a class attribute: the path of this name below the owner's `path`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: HasPath, kind: object = None) -> Path:
+        return owner.path / self._name
+
+
+class HasPath(Protocol):
+    @property
+    def path(self) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,45 +44,19 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.resolved.toml"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def store_path(self) -> Path:
-        """SQLite: sessions, turns, outbox, the buffer's ledger (`run_store.py`)."""
-        return self.path / "run.sqlite"
-
-    @property
-    def tensorboard_path(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints_path(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report"
-
-    @property
-    def rollout_data_path(self) -> Path:
-        """Training batches, one file per step (`batch_file.py`)."""
-        return self.path / "rollout_data"
-
-    @property
-    def phase_path(self) -> Path:
-        """What the driver is doing, as JSON: pid, step, phase."""
-        return self.path / "phase.json"
-
-    @property
-    def finished_path(self) -> Path:
-        """Holds the number of steps of a run that came to its end."""
-        return self.path / "finished"
+    config_path = Below("config.resolved.toml")
+    metrics_path = Below("metrics.jsonl")
+    store_path = Below("run.sqlite")
+    """SQLite: sessions, turns, outbox, the buffer's ledger (`run_store.py`)."""
+    tensorboard_path = Below("tensorboard")
+    checkpoints_path = Below("checkpoints")
+    report_path = Below("report")
+    rollout_data_path = Below("rollout_data")
+    """Training batches, one file per step (`batch_file.py`)."""
+    phase_path = Below("phase.json")
+    """What the driver is doing, as JSON: pid, step, phase."""
+    finished_path = Below("finished")
+    """Holds the number of steps of a run that came to its end."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -76,12 +65,9 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(
-                    field="run.run_name",
-                    value=self.path.name,
-                    reason="another invrl process works in this run folder",
-                    fix="wait for it to end, or choose another --run-name",
-                ) from None
+                fix = "wait for it to end, or choose another --run-name"
+                reason = "another invrl process works in this run folder"
+                raise ConfigError("run.run_name", self.path.name, reason, fix) from None
             yield
 
     def rewind_metrics(self, step: int) -> None:
@@ -120,9 +106,7 @@ def check_run_folder(config: Config) -> None:
 
 def make_run_folder(config: Config) -> RunFolder:
     """Create the folder (or reopen that of the same configuration) and write the configuration down.
-
-    Raises ConfigError if the folder holds another configuration, or things that are not a run's.
-    """
+    Raises ConfigError if the folder holds another configuration, or things that are not a run's."""
     root, name = _place(config)
     try:
         path = root / name if name else _new_by_time(root)
@@ -141,19 +125,12 @@ def _place(config: Config) -> tuple[Path, str]:
     """Root and name. Raises ConfigError for a name that is a path."""
     name = config.run.run_name
     if Path(name).name != name or name in (".", ".."):
-        raise ConfigError(
-            field="run.run_name", value=name, reason="a name, not a path", fix="give the folder as --run-root"
-        )
+        raise ConfigError("run.run_name", name, "a name, not a path", "give the folder as --run-root")
     return Path(config.run.run_root).expanduser().absolute(), name
 
 
 def _unwritable(root: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        field="run.run_root",
-        value=str(root),
-        reason=f"cannot be written: {error}",
-        fix="give a writable --run-root",
-    )
+    return ConfigError("run.run_root", str(root), f"cannot be written: {error}", "give a writable --run-root")
 
 
 def _new_by_time(root: Path) -> Path:
@@ -163,31 +140,24 @@ def _new_by_time(root: Path) -> Path:
         path = root / (stamp + suffix)
         try:
             path.mkdir(parents=True)
+            return path
         except FileExistsError:
             continue
-        return path
     raise OSError(f"{root} has a hundred runs of {stamp}")
 
 
 def _check_holder(folder: RunFolder, config: Config) -> None:
     if not folder.config_path.exists():
         if any(folder.path.iterdir()):
-            raise ConfigError(
-                field="run.run_name",
-                value=folder.path.name,
-                reason=f"{folder.path} is not empty and is not a run folder",
-                fix="choose another --run-name",
-            )
+            reason = f"{folder.path} is not empty and is not a run folder"
+            raise ConfigError("run.run_name", folder.path.name, reason, "choose another --run-name")
         return
     before, now = _settled(folder.config_path.read_text()), _settled(config.to_toml())
     if before != now:
         changed = sorted(set(now) - set(before)) or sorted(set(before) - set(now))
-        raise ConfigError(
-            field="run.run_name",
-            value=folder.path.name,
-            reason=f"{folder.path} holds a run with another configuration; now: {'; '.join(changed[:3])}",
-            fix="choose another --run-name, or repeat that configuration",
-        )
+        reason = f"{folder.path} holds a run with another configuration; now: {'; '.join(changed[:3])}"
+        fix = "choose another --run-name, or repeat that configuration"
+        raise ConfigError("run.run_name", folder.path.name, reason, fix)
 
 
 _MAY_CHANGE = (

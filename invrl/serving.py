@@ -32,9 +32,7 @@ async def _serve(config: Config, folder: RunFolder) -> None:
 async def _open_session(serving: Serving) -> Session:
     client = SessionClient(serving.gateway.url, env_key=serving.env_key)
     lease = GroupLease(
-        group_id="terminal",
-        task=Task(id="terminal", payload={}),
-        members=(GroupMember(index=0, attempt=0),),
+        group_id="terminal", task=Task(id="terminal", payload={}), members=(GroupMember(index=0, attempt=0),)
     )
     try:
         [session] = await client.open(lease, purpose="serve")

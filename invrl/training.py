@@ -127,9 +127,8 @@ class _Run:
             filling.buffer.write_bytes(snapshot)
             await asyncio.to_thread(self.checkpoints.commit, filling)
 
-        return Learner(
-            trainer=trainer, weights=weights, save=save, save_interval=self.config.run.save_interval
-        )
+        interval = self.config.run.save_interval
+        return Learner(trainer=trainer, weights=weights, save=save, save_interval=interval)
 
     async def _train(self, cluster: Cluster, learner: Learner | None, done: int) -> None:
         config = self.config
@@ -187,18 +186,12 @@ class _Run:
         """Held-out accuracy before and after, on the screen and in report/evaluation.json."""
         rows: dict[str, dict[str, float]] = {}
         for mode, gain in after.gains_since(before).items():
-            old, new = before.scores[mode], after.scores[mode]
-            rows[mode] = {
-                "problems": float(new.samples),
-                "before": old.accuracy.value,
-                "after": new.accuracy.value,
-                "gain": gain.value,
-                "gain_low": gain.low,
-                "gain_high": gain.high,
-            }
+            problems = after.scores[mode].samples
+            old, new = (one.scores[mode].accuracy.value for one in (before, after))
+            rows[mode] = {"problems": float(problems), "before": old, "after": new}
+            rows[mode] |= {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
             self.observer.note(
-                f"held-out accuracy, {mode} ({new.samples} problems): "
-                f"{old.accuracy.value:.3f} -> {new.accuracy.value:.3f}, "
+                f"held-out accuracy, {mode} ({problems} problems): {old:.3f} -> {new:.3f}, "
                 f"gain {gain.value:+.3f}, 95 % interval [{gain.low:+.3f}, {gain.high:+.3f}]"
             )
         path = self.folder.report_path / "evaluation.json"

@@ -34,8 +34,6 @@ def test_the_newest_are_kept_in_order(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         write(checkpoints, step)
     assert [one.step for one in checkpoints.all()] == [4, 10]
-    assert Checkpoints(tmp_path).of_step(4) is not None
-    assert Checkpoints(tmp_path).of_step(2) is None
 
 
 def test_one_that_was_not_committed_is_none_and_goes_with_the_next(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from invrl.algorithms.presets import PRESETS
 from invrl.config import SECTIONS, UPSTREAM, Config, Source, load_resolved, read_toml, resolve
 from invrl.errors import ConfigError, PluginError
 from invrl.flags import LEAVES, flag_help, parse_flags
-from invrl.run_checks import check_upstream, check_user_code
+from invrl.run_checks import UPSTREAM as UPSTREAM_CHECKS
+from invrl.run_checks import USER_CODE, run_checks
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "launch" / "configs").glob("*.toml"))
@@ -24,6 +25,12 @@ CONFIGS = sorted((ROOT / "launch" / "configs").glob("*.toml"))
 
 def from_flags(*flags: str) -> Config:
     return resolve(*parse_flags(flags))
+
+
+def make_checks(config: Config, names: tuple[str, ...]) -> None:
+    checks = run_checks(config)
+    for name in names:
+        checks[name]()
 
 
 def write(path: Path, text: str) -> Path:
@@ -87,7 +94,7 @@ def test_every_preset_file_names_code_and_tasks_that_are_there(path: Path, tmp_p
     if "task_source_path" not in sources[0].tables["rollout"]:  # its tasks come by flag
         tasks = write(tmp_path / "tasks.jsonl", '{"question": "2+2?", "label": 4}\n')
         sources += parse_flags(["--task-file", str(tasks)])
-    check_user_code(resolve(*sources))
+    make_checks(resolve(*sources), USER_CODE)
 
 
 def test_quickstart_is_the_measured_setting() -> None:
@@ -97,7 +104,7 @@ def test_quickstart_is_the_measured_setting() -> None:
     assert (train.lr, train.adam_beta1, train.adam_beta2, train.clip_grad) == (3e-5, 0.9, 0.99, 1.0)
     assert (config.algorithm.kl_coef, config.algorithm.steps_per_batch) == (0.0, 1)
     assert rollout.eval_tasks >= 100
-    check_user_code(config)
+    make_checks(config, USER_CODE)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -219,9 +226,9 @@ def test_bad_toml_names_the_place(text: str, field: str, fix: str, tmp_path: Pat
 
 def test_user_code_is_checked_by_path() -> None:
     with pytest.raises(PluginError, match="calculater"):
-        check_user_code(from_flags("--rollout-function-path", "rollout_fns.calculater:rollout"))
+        make_checks(from_flags("--rollout-function-path", "rollout_fns.calculater:rollout"), USER_CODE)
     with pytest.raises(ConfigError, match="there are no tasks"):
-        check_user_code(resolve())
+        make_checks(resolve(), USER_CODE)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +241,7 @@ def test_user_code_is_checked_by_path() -> None:
 )
 def test_options_of_other_packages_are_checked_against_them(flag: str, value: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_upstream(from_flags(flag, value))
+        make_checks(from_flags(flag, value), UPSTREAM_CHECKS)
     assert fix in caught.value.fix.replace("_", "-")
 
 

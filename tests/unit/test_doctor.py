@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from invrl.tiny_model import make_tiny_model
+from tiny_model import make_tiny_model
 
 from invrl import cli
 from invrl.config import resolve
@@ -328,3 +328,14 @@ def test_the_real_machine_is_looked_at_and_failures_are_exit_code_1(
     assert [line.split()[1] for line in failed][:2] == ["configuration:", "configuration:"]
     assert all("Fix: " in line for line in failed)
     assert last == f"{len(lines)} checks, {len(failed)} failed"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_trainer_alone_needs_no_sglang(plot: Plot, alone: bool) -> None:
+    """As on a machine without it: the requirements name packages of its family that nobody has."""
+    needs = "Requires-Dist: sglang-nobody-has\n"
+    plot.dist_info("invrl", "0.1.0", needs)
+    plot.more = ("--debug-train-only", "--load-rollout-data", str(plot.here)) if alone else ()
+    [packages] = by_check(diagnose(plot.arguments, plot.machine))["packages"]
+    assert ("sglang-nobody-has is missing" in packages.value) is not alone
+    assert (packages.status is Status.FAILED) is not alone

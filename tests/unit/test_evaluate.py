@@ -27,7 +27,7 @@ from invrl.rollout.evaluate import (
     pass_at_k,
     wilson_interval,
 )
-from invrl.run_checks import check_user_code
+from invrl.run_checks import run_checks
 from invrl.types import FailedRollout, FailureReason, RolloutSummary, Sampling, Session, Task
 
 
@@ -393,9 +393,12 @@ def test_a_set_that_cannot_be_evaluated_is_refused_before_the_run(sets, reason, 
             ]
         )
     )
-    for check in (check_user_code, lambda config: load_eval_sets(config.rollout, config.run.seed)):
+    for check in (
+        run_checks(config)["held-out sets"],
+        lambda: load_eval_sets(config.rollout, config.run.seed),
+    ):
         with pytest.raises(ConfigError) as raised:
-            check(config)
+            check()
         assert raised.value.field == "eval_sets"
         assert raised.value.value == named.split(",")[-1]
         assert reason in raised.value.reason
@@ -411,7 +414,7 @@ def test_sets_without_an_evaluation_contradict_in_training_only(file):
     config = resolve(*parse_flags(flags))
     load_eval_sets(config.rollout, config.run.seed)
     with pytest.raises(ConfigError, match="eval_tasks is 0"):
-        check_user_code(config)
+        run_checks(config)["held-out sets"]()
 
 
 def test_eval_takes_the_task_file_and_needs_one_place():
