@@ -318,11 +318,7 @@ class Buffer:
         return GroupLease(group_id=group.id, task=group.task, members=members)
 
     def _fail(
-        self,
-        group: OpenGroup,
-        outcome: RolloutSummary | FailedRollout,
-        failure: FailureReason,
-        detail: str,
+        self, group: OpenGroup, outcome: RolloutSummary | FailedRollout, failure: FailureReason, detail: str
     ) -> None:
         self._failed[failure] += 1
         self._count(f"rollouts_failed/{failure}")

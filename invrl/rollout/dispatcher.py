@@ -21,15 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from invrl.interfaces import Buffer
 from invrl.rollout.worker_actor import Assignment
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    GroupLease,
-    Purpose,
-    RolloutSummary,
-    Sampling,
-    Session,
-)
+from invrl.types import FailedRollout, FailureReason, GroupLease, Purpose, RolloutSummary, Sampling, Session
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -19,15 +19,7 @@ import numpy as np
 
 from invrl.rollout.config import EvalMode
 from invrl.rollout.dispatcher import Pool, SessionOpener, assignments
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    GroupLease,
-    GroupMember,
-    RolloutSummary,
-    Sampling,
-    Task,
-)
+from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Sampling, Task
 
 EXACT_REWARD = 1.0
 _Z95 = NormalDist().inv_cdf(0.975)

@@ -19,15 +19,7 @@ import httpx
 import msgspec
 
 from invrl.errors import DeadlineError, SessionError
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    GroupLease,
-    Purpose,
-    RolloutSummary,
-    Sampling,
-    Session,
-)
+from invrl.types import FailedRollout, FailureReason, GroupLease, Purpose, RolloutSummary, Sampling, Session
 
 T = TypeVar("T")
 KEEPALIVE_S = 2.0
