@@ -20,9 +20,8 @@ from invrl.gateway.agent_api import session_keys
 from invrl.gateway.lifecycle import Lifecycle
 from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, hash_key
 from invrl.gateway.turns import Turns
-from invrl.run_store import Outcome
 from invrl.section import Section
-from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, Sampling
+from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Purpose, Sampling
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Name = Annotated[str, Field(max_length=512)]

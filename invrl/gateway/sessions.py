@@ -17,8 +17,7 @@ from itertools import takewhile
 from typing import Literal
 
 from invrl.errors import SessionError
-from invrl.run_store import Outcome
-from invrl.types import GroupMember, Purpose, Sampling, Session
+from invrl.types import GroupMember, Outcome, Purpose, Sampling, Session
 
 SessionState = Literal["open", "finished", "aborted", "expired"]
 
