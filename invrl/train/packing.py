@@ -87,12 +87,8 @@ class MicroBatch:
 def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
     """One row per sample; the trained tokens are wanted."""
     return [
-        Row(
-            tokens_T=sample.tokens_T,
-            wanted_N=np.flatnonzero(sample.loss_mask_T),
-            temperature=sample.temperature,
-        )
-        for sample in samples
+        Row(tokens_T=one.tokens_T, wanted_N=np.flatnonzero(one.loss_mask_T), temperature=one.temperature)
+        for one in samples
     ]
 
 
