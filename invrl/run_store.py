@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -252,8 +253,9 @@ def branches(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
     return tuple(paths)
 
 
-def _turn(row: tuple) -> Turn:  # type: ignore[type-arg]
-    values = dict(zip(_TURN_FIELDS, row, strict=True))
+def _turn(row: tuple[Any, ...]) -> Turn:
+    values: dict[str, Any] = dict(zip(_TURN_FIELDS, row, strict=True))
     values |= {name: np.frombuffer(values[name], dtype) for name, dtype in _TURN_ARRAYS.items()}
     values["spans"] = msgspec.json.decode(values["spans"], type=tuple[VersionSpan, ...])
-    return Turn(**values | {"delivered": bool(values["delivered"])})
+    values["delivered"] = bool(values["delivered"])
+    return Turn(**values)

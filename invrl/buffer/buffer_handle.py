@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ray.exceptions import RayActorError
@@ -22,7 +23,7 @@ Reply = TypeVar("Reply")
 
 def _call(
     method: Callable[Concatenate[BufferActor, Given], Awaitable[Reply]],
-) -> Callable[Concatenate[BufferHandle, Given], Coroutine[Any, Any, Reply]]:
+) -> Callable[Concatenate[BufferHandle, Given], CoroutineType[Any, Any, Reply]]:
     """This method of the actor as one of the handle, within `call_timeout_s`."""
 
     async def call(handle: BufferHandle, /, *args: Given.args, **kwargs: Given.kwargs) -> Reply:

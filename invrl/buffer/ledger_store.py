@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -117,7 +118,7 @@ _ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)
 _FIELDS = tuple(field.name for field in fields(LedgerEntry))
 
 
-def _entry(row: tuple) -> LedgerEntry:  # type: ignore[type-arg]
+def _entry(row: tuple[Any, ...]) -> LedgerEntry:
     _, sequence, group_id, index, attempt, *facts, _ = row
     values = (sequence, Place(group_id, index, attempt), *facts)
     return msgspec.convert(dict(zip(_FIELDS, values, strict=True)), LedgerEntry)

@@ -239,11 +239,8 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
 
 def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
     """These samples; the totals stay the whole batch's."""
-    return replace(
-        batch,
-        samples=tuple(batch.samples[index] for index in indices),
-        advantages=tuple(batch.advantages[index] for index in indices),
-    )
+    samples = tuple(batch.samples[index] for index in indices)
+    return replace(batch, samples=samples, advantages=tuple(batch.advantages[index] for index in indices))
 
 
 def _whole(batch: TrainBatch) -> TrainBatch:
