@@ -15,17 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.metrics import Metric
-from invrl.types import (
-    FailedRollout,
-    Group,
-    GroupLease,
-    RolloutSummary,
-    TakenBatch,
-    Task,
-    TensorSpec,
-    TrainBatch,
-    WeightVersion,
-)
+from invrl.types import Group, GroupLease, Outcome, TakenBatch, Task, TensorSpec, TrainBatch, WeightVersion
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -117,11 +107,9 @@ class Buffer(Protocol):
 
     async def lease(self) -> GroupLease | None:
         """Work to run now; None while the staleness bound or the task source admits no more."""
-        ...
 
-    async def record(self, outcome: RolloutSummary | FailedRollout) -> None:
+    async def record(self, outcome: Outcome) -> None:
         """Idempotent: the same outcome may arrive again after a crash."""
-        ...
 
     async def take(self) -> TakenBatch:
         """The next batch of whole groups, no token older than the staleness bound. Waits; DeadlineError
@@ -132,7 +120,6 @@ class Buffer(Protocol):
 
     async def discard(self, batch_id: int) -> None:
         """Instead of `trained`, in a run without a trainer."""
-        ...
 
     async def snapshot(self, trained: WeightVersion) -> bytes:
         """The buffer for a checkpoint, between `trained` and `release`; `trained`: what the trainer holds."""
@@ -140,11 +127,9 @@ class Buffer(Protocol):
 
     async def advance(self, version: WeightVersion) -> None:
         """The trainer now holds `version`: admission and staleness count against it."""
-        ...
 
     async def release(self, version: WeightVersion) -> None:
         """The canary of `version` has passed: tokens sampled under it count."""
-        ...
 
     async def metrics(self) -> Mapping[str, Metric]:
         """Counts since the last call (groups and rollouts by state and drop reason, staleness)."""
@@ -171,9 +156,7 @@ class Trainer(Protocol):
         ...
 
     async def save_checkpoint(self, path: str) -> None: ...
-
     async def load_checkpoint(self, path: str) -> None: ...
-
     async def export_hugging_face(self, path: str) -> None: ...
 
 
@@ -219,24 +202,19 @@ class WeightReceiver(Protocol):
     def name(self) -> str: ...
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
         """LayoutError unless names, shapes and dtypes are the engine's, all of them, each once."""
-        ...
 
     async def pause(self) -> None:
         """Generation stands still; running requests are retracted and held; the cache is flushed."""
-        ...
 
     async def load(self, staged: StagedWeights) -> None:
         """Move the bytes into the engine."""
-        ...
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
         """Hashes read back from the engine's own parameters, as in StagedWeights.checksums."""
         ...
 
     async def commit(self, version: WeightVersion) -> None: ...
-
     async def resume(self) -> None: ...
-
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]: ...
 
 
@@ -247,4 +225,3 @@ class Fleet(Protocol):
 
     async def evict(self, name: str, reason: str) -> None:
         """Take an engine out of the router: it gets no more traffic."""
-        ...

@@ -16,13 +16,16 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from invrl.types import (
     FailedRollout,
+    Outcome,
     Purpose,
     Rollout,
     RolloutSummary,
@@ -32,8 +35,6 @@ from invrl.types import (
     Turn,
     VersionSpan,
 )
-
-Outcome = RolloutSummary | FailedRollout
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -59,10 +60,9 @@ CREATE TABLE IF NOT EXISTS ledger (
   detail TEXT NOT NULL, batch_id INTEGER, session_id TEXT NOT NULL, at REAL NOT NULL,
   PRIMARY KEY (life, sequence)) WITHOUT ROWID;
 """
-_TURN_COLUMNS = (
-    "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, request_digest, "
-    "delivered, temperature, prompt_tokens, cached_tokens, fork_reason, started_at, finished_at"
-)
+_TURN_FIELDS = tuple(each.name for each in fields(Turn))
+_TURN_COLUMNS = ", ".join(name.removesuffix("_T") for name in _TURN_FIELDS)
+_TURN_ARRAYS = {"context_ids_T": np.int32, "sampled_ids_T": np.int32, "logprobs_T": np.float32}
 
 _encode = msgspec.json.encode
 _Statement = tuple[str, tuple[object, ...]]
@@ -100,47 +100,20 @@ class RunStoreWriter:
         self, sessions: Sequence[Session], key_hashes: Sequence[bytes], opened_at: float
     ) -> Future[None]:
         sql = "INSERT INTO sessions VALUES (?,?,?,?,?,?,?,?,?,'open',NULL,NULL,NULL)"
-        return self._submit(
-            (
-                sql,
-                (
-                    session.id,
-                    key_hash,
-                    session.task_id,
-                    session.group_id,
-                    session.index,
-                    session.attempt,
-                    session.purpose,
-                    _encode(session.sampling),
-                    opened_at,
-                ),
-            )
-            for session, key_hash in zip(sessions, key_hashes, strict=True)
-        )
+        statements: list[_Statement] = []
+        for one, key in zip(sessions, key_hashes, strict=True):
+            place = (one.task_id, one.group_id, one.index, one.attempt, one.purpose)
+            statements.append((sql, (one.id, key, *place, _encode(one.sampling), opened_at)))
+        return self._submit(statements)
 
     def add_turn(self, turn: Turn, messages: bytes) -> Future[None]:
         """`messages`: JSON of the messages that the turn's tokens stand for, the reply last."""
-        values = (
-            turn.id,
-            turn.session_id,
-            turn.parent_id,
-            np.ascontiguousarray(turn.context_ids_T, np.int32).tobytes(),
-            np.ascontiguousarray(turn.sampled_ids_T, np.int32).tobytes(),
-            np.ascontiguousarray(turn.logprobs_T, np.float32).tobytes(),
-            _encode(turn.spans),
-            turn.finish_reason,
-            turn.request_digest,
-            turn.delivered,
-            turn.temperature,
-            turn.prompt_tokens,
-            turn.cached_tokens,
-            turn.fork_reason,
-            turn.started_at,
-            turn.finished_at,
-            messages,
-        )
-        places = ",".join("?" * len(values))
-        return self._submit([(f"INSERT INTO turns ({_TURN_COLUMNS}, messages) VALUES ({places})", values)])
+        row: dict[str, object] = {name: getattr(turn, name) for name in _TURN_FIELDS}
+        for name, dtype in _TURN_ARRAYS.items():
+            row[name] = np.ascontiguousarray(getattr(turn, name), dtype).tobytes()
+        row["spans"] = _encode(turn.spans)
+        sql = f"INSERT INTO turns ({_TURN_COLUMNS}, messages) VALUES ({','.join('?' * (len(row) + 1))})"
+        return self._submit([(sql, (*row.values(), messages))])
 
     def mark_delivered(self, turn_id: str) -> Future[None]:
         return self._submit([("UPDATE turns SET delivered=1 WHERE id=?", (turn_id,))])
@@ -280,22 +253,9 @@ def branches(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
     return tuple(paths)
 
 
-def _turn(row: tuple) -> Turn:  # type: ignore[type-arg]
-    return Turn(
-        id=row[0],
-        session_id=row[1],
-        parent_id=row[2],
-        context_ids_T=np.frombuffer(row[3], np.int32),
-        sampled_ids_T=np.frombuffer(row[4], np.int32),
-        logprobs_T=np.frombuffer(row[5], np.float32),
-        spans=msgspec.json.decode(row[6], type=tuple[VersionSpan, ...]),
-        finish_reason=row[7],
-        request_digest=row[8],
-        delivered=bool(row[9]),
-        temperature=row[10],
-        prompt_tokens=row[11],
-        cached_tokens=row[12],
-        fork_reason=row[13],
-        started_at=row[14],
-        finished_at=row[15],
-    )
+def _turn(row: tuple[Any, ...]) -> Turn:
+    values: dict[str, Any] = dict(zip(_TURN_FIELDS, row, strict=True))
+    values |= {name: np.frombuffer(values[name], dtype) for name, dtype in _TURN_ARRAYS.items()}
+    values["spans"] = msgspec.json.decode(values["spans"], type=tuple[VersionSpan, ...])
+    values["delivered"] = bool(values["delivered"])
+    return Turn(**values)

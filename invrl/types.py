@@ -146,14 +146,20 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSummary:
-    """A finished session as the buffer holds it: ids, lengths and the reward, no token arrays."""
+class EndedSession:
+    """Which session ended, and its place: what every outcome begins with."""
 
     session_id: str
     task_id: str
     group_id: str
     index: int
     attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSummary(EndedSession):
+    """A finished session as the buffer holds it: ids, lengths and the reward, no token arrays."""
+
     reward: float
     reward_components: Mapping[str, float] = field(default_factory=dict)
     num_turns: int
@@ -198,16 +204,14 @@ class FailureReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailedRollout:
+class FailedRollout(EndedSession):
     """A session that ended without a usable reward, and why."""
 
-    session_id: str
-    task_id: str
-    group_id: str
-    index: int
-    attempt: int
     reason: FailureReason
     detail: str
+
+
+Outcome = RolloutSummary | FailedRollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ read by `rollout/weight_loader.py` inside SGLang. Imports torch only where tenso
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import mmap
 import os
@@ -46,11 +45,11 @@ class ArenaHandle:
     slot: int
 
     def to_json(self) -> str:
-        return json.dumps({"path": self.path, "arena_id": self.arena_id, "slot": self.slot})
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> ArenaHandle:
-        return cls(**json.loads(text))
+        return msgspec.json.decode(text, type=cls)
 
 
 def checksum(tensor: torch.Tensor) -> str:

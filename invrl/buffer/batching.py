@@ -123,10 +123,8 @@ def _group_advantages(group: Group, advantage_fn: AdvantageFn, eps: float) -> Se
     rewards_G = np.array([rollout.reward for rollout in group.rollouts_G], np.float64)
     advantages_G = np.asarray(advantage_fn(rewards_G, eps=eps), np.float64)
     if advantages_G.shape != rewards_G.shape or not np.isfinite(advantages_G).all():
-        raise PluginError(
-            field="advantage",
-            value=getattr(advantage_fn, "__name__", repr(advantage_fn)),
-            reason=f"for rewards {rewards_G.tolist()} it returned {advantages_G.tolist()}",
-            fix="return one finite advantage per rollout of the group",
-        )
+        name = getattr(advantage_fn, "__name__", repr(advantage_fn))
+        reason = f"for rewards {rewards_G.tolist()} it returned {advantages_G.tolist()}"
+        fix = "return one finite advantage per rollout of the group"
+        raise PluginError("advantage", name, reason, fix)
     return advantages_G.tolist()

@@ -19,10 +19,11 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import Unpack
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.counts import BufferCounts
-from invrl.buffer.ledger import Ledger, LedgerEntry, Place, RolloutState
+from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry, Place, RolloutState
 from invrl.buffer.open_group import OpenGroup
 from invrl.buffer.policies import ZERO_VARIANCE, admission_limit, newest_version, oldest_version
 from invrl.buffer.snapshot import BufferSnapshot
@@ -35,6 +36,7 @@ from invrl.types import (
     FailureReason,
     GroupLease,
     GroupMember,
+    Outcome,
     RolloutSummary,
     TakenBatch,
     Task,
@@ -56,12 +58,9 @@ class Buffer:
         group_filter: GroupFilter,
         emit: Callable[[LedgerEntry], None] | None = None,
     ) -> None:
-        self.version = WeightVersion(0)
-        self.released = WeightVersion(0)
-        self._max_staleness = config.max_staleness
-        self._batch_size = rollout_batch_size
-        self._group_size = n_samples_per_prompt
-        self._max_attempts = max_attempts
+        self.version = self.released = WeightVersion(0)
+        self._max_staleness, self._max_attempts = config.max_staleness, max_attempts
+        self._batch_size, self._group_size = rollout_batch_size, n_samples_per_prompt
         self._limit = admission_limit(
             max_staleness=config.max_staleness,
             rollout_batch_size=rollout_batch_size,
@@ -76,8 +75,7 @@ class Buffer:
         self._replacements: deque[str] = deque()
         self._batch: TakenBatch | None = None
         self._batch_trained = False
-        self._groups_leased = 0
-        self._batches_taken = 0
+        self._groups_leased = self._batches_taken = 0
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._since: dict[str, Metric] = {}
@@ -96,20 +94,18 @@ class Buffer:
         task = self._next_task()
         if task is None:
             return None
-        number = self._groups_leased
-        self._groups_leased += 1
         group = OpenGroup(
-            id=f"g{number}",
-            number=number,
+            number=self._groups_leased,
             task=task,
             attempts_G=[0] * self._group_size,
             to_lease=list(range(self._group_size)),
         )
+        self._groups_leased += 1
         self._in_flight[group.id] = group
         self._count("groups_leased")
         return self._hand_out(group)
 
-    def record(self, outcome: RolloutSummary | FailedRollout) -> None:
+    def record(self, outcome: Outcome) -> None:
         """Idempotent, in any order. An outcome nobody waits for (its place has one already, its group has
         ended, or it was never leased) is counted and changes nothing."""
         place = Place(outcome.group_id, outcome.index, outcome.attempt)
@@ -168,8 +164,7 @@ class Buffer:
     def discard(self, batch_id: int) -> None:
         """In a run without a trainer this batch has been seen. Raises as `trained`."""
         batch = self._out(batch_id)
-        self._end_batch(batch, RolloutState.DROPPED, reason=DropReason.NOT_TRAINED)
-        self._note_drop(DropReason.NOT_TRAINED, len(batch.groups))
+        self._drop_batch(batch, DropReason.NOT_TRAINED)
         self._batch_trained = True
 
     def advance(self, version: WeightVersion) -> None:
@@ -194,8 +189,7 @@ class Buffer:
         for group in [*self._in_flight.values(), *self._ready.values()]:
             self._drop(group, DropReason.RUN_ENDED)
         if self._batch is not None and not self._batch_trained:
-            self._end_batch(self._batch, RolloutState.DROPPED, reason=DropReason.RUN_ENDED)
-            self._note_drop(DropReason.RUN_ENDED, len(self._batch.groups))
+            self._drop_batch(self._batch, DropReason.RUN_ENDED)
         self._batch = None
 
     # ------------------------------------------------------------------ lives
@@ -218,7 +212,7 @@ class Buffer:
             sequence=self._ledger.sequence,
         )
 
-    def restore(self, snapshot: BufferSnapshot, since: Iterable[RolloutSummary | FailedRollout]) -> None:
+    def restore(self, snapshot: BufferSnapshot, since: Iterable[Outcome]) -> None:
         """Begin, on a new buffer, as of `snapshot`. `since`: outcomes that came after it; those sampled under
         the trained version or an older one count, the others saw weights that are lost. What is in flight
         then is leased again. Raises BufferStateError if the task source gives other tasks."""
@@ -297,47 +291,31 @@ class Buffer:
             return None
         try:
             task = next(self._tasks)
+            if isinstance(task, Task):
+                return task
+            self._source_end = f"the task source yielded {type(task).__name__}, not invrl.types.Task"
         except StopIteration:
             self._source_end = "the task source has ended"
-            return None
         except Exception as error:
             self._source_end = f"the task source raised {type(error).__name__}: {error}"
-            return None
-        if not isinstance(task, Task):
-            self._source_end = f"the task source yielded {type(task).__name__}, not invrl.types.Task"
-            return None
-        return task
+        return None
 
     def _hand_out(self, group: OpenGroup) -> GroupLease:
-        members = tuple(
-            GroupMember(index=index, attempt=group.attempts_G[index]) for index in sorted(group.to_lease)
-        )
+        attempts, indices = group.attempts_G, sorted(group.to_lease)
+        members = tuple(GroupMember(index=index, attempt=attempts[index]) for index in indices)
         group.to_lease = []
-        for member in members:
-            self._move(group, member.index, RolloutState.IN_FLIGHT)
+        for index in indices:
+            self._move(group, index, RolloutState.IN_FLIGHT)
         return GroupLease(group_id=group.id, task=group.task, members=members)
 
-    def _fail(
-        self,
-        group: OpenGroup,
-        outcome: RolloutSummary | FailedRollout,
-        failure: FailureReason,
-        detail: str,
-    ) -> None:
+    def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
         self._failed[failure] += 1
         self._count(f"rollouts_failed/{failure}")
         index = outcome.index
         last = outcome.attempt + 1 >= self._max_attempts
         reason = DropReason.INCOMPLETE if last else DropReason.REPLACED
-        self._move(
-            group,
-            index,
-            RolloutState.DROPPED,
-            reason=reason,
-            failure=failure,
-            detail=detail,
-            session_id=outcome.session_id,
-        )
+        facts = EntryFacts(reason=reason, failure=failure, detail=detail, session_id=outcome.session_id)
+        self._move(group, index, RolloutState.DROPPED, **facts)
         self._count(f"rollouts_dropped/{reason}")
         if last:
             self._drop(group, DropReason.INCOMPLETE)
@@ -399,44 +377,20 @@ class Buffer:
         self._dropped[name] += groups
         self._count(f"groups_dropped/{name}", groups)
 
-    def _end_batch(
-        self,
-        batch: TakenBatch,
-        state: RolloutState,
-        *,
-        reason: DropReason | None = None,
-        batch_id: int | None = None,
-    ) -> None:
+    def _end_batch(self, batch: TakenBatch, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
         for group in batch.groups:
             for rollout in group.rollouts_G:
                 place = Place(group.id, rollout.index, rollout.attempt)
-                self._ledger.move(place, group.task_id, state, reason=reason, batch_id=batch_id)
+                self._ledger.move(place, group.task_id, state, **facts)
                 self._ledger.forget(Place(group.id, place.index, n) for n in range(place.attempt + 1))
-                if reason is not None:
-                    self._count(f"rollouts_dropped/{reason}")
 
-    def _move(
-        self,
-        group: OpenGroup,
-        index: int,
-        state: RolloutState,
-        *,
-        reason: DropReason | None = None,
-        failure: FailureReason | None = None,
-        detail: str = "",
-        batch_id: int | None = None,
-        session_id: str = "",
-    ) -> None:
-        self._ledger.move(
-            Place(group.id, index, group.attempts_G[index]),
-            group.task.id,
-            state,
-            reason=reason,
-            failure=failure,
-            detail=detail,
-            batch_id=batch_id,
-            session_id=session_id,
-        )
+    def _drop_batch(self, batch: TakenBatch, reason: DropReason) -> None:
+        self._end_batch(batch, RolloutState.DROPPED, reason=reason)
+        self._count(f"rollouts_dropped/{reason}", len(batch.groups) * self._group_size)
+        self._note_drop(reason, len(batch.groups))
+
+    def _move(self, group: OpenGroup, index: int, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
+        self._ledger.move(Place(group.id, index, group.attempts_G[index]), group.task.id, state, **facts)
 
     def _note(self, metrics: dict[str, Metric]) -> None:
         self._since = merge([self._since, metrics])

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
@@ -23,26 +23,14 @@ from invrl.buffer.policies import group_filter_function
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError, DeadlineError
 from invrl.metrics import Metric
-from invrl.types import FailedRollout, GroupLease, RolloutSummary, TakenBatch, Task, WeightVersion
+from invrl.types import GroupLease, Outcome, TakenBatch, Task, WeightVersion
 
-Outcome = RolloutSummary | FailedRollout
-
-
-class Outbox(Protocol):
-    """Where outcomes come from (`run_store.RunStore`)."""
-
-    def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]: ...
+if TYPE_CHECKING:
+    from invrl.buffer.ledger_store import LedgerStore
+    from invrl.run_store import RunStore
 
 
-class KeptLedger(Protocol):
-    """Where ledger entries go (`ledger_store.LedgerStore`)."""
-
-    def begin(self, *, parent: int, step: int, sequence: int) -> int: ...
-    def last_outbox_row(self) -> int: ...
-    def write(self, entries: Iterable[LedgerEntry]) -> None: ...
-
-
-def run_store(path: Path) -> tuple[Outbox, KeptLedger]:
+def run_store(path: Path) -> tuple[RunStore, LedgerStore]:
     """Imported here, in the process that uses it, and not with this module."""
     from invrl.buffer.ledger_store import LedgerStore
     from invrl.run_store import RunStore
@@ -62,7 +50,7 @@ class BufferActor:
         max_attempts: int,
         tasks_factory: Callable[[], Iterator[Task]],
         run_store_path: Path,
-        open_store: Callable[[Path], tuple[Outbox, KeptLedger]] = run_store,
+        open_store: Callable[[Path], tuple[RunStore, LedgerStore]] = run_store,
         poll_interval_s: float = 0.02,
     ) -> None:
         self._buffer = Buffer(
@@ -76,9 +64,8 @@ class BufferActor:
         )
         self._entries: list[LedgerEntry] = []
         self._writing = asyncio.Lock()
-        self._life = 0
+        self._life = self._seen = 0
         self._outbox, self._ledger = open_store(run_store_path)
-        self._seen = 0
         self._poll_interval_s = poll_interval_s
         self._poller: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
@@ -90,11 +77,8 @@ class BufferActor:
         if self._poller is not None:
             return
         before = BufferSnapshot.from_bytes(snapshot) if snapshot else None
-        self._life = self._ledger.begin(
-            parent=before.life if before else 0,
-            step=int(before.trained) if before else 0,
-            sequence=before.sequence if before else 0,
-        )
+        parent, step, sequence = (before.life, int(before.trained), before.sequence) if before else (0, 0, 0)
+        self._life = self._ledger.begin(parent=parent, step=step, sequence=sequence)
         newest = self._ledger.last_outbox_row()
         if before is not None:
             since = self._outbox.outbox_after(before.outbox_seq, newest - before.outbox_seq)

@@ -6,17 +6,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import CoroutineType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ray.exceptions import RayActorError
 
+from invrl.buffer.buffer_actor import BufferActor
 from invrl.errors import DeadlineError, ServerError
-from invrl.metrics import Metric
-from invrl.types import FailedRollout, GroupLease, RolloutSummary, TakenBatch, WeightVersion
+from invrl.types import TakenBatch
 
+Given = ParamSpec("Given")
 Reply = TypeVar("Reply")
+
+
+def _call(
+    method: Callable[Concatenate[BufferActor, Given], Awaitable[Reply]],
+) -> Callable[Concatenate[BufferHandle, Given], CoroutineType[Any, Any, Reply]]:
+    """This method of the actor as one of the handle, within `call_timeout_s`."""
+
+    async def call(handle: BufferHandle, /, *args: Given.args, **kwargs: Given.kwargs) -> Reply:
+        reply: Awaitable[Reply] = getattr(handle.actor, method.__name__).remote(*args, **kwargs)
+        return await handle._answer(method.__name__, reply, handle.call_timeout_s)
+
+    return call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,46 +41,27 @@ class BufferHandle:
     batch_timeout_s: float
     call_timeout_s: float = 60.0
 
+    snapshot = _call(BufferActor.snapshot)
+    lease = _call(BufferActor.lease)
+    record = _call(BufferActor.record)
+    trained = _call(BufferActor.trained)
+    discard = _call(BufferActor.discard)
+    advance = _call(BufferActor.advance)
+    release = _call(BufferActor.release)
+    metrics = _call(BufferActor.metrics)
+    close = _call(BufferActor.close)
+
     async def start(self, snapshot: bytes | None = None) -> None:
         """Wait until the actor lives, has restored the snapshot of a checkpoint, and polls."""
-        await self._call("start", self.actor.start.remote(snapshot), self.batch_timeout_s)
-
-    async def snapshot(self, trained: WeightVersion) -> bytes:
-        return await self._call("snapshot", self.actor.snapshot.remote(trained))
-
-    async def lease(self) -> GroupLease | None:
-        return await self._call("lease", self.actor.lease.remote())
-
-    async def record(self, outcome: RolloutSummary | FailedRollout) -> None:
-        await self._call("record", self.actor.record.remote(outcome))
+        await self._answer("start", self.actor.start.remote(snapshot), self.batch_timeout_s)
 
     async def take(self) -> TakenBatch:
         """DeadlineError after batch_timeout_s, raised by the actor, which knows what is missing; here only
         if the actor itself does not answer."""
         reply = self.actor.take.remote(self.batch_timeout_s)
-        return await self._call("take", reply, self.batch_timeout_s + self.call_timeout_s)
+        return await self._answer("take", reply, self.batch_timeout_s + self.call_timeout_s)
 
-    async def trained(self, batch_id: int) -> None:
-        await self._call("trained", self.actor.trained.remote(batch_id))
-
-    async def discard(self, batch_id: int) -> None:
-        await self._call("discard", self.actor.discard.remote(batch_id))
-
-    async def advance(self, version: WeightVersion) -> None:
-        await self._call("advance", self.actor.advance.remote(version))
-
-    async def release(self, version: WeightVersion) -> None:
-        await self._call("release", self.actor.release.remote(version))
-
-    async def metrics(self) -> Mapping[str, Metric]:
-        return await self._call("metrics", self.actor.metrics.remote())
-
-    async def close(self) -> Mapping[str, Metric]:
-        """End the run: everything untrained is dropped. The last metrics."""
-        return await self._call("close", self.actor.close.remote())
-
-    async def _call(self, name: str, reply: Awaitable[Reply], timeout_s: float | None = None) -> Reply:
-        timeout_s = self.call_timeout_s if timeout_s is None else timeout_s
+    async def _answer(self, name: str, reply: Awaitable[Reply], timeout_s: float) -> Reply:
         start = time.monotonic()
         try:
             return await asyncio.wait_for(reply, timeout_s)

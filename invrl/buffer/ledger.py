@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypedDict, Unpack
 
 from invrl.errors import BufferStateError
 from invrl.types import DropReason, FailureReason
@@ -69,6 +70,16 @@ class LedgerEntry:
     """The session that brought the outcome, where one did."""
 
 
+class EntryFacts(TypedDict, total=False):
+    """What may be told with a transition: these fields of its `LedgerEntry`."""
+
+    reason: DropReason
+    failure: FailureReason
+    detail: str
+    batch_id: int
+    session_id: str
+
+
 class Ledger:
     """The state of every place of the groups under way, and counts over all that ever were."""
 
@@ -97,9 +108,7 @@ class Ledger:
         self, states: Mapping[Place, RolloutState], counts: Mapping[RolloutState, int], sequence: int
     ) -> None:
         """As of a snapshot."""
-        self._states = dict(states)
-        self._counts = Counter(counts)
-        self._sequence = sequence
+        self._states, self._counts, self._sequence = dict(states), Counter(counts), sequence
 
     def forget(self, places: Iterable[Place]) -> None:
         """Places of a group that has ended: nothing can happen to them any more."""
@@ -113,40 +122,21 @@ class Ledger:
         self._counts[RolloutState.IN_FLIGHT] -= 1
 
     def move(
-        self,
-        place: Place,
-        task_id: str,
-        state: RolloutState,
-        *,
-        reason: DropReason | None = None,
-        failure: FailureReason | None = None,
-        detail: str = "",
-        batch_id: int | None = None,
-        session_id: str = "",
+        self, place: Place, task_id: str, state: RolloutState, **facts: Unpack[EntryFacts]
     ) -> LedgerEntry:
         """Raises BufferStateError for a transition that does not exist."""
+        entry = LedgerEntry(sequence=self._sequence, place=place, task_id=task_id, state=state, **facts)
         before = self._states.get(place)
         if state not in _NEXT[before]:
             raise BufferStateError(f"rollout {place} cannot go from {before} to {state}")
-        if (reason is not None) != (state is RolloutState.DROPPED):
-            raise BufferStateError(f"rollout {place}: state {state} with drop reason {reason}")
-        if (batch_id is not None) != (state in (RolloutState.TAKEN, RolloutState.TRAINED)):
-            raise BufferStateError(f"rollout {place}: state {state} with batch {batch_id}")
+        if (entry.reason is not None) != (state is RolloutState.DROPPED):
+            raise BufferStateError(f"rollout {place}: state {state} with drop reason {entry.reason}")
+        if (entry.batch_id is not None) != (state in (RolloutState.TAKEN, RolloutState.TRAINED)):
+            raise BufferStateError(f"rollout {place}: state {state} with batch {entry.batch_id}")
         if before is not None:
             self._counts[before] -= 1
         self._states[place] = state
         self._counts[state] += 1
-        entry = LedgerEntry(
-            sequence=self._sequence,
-            place=place,
-            task_id=task_id,
-            state=state,
-            reason=reason,
-            failure=failure,
-            detail=detail,
-            batch_id=batch_id,
-            session_id=session_id,
-        )
         self._sequence += 1
         if self._emit is not None:
             self._emit(entry)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from invrl.buffer.ledger import LedgerEntry, Place, RolloutState
 from invrl.errors import BufferStateError
 from invrl.run_store import connect
-from invrl.types import DropReason, FailureReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,24 +62,9 @@ class LedgerStore:
 
     def write(self, entries: Iterable[LedgerEntry]) -> None:
         now = time.time()
-        rows = [
-            (
-                self._life,
-                entry.sequence,
-                entry.place.group_id,
-                entry.place.index,
-                entry.place.attempt,
-                entry.task_id,
-                entry.state,
-                entry.reason,
-                entry.failure,
-                entry.detail,
-                entry.batch_id,
-                entry.session_id,
-                now,
-            )
-            for entry in entries
-        ]
+        rows = []
+        for sequence, place, *facts in map(astuple, entries):  # the table's columns have the fields' order
+            rows.append((self._life, sequence, *place, *facts, now))
         self._db.execute("BEGIN IMMEDIATE")
         self._db.executemany(f"INSERT INTO ledger VALUES ({','.join('?' * 13)})", rows)
         self._db.execute("COMMIT")
@@ -114,7 +101,7 @@ def check_lineage(kept: Iterable[KeptEntry], *, ended: bool) -> None:
     last: dict[Place, RolloutState] = {}
     trained: dict[Place, int] = {}
     for entry in (one.entry for one in kept if not one.lost):
-        if last.get(entry.place) in (RolloutState.TRAINED, RolloutState.DROPPED):
+        if last.get(entry.place) in _ENDS:
             raise BufferStateError(f"{entry.place} ended as {last[entry.place]} and then is {entry.state}")
         last[entry.place] = entry.state
         if entry.state is RolloutState.TRAINED and entry.batch_id is not None:
@@ -128,17 +115,10 @@ def check_lineage(kept: Iterable[KeptEntry], *, ended: bool) -> None:
 
 
 _ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)
+_FIELDS = tuple(field.name for field in fields(LedgerEntry))
 
 
-def _entry(row: tuple) -> LedgerEntry:  # type: ignore[type-arg]
-    return LedgerEntry(
-        sequence=row[1],
-        place=Place(row[2], row[3], row[4]),
-        task_id=row[5],
-        state=RolloutState(row[6]),
-        reason=DropReason(row[7]) if row[7] else None,
-        failure=FailureReason(row[8]) if row[8] else None,
-        detail=row[9],
-        batch_id=row[10],
-        session_id=row[11],
-    )
+def _entry(row: tuple[Any, ...]) -> LedgerEntry:
+    _, sequence, group_id, index, attempt, *facts, _ = row
+    values = (sequence, Place(group_id, index, attempt), *facts)
+    return msgspec.convert(dict(zip(_FIELDS, values, strict=True)), LedgerEntry)

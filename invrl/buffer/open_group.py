@@ -12,7 +12,6 @@ from invrl.types import Group, RolloutSummary, Task
 
 @dataclass(slots=True)
 class OpenGroup:
-    id: str
     number: int
     task: Task
     attempts_G: list[int]
@@ -21,6 +20,10 @@ class OpenGroup:
     finished: dict[int, RolloutSummary] = field(default_factory=dict)
     passed_over: bool = False
     """Was ready when a full batch was taken without it."""
+
+    @property
+    def id(self) -> str:
+        return f"g{self.number}"
 
     def rollouts(self) -> list[RolloutSummary]:
         return [self.finished[index] for index in sorted(self.finished)]
@@ -67,7 +70,6 @@ class OpenGroup:
                 "a run resumes only on the tasks that it began with"
             )
         return cls(
-            id=f"g{saved.number}",
             number=saved.number,
             task=task,
             attempts_G=list(saved.attempts_G),

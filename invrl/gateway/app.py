@@ -45,13 +45,8 @@ def make_app(
     registry = SessionRegistry(
         max_open=settings.max_open_sessions, ttl_s=settings.session_ttl_s, public_url=settings.url
     )
-    turns = Turns(
-        engine=engine,
-        renderer=renderer,
-        store=store,
-        context_length=settings.context_length,
-        run_seed=settings.sampling_seed,
-    )
+    limit, seed = settings.context_length, settings.sampling_seed
+    turns = Turns(engine=engine, renderer=renderer, store=store, context_length=limit, run_seed=seed)
     sampling = Sampling(
         temperature=settings.temperature, top_p=settings.top_p, max_new_tokens=settings.max_new_tokens
     )
@@ -72,12 +67,8 @@ def make_app(
             await last
 
     def metrics() -> dict[str, object]:
-        return {
-            "run_id": settings.run_id,
-            "sessions": registry.counts(),
-            "loop_lag_ms": lag.summary(),
-            **turns.metrics(),
-        }
+        measured = {"sessions": registry.counts(), "loop_lag_ms": lag.summary()}
+        return {"run_id": settings.run_id, **measured, **turns.metrics()}
 
     app = FastAPI(title="invrl gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
 

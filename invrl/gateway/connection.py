@@ -21,8 +21,7 @@ class ClientConnection:
     """The request that came and the answer on its way."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
+        self._receive, self._send = receive, send
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.gone = asyncio.Event()
         """The client has disconnected."""
@@ -36,9 +35,8 @@ class ClientConnection:
             async with asyncio.timeout(deadline_s):
                 body = await self._read(limit)
         except TimeoutError:
-            raise SessionError(
-                f"the request's body was not complete after {deadline_s:.0f} s", status=408, code="timeout"
-            ) from None
+            reason = f"the request's body was not complete after {deadline_s:.0f} s"
+            raise SessionError(reason, status=408, code="timeout") from None
         self._watch = asyncio.create_task(self._watch_client())
         return body
 
@@ -76,9 +74,8 @@ class ClientConnection:
             part = message.get("body", b"")
             size += len(part)
             if size > limit:
-                raise SessionError(
-                    f"the request's body is larger than {limit} bytes", status=413, code="request_too_large"
-                )
+                reason = f"the request's body is larger than {limit} bytes"
+                raise SessionError(reason, status=413, code="request_too_large")
             parts.append(part)
             if not message.get("more_body"):
                 return b"".join(parts)

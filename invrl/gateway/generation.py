@@ -138,9 +138,8 @@ class Generation:
             return await asyncio.shield(self._task)
         except asyncio.CancelledError:
             if self._task.cancelled():
-                raise SessionError(
-                    "the session was closed meanwhile", status=401, code="session_closed"
-                ) from None
+                reason = "the session was closed meanwhile"
+                raise SessionError(reason, status=401, code="session_closed") from None
             raise
 
     async def _run(self) -> Answer:
@@ -182,15 +181,13 @@ class Generation:
         else:
             result = await self._engine.generate(request)
             if len(result.ids_T):
-                self._take(
-                    GenerateChunk(ids_T=result.ids_T, logprobs_T=result.logprobs_T, spans=result.spans)
-                )
+                self._take(result)
         sent = len(request.input_ids_T)
         if result.prompt_tokens != sent:
             raise ServerError(f"the engine consumed {result.prompt_tokens} prompt tokens, {sent} were sent")
         return result
 
-    def _take(self, chunk: GenerateChunk) -> None:
+    def _take(self, chunk: GenerateChunk | GenerateResult) -> None:
         self._spans = chunk.spans
         text = self._stream.push(chunk.ids_T.tolist())
         self._publish(Piece(text=text, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T))

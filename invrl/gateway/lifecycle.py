@@ -15,8 +15,8 @@ from invrl.errors import SessionError
 from invrl.gateway.outcome import failed, summarise
 from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, SessionState
 from invrl.gateway.turns import Turns
-from invrl.run_store import Outcome, RunStoreWriter
-from invrl.types import FailureReason, Sampling
+from invrl.run_store import RunStoreWriter
+from invrl.types import FailureReason, Outcome, Sampling
 
 _log = logging.getLogger(__name__)
 

@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from invrl.gateway.sessions import SessionRecord
-from invrl.types import FailedRollout, FailureReason, RolloutSummary, Turn, WeightVersion
+from invrl.types import FailedRollout, FailureReason, Outcome, RolloutSummary, Session, Turn, WeightVersion
 
 
 def failed(record: SessionRecord, reason: FailureReason, detail: str) -> FailedRollout:
-    session = record.session
-    return FailedRollout(
-        session_id=session.id,
-        task_id=session.task_id,
-        group_id=session.group_id,
-        index=session.index,
-        attempt=session.attempt,
-        reason=reason,
-        detail=detail,
-    )
+    return FailedRollout(**_place(record.session), reason=reason, detail=detail)
+
+
+def _place(session: Session) -> dict[str, Any]:
+    """The fields of `EndedSession`."""
+    names = ("task_id", "group_id", "index", "attempt")
+    return {"session_id": session.id, **{name: getattr(session, name) for name in names}}
 
 
 def summarise(
     record: SessionRecord, turns: Sequence[Turn], delivered: Collection[str], now: float
-) -> RolloutSummary | FailedRollout:
+) -> Outcome:
     """The outcome of finishing `record`. `delivered`: ids of the turns whose answer reached its client.
     Versions are those of the tokens that may be trained. A session without such tokens is EMPTY, a
     training session without a reward BAD_REWARD; others count as reward 0."""
     trained = [turn for turn in turns if turn.id in delivered and turn.finish_reason != "abort"]
     versions = [span.version for turn in trained for span in turn.spans if span.end > span.start]
     if not versions:
-        return failed(
-            record, FailureReason.EMPTY, f"no sampled token reached the client ({len(turns)} turns)"
-        )
+        detail = f"no sampled token reached the client ({len(turns)} turns)"
+        return failed(record, FailureReason.EMPTY, detail)
     if record.reward is None and record.session.purpose == "train":
         return failed(record, FailureReason.BAD_REWARD, "the session was finished without a reward")
-    session = record.session
     later = [turn for turn in turns if turn.parent_id is not None]
     return RolloutSummary(
-        session_id=session.id,
-        task_id=session.task_id,
-        group_id=session.group_id,
-        index=session.index,
-        attempt=session.attempt,
+        **_place(record.session),
         reward=0.0 if record.reward is None else record.reward,
         reward_components=record.components,
         num_turns=len(turns),

@@ -41,8 +41,7 @@ class TurnSampling:
 _NEUTRAL: Mapping[str, Json] = {
     "top_k": -1,
     "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0.0),
     "repetition_penalty": 1.0,
     "logit_bias": {},
     "sampling_seed": None,
@@ -54,9 +53,8 @@ def resolve(purpose: Purpose, pinned: Sampling, client: ClientSampling) -> TurnS
     """`pinned.max_new_tokens` bounds every session: a client may ask for fewer tokens, not for more.
     SessionError 400 for a logit bias in serving: the router (sglang-router 0.3.2) drops it unsaid."""
     if purpose == "serve" and client.logit_bias:
-        raise SessionError(
-            "`logit_bias` is not supported yet", status=400, code="unsupported_parameter", param="logit_bias"
-        )
+        reason = "`logit_bias` is not supported yet"
+        raise SessionError(reason, status=400, code="unsupported_parameter", param="logit_bias")
     asked = {name: getattr(client, name) for name in ("temperature", "top_p", *_NEUTRAL)}
     asked = {name: value for name, value in asked.items() if value is not None}
     overridden = []

@@ -20,9 +20,8 @@ from invrl.gateway.agent_api import session_keys
 from invrl.gateway.lifecycle import Lifecycle
 from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, hash_key
 from invrl.gateway.turns import Turns
-from invrl.run_store import Outcome
 from invrl.section import Section
-from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, Sampling
+from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Purpose, Sampling
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Name = Annotated[str, Field(max_length=512)]
@@ -69,8 +68,7 @@ class KeyRing:
     """Who may do what: the environment key opens, a session's key acts on its own session."""
 
     def __init__(self, env_key: str, registry: SessionRegistry) -> None:
-        self._env_hash = hash_key(env_key)
-        self._registry = registry
+        self._env_hash, self._registry = hash_key(env_key), registry
 
     def check_environment(self, request: Request) -> None:
         """SessionError 401 unless the bearer is the environment key."""
@@ -87,9 +85,8 @@ class KeyRing:
             record = self._registry.by_id(session_id)
             if hmac.compare_digest(given, record.key_hash):
                 return record
-        raise SessionError(
-            "this needs the environment key or the session's own", status=401, code="invalid_api_key"
-        )
+        reason = "this needs the environment key or the session's own"
+        raise SessionError(reason, status=401, code="invalid_api_key")
 
 
 def session_routes(
@@ -132,15 +129,9 @@ def session_routes(
     @api.get("/sessions/{session_id}")
     async def show_session(request: Request, session_id: str) -> Response:
         record = keys.session(request, session_id)
-        state = {
-            "state": record.state,
-            "reward": record.reward,
-            "components": record.components,
-            "overridden": sorted(record.overridden),
-            "turns": turns.overview(record),
-            "outcome": record.outcome,
-        }
-        return _json({name: getattr(record.session, name) for name in _SHOWN} | state)
+        shown = {name: getattr(record.session, name) for name in _SHOWN}
+        shown |= {name: getattr(record, name) for name in ("state", "reward", "components", "outcome")}
+        return _json(shown | {"overridden": sorted(record.overridden), "turns": turns.overview(record)})
 
     @api.get("/metrics")
     async def show_metrics(request: Request) -> Response:

@@ -17,8 +17,7 @@ from itertools import takewhile
 from typing import Literal
 
 from invrl.errors import SessionError
-from invrl.run_store import Outcome
-from invrl.types import GroupMember, Purpose, Sampling, Session
+from invrl.types import GroupMember, Outcome, Purpose, Sampling, Session
 
 SessionState = Literal["open", "finished", "aborted", "expired"]
 
@@ -62,9 +61,7 @@ class SessionRegistry:
     """All sessions this gateway knows."""
 
     def __init__(self, *, max_open: int, ttl_s: float, public_url: str) -> None:
-        self._max_open = max_open
-        self._ttl_s = ttl_s
-        self._public_url = public_url.rstrip("/")
+        self._max_open, self._ttl_s, self._public_url = max_open, ttl_s, public_url.rstrip("/")
         self._by_id: dict[str, SessionRecord] = {}
         self._by_key: dict[bytes, SessionRecord] = {}
         self._open: dict[str, SessionRecord] = {}
@@ -121,9 +118,8 @@ class SessionRegistry:
     def reward(self, record: SessionRecord, reward: float, components: Mapping[str, float]) -> None:
         """The last value wins until the session closes; SessionError 409 after that."""
         if record.state != "open":
-            raise SessionError(
-                f"session {record.session.id} is {record.state}", status=409, code="session_closed"
-            )
+            reason = f"session {record.session.id} is {record.state}"
+            raise SessionError(reason, status=409, code="session_closed")
         record.reward, record.components = reward, dict(components)
 
     def close(self, record: SessionRecord, state: SessionState, outcome: Outcome) -> None:

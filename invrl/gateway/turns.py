@@ -11,7 +11,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from invrl.types import Json, Sampling, Turn
 
 _ENGINE_MARGIN = 8
 """Tokens of the context length that SGLang keeps for itself."""
+_SHOWN = ("id", "parent_id", "fork_reason", "finish_reason", "prompt_tokens", "cached_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,27 +57,19 @@ class _Place:
     fork: ForkReason | None
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Turns:
     """All live conversations and how they go on."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        renderer: Renderer,
-        store: RunStoreWriter,
-        context_length: int,
-        run_seed: int | None = None,
-    ) -> None:
-        self._engine = engine
-        self._renderer = renderer
-        self._store = store
-        self._context_length = context_length
-        self._run_seed = run_seed
-        self._conversations: dict[str, Conversation] = {}
-        self.counts: Counter[str] = Counter()
-        self.forks: Counter[str] = Counter()
-        self.overridden: Counter[str] = Counter()
+    engine: Engine
+    renderer: Renderer
+    store: RunStoreWriter
+    context_length: int
+    run_seed: int | None = None
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    forks: Counter[str] = field(default_factory=Counter, init=False)
+    overridden: Counter[str] = field(default_factory=Counter, init=False)
+    _conversations: dict[str, Conversation] = field(default_factory=dict, init=False)
 
     def open(self, record: SessionRecord) -> None:
         self._conversations[record.session.id] = Conversation(record)
@@ -121,7 +114,7 @@ class Turns:
                     input_ids_T=ids_T,
                     sampling=sampling,
                     stop=request.stop,
-                    stop_token_ids=tuple(sorted(self._renderer.end_ids)),
+                    stop_token_ids=tuple(sorted(self.renderer.end_ids)),
                     extra_sampling={**self._seed(conversation, ids_T), **chosen.extra},
                     routing_key=session.id,
                 ),
@@ -132,8 +125,8 @@ class Turns:
                 fork_reason=place.fork.value if place.fork else "",
                 digest=request.digest,
             ),
-            engine=self._engine,
-            renderer=self._renderer,
+            engine=self.engine,
+            renderer=self.renderer,
             commit=lambda turn, proposal, text: self._commit(conversation, turn, proposal, text),
         )
         conversation.start(request.digest, generation)
@@ -145,7 +138,7 @@ class Turns:
         turn_id = generation.proposal.request.rid
         if turn_id not in conversation.delivered:
             conversation.delivered.add(turn_id)
-            self._store.mark_delivered(turn_id)
+            self.store.mark_delivered(turn_id)
             self.counts["delivered"] += 1
 
     def overview(self, record: SessionRecord) -> list[dict[str, str | int | bool | None]]:
@@ -154,16 +147,8 @@ class Turns:
         if conversation is None:
             return []
         return [
-            {
-                "id": turn.id,
-                "parent_id": turn.parent_id,
-                "fork_reason": turn.fork_reason,
-                "finish_reason": turn.finish_reason,
-                "delivered": turn.id in conversation.delivered,
-                "prompt_tokens": turn.prompt_tokens,
-                "cached_tokens": turn.cached_tokens,
-                "sampled_tokens": len(turn.sampled_ids_T),
-            }
+            {name: getattr(turn, name) for name in _SHOWN}
+            | {"delivered": turn.id in conversation.delivered, "sampled_tokens": len(turn.sampled_ids_T)}
             for turn in conversation.turns
         ]
 
@@ -172,31 +157,30 @@ class Turns:
 
     def _place(self, conversation: Conversation, messages: Sequence[Message]) -> _Place:
         match = conversation.forest.match(messages)
-        if match.node is None:
-            return _Place(parent=None, depth=0, context_ids=self._renderer.first(messages), fork=match.fork)
-        tail = self._renderer.tail(messages, match.depth, closed=match.node.closed)
-        if tail.fork is not None:
-            return _Place(parent=None, depth=0, context_ids=self._renderer.first(messages), fork=tail.fork)
-        return _Place(parent=match.node, depth=match.depth, context_ids=tail.ids, fork=match.fork)
+        fork = match.fork
+        if match.node is not None:
+            tail = self.renderer.tail(messages, match.depth, closed=match.node.closed)
+            if tail.fork is None:
+                return _Place(parent=match.node, depth=match.depth, context_ids=tail.ids, fork=fork)
+            fork = tail.fork
+        return _Place(parent=None, depth=0, context_ids=self.renderer.first(messages), fork=fork)
 
     def _seed(self, conversation: Conversation, ids_T: NDArray[np.int32]) -> Mapping[str, Json]:
-        if self._run_seed is None:
+        if self.run_seed is None:
             return {}
         prompt = hashlib.blake2b(ids_T.tobytes(), digest_size=16).digest()
         conversation.asked[prompt] += 1
         nth = conversation.asked[prompt]
-        return {"sampling_seed": sampling_seed(self._run_seed, conversation.record.session, prompt, nth)}
+        return {"sampling_seed": sampling_seed(self.run_seed, conversation.record.session, prompt, nth)}
 
     def _fit(self, sampling: Sampling, prompt: int) -> Sampling:
-        room = self._context_length - _ENGINE_MARGIN - prompt
+        room = self.context_length - _ENGINE_MARGIN - prompt
         if room < 1:
-            raise SessionError(
-                f"This model's maximum context length is {self._context_length} tokens (of which "
-                f"{_ENGINE_MARGIN} are the engine's); your messages resulted in {prompt} tokens.",
-                status=400,
-                code="context_length_exceeded",
-                param="messages",
+            reason = (
+                f"This model's maximum context length is {self.context_length} tokens (of which "
+                f"{_ENGINE_MARGIN} are the engine's); your messages resulted in {prompt} tokens."
             )
+            raise SessionError(reason, status=400, code="context_length_exceeded", param="messages")
         return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
     def _commit(
@@ -204,9 +188,8 @@ class Turns:
     ) -> asyncio.Future[None]:
         sampled = len(turn.sampled_ids_T)
         self.counts[turn.finish_reason] += 1
-        self.counts["sampled_tokens"] += sampled
-        self.counts["prompt_tokens"] += turn.prompt_tokens
-        self.counts["cached_tokens"] += turn.cached_tokens
+        tokens = {"prompt_tokens": turn.prompt_tokens, "cached_tokens": turn.cached_tokens}
+        self.counts.update({**tokens, "sampled_tokens": sampled})
         loop = asyncio.get_running_loop()
         if not sampled or conversation.record.state != "open":
             done: asyncio.Future[None] = loop.create_future()
@@ -214,9 +197,9 @@ class Turns:
             return done
         messages = (*proposal.messages, Message("assistant", text))
         conversation.turns.append(turn)
-        durable = asyncio.wrap_future(self._store.add_turn(turn, msgspec.json.encode(messages)), loop=loop)
+        durable = asyncio.wrap_future(self.store.add_turn(turn, msgspec.json.encode(messages)), loop=loop)
         if turn.finish_reason != "abort":
-            closed = self._renderer.is_closed(turn.sampled_ids_T.tolist())
+            closed = self.renderer.is_closed(turn.sampled_ids_T.tolist())
             node = Node(turn=turn, parent=proposal.parent, messages=messages, closed=closed)
             durable.add_done_callback(lambda done: _join(conversation, node, done))
         return durable

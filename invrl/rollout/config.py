@@ -41,7 +41,7 @@ class RolloutConfig(Section):
     rollout_concurrency: PositiveInt = Field(32, description="rollouts at a time, over all workers")
     rollout_timeout_s: PositiveFloat = Field(300.0, description="a rollout that takes longer has failed")
     rollout_max_attempts: PositiveInt = Field(
-        3, description="tries at one place in a group before it is given up"
+        3, description="tries at one place in a group until it is given up"
     )
     temperature: PositiveFloat = Field(1.0, description="sampling temperature of training rollouts")
     max_new_tokens: PositiveInt = Field(512, description="tokens one turn may sample")
@@ -67,14 +67,12 @@ class EngineConfig(Section):
 
     num_engines: PositiveInt = Field(1, description="SGLang servers in the fleet")
     engine_dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="weights and compute of the engines"
+        "bfloat16", description="engines' weights and compute"
     )
     seeded_sampling: bool = Field(
         False, description="draw each generation by a seed of its own, from --seed and its place in the run"
     )
     engine_max_total_tokens: PositiveInt = Field(16384, description="KV-cache tokens per engine (CPU)")
-    engine_start_timeout_s: PositiveFloat = Field(
-        300.0, description="deadline for an engine to become healthy"
-    )
+    engine_start_timeout_s: PositiveFloat = Field(300.0, description="deadline for an engine to be healthy")
     engine_health_interval_s: PositiveFloat = Field(5.0, description="seconds between our own health checks")
     router_start_timeout_s: PositiveFloat = Field(60.0, description="deadline for the router to answer")

@@ -17,19 +17,13 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from invrl.interfaces import Buffer
+from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    GroupLease,
-    Purpose,
-    RolloutSummary,
-    Sampling,
-    Session,
-)
+from invrl.rollout.worker_pool import WorkerPool
+from invrl.types import FailedRollout, FailureReason, GroupLease, Session
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -41,39 +35,14 @@ _END_TIMEOUT_S = 5.0
 """The run is over: a gateway that is gone needs no abort."""
 
 
-class SessionOpener(Protocol):
-    """The part of the session API that a dispatcher needs (`session_client.SessionClient`)."""
-
-    async def open(
-        self,
-        lease: GroupLease,
-        *,
-        purpose: Purpose = "train",
-        sampling: Sampling | None = None,
-        deadline_s: float | None = None,
-    ) -> list[Session]: ...
-    async def abort(
-        self, session: Session, reason: FailureReason, detail: str
-    ) -> RolloutSummary | FailedRollout: ...
-
-
-class Pool(Protocol):
-    """Runs assignments (`worker_pool.WorkerPool`)."""
-
-    async def run(self, assignment: Assignment) -> tuple[RolloutSummary | FailedRollout, ...]: ...
-
-
 class Dispatcher:
     """`group_form`: a lease is one assignment with all its sessions, not one assignment each."""
 
     def __init__(
-        self, buffer: Buffer, sessions: SessionOpener, pool: Pool, *, concurrency: int, group_form: bool
+        self, buffer: Buffer, sessions: SessionClient, pool: WorkerPool, *, concurrency: int, group_form: bool
     ) -> None:
-        self._buffer = buffer
-        self._sessions = sessions
-        self._pool = pool
-        self._concurrency = concurrency
-        self._group_form = group_form
+        self._buffer, self._sessions, self._pool = buffer, sessions, pool
+        self._concurrency, self._group_form = concurrency, group_form
         self._waiting: deque[Assignment] = deque()
         self._runs: dict[asyncio.Task[None], Assignment] = {}
         self._changed = asyncio.Event()
@@ -164,13 +133,8 @@ class Dispatcher:
     async def _run(self, assignment: Assignment) -> None:
         for outcome in await self._pool.run(assignment):
             if isinstance(outcome, FailedRollout):
-                _log.info(
-                    "rollout %s of task %s failed (%s): %s",
-                    outcome.session_id,
-                    outcome.task_id,
-                    outcome.reason,
-                    outcome.detail,
-                )
+                names = outcome.session_id, outcome.task_id, outcome.reason, outcome.detail
+                _log.info("rollout %s of task %s failed (%s): %s", *names)
 
     def _ended(self, run: asyncio.Task[None]) -> None:
         del self._runs[run]

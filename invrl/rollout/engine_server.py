@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -106,8 +107,7 @@ class EngineServer:
         self.api_key = secrets.token_hex(24)  # becomes an argument: must not begin with "-"
         self.admin_key = secrets.token_hex(24)
         self.port = 0
-        self._config = config
-        self._model_path = model_path
+        self._config, self._model_path = config, model_path
         self._log = run_folder / "logs" / f"{name}.log"
         self._passthrough = tuple(passthrough)
         self._env = dict(env or {})
@@ -124,8 +124,6 @@ class EngineServer:
 
     def start(self, *, version: int = 0) -> None:
         """Returns at once. `version` names the weights in `model_path`."""
-        import sys
-
         self.port = free_port()
         command = engine_command(
             self._config,
@@ -163,14 +161,13 @@ class EngineServer:
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
         try:
             # Refused at once until the HTTP process listens, which it does after the model is loaded.
-            answer = httpx.post(
-                f"{self.url}/generate", json=body, headers=_bearer(self.api_key), timeout=timeout
-            )
+            sampler, admin = _bearer(self.api_key), _bearer(self.admin_key)
+            answer = httpx.post(f"{self.url}/generate", json=body, headers=sampler, timeout=timeout)
             if answer.status_code != 200:
                 return False
             # What was built so far is never garbage. Without this every cache flush (each weight
             # update) walks it all: 0.5 s. SGLang's own call comes too early without its warm-up.
-            frozen = httpx.post(f"{self.url}/freeze_gc", headers=_bearer(self.admin_key), timeout=timeout)
+            frozen = httpx.post(f"{self.url}/freeze_gc", headers=admin, timeout=timeout)
         except httpx.HTTPError:
             return False
         return frozen.status_code == 200

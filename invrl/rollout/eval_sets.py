@@ -26,19 +26,16 @@ def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ..
         parts = _ENTRY.fullmatch(entry)
         if parts is None or parts[1] in sets:
             reason = "not NAME=WHERE, the name of letters, digits, '.', '_', '-'"
-            raise ConfigError(
-                field="eval_sets",
-                value=entry,
-                reason=f"another set is called {parts[1]!r}" if parts else reason,
-                fix="write name=tasks.jsonl or name=module:source, each name once",
-            )
+            reason = f"another set is called {parts[1]!r}" if parts else reason
+            fix = "write name=tasks.jsonl or name=module:source, each name once"
+            raise ConfigError("eval_sets", entry, reason, fix)
         name, where = parts.groups()
         source, file = (where, "") if _SOURCE.fullmatch(where) else ("", where)
         place = {"task_source_path": source, "eval_task_file": file}
         try:
             sets[name] = load_eval_tasks(config.model_copy(update=place), seed)
         except ConfigError as error:
-            raise type(error)(field="eval_sets", value=entry, reason=error.reason, fix=error.fix) from error
+            raise type(error)("eval_sets", entry, error.reason, error.fix) from error
     return sets
 
 
@@ -49,10 +46,7 @@ def held_out_only(config: RolloutConfig) -> RolloutConfig:
         return config
     file = config.eval_task_file or config.task_file
     if bool(file) == bool(config.task_source_path):
-        raise ConfigError(
-            field="task_source_path",
-            value=config.task_source_path,
-            reason=f"tasks come from the file {file} as well" if file else "there are no tasks",
-            fix="give one of --task-file and --task-source-path, or --eval-sets, which goes before both",
-        )
+        reason = f"tasks come from the file {file} as well" if file else "there are no tasks"
+        fix = "give one of --task-file and --task-source-path, or --eval-sets, which goes before both"
+        raise ConfigError("task_source_path", config.task_source_path, reason, fix)
     return config.model_copy(update={"task_file": "", "eval_task_file": file})

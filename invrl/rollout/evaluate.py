@@ -18,16 +18,10 @@ from statistics import NormalDist
 import numpy as np
 
 from invrl.rollout.config import EvalMode
-from invrl.rollout.dispatcher import Pool, SessionOpener, assignments
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    GroupLease,
-    GroupMember,
-    RolloutSummary,
-    Sampling,
-    Task,
-)
+from invrl.rollout.dispatcher import assignments
+from invrl.rollout.session_client import SessionClient
+from invrl.rollout.worker_pool import WorkerPool
+from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Outcome, Sampling, Task
 
 EXACT_REWARD = 1.0
 _Z95 = NormalDist().inv_cdf(0.975)
@@ -119,8 +113,8 @@ async def evaluate(
     mode: EvalMode,
     samples_per_task: int,
     max_new_tokens: int,
-    sessions: SessionOpener,
-    pool: Pool,
+    sessions: SessionClient,
+    pool: WorkerPool,
     concurrency: int,
     group_form: bool,
     label: str,
@@ -132,13 +126,13 @@ async def evaluate(
     sampling = Sampling(temperature=0.0 if mode == "greedy" else 1.0, max_new_tokens=max_new_tokens)
     room = asyncio.Semaphore(max(1, concurrency // samples))
 
-    async def run_lease(lease: GroupLease) -> list[RolloutSummary | FailedRollout]:
+    async def run_lease(lease: GroupLease) -> list[Outcome]:
         opened = await sessions.open(lease, purpose="eval", sampling=sampling)
         calls = assignments(lease, opened, group_form=group_form)
         ended = await asyncio.gather(*(pool.run(call) for call in calls))
         return [outcome for of_call in ended for outcome in of_call]
 
-    async def run_task(task: Task) -> list[RolloutSummary | FailedRollout]:
+    async def run_task(task: Task) -> list[Outcome]:
         members = tuple(GroupMember(index=index, attempt=0) for index in range(samples))
         lease = GroupLease(group_id=f"eval/{label}/{mode}/{task.id}", task=task, members=members)
         async with room:
@@ -159,15 +153,9 @@ async def evaluate(
         raise failed.exceptions[0] from None
     ended = [run.result() for run in runs]
     failures = Counter(o.reason.value for of_task in ended for o in of_task if isinstance(o, FailedRollout))
-    return EvalScore(
-        set_name=set_name,
-        mode=mode,
-        task_ids=tuple(task.id for task in tasks),
-        rewards=tuple(
-            tuple(o.reward if isinstance(o, RolloutSummary) else 0.0 for o in of_task) for of_task in ended
-        ),
-        failures=dict(failures),
-    )
+    rewards = tuple(tuple(0.0 if isinstance(o, FailedRollout) else o.reward for o in each) for each in ended)
+    ids = tuple(task.id for task in tasks)
+    return EvalScore(set_name=set_name, mode=mode, task_ids=ids, rewards=rewards, failures=dict(failures))
 
 
 def wilson_interval(successes: int, n: int) -> Interval:
@@ -213,5 +201,5 @@ def _task_accuracy(score: EvalScore) -> np.ndarray:
     return np.array([np.mean([reward >= EXACT_REWARD for reward in of_task]) for of_task in score.rewards])
 
 
-def _not_its_fault(outcome: RolloutSummary | FailedRollout) -> bool:
+def _not_its_fault(outcome: Outcome) -> bool:
     return isinstance(outcome, FailedRollout) and outcome.reason in _TRY_AGAIN

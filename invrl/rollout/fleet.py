@@ -67,9 +67,7 @@ class Fleet:
         """`sglang`, `router`: what the user passes through, by upstream's field names. ConfigError."""
         self._carrier = carrier
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
-        self._config = engine
-        self._model_path = model_path
-        self._run_folder = run_folder
+        self._config, self._model_path, self._run_folder = engine, model_path, run_folder
         self._replies = run_folder / "engine_replies"
         self._sglang_flags = sglang_flags({name: str(value) for name, value in (sglang or {}).items()})
         self._engines: dict[str, Engine] = {}
@@ -145,10 +143,8 @@ class Fleet:
         if name in self._engines:
             raise ServerError(f"{name} is running")
         if staged.version != self._version:
-            raise WeightSyncError(
-                f"{name} cannot return with version {staged.version}: the fleet holds {self._version}",
-                engine=name,
-            )
+            reason = f"{name} cannot return with version {staged.version}: the fleet holds {self._version}"
+            raise WeightSyncError(reason, engine=name)
         engine = self._launch(name)
         try:
             await self._ready(engine)
@@ -176,13 +172,8 @@ class Fleet:
         shutil.rmtree(self._replies, ignore_errors=True)
 
     def _launch(self, name: str) -> Engine:
-        server = EngineServer(
-            name,
-            self._config,
-            model_path=self._model_path,
-            run_folder=self._run_folder,
-            passthrough=self._sglang_flags,
-        )
+        model, folder, flags = self._model_path, self._run_folder, self._sglang_flags
+        server = EngineServer(name, self._config, model_path=model, run_folder=folder, passthrough=flags)
         # In this thread: the kernel ends a child together with the thread that started it.
         server.start()
         client = SglangClient(

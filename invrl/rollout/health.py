@@ -44,9 +44,7 @@ class HealthCheck:
         return {name: verdict for name, verdict in zip(engines, verdicts, strict=True) if verdict}
 
     async def watch(
-        self,
-        engines: Callable[[], Mapping[str, Checked]],
-        evict: Callable[[str, str], Awaitable[None]],
+        self, engines: Callable[[], Mapping[str, Checked]], evict: Callable[[str, str], Awaitable[None]]
     ) -> None:
         while True:
             await asyncio.sleep(self._policy.interval_s)

@@ -18,14 +18,9 @@ cpu_stand_ins.apply()
 
 def key_flags(environ: Mapping[str, str]) -> list[str]:
     """The keys as flags: they come by environment, which other users of the machine cannot read."""
-    flags: list[str] = []
-    for flag, variable in (
-        ("--api-key", "INVRL_ENGINE_API_KEY"),
-        ("--admin-api-key", "INVRL_ENGINE_ADMIN_KEY"),
-    ):
-        if environ.get(variable):
-            flags.append(f"{flag}={environ[variable]}")  # a key may begin with a dash
-    return flags
+    variables = {"--api-key": "INVRL_ENGINE_API_KEY", "--admin-api-key": "INVRL_ENGINE_ADMIN_KEY"}
+    given = {flag: environ.get(variable) for flag, variable in variables.items()}
+    return [f"{flag}={key}" for flag, key in given.items() if key]  # a key may begin with a dash
 
 
 def main(argv: list[str]) -> None:

@@ -23,8 +23,7 @@ class Rejected(Exception):
 
     def __init__(self, reason: FailureReason, detail: str) -> None:
         super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
+        self.reason, self.detail = reason, detail
 
 
 def as_result(returned: object) -> RolloutResult:
@@ -32,18 +31,14 @@ def as_result(returned: object) -> RolloutResult:
     scalars are numbers. Raises Rejected (BAD_RETURN) naming the type seen."""
     if isinstance(returned, RolloutResult):
         if not isinstance(returned.components, Mapping):
-            raise Rejected(
-                FailureReason.BAD_RETURN,
-                f"RolloutResult.components is a {type(returned.components).__name__}, not a mapping",
-            )
+            detail = f"RolloutResult.components is a {type(returned.components).__name__}, not a mapping"
+            raise Rejected(FailureReason.BAD_RETURN, detail)
         return returned
     if isinstance(returned, Real | np.bool_):
         return RolloutResult(reward=returned)  # type: ignore[arg-type]
     hint = " (a return statement is missing?)" if returned is None else ""
-    raise Rejected(
-        FailureReason.BAD_RETURN,
-        f"the rollout function returned {type(returned).__name__}, not a float or RolloutResult{hint}",
-    )
+    detail = f"the rollout function returned {type(returned).__name__}, not a float or RolloutResult{hint}"
+    raise Rejected(FailureReason.BAD_RETURN, detail)
 
 
 def valid_reward(value: object, name: str = "reward") -> float:

@@ -41,8 +41,7 @@ class RolloutHandle:
         seed: int,
         make_worker: Callable[[WorkerSettings, str], Worker],
     ) -> None:
-        self._config = config
-        self._seed = seed
+        self._config, self._seed, self._evaluations = config, seed, 0
         self._sessions = SessionClient(gateway_url, env_key=env_key, deadline_s=_REPORT_TIMEOUT_S)
         self._group_form = plugins.is_group_form(plugins.load_rollout_function(config.rollout_function_path))
         settings = WorkerSettings(
@@ -67,7 +66,6 @@ class RolloutHandle:
             self._dispatcher = Dispatcher(
                 buffer, self._sessions, self._pool, concurrency=concurrency, group_form=form
             )
-        self._evaluations = 0
 
     async def start(self) -> None:
         """Workers up, user code loaded. Raises PluginError, ServerError, DeadlineError."""

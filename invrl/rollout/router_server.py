@@ -62,8 +62,8 @@ class RouterServer:
     def start(self) -> None:
         self.port = free_port()
         # Keys are given by environment (see `launch_router`): a command line can be read by anybody.
-        command = [sys.executable, "-m", "invrl.rollout.launch_router", "--host", "127.0.0.1"]
-        command += ["--port", str(self.port)]
+        command = [sys.executable, "-m", "invrl.rollout.launch_router"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
         command += [part for name, value in _FLAGS.items() for part in (f"--{name}", value)]
         command += [*_SWITCHES, *self._passthrough]

@@ -97,10 +97,8 @@ class Runner:
                 return ended
             failure = classify(ended.error, endpoints)
         else:
-            failure = Failure(
-                reason=FailureReason.TIMEOUT,
-                detail=f"no result within {self._timeout_s:g} s; {await _cancelled(work)}",
-            )
+            detail = f"no result within {self._timeout_s:g} s; {await _cancelled(work)}"
+            failure = Failure(reason=FailureReason.TIMEOUT, detail=detail)
         return [failure] * len(endpoints)
 
     async def _results(self, task: Task, endpoints: Sequence[Endpoint]) -> list[Outcome]:
@@ -167,12 +165,14 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
     origins = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
     reason = FailureReason.EXCEPTION
     for each in _chain(error):
-        request = _request_of(each)
-        if request is None or _origin(request.url) not in origins:
+        request, response = _carried(each, "request"), _carried(each, "response")
+        if not isinstance(request, httpx.Request) or _origin(request.url) not in origins:
             continue
         if isinstance(each, httpx.TimeoutException):
             reason = FailureReason.TIMEOUT
-        elif isinstance(each, httpx.TransportError) or (_status_of(each) or 0) >= 500:
+        elif isinstance(each, httpx.TransportError) or (
+            isinstance(response, httpx.Response) and response.status_code >= 500
+        ):
             reason = FailureReason.ENGINE
     try:
         text = "".join(traceback.format_exception(error))
@@ -215,15 +215,11 @@ def _one_each(returned: object, wanted: int) -> Sequence[object]:
     if isinstance(returned, np.ndarray):
         returned = list(returned)
     if not isinstance(returned, list | tuple):
-        raise Rejected(
-            FailureReason.BAD_RETURN,
-            f"the group function returned {type(returned).__name__}, not a list of {wanted} results",
-        )
+        detail = f"the group function returned {type(returned).__name__}, not a list of {wanted} results"
+        raise Rejected(FailureReason.BAD_RETURN, detail)
     if len(returned) != wanted:
-        raise Rejected(
-            FailureReason.BAD_RETURN,
-            f"the group function returned {len(returned)} results for {wanted} endpoints",
-        )
+        detail = f"the group function returned {len(returned)} results for {wanted} endpoints"
+        raise Rejected(FailureReason.BAD_RETURN, detail)
     return returned
 
 
@@ -242,22 +238,13 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         left.extend(cause for cause in (each.__cause__, each.__context__) if cause is not None)
 
 
-def _request_of(error: BaseException) -> httpx.Request | None:
-    """httpx and the SDKs built on it carry the request; reading httpx's raises where it has none, and
-    an exception of the user's may raise anything."""
+def _carried(error: BaseException, name: str) -> object:
+    """httpx and the SDKs built on it carry `request` and `response`; reading httpx's raises where it has
+    none, and an exception of the user's may raise anything."""
     try:
-        request = getattr(error, "request", None)
+        return getattr(error, name, None)
     except Exception:
         return None
-    return request if isinstance(request, httpx.Request) else None
-
-
-def _status_of(error: BaseException) -> int | None:
-    try:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-    except Exception:
-        return None
-    return status if isinstance(status, int) else None
 
 
 def _origin(url: httpx.URL) -> tuple[str, int | None]:

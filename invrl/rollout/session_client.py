@@ -23,6 +23,7 @@ from invrl.types import (
     FailedRollout,
     FailureReason,
     GroupLease,
+    Outcome,
     Purpose,
     RolloutSummary,
     Sampling,
@@ -47,8 +48,7 @@ class SessionClient:
 
     def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = 60.0) -> None:
         self._url = base_url.rstrip("/")
-        self._env_key = env_key
-        self._deadline_s = deadline_s
+        self._env_key, self._deadline_s = env_key, deadline_s
         self._http = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S), trust_env=False
         )
@@ -63,13 +63,8 @@ class SessionClient:
     ) -> list[Session]:
         """One session per member of the lease, in order. Waits while the gateway admits no more.
         Raises SessionError, DeadlineError."""
-        body = {
-            "task_id": lease.task.id,
-            "group_id": lease.group_id,
-            "members": lease.members,
-            "purpose": purpose,
-            "sampling": sampling,
-        }
+        body = {"task_id": lease.task.id, "group_id": lease.group_id, "members": lease.members}
+        body |= {"purpose": purpose, "sampling": sampling}
         what = f"the gateway to open {len(lease.members)} sessions of group {lease.group_id}"
         answer = await self._post("/sessions", body, self._env_key, what, deadline_s)
         sessions = _decoded(answer, _Opened, what).sessions
@@ -80,13 +75,12 @@ class SessionClient:
     async def reward(self, session: Session, reward: float, components: Mapping[str, float]) -> None:
         """Sets the reward of a session that goes on. Raises SessionError, DeadlineError."""
         body = {"reward": reward, "components": dict(components)}
-        await self._post(
-            f"/sessions/{session.id}/reward", body, session.key, f"the reward of session {session.id}"
-        )
+        what = f"the reward of session {session.id}"
+        await self._post(f"/sessions/{session.id}/reward", body, session.key, what)
 
     async def finish(
         self, session: Session, reward: float | None = None, components: Mapping[str, float] | None = None
-    ) -> RolloutSummary | FailedRollout:
+    ) -> Outcome:
         """Ends a session; its rollout is committed when this returns. `reward` may have been set
         before. FailedRollout where the gateway counts it as one (it made no turn, or had been aborted
         before). Raises SessionError, DeadlineError."""
@@ -95,9 +89,7 @@ class SessionClient:
         answer = await self._post(f"/sessions/{session.id}/finish", body, session.key, what)
         return _outcome(answer, what)
 
-    async def abort(
-        self, session: Session, reason: FailureReason, detail: str
-    ) -> RolloutSummary | FailedRollout:
+    async def abort(self, session: Session, reason: FailureReason, detail: str) -> Outcome:
         """Ends a session without a reward; what it generates is cancelled. How the session ended: one
         that had ended before stays as it was. Raises SessionError, DeadlineError."""
         what = f"the gateway to abort session {session.id}"
@@ -118,13 +110,11 @@ class SessionClient:
         content = msgspec.json.encode(body)
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         backoff, most = _BACKOFF_S
-        seen = "no answer"
+        url, seen = self._url + path, "no answer"
         while (left := end - time.monotonic()) > 0:
             pause = backoff
             try:
-                answer = await self._http.post(
-                    self._url + path, content=content, headers=headers, timeout=left
-                )
+                answer = await self._http.post(url, content=content, headers=headers, timeout=left)
             except httpx.TransportError as error:
                 seen = repr(error)
             else:
@@ -144,12 +134,11 @@ def _decoded(answer: httpx.Response, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(answer.content, type=kind)
     except msgspec.DecodeError as error:
-        raise SessionError(
-            f"{what}: cannot read its answer ({error}): {answer.text[:300]}", status=502, code="bad_answer"
-        ) from error
+        reason = f"{what}: cannot read its answer ({error}): {answer.text[:300]}"
+        raise SessionError(reason, status=502, code="bad_answer") from error
 
 
-def _outcome(answer: httpx.Response, what: str) -> RolloutSummary | FailedRollout:
+def _outcome(answer: httpx.Response, what: str) -> Outcome:
     """A FailedRollout is told by its `reason`."""
     failed = "reason" in _decoded(answer, dict[str, Any], what)
     return _decoded(answer, FailedRollout if failed else RolloutSummary, what)
@@ -164,9 +153,5 @@ def _refusal(answer: httpx.Response, what: str) -> SessionError:
         code = str(error.get("code") or error.get("type") or code)
     with contextlib.suppress(ValueError):
         retry_after_s = max(0.0, float(answer.headers.get("retry-after", "")))
-    return SessionError(
-        f"{what}: {answer.status_code} {message}",
-        status=answer.status_code,
-        code=code,
-        retry_after_s=retry_after_s,
-    )
+    status = answer.status_code
+    return SessionError(f"{what}: {status} {message}", status=status, code=code, retry_after_s=retry_after_s)

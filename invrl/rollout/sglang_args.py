@@ -80,6 +80,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
+    def alone(self) -> _Parser:
+        """Options are parsed one at a time, without those that invrl gives."""
+        for action in self._actions:
+            action.required = False
+        return self
+
 
 def sglang_flags(given: Mapping[str, str]) -> list[str]:
     """Command-line flags for `given` (names as `--sglang-NAME`, kebab or snake). Raises ConfigError."""
@@ -92,10 +98,7 @@ def router_flags(given: Mapping[str, str]) -> list[str]:
 
 
 def _flags(
-    prefix: str,
-    given: Mapping[str, str],
-    load: Callable[[], argparse.ArgumentParser],
-    owned: Mapping[str, str],
+    prefix: str, given: Mapping[str, str], load: Callable[[], _Parser], owned: Mapping[str, str]
 ) -> list[str]:
     if not given:
         return []  # the upstream package is not even imported
@@ -107,7 +110,7 @@ def _flags(
         shown = f"--{prefix}-{raw.replace('_', '-')}"
 
         def refusal(reason: str, fix: str, shown: str = shown, value: str = value) -> ConfigError:
-            return ConfigError(field=shown, value=value, reason=reason, fix=fix)
+            return ConfigError(shown, value, reason, fix)
 
         if name not in known:
             raise refusal(f"{prefix} has no such field", _nearest(prefix, name, known))
@@ -160,10 +163,8 @@ def _parts(option: _Option, value: str) -> list[str]:
             return [spelling]
         if not isinstance(action, argparse.BooleanOptionalAction):
             return []  # off already: a switch can only be turned on
-        [other, *_] = [
-            s for s in action.option_strings if s.startswith("--no-") != spelling.startswith("--no-")
-        ]
-        return [other]
+        no = spelling.startswith("--no-")
+        return [next(one for one in action.option_strings if one.startswith("--no-") != no)]
     if value == "True":  # nothing stood behind the flag
         if action.nargs in ("?", "*"):
             return [spelling]
@@ -174,7 +175,7 @@ def _parts(option: _Option, value: str) -> list[str]:
 
 
 @functools.cache
-def sglang_parser() -> argparse.ArgumentParser:
+def sglang_parser() -> _Parser:
     """The installed package's own parser, of the names, types and lists of its options. ConfigError."""
     try:
         import torch  # noqa: F401
@@ -184,41 +185,26 @@ def sglang_parser() -> argparse.ArgumentParser:
         cpu_stand_ins.apply()
         from sglang.srt.server_args import ServerArgs
     except ImportError as error:
-        raise ConfigError(
-            field="--sglang-*",
-            value="",
-            reason=f"sglang cannot be imported ({error})",
-            fix="run launch/test.sh",
-        ) from error
+        reason = f"sglang cannot be imported ({error})"
+        raise ConfigError("--sglang-*", "", reason, "run launch/test.sh") from error
 
     parser = _Parser(allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    return _alone(parser)
+    return parser.alone()
 
 
 @functools.cache
-def router_parser() -> argparse.ArgumentParser:
+def router_parser() -> _Parser:
     """As `sglang_parser`."""
     try:
         from sglang_router.router_args import RouterArgs
     except ImportError as error:
-        raise ConfigError(
-            field="--router-*",
-            value="",
-            reason=f"sglang-router cannot be imported ({error})",
-            fix="pip install sglang-router==0.3.2",
-        ) from error
+        reason = f"sglang-router cannot be imported ({error})"
+        raise ConfigError("--router-*", "", reason, "pip install sglang-router==0.3.2") from error
 
     parser = _Parser(allow_abbrev=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
-    return _alone(parser)
-
-
-def _alone(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Options are parsed one at a time, without those that invrl gives."""
-    for action in parser._actions:
-        action.required = False
-    return parser
+    return parser.alone()
 
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, _Option]:

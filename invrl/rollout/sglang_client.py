@@ -100,8 +100,7 @@ class SglangClient:
         self.base_url = base_url.rstrip("/")
         self.name = name or self.base_url
         self.limits = limits
-        self._api_key = api_key
-        self._admin_key = admin_key
+        self._api_key, self._admin_key = api_key, admin_key
         self._generate_deadline_s = generate_deadline_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -132,18 +131,16 @@ class SglangClient:
         answer = _Answer()
         try:
             async with asyncio.timeout(self._generate_deadline_s):
-                async with self._open(
-                    "/generate", body, key=self._api_key, routing_key=request.routing_key
-                ) as response:
+                opened = self._open("/generate", body, key=self._api_key, routing_key=request.routing_key)
+                async with opened as response:
                     async for event in _events(response.content):
                         before = len(answer.ids)
                         answer.add(event)
                         if len(answer.ids) > before:
                             yield answer.chunk(before)
         except TimeoutError:
-            raise DeadlineError(
-                f"{self.name} to finish generation {request.rid}", self._generate_deadline_s
-            ) from None
+            waited_for = f"{self.name} to finish generation {request.rid}"
+            raise DeadlineError(waited_for, self._generate_deadline_s) from None
         except aiohttp.ClientError as error:
             raise ServerError(f"{self.name}: the stream of {request.rid} broke off: {error!r}") from error
         yield answer.result()
@@ -210,18 +207,14 @@ class SglangClient:
     ) -> None:
         """`payloads`: one pickled value (base64) per tensor-parallel rank. Never sends a version: the
         server would take it even if the load failed (`set_weight_version` comes after the checks)."""
-        body: dict[str, Json] = {
-            "serialized_named_tensors": list(payloads),
-            "load_format": load_format,
-            "flush_cache": False,
-        }
+        body: dict[str, Json] = {"serialized_named_tensors": list(payloads), "load_format": load_format}
+        body["flush_cache"] = False
         await self._control("/update_weights_from_tensor", body, deadline_s=deadline_s)
 
     async def set_weight_version(self, version: WeightVersion) -> None:
         """Name what is loaded; running requests go on (the server's own default aborts them)."""
-        await self._control(
-            "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
-        )
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._control("/update_weight_version", body)
 
     async def weight_version(self) -> str:
         """As the engine names what it holds."""
@@ -277,9 +270,8 @@ class SglangClient:
         if routing_key:
             headers["X-SMG-Routing-Key"] = routing_key
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
-        async with self._session.request(
-            method, self.base_url + path, data=data, headers=headers
-        ) as response:
+        url = self.base_url + path
+        async with self._session.request(method, url, data=data, headers=headers) as response:
             if response.status != 200:
                 text = (await response.read())[:500].decode(errors="replace")
                 raise ServerError(f"{self.name} answered {path} with {response.status}: {text}")

@@ -28,7 +28,7 @@ def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
     the file or source). Raises ConfigError, PluginError where the tasks cannot be had."""
     if config.task_source_path:
         source = plugins.load_task_source(config.task_source_path)
-        return _from_source(source, config.task_source_path, split, seed)
+        return _distinct(_checked_passes(source, config.task_source_path, split, seed))
     tasks = _read_split(config, split)
     return _distinct(_shuffled_epochs(tasks, seed)) if split == "train" else iter(tasks)
 
@@ -38,12 +38,9 @@ def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
     ConfigError if there are fewer."""
     tasks = tuple(islice(load_tasks(config, "eval", seed), config.eval_tasks or None))
     if len(tasks) < config.eval_tasks:
-        raise ConfigError(
-            field="eval_tasks",
-            value=config.eval_tasks,
-            reason=f"the split 'eval' has {len(tasks)} tasks",
-            fix=f"ask for at most {len(tasks)}, or add held-out tasks",
-        )
+        reason = f"the split 'eval' has {len(tasks)} tasks"
+        fix = f"ask for at most {len(tasks)}, or add held-out tasks"
+        raise ConfigError("eval_tasks", config.eval_tasks, reason, fix)
     return tasks
 
 
@@ -51,21 +48,13 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
     """Everything about tasks that can be wrong, found now. Reads the files whole, and of a source the
     first training task and the held-out tasks. Raises ConfigError, PluginError."""
     if bool(config.task_source_path) == bool(config.task_file):
-        both = bool(config.task_file)
-        raise ConfigError(
-            field="task_source_path",
-            value=config.task_source_path,
-            reason="both a task source and a task file are given" if both else "there are no tasks",
-            fix="give one of --task-source-path and --task-file",
-        )
+        reason = "both a task source and a task file are given" if config.task_file else "there are no tasks"
+        fix = "give one of --task-source-path and --task-file"
+        raise ConfigError("task_source_path", config.task_source_path, reason, fix)
     unnamed = config.eval_tasks and not config.eval_sets  # named sets: `eval_sets.py`
     if unnamed and config.task_file and not config.eval_task_file:
-        raise ConfigError(
-            field="eval_task_file",
-            value="",
-            reason=f"{config.eval_tasks} held-out tasks are asked for and training tasks come from a file",
-            fix="give --eval-task-file, or --eval-tasks 0",
-        )
+        reason = f"{config.eval_tasks} held-out tasks are asked for and training tasks come from a file"
+        raise ConfigError("eval_task_file", "", reason, "give --eval-task-file, or --eval-tasks 0")
     next(load_tasks(config, "train", seed))
     if unnamed:
         load_eval_tasks(config, seed)
@@ -80,10 +69,6 @@ def _usable_id(name: str) -> bool:
 
 
 # ------------------------------------------------------------------ source by path
-
-
-def _from_source(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
-    return _distinct(_checked_passes(source, path, split, seed))
 
 
 def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
@@ -114,12 +99,8 @@ def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Ite
 
 
 def _source_error(path: str, reason: str) -> PluginError:
-    return PluginError(
-        field="task_source_path",
-        value=path,
-        reason=reason,
-        fix="let it yield invrl.types.Task objects for the splits 'train' and 'eval'",
-    )
+    fix = "let it yield invrl.types.Task objects for the splits 'train' and 'eval'"
+    return PluginError("task_source_path", path, reason, fix)
 
 
 def _distinct(tasks: Iterator[Task]) -> Iterator[Task]:
@@ -140,9 +121,8 @@ def _shuffled_epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
 
 
 def _read_split(config: RolloutConfig, split: str) -> list[Task]:
-    field, file = (
-        ("task_file", config.task_file) if split == "train" else ("eval_task_file", config.eval_task_file)
-    )
+    field = "task_file" if split == "train" else "eval_task_file"
+    file: str = getattr(config, field)
     rows = _read_rows(field, file)
     ids = _column(rows, field, file, "task_id_key", config.task_id_key)
     labels = _column(rows, field, file, "task_label_key", config.task_label_key)
@@ -151,12 +131,8 @@ def _read_split(config: RolloutConfig, split: str) -> list[Task]:
     for at, (line, row) in enumerate(rows):
         name = str(line) if ids is None else _id_text(ids[at], field, file, line)
         if name in first_line:
-            raise _file_error(
-                field,
-                file,
-                f"{_unit(file)}s {first_line[name]} and {line} have the same id {name!r}",
-                "make ids unique",
-            )
+            reason = f"{_unit(file)}s {first_line[name]} and {line} have the same id {name!r}"
+            raise ConfigError(field, file, reason, "make ids unique")
         first_line[name] = line
         tasks.append(Task(id=name, payload=row, label=None if labels is None else labels[at], split=split))
     return tasks
@@ -172,14 +148,13 @@ def _read_rows(field: str, file: str) -> list[tuple[int, dict[str, Json]]]:
     try:
         rows = _parquet_rows(file) if parquet else _json_rows(Path(file).read_text(encoding="utf-8"))
     except _BadRow as error:
-        raise _file_error(
-            field, file, str(error), "one JSON value per field" if parquet else _LINES
-        ) from error
+        fix = "one JSON value per field" if parquet else _LINES
+        raise ConfigError(field, file, str(error), fix) from error
     except (OSError, ValueError, NotImplementedError, ImportError) as error:  # pyarrow raises all of these
         fix = "give a Parquet file" if parquet else "give a JSONL file in UTF-8"
-        raise _file_error(field, file, f"cannot be read: {error}", fix) from error
+        raise ConfigError(field, file, f"cannot be read: {error}", fix) from error
     if not rows:
-        raise _file_error(field, file, "has no tasks", "one row per task" if parquet else _LINES)
+        raise ConfigError(field, file, "has no tasks", "one row per task" if parquet else _LINES)
     return rows
 
 
@@ -245,26 +220,15 @@ def _column(
         return [row[key] for _, row in rows]
     if len(lacking) == len(rows) and key == RolloutConfig.model_fields[key_field].default:
         return None
-    fields = ", ".join(sorted(rows[0][1]))
-    raise _file_error(
-        field,
-        file,
-        f"{_unit(file)} {lacking[0]} has no field {key!r} ({_unit(file)} {rows[0][0]} has: {fields})",
-        f"add the field, or name another with --{key_field.replace('_', '-')}",
-    )
+    fields, unit = ", ".join(sorted(rows[0][1])), _unit(file)
+    reason = f"{unit} {lacking[0]} has no field {key!r} ({unit} {rows[0][0]} has: {fields})"
+    fix = f"add the field, or name another with --{key_field.replace('_', '-')}"
+    raise ConfigError(field, file, reason, fix)
 
 
 def _id_text(value: Json, field: str, file: str, line: int) -> str:
     name = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
     if name is not None and _usable_id(name):
         return name
-    raise _file_error(
-        field,
-        file,
-        f"{_unit(file)} {line}: the id {value!r} is not a string or integer that can be used",
-        _ID_FIX,
-    )
-
-
-def _file_error(field: str, file: str, reason: str, fix: str) -> ConfigError:
-    return ConfigError(field=field, value=file, reason=reason, fix=fix)
+    reason = f"{_unit(file)} {line}: the id {value!r} is not a string or integer that can be used"
+    raise ConfigError(field, file, reason, _ID_FIX)

@@ -37,10 +37,8 @@ class EngineReceiver(ABC):
     def __init__(
         self, name: str, client: SglangClient, *, reply_folder: Path, deadline_s: float = 120.0
     ) -> None:
-        self.name = name
-        self._client = client
-        self._reply_folder = reply_folder
-        self._deadline_s = deadline_s
+        self.name, self._client = name, client
+        self._reply_folder, self._deadline_s = reply_folder, deadline_s
         self._approved: WeightLayout | None = None
         self.is_paused = False
         """For the health check: a paused engine makes no token."""
@@ -109,10 +107,14 @@ class EngineReceiver(ABC):
             arena=arena,
         )
         message = base64.b64encode(_empty_tensor_named(msgspec.json.encode(request).decode())).decode()
-        await self._client.update_weights_from_tensor(
-            [message], load_format=WEIGHT_LOADER, deadline_s=self._deadline_s
-        )
+        await self._send(message, WEIGHT_LOADER)
         return read_reply(request.reply_path, nonce)
+
+    async def _send(self, payload: str, load_format: str) -> None:
+        deadline_s = self._deadline_s
+        await self._client.update_weights_from_tensor(
+            [payload], load_format=load_format, deadline_s=deadline_s
+        )
 
 
 class ArenaReceiver(EngineReceiver):
@@ -139,9 +141,7 @@ class BucketReceiver(EngineReceiver):
             raise WeightSyncError("load before check", engine=self.name)
         async with self._update():
             for payload in json.loads(staged.handle):
-                await self._client.update_weights_from_tensor(
-                    [payload], load_format="flattened_bucket", deadline_s=self._deadline_s
-                )
+                await self._send(payload, "flattened_bucket")
 
 
 RECEIVERS: dict[str, type[EngineReceiver]] = {"arena": ArenaReceiver, "bucket": BucketReceiver}

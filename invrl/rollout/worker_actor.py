@@ -25,7 +25,8 @@ from invrl import plugins
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Outcome, Runner
 from invrl.rollout.session_client import SessionClient
-from invrl.types import FailedRollout, FailureReason, RolloutSummary, Session, Task
+from invrl.types import FailureReason, Session, Task
+from invrl.types import Outcome as SessionOutcome
 
 _BEAT_S = 0.25
 _BLOCKED_WORTH_SAYING_S = 1.0
@@ -63,7 +64,7 @@ class Assignment:
 class WorkerReply:
     """How each session of an assignment ended, in order, and the worker's own state."""
 
-    outcomes: tuple[RolloutSummary | FailedRollout, ...]
+    outcomes: tuple[SessionOutcome, ...]
     stuck_threads: int
     over_memory: bool = False
 
@@ -96,26 +97,18 @@ class RolloutWorker:
         """Runs the rollout function and reports. Raises SessionError or DeadlineError only where the
         gateway does not take the report: the run cannot go on then."""
         settings = self._settings
+        model, timeout_s = settings.model, settings.rollout_timeout_s
         endpoints = [
-            SessionEndpoint(
-                session, model=settings.model, timeout_s=settings.rollout_timeout_s, pool=self._pool
-            )
+            SessionEndpoint(session, model=model, timeout_s=timeout_s, pool=self._pool)
             for session in assignment.sessions
         ]
         started = time.monotonic()
         outcomes = await self._within_memory(assignment.task, endpoints)
         blocked_s = self._watch.longest_since(started)
-        reports = await asyncio.gather(
-            *(
-                self._report(session, outcome, blocked_s)
-                for session, outcome in zip(assignment.sessions, outcomes, strict=True)
-            )
-        )
-        return WorkerReply(
-            outcomes=tuple(reports),
-            stuck_threads=self._runner.stuck_threads,
-            over_memory=self._scale.over.is_set(),
-        )
+        ended = zip(assignment.sessions, outcomes, strict=True)
+        reports = await asyncio.gather(*(self._report(*each, blocked_s) for each in ended))
+        stuck, over = self._runner.stuck_threads, self._scale.over.is_set()
+        return WorkerReply(outcomes=tuple(reports), stuck_threads=stuck, over_memory=over)
 
     async def _within_memory(self, task: Task, endpoints: list[SessionEndpoint]) -> list[Outcome]:
         """The runner's outcomes, or MEMORY for each where the worker holds too much before they come."""
@@ -131,9 +124,7 @@ class RolloutWorker:
         failure = Failure(reason=FailureReason.MEMORY, detail=self._scale.found)
         return [failure] * len(endpoints)
 
-    async def _report(
-        self, session: Session, outcome: Outcome, blocked_s: float
-    ) -> RolloutSummary | FailedRollout:
+    async def _report(self, session: Session, outcome: Outcome, blocked_s: float) -> SessionOutcome:
         if isinstance(outcome, Failure):
             detail = outcome.detail
             if outcome.reason is FailureReason.TIMEOUT and blocked_s > _BLOCKED_WORTH_SAYING_S:

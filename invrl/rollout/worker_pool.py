@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from invrl.errors import ServerError
+from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, WorkerReply
-from invrl.types import FailedRollout, FailureReason, RolloutSummary, Session
+from invrl.types import FailureReason, Outcome
 
 _log = logging.getLogger(__name__)
 _MAX_DEATHS_IN_A_ROW = 16
@@ -43,14 +44,6 @@ class Worker(Protocol):
     def kill(self) -> None: ...
 
 
-class Sessions(Protocol):
-    """The part of the session API that ends what a dead worker left."""
-
-    async def abort(
-        self, session: Session, reason: FailureReason, detail: str
-    ) -> RolloutSummary | FailedRollout: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Seat:
     worker: Worker
@@ -66,21 +59,17 @@ class WorkerPool:
     def __init__(
         self,
         make_worker: Callable[[str], Worker],
-        sessions: Sessions,
+        sessions: SessionClient,
         *,
         size: int,
         run_timeout_s: float,
         start_timeout_s: float = 120.0,
     ) -> None:
-        self._make_worker = make_worker
-        self._sessions = sessions
-        self._size = size
-        self._run_timeout_s = run_timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._made = 0
+        self._make_worker, self._sessions, self._size = make_worker, sessions, size
+        self._run_timeout_s, self._start_timeout_s = run_timeout_s, start_timeout_s
         self._seats: list[_Seat] = []
         self._leaving: list[_Seat] = []
-        self._deaths_in_a_row = 0
+        self._made = self._deaths_in_a_row = 0
         self.replaced = 0
         """Workers replaced so far."""
 
@@ -89,7 +78,7 @@ class WorkerPool:
         self._seats = [self._new_seat() for _ in range(self._size)]
         await asyncio.gather(*(self._ready(seat) for seat in self._seats))
 
-    async def run(self, assignment: Assignment) -> tuple[RolloutSummary | FailedRollout, ...]:
+    async def run(self, assignment: Assignment) -> tuple[Outcome, ...]:
         """How each session of the assignment ended, in order. Raises ServerError where workers only
         die, and what the gateway or the worker's own code raises: never because of user code."""
         seat = min(self._seats, key=lambda seat: (not seat.ready.done(), seat.busy))
@@ -157,8 +146,6 @@ class WorkerPool:
         if self._deaths_in_a_row > _MAX_DEATHS_IN_A_ROW:
             raise ServerError(f"rollout workers die and no rollout ends in between; the last: {died}")
 
-    async def _abort(
-        self, assignment: Assignment, reason: FailureReason, detail: str
-    ) -> tuple[RolloutSummary | FailedRollout, ...]:
+    async def _abort(self, assignment: Assignment, reason: FailureReason, detail: str) -> tuple[Outcome, ...]:
         aborts = (self._sessions.abort(session, reason, detail) for session in assignment.sessions)
         return tuple(await asyncio.gather(*aborts))

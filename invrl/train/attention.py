@@ -86,13 +86,8 @@ class TreeAttention(MegatronModule):
         q, k, v = (tensor.permute(1, 2, 0, 3).to(dtype) for tensor in (query, key, value))
         if row.keys_K is not None:
             k, v = k.index_select(2, row.keys_K), v.index_select(2, row.keys_K)
-        parts = zip(
-            q.split(row.num_queries, dim=2),
-            k.split(row.num_keys, dim=2),
-            v.split(row.num_keys, dim=2),
-            row.biases,
-            strict=True,
-        )
+        sized = ((q, row.num_queries), (k, row.num_keys), (v, row.num_keys))
+        parts = zip(*(tensor.split(sizes, dim=2) for tensor, sizes in sized), row.biases, strict=True)
         outputs = [
             scaled_dot_product_attention(
                 *part, attn_mask=bias_QK, is_causal=bias_QK is None, scale=self._scale, enable_gqa=True

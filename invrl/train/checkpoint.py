@@ -29,16 +29,7 @@ from invrl.train.weights import export_weights
 # which takes 20 s of CPU for the first checkpoint of each rank.
 filesystem_async._results_queue = queue.SimpleQueue()  # type: ignore[assignment]
 
-_NOT_COPIED = (
-    ".safetensors",
-    ".bin",
-    ".gguf",
-    ".pt",
-    ".pth",
-    ".msgpack",
-    ".h5",
-    "model.safetensors.index.json",
-)
+_NOT_COPIED = tuple(".safetensors .bin .gguf .pt .pth .msgpack .h5 model.safetensors.index.json".split())
 
 
 class Checkpoint:
@@ -47,9 +38,7 @@ class Checkpoint:
     def __init__(
         self, model: PolicyModel, optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._schedule = schedule
+        self._model, self._optimizer, self._schedule = model, optimizer, schedule
 
     def save(self, path: str) -> None:
         """All ranks together. Raises TrainError if the folder holds something."""

@@ -87,13 +87,9 @@ def _stand_in_for_cuda() -> None:
     tensor: Any = torch.Tensor
     module: Any = torch.nn.Module
     cuda.current_device = lambda: _CPU  # Megatron uses it only as `device=`
-    for owner, name in (
-        (cuda, "set_device"),
-        (cuda, "synchronize"),
-        (cuda, "empty_cache"),
-        (cuda.nvtx, "range_push"),
-        (cuda.nvtx, "range_pop"),
-    ):  # a function of its own for each: dynamo, if it is ever imported, refuses one under two names
+    silent = [(cuda, name) for name in ("set_device", "synchronize", "empty_cache")]
+    for owner, name in (*silent, (cuda.nvtx, "range_push"), (cuda.nvtx, "range_pop")):
+        # A function of its own for each: dynamo, if it is ever imported, refuses one under two names.
         setattr(owner, name, lambda *args, **kwargs: None)
     tensor.cuda = lambda self, *args, **kwargs: self
     module.cuda = lambda self, *args, **kwargs: self
@@ -208,12 +204,9 @@ def _repair_distributed_optimizer() -> None:
     def state_dict_with_steps(self: Any) -> Any:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if "step" not in self.optimizer.state[parameter]:
-                    self.optimizer.state[parameter].update(
-                        step=torch.tensor(0.0),
-                        exp_avg=torch.zeros_like(parameter),
-                        exp_avg_sq=torch.zeros_like(parameter),
-                    )
+                if "step" not in (state := self.optimizer.state[parameter]):
+                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    state.update(step=torch.tensor(0.0), **moments)
         return state_dict(self)
 
     def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> Any:

@@ -16,11 +16,7 @@ from invrl.errors import ConfigError
 from invrl.train.hf_names.families import FAMILIES
 from invrl.types import Json
 
-_MEGATRON_LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The parameters of Llama 3's scaled frequencies that Megatron fixes."""
 
 

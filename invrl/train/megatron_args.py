@@ -8,6 +8,7 @@ use instead. Megatron is imported inside functions only; `run_checks.py` calls
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import warnings
 from collections.abc import Mapping
@@ -21,28 +22,21 @@ from invrl.errors import ConfigError
 Scalar = bool | int | float | str
 
 _BY_FLAG = {
-    "lr": "--lr",
-    "min_lr": "--lr",
+    **dict.fromkeys(("lr", "min_lr"), "--lr"),
     "weight_decay": "--weight-decay",
     "adam_beta1": "--adam-beta1",
     "adam_beta2": "--adam-beta2",
     "clip_grad": "--clip-grad",
     "use_distributed_optimizer": "--use-distributed-optimizer",
-    "bf16": "--train-dtype",
-    "fp16": "--train-dtype",
-    "params_dtype": "--train-dtype",
-    "pipeline_dtype": "--train-dtype",
-    "autocast_dtype": "--train-dtype",
-    "enable_autocast": "--train-dtype",
+    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "--train-dtype"),
+    **dict.fromkeys(("autocast_dtype", "enable_autocast"), "--train-dtype"),
 }
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "num_distributed_optimizer_instances",
+_SIZES = frozenset(
+    """
+    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    num_distributed_optimizer_instances
+    """.split()
 )
 _FROM_MODEL = frozenset(
     """
@@ -69,18 +63,7 @@ _BY_STEP = frozenset(
     """.split()
 )
 """What the training step and the layer specification decide."""
-_NOT_YET = (
-    "moe_",
-    "fp8",
-    "fp4",
-    "tp_comm_",
-    "cuda_graph",
-    "mtp_",
-    "mamba_",
-    "linear_",
-    "dsa_",
-    "cpu_offloading",
-)
+_NOT_YET = tuple("moe_ fp8 fp4 tp_comm_ cuda_graph mtp_ mamba_ linear_ dsa_ cpu_offloading".split())
 """Prefixes of features that the dense trainer does not have."""
 _ACCEPTED = frozenset(
     """
@@ -125,12 +108,8 @@ def _construct(parsed: MegatronOptions, num_layers: int) -> None:
         try:
             cls(**values, **(sizes if owner == "transformer" else {}))
         except Exception as error:  # its own checks raise what they like
-            raise ConfigError(
-                field="--megatron-*",
-                value=values,
-                reason=f"Megatron refuses this: {error}",
-                fix="change or add the options that it names, or leave these out",
-            ) from error
+            fix = "change or add the options that it names, or leave these out"
+            raise ConfigError("--megatron-*", values, f"Megatron refuses this: {error}", fix) from error
 
 
 def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
@@ -146,7 +125,9 @@ def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
         if not owners:
             names = {field for types in known.values() for field in types}
             near = difflib.get_close_matches(name, sorted(names & _ACCEPTED), n=1)
-            raise _error(name, value, "Megatron has no such field", _instead(near))
+            settable = f"the ones that may be set: {', '.join(sorted(_ACCEPTED))}"
+            fix = f"did you mean {_flag(near[0])}?" if near else settable
+            raise _error(name, value, "Megatron has no such field", fix)
         if name not in _ACCEPTED and name not in _SIZES:
             raise _error(name, value, "the trainer is not built for this field", "leave it out")
         for owner, annotation in owners:
@@ -162,11 +143,8 @@ def _classes() -> dict[str, type[Any]]:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return {
-        "transformer": TransformerConfig,
-        "ddp": DistributedDataParallelConfig,
-        "optimizer": OptimizerConfig,
-    }
+    ddp = DistributedDataParallelConfig
+    return {"transformer": TransformerConfig, "ddp": ddp, "optimizer": OptimizerConfig}
 
 
 def _known_fields() -> dict[str, dict[str, Any]]:
@@ -179,13 +157,10 @@ def _parse(name: str, value: Scalar, annotation: Any) -> object:
     candidates: list[object] = [value]
     if isinstance(value, str):
         candidates.append([part.strip() for part in value.split(",")])
+    adapter = TypeAdapter(annotation, config={"arbitrary_types_allowed": True})
     for candidate in candidates:
-        try:
-            return TypeAdapter(annotation, config={"arbitrary_types_allowed": True}).validate_python(
-                candidate
-            )
-        except ValidationError:
-            continue
+        with contextlib.suppress(ValidationError):
+            return adapter.validate_python(candidate)
     shown = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
     raise _error(name, value, f"Megatron wants {shown}", "give such a value")
 
@@ -197,41 +172,27 @@ def _refuse_known_wrong(options: Mapping[str, Scalar]) -> None:
         value = str(options.get(name, 1))
         return int(value) if value.isdecimal() else 1
 
-    if size("virtual_pipeline_model_parallel_size") > 1 and options.get("batch_p2p_comm") is not False:
-        raise _error(
-            "virtual_pipeline_model_parallel_size",
-            options["virtual_pipeline_model_parallel_size"],
-            "interleaved pipelines train wrongly with batched point-to-point communication (their default)",
-            "leave it out",
+    virtual, tensor = "virtual_pipeline_model_parallel_size", "tensor_model_parallel_size"
+    expert = "expert_model_parallel_size"
+    if size(virtual) > 1 and options.get("batch_p2p_comm") is not False:
+        reason = (
+            "interleaved pipelines train wrongly with batched point-to-point communication (their default)"
         )
-    if size("num_moe_experts") > 1 and size("tensor_model_parallel_size") > size(
-        "expert_model_parallel_size"
-    ):
-        raise _error(
-            "tensor_model_parallel_size",
-            options["tensor_model_parallel_size"],
-            "with experts that are not parallel, expert gradients are not reduced over tensor ranks",
-            "leave it out",
-        )
-    if size("expert_model_parallel_size") > 1:
-        raise _error(
-            "expert_model_parallel_size",
-            options["expert_model_parallel_size"],
-            "an optimizer saved under another expert-parallel size cannot be loaded",
-            "leave it out",
-        )
+        raise _error(virtual, options[virtual], reason, "leave it out")
+    if size("num_moe_experts") > 1 and size(tensor) > size(expert):
+        reason = "with experts that are not parallel, expert gradients are not reduced over tensor ranks"
+        raise _error(tensor, options[tensor], reason, "leave it out")
+    if size(expert) > 1:
+        reason = "an optimizer saved under another expert-parallel size cannot be loaded"
+        raise _error(expert, options[expert], reason, "leave it out")
 
 
 def _refuse_owned(name: str, value: Scalar) -> None:
     if name in _BY_FLAG:
         raise _error(name, value, "invrl sets this field itself", f"use {_BY_FLAG[name]}")
     if name in _SIZES and str(value) != "1":
-        raise _error(
-            name,
-            value,
-            "the trainer is data-parallel only, as yet",
-            "use --data-parallel-size for more ranks",
-        )
+        fix = "use --data-parallel-size for more ranks"
+        raise _error(name, value, "the trainer is data-parallel only, as yet", fix)
     if name in _FROM_MODEL:
         raise _error(name, value, "the model folder's config.json decides what is computed", "leave it out")
     if name in _BY_STEP:
@@ -242,17 +203,9 @@ def _refuse_owned(name: str, value: Scalar) -> None:
         raise _error(name, value, "the trainer does not support this feature yet", "leave it out")
 
 
-def _instead(near: list[str]) -> str:
-    return (
-        f"did you mean {_flag(near[0])}?"
-        if near
-        else f"the ones that may be set: {', '.join(sorted(_ACCEPTED))}"
-    )
-
-
 def _flag(name: str) -> str:
     return "--megatron-" + name.replace("_", "-")
 
 
 def _error(name: str, value: Scalar, reason: str, fix: str) -> ConfigError:
-    return ConfigError(field=_flag(name), value=value, reason=reason, fix=fix)
+    return ConfigError(_flag(name), value, reason, fix)

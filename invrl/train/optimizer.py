@@ -11,12 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig as DdpConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -40,7 +37,7 @@ def distribute(
         **options.ddp,
     }
     wrapped = Float16Module(transformer, model) if transformer.bf16 else model
-    distributed = DistributedDataParallel(transformer, DistributedDataParallelConfig(**ddp), wrapped)
+    distributed = DistributedDataParallel(transformer, DdpConfig(**ddp), wrapped)
     settings: dict[str, Any] = {
         "optimizer": "adam",
         "lr": config.lr,
@@ -97,12 +94,7 @@ def apply_gradients(optimizer: ChainedOptimizer) -> float:
             raise TrainError(f"the gradient norm is {norm}: no weight was changed")
         for part in optimizer.chained_optimizers:
             parameters: list[torch.Tensor] = list(part.get_parameters())
-            if parameters and part.config.clip_grad > 0:
-                clip_grad_by_total_norm_fp32(
-                    parameters, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=False
-                )
+            if parameters and (bound := part.config.clip_grad) > 0:
+                clip_grad_by_total_norm_fp32(parameters, bound, norm, use_decoupled_grad=False)
         optimizer.step_with_ready_grads()
     return norm
-
-
-__all__ = ["DistributedDataParallel", "MegatronOptimizer", "apply_gradients", "distribute", "make_schedule"]

@@ -87,12 +87,8 @@ class MicroBatch:
 def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
     """One row per sample; the trained tokens are wanted."""
     return [
-        Row(
-            tokens_T=sample.tokens_T,
-            wanted_N=np.flatnonzero(sample.loss_mask_T),
-            temperature=sample.temperature,
-        )
-        for sample in samples
+        Row(tokens_T=one.tokens_T, wanted_N=np.flatnonzero(one.loss_mask_T), temperature=one.temperature)
+        for one in samples
     ]
 
 
@@ -243,11 +239,8 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
 
 def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
     """These samples; the totals stay the whole batch's."""
-    return replace(
-        batch,
-        samples=tuple(batch.samples[index] for index in indices),
-        advantages=tuple(batch.advantages[index] for index in indices),
-    )
+    samples = tuple(batch.samples[index] for index in indices)
+    return replace(batch, samples=samples, advantages=tuple(batch.advantages[index] for index in indices))
 
 
 def _whole(batch: TrainBatch) -> TrainBatch:

@@ -67,11 +67,7 @@ class TrainRank:
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Log-prob of each prompt's token t >= 1 given those before it, at temperature 1: [T-1] each."""
         rows = [
-            Row(
-                tokens_T=np.asarray(prompt, np.int32),
-                wanted_N=np.arange(1, len(prompt)),
-                temperature=1.0,
-            )
+            Row(tokens_T=np.asarray(prompt, np.int32), wanted_N=np.arange(1, len(prompt)), temperature=1.0)
             for prompt in prompts
         ]
         arrays = self._step.logprobs(self._model, self._step.pack(rows), [len(prompt) for prompt in prompts])

@@ -5,20 +5,13 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.train.config import TrainConfig
-from invrl.train.packing import RankBatch
-from invrl.types import WeightVersion
 
 if TYPE_CHECKING:
-    from invrl.interfaces import StagedWeights, StepResult, WeightLayout
     from invrl.train.megatron_args import Scalar
 
 
@@ -52,26 +45,6 @@ class TrainActor:
 
         self._rank = TrainRank(self._settings)
 
-    def train(self, batch: RankBatch) -> StepResult:
-        return self._rank.train(batch)
-
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        return self._rank.logprobs(prompts)
-
-    def token_logprobs(self, batch: RankBatch) -> list[NDArray[np.float32]]:
-        return self._rank.token_logprobs(batch)
-
-    def layout(self) -> WeightLayout:
-        return self._rank.layout()
-
-    def stage(self, version: WeightVersion) -> StagedWeights:
-        return self._rank.stage(version)
-
-    def save_checkpoint(self, path: str) -> None:
-        self._rank.save_checkpoint(path)
-
-    def load_checkpoint(self, path: str) -> None:
-        self._rank.load_checkpoint(path)
-
-    def export_hugging_face(self, path: str) -> None:
-        self._rank.export_hugging_face(path)
+    def call(self, method: str, *arguments: object) -> object:
+        """A method of `TrainRank`."""
+        return getattr(self._rank, method)(*arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,25 +31,22 @@ class TrainHandle:
     ) -> None:
         self._actors = list(actors)
         self._steps_per_batch = steps_per_batch
-        self._start_timeout_s = start_timeout_s
-        self._step_timeout_s = step_timeout_s
+        self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
 
     async def start(self) -> None:
         """Every rank has joined and holds the model. Raises ConfigError, TrainError, DeadlineError."""
-        await self._all("start", timeout_s=self._start_timeout_s)
+        await self._wait("start", [actor.start.remote() for actor in self._actors], self._start_timeout_s)
 
     async def train(self, batch: TrainBatch) -> StepResult:
         """Metrics merged over ranks, seconds of the slowest. Raises TrainError, DeadlineError."""
         shards = shard_batch(batch, ranks=len(self._actors), steps=self._steps_per_batch)
-        results: list[StepResult] = await self._all("train", [(ray.put(shard),) for shard in shards])
-        phases = {phase for result in results for phase in result.seconds}
+        results: list[StepResult] = await self._all("train", list(map(ray.put, shards)))
+        phases = sorted({phase for result in results for phase in result.seconds})
         return StepResult(
             batch_id=batch.batch_id,
             optimizer_steps=results[0].optimizer_steps,
             metrics=merge(result.metrics for result in results),
-            seconds={
-                phase: max(result.seconds.get(phase, 0.0) for result in results) for phase in sorted(phases)
-            },
+            seconds={phase: max(one.seconds.get(phase, 0.0) for one in results) for phase in phases},
         )
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
@@ -57,14 +55,10 @@ class TrainHandle:
     async def token_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """Of each sample's trained tokens under the current weights, 0 elsewhere: [T] each."""
         shards = shard_batch(batch, ranks=len(self._actors), steps=self._steps_per_batch)
-        answers = await self._all("token_logprobs", [(ray.put(shard),) for shard in shards])
-        by_sample = {
-            id(sample): array_T
-            for shard, arrays in zip(shards, answers, strict=True)
-            for sample, array_T in zip(
-                [one for mini_batch in shard.mini_batches for one in mini_batch.samples], arrays, strict=True
-            )
-        }
+        answers = await self._all("token_logprobs", list(map(ray.put, shards)))
+        samples = [one for shard in shards for mini_batch in shard.mini_batches for one in mini_batch.samples]
+        pairs = zip(samples, chain(*answers), strict=True)
+        by_sample = {id(sample): array_T for sample, array_T in pairs}
         return [by_sample[id(sample)] for sample in batch.samples]
 
     async def layout(self) -> WeightLayout:
@@ -74,10 +68,10 @@ class TrainHandle:
         return await self._first("stage", version)
 
     async def save_checkpoint(self, path: str) -> None:
-        await self._all("save_checkpoint", [(path,)] * len(self._actors))
+        await self._all("save_checkpoint", [path] * len(self._actors))
 
     async def load_checkpoint(self, path: str) -> None:
-        await self._all("load_checkpoint", [(path,)] * len(self._actors))
+        await self._all("load_checkpoint", [path] * len(self._actors))
 
     async def export_hugging_face(self, path: str) -> None:
         await self._first("export_hugging_face", path)
@@ -88,26 +82,17 @@ class TrainHandle:
             ray.kill(actor)
 
     async def _first(self, method: str, *arguments: object) -> Any:
-        [answer] = await self._call(method, [(self._actors[0], arguments)], self._step_timeout_s)
+        [answer] = await self._wait(method, [self._actors[0].call.remote(method, *arguments)])
         return answer
 
-    async def _all(
-        self,
-        method: str,
-        arguments: Sequence[tuple[object, ...]] | None = None,
-        timeout_s: float | None = None,
-    ) -> list[Any]:
-        given = arguments or [()] * len(self._actors)
-        calls = list(zip(self._actors, given, strict=True))
-        return await self._call(method, calls, timeout_s or self._step_timeout_s)
+    async def _all(self, method: str, given: Sequence[object]) -> list[Any]:
+        """`given`: the argument of each rank, in order."""
+        pairs = zip(self._actors, given, strict=True)
+        return await self._wait(method, [actor.call.remote(method, argument) for actor, argument in pairs])
 
-    async def _call(
-        self, method: str, calls: Sequence[tuple[Any, tuple[object, ...]]], timeout_s: float
-    ) -> list[Any]:
-        waits = [
-            asyncio.wrap_future(getattr(actor, method).remote(*arguments).future())
-            for actor, arguments in calls
-        ]
+    async def _wait(self, method: str, calls: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        timeout_s = timeout_s or self._step_timeout_s
+        waits = [asyncio.wrap_future(call.future()) for call in calls]
         done, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         failed = [at for at, wait in enumerate(waits) if wait in done and wait.exception() is not None]
         if failed or pending:
@@ -127,8 +112,5 @@ class TrainHandle:
 def _cause(error: BaseException | None, what: str) -> Exception:
     """The rank's own error where it is one of ours, else a TrainError that quotes it."""
     if isinstance(error, RayTaskError):
-        cause = error.cause
-        if isinstance(cause, InvrlError):
-            return cause
-        return TrainError(f"{what}: {error}")
+        return error.cause if isinstance(error.cause, InvrlError) else TrainError(f"{what}: {error}")
     return TrainError(f"{what}: {error!r}")

@@ -113,7 +113,7 @@ def stand_in(behaviour: str) -> Any:
     """A rank as Ray sees it: it answers, fails, or waits for its peers for ever."""
 
     class StandIn:  # local: Ray sends it whole, as workers cannot import this module
-        def logprobs(self, prompts: object) -> str:
+        def call(self, method: str, prompts: object) -> str:
             return "answered"
 
         def start(self) -> None:

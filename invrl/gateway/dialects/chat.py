@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -55,6 +56,7 @@ _IGNORED_IN_MESSAGES = ("refusal", "annotations")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
 
@@ -101,7 +103,7 @@ class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     presence_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    sampling_seed: _Seed | None = msgspec.field(default=None, name="seed")
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -118,9 +120,7 @@ class ChatDialect:
     path = "/chat/completions"
 
     def __init__(self, *, model: str, vocab_size: int, token_text: Callable[[int], str]) -> None:
-        self._model = model
-        self._vocab_size = vocab_size
-        self._token_text = token_text
+        self._model, self._vocab_size, self._token_text = model, vocab_size, token_text
         self._decoder = msgspec.json.Decoder(_Body)
 
     def parse(self, raw: bytes, *, retry: bool | None) -> ChatRequest:
@@ -140,20 +140,10 @@ class ChatDialect:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         if len(stop) > 16 or "" in stop:
             raise _bad("stop takes up to 16 strings, none of them empty", param="stop")
+        asked = msgspec.convert(body, ClientSampling, from_attributes=True)  # the fields of both
         turn = TurnRequest(
             messages=tuple(_message(message, at) for at, message in enumerate(body.messages)),
-            sampling=ClientSampling(
-                temperature=body.temperature,
-                top_p=body.top_p,
-                top_k=body.top_k,
-                min_p=body.min_p,
-                frequency_penalty=body.frequency_penalty,
-                presence_penalty=body.presence_penalty,
-                repetition_penalty=body.repetition_penalty,
-                logit_bias=body.logit_bias,
-                sampling_seed=body.seed,
-                max_new_tokens=limit,
-            ),
+            sampling=replace(asked, max_new_tokens=limit),
             stop=stop,
             stream=bool(body.stream),
             digest=hashlib.blake2b(b"chat" + raw, digest_size=16).hexdigest(),
