@@ -42,7 +42,7 @@ async def _evaluate(config: Config, folder: RunFolder) -> None:
         await asyncio.gather(rollouts.start(), serving.wait_ready())
         await serving.fleet.admit()
         note("everything is up")
-        work = rollouts.evaluate(lambda score: note(f"{score.name}: mean reward {score.mean_reward:.3f}"))
+        work = rollouts.evaluate(0, lambda score: note(f"{score.name}: mean reward {score.mean_reward:.3f}"))
         evaluation = await first_to_fail(work, serving.watch())
         path = folder.report_path / "eval.json"
         path.write_bytes(report(config, evaluation.scores.values()))

@@ -51,11 +51,12 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """TensorBoard's event file, through its own record format: no torch, no tensorflow, no thread."""
+    """TensorBoard's event file, through its own record format: no torch, no tensorflow, no thread. Viewers
+    forget earlier files' events of steps after `done`, which are lost."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, done: int = 0) -> None:
         # protobuf makes these names at run time
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -65,6 +66,8 @@ class TensorBoardSink:
         self._records = RecordWriter(self._file)
         self._event, self._summary = Event, Summary
         self._write(file_version="brain.Event:2")
+        if done:
+            self._write(step=done + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -193,13 +196,15 @@ class SinkSet:
         self._sinks.clear()
 
 
-def open_sinks(metrics_path: Path, tensorboard_path: Path | None, config: Config | None = None) -> SinkSet:
-    """The run's sinks; one that cannot be opened is logged and left out. With `config`, those that its
-    settings ask for too: they belong to the run folder, which holds `metrics_path`."""
+def open_sinks(
+    metrics_path: Path, tensorboard_path: Path | None, config: Config | None = None, *, done: int = 0
+) -> SinkSet:
+    """The run's sinks after `done` steps; one that cannot be opened is logged and left out. With `config`,
+    those that its settings ask for too: they belong to the run folder, which holds `metrics_path`."""
     sinks: list[Sink] = [JsonlSink(metrics_path)]
     if tensorboard_path is not None:
         try:
-            sinks.append(TensorBoardSink(tensorboard_path))
+            sinks.append(TensorBoardSink(tensorboard_path, done))
         except Exception:
             logger.exception("TensorBoard events are left out")
     if config is not None:

@@ -152,9 +152,13 @@ def _check_holder(folder: RunFolder, config: Config) -> None:
             reason = f"{folder.path} is not empty and is not a run folder"
             raise ConfigError("run.run_name", folder.path.name, reason, "choose another --run-name")
         return
-    before, now = _settled(folder.config_path.read_text()), _settled(config.to_toml())
-    if before != now:
-        changed = sorted(set(now) - set(before)) or sorted(set(before) - set(now))
+    from invrl.config import load_resolved
+
+    before, now = _settled(load_resolved(folder.config_path)), _settled(config)
+    changed = [
+        f"{name} = {value!r}, not {before[name]!r}" for name, value in now.items() if before[name] != value
+    ]
+    if changed:
         reason = f"{folder.path} holds a run with another configuration; now: {'; '.join(changed[:3])}"
         fix = "choose another --run-name, or repeat that configuration"
         raise ConfigError("run.run_name", folder.path.name, reason, fix)
@@ -167,8 +171,17 @@ _MAY_CHANGE = (
 """Settings of a run that may differ when it goes on: none changes what a step computes."""
 
 
-def _settled(toml: str) -> list[str]:
-    return [line for line in toml.splitlines() if line.split(" = ")[0] not in _MAY_CHANGE]
+def _settled(config: Config) -> dict[str, object]:
+    """The settings that may not differ. One that is newer than the folder had its default."""
+    tables = config.model_dump(mode="json")
+    passed_on = {name: tables.pop(name) for name in ("sglang", "router", "megatron")}
+    settled = {
+        f"{table}.{key}": value
+        for table, section in tables.items()
+        for key, value in section.items()
+        if key not in _MAY_CHANGE
+    }
+    return settled | passed_on
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -60,10 +60,11 @@ def run_training(config: Config, folder: RunFolder) -> None:
 
 
 def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> None:
-    latest = checkpoints.latest()
-    folder.rewind_metrics(latest.step if latest else 0)
+    latest = None if config.run.debug_train_only else checkpoints.latest()
+    done = latest.step if latest else 0
+    folder.rewind_metrics(done)
     tensorboard = folder.tensorboard_path if config.run.tensorboard else None
-    sinks = open_sinks(folder.metrics_path, tensorboard, config)
+    sinks = open_sinks(folder.metrics_path, tensorboard, config, done=done)
     progress = open_progress(config.run.progress, config.run.num_steps)
     observer = RunObserver(sinks, progress, folder.phase_path)
     observer.note(f"run folder {folder.path}")
@@ -146,7 +147,7 @@ class _Run:
             save_batch(batch_path(self.folder.rollout_data_path, step), batch)
 
         async def evaluate(version: WeightVersion) -> Mapping[str, float]:
-            return (await cluster.rollouts.evaluate()).values()
+            return (await cluster.rollouts.evaluate(version)).values()
 
         parts = Parts(
             buffer=cluster.buffer,
@@ -178,7 +179,7 @@ class _Run:
 
     async def _evaluate(self, cluster: Cluster, step: int) -> Evaluation:
         self.observer.phase("evaluating", step)
-        evaluation = await cluster.rollouts.evaluate()
+        evaluation = await cluster.rollouts.evaluate(step)
         self.observer.step(step, evaluation.values())
         return evaluation
 

@@ -41,7 +41,7 @@ class RolloutHandle:
         seed: int,
         make_worker: Callable[[WorkerSettings, str], Worker],
     ) -> None:
-        self._config, self._seed, self._evaluations = config, seed, 0
+        self._config, self._seed = config, seed
         self._sessions = SessionClient(gateway_url, env_key=env_key, deadline_s=_REPORT_TIMEOUT_S)
         self._group_form = plugins.is_group_form(plugins.load_rollout_function(config.rollout_function_path))
         settings = WorkerSettings(
@@ -89,11 +89,10 @@ class RolloutHandle:
     def workers_replaced(self) -> int:
         return self._pool.replaced
 
-    async def evaluate(self, ended: Callable[[EvalScore], None] = lambda _: None) -> Evaluation:
+    async def evaluate(self, step: int, ended: Callable[[EvalScore], None] = lambda _: None) -> Evaluation:
         """Each mode on the first `eval_tasks` tasks of each set, the same ones each time; `ended` is told
-        each score as it comes."""
+        each score as it comes. The step is part of the group ids, hence of seeds."""
         config = self._config
-        self._evaluations += 1
         scores: dict[str, EvalScore] = {}
         for name, tasks in load_eval_sets(config, self._seed).items():
             for mode in dict.fromkeys(config.eval_modes):
@@ -107,7 +106,7 @@ class RolloutHandle:
                     pool=self._pool,
                     concurrency=config.rollout_concurrency,
                     group_form=self._group_form,
-                    label=f"{self._evaluations}/{name}" if name else str(self._evaluations),
+                    label=f"{step}/{name}" if name else str(step),
                 )
                 scores[score.name] = score
                 ended(score)

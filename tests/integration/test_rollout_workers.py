@@ -343,7 +343,7 @@ async def test_evaluation_runs_beside_and_leaves_the_buffer_alone(stack: Stack, 
     held_out.write_text('{"id": "e1", "does": "good"}\n{"id": "e2", "does": "raise"}\n')
     changes = {"eval_task_file": str(held_out), "eval_tasks": 2, "eval_samples_per_task": 3}
     async with rollouts(stack, [], **changes) as (handle, _):
-        result = await handle.evaluate()
+        result = await handle.evaluate(0)
     sampled, greedy = result.scores.values()
     assert (sampled.samples, greedy.samples) == (6, 2)
     assert sampled.failures == {"exception": 3}

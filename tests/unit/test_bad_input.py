@@ -243,7 +243,7 @@ def test_a_run_folder_of_another_configuration_or_of_nobody(
     logging.getLogger().handlers[:] = handlers
     block = refused("--run-name", "first", "--lr", "0.5")
     assert block["where"] == "run.run_name"
-    assert "another configuration; now: lr = 0.5" in block["reason"]
+    assert "another configuration; now: train.lr = 0.5" in block["reason"]
     assert "choose another --run-name" in block["fix"]
     (tmp_path / "runs" / "photos").mkdir()
     (tmp_path / "runs" / "photos" / "cat.png").write_bytes(b"")

@@ -58,3 +58,26 @@ def test_an_unusable_root_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         make_run_folder(config(tmp_path / "file" / "runs"))
+
+
+def test_a_setting_that_is_newer_than_the_folder_had_its_default(tmp_path: Path) -> None:
+    folder = make_run_folder(config(tmp_path, "first"))
+    older = [line for line in folder.config_path.read_text().splitlines() if not line.startswith("clip_grad")]
+    folder.config_path.write_text("\n".join(older))
+    make_run_folder(config(tmp_path, "first"))
+    folder.config_path.write_text("\n".join(older))
+    with pytest.raises(ConfigError, match=r"train\.clip_grad = 0\.5, not 1\.0"):
+        make_run_folder(config(tmp_path, "first", clip_grad=0.5))
+
+
+def test_what_changes_no_result_may_differ(tmp_path: Path) -> None:
+    make_run_folder(config(tmp_path, "first"))
+    longer = resolve(
+        Source(
+            name="test",
+            tables={
+                "run": {"run_root": str(tmp_path), "run_name": "first", "num_steps": 7, "save_interval": 3}
+            },
+        )
+    )
+    make_run_folder(longer)
