@@ -127,9 +127,8 @@ class RunStoreWriter:
     ) -> Future[None]:
         """The session's final state, and with `hand_over` its outbox row, in one transaction."""
         body = _encode(outcome)
-        statements: list[_Statement] = [
-            ("UPDATE sessions SET state=?, outcome=? WHERE id=?", (state, body, session_id))
-        ]
+        sql = "UPDATE sessions SET state=?, outcome=? WHERE id=?"
+        statements: list[_Statement] = [(sql, (state, body, session_id))]
         if hand_over:
             failed = isinstance(outcome, FailedRollout)
             sql = "INSERT INTO outbox (session_id, failed, outcome) VALUES (?,?,?)"

@@ -190,11 +190,8 @@ class _Update:
     def raise_if_all_lost(self) -> None:
         if len(self.lost) == len(self.receivers):
             name, error = next(iter(self.lost.items()))
-            raise WeightSyncError(
-                f"every engine was lost after the commit, {name} with: {error}",
-                engine=name,
-                unrestored=tuple(self.lost),
-            )
+            reason = f"every engine was lost after the commit, {name} with: {error}"
+            raise WeightSyncError(reason, engine=name, unrestored=tuple(self.lost))
 
     async def _call(
         self, phase: Phase, receivers: Sequence[WeightReceiver], call: Call
@@ -224,11 +221,9 @@ async def load_verified(receiver: WeightReceiver, staged: StagedWeights) -> None
     held = await receiver.checksums(staged)
     wrong = [name for name, value in staged.checksums.items() if held.get(name) != value]
     if wrong or len(held) != len(staged.checksums):
-        raise ChecksumError(
-            f"{len(wrong)} of {len(staged.checksums)} tensors are not what was sent, "
-            f"{wrong[0] if wrong else 'names'} first",
-            engine=receiver.name,
-        )
+        first, all_of = wrong[0] if wrong else "names", len(staged.checksums)
+        reason = f"{len(wrong)} of {all_of} tensors are not what was sent, {first} first"
+        raise ChecksumError(reason, engine=receiver.name)
 
 
 def combined_checksum(checksums: Mapping[str, str]) -> str:

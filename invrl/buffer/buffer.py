@@ -89,10 +89,8 @@ class Buffer:
             return None
         if self._replacements:
             return self._hand_out(self._in_flight[self._replacements.popleft()])
-        if len(self._in_flight) + len(self._ready) + self._groups_taken() >= self._limit:
-            return None
-        task = self._next_task()
-        if task is None:
+        under_way = len(self._in_flight) + len(self._ready) + self._groups_taken()
+        if under_way >= self._limit or (task := self._next_task()) is None:
             return None
         group = OpenGroup(
             number=self._groups_leased,
@@ -219,21 +217,20 @@ class Buffer:
         self.version = self.released = snapshot.version
         self._groups_leased, self._batches_taken = snapshot.groups_leased, snapshot.batches_taken
         self._dropped, self._failed = Counter(snapshot.dropped), Counter(snapshot.failed)
-        in_flight = {saved.number: saved for saved in snapshot.in_flight}
-        ready = {saved.number: saved for saved in snapshot.ready}
+        finished, grouped = RolloutState.FINISHED, RolloutState.GROUPED
+        saved = {one.number: (one, self._in_flight, finished) for one in snapshot.in_flight}
+        saved |= {one.number: (one, self._ready, grouped) for one in snapshot.ready}
         states: dict[Place, RolloutState] = {}
         for number in range(snapshot.groups_leased):
             task = self._next_task()
             if task is None:
                 raise BufferStateError(f"group g{number} had a task, but {self._source_end}")
-            if (saved := in_flight.get(number)) is not None:
-                group = self._in_flight[f"g{number}"] = OpenGroup.reopen(saved, task)
-                states.update(group.states(RolloutState.FINISHED))
+            if number in saved:
+                one, home, state = saved[number]
+                group = home[f"g{number}"] = OpenGroup.reopen(one, task)
+                states.update(group.states(state))
                 if group.to_lease:
                     self._replacements.append(group.id)
-            elif (saved := ready.get(number)) is not None:
-                group = self._ready[f"g{number}"] = OpenGroup.reopen(saved, task)
-                states.update(group.states(RolloutState.GROUPED))
         self._ledger.restore(states, snapshot.counts, snapshot.sequence)
         for outcome in since:
             if isinstance(outcome, RolloutSummary) and outcome.newest_version <= snapshot.trained:

@@ -73,10 +73,8 @@ class LedgerStore:
 def read_lives(path: Path) -> list[Life]:
     """Oldest first."""
     rows = connect(path).execute("SELECT life, parent, step, sequence, started_at FROM lives ORDER BY life")
-    return [
-        Life(number=life, parent=parent, step=step, sequence=sequence, started_at=at)
-        for life, parent, step, sequence, at in rows
-    ]
+    names = ("number", "parent", "step", "sequence", "started_at")
+    return [Life(**dict(zip(names, row, strict=True))) for row in rows]
 
 
 def read_ledger(path: Path) -> list[KeptEntry]:

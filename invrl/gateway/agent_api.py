@@ -62,9 +62,8 @@ class AgentEndpoint:
             record = self.registry.by_key(session_keys(scope["path_params"].get("key"), client.headers))
             if scope["method"] != "POST":
                 raise SessionError("this route takes POST only", status=405, code="method_not_allowed")
-            raw = await client.body(
-                limit=self.settings.max_body_bytes, deadline_s=self.settings.body_timeout_s
-            )
+            limit, deadline_s = self.settings.max_body_bytes, self.settings.body_timeout_s
+            raw = await client.body(limit=limit, deadline_s=deadline_s)
             await self._serve(client, record, raw)
         except SessionError as error:
             await self._refuse(client, error)
@@ -136,8 +135,8 @@ class AgentEndpoint:
             return
         if client.started:
             await client.end(self.dialect.stream_error(error))
-            return
-        await client.answer(error.status, {**_JSON, **retry_after(error)}, self.dialect.error(error))
+        else:
+            await client.answer(error.status, {**_JSON, **retry_after(error)}, self.dialect.error(error))
 
 
 async def _unless_gone(client: ClientConnection, answering: asyncio.Task[bool]) -> bool:

@@ -64,21 +64,18 @@ class ClientConnection:
             self._watch.cancel()
 
     async def _read(self, limit: int) -> bytes:
-        parts: list[bytes] = []
-        size = 0
+        body = bytearray()
         while True:
             message: Message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.gone.set()
                 raise SessionError("the client went away", status=400, code="disconnected")
-            part = message.get("body", b"")
-            size += len(part)
-            if size > limit:
+            body += message.get("body", b"")
+            if len(body) > limit:
                 reason = f"the request's body is larger than {limit} bytes"
                 raise SessionError(reason, status=413, code="request_too_large")
-            parts.append(part)
             if not message.get("more_body"):
-                return b"".join(parts)
+                return bytes(body)
 
     async def _watch_client(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -82,9 +82,8 @@ class Generation:
     def __init__(self, proposal: Proposal, *, engine: Engine, renderer: Renderer, commit: Commit) -> None:
         self.proposal = proposal
         self.delivered = False
-        self._engine = engine
+        self._engine, self._commit = engine, commit
         self._stream: TextStream = renderer.stream(proposal.request.stop)
-        self._commit = commit
         self._pieces: list[Piece] = []
         self._spans: tuple[VersionSpan, ...] = ()
         self.started_at = time.time()

@@ -27,16 +27,10 @@ def load_renderer(model_path: str, vocab_size: int) -> Renderer:
     settings = _read(folder / "tokenizer_config.json")
     backend = _load_tokenizer(folder, settings)
     special = _special_tokens(folder, settings)
-    end_ids = _end_ids(folder)
     end_of_text = backend.token_to_id(special.get("eos_token", ""))
-    if end_of_text is not None:
-        end_ids.add(end_of_text)
-    return Renderer(
-        _template(_chat_template(folder, settings), special),
-        _FastTokenizer(backend),
-        end_ids=frozenset(end_ids),
-        vocab_size=vocab_size,
-    )
+    end_ids = frozenset(_end_ids(folder) | (set() if end_of_text is None else {end_of_text}))
+    template = _template(_chat_template(folder, settings), special)
+    return Renderer(template, _FastTokenizer(backend), end_ids=end_ids, vocab_size=vocab_size)
 
 
 class _FastTokenizer:

@@ -45,9 +45,7 @@ class Renderer:
         end_ids: frozenset[int],
         vocab_size: int,
     ) -> None:
-        self._template = template
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self._template, self._tokenizer, self._vocab_size = template, tokenizer, vocab_size
         self._after_reply, self.end_of_turn, self.end_of_turn_id = self._find_end_of_turn()
         self.end_ids = end_ids if self.end_of_turn_id is None else end_ids | {self.end_of_turn_id}
         """Tokens that end a turn; the engine must stop at each."""
@@ -116,8 +114,7 @@ class TextStream:
     of what might become one; the pieces joined are the reply's text."""
 
     def __init__(self, renderer: Renderer, stop: Sequence[str]) -> None:
-        self._renderer = renderer
-        self._stop = tuple(stop)
+        self._renderer, self._stop = renderer, tuple(stop)
         self._ids: list[int] = []
         self._shown_from = 0
         """Ids before this one have been decoded for good; a few of them are context for the rest."""

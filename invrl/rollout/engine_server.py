@@ -79,8 +79,7 @@ def engine_command(
     if device == "cpu":
         flags |= _CPU_FLAGS | {"max-total-tokens": str(config.engine_max_total_tokens)}
     command = [python, "-m", "invrl.rollout.launch_sglang"]
-    for name, value in flags.items():
-        command += [f"--{name}", value]
+    command += [part for name, value in flags.items() for part in (f"--{name}", value)]
     # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.
     command += ["--incremental-streaming-output", "--skip-server-warmup"]
     if device == "cpu":
@@ -109,8 +108,7 @@ class EngineServer:
         self.port = 0
         self._config, self._model_path = config, model_path
         self._log = run_folder / "logs" / f"{name}.log"
-        self._passthrough = tuple(passthrough)
-        self._env = dict(env or {})
+        self._passthrough, self._env = tuple(passthrough), dict(env or {})
         self._process: ServerProcess | None = None
 
     @property

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 def key_flags(environ: Mapping[str, str]) -> list[str]:
     """Sampling needs one key, management another; each engine's own is given when it is registered."""
     flags: list[str] = []
-    if environ.get("INVRL_ROUTER_API_KEY"):
-        flags.append(f"--api-key={environ['INVRL_ROUTER_API_KEY']}")  # it may begin with a dash
-    if environ.get("INVRL_ROUTER_MANAGEMENT_KEY"):
-        flags += ["--control-plane-api-keys", f"invrl:invrl:admin:{environ['INVRL_ROUTER_MANAGEMENT_KEY']}"]
+    if key := environ.get("INVRL_ROUTER_API_KEY"):
+        flags.append(f"--api-key={key}")  # it may begin with a dash
+    if key := environ.get("INVRL_ROUTER_MANAGEMENT_KEY"):
+        flags += ["--control-plane-api-keys", f"invrl:invrl:admin:{key}"]
     return flags
 
 

@@ -62,10 +62,9 @@ class RolloutHandle:
         )
         self._dispatcher: Dispatcher | None = None
         if buffer is not None:
-            concurrency, form = config.rollout_concurrency, self._group_form
-            self._dispatcher = Dispatcher(
-                buffer, self._sessions, self._pool, concurrency=concurrency, group_form=form
-            )
+            room, form = config.rollout_concurrency, self._group_form
+            parts = buffer, self._sessions, self._pool
+            self._dispatcher = Dispatcher(*parts, concurrency=room, group_form=form)
 
     async def start(self) -> None:
         """Workers up, user code loaded. Raises PluginError, ServerError, DeadlineError."""

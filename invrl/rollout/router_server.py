@@ -49,8 +49,7 @@ class RouterServer:
         self.port = 0
         self.api_key = secrets.token_hex(24)  # a flag's value: it must not begin with a dash
         self._log = run_folder / "logs" / "router.log"
-        self._start_timeout_s = start_timeout_s
-        self._passthrough = tuple(passthrough)
+        self._start_timeout_s, self._passthrough = start_timeout_s, tuple(passthrough)
         self._management_key = secrets.token_hex(24)
         self._worker_ids: dict[str, str] = {}
         self._process: ServerProcess | None = None

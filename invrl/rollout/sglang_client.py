@@ -240,10 +240,9 @@ class SglangClient:
             "max_new_tokens": request.sampling.max_new_tokens,
             "skip_special_tokens": False,
         }
-        if request.stop:
-            sampling["stop"] = list(request.stop)
-        if request.stop_token_ids:
-            sampling["stop_token_ids"] = list(request.stop_token_ids)
+        for name, values in (("stop", request.stop), ("stop_token_ids", request.stop_token_ids)):
+            if values:
+                sampling[name] = list(values)
         if request.ignore_eos:
             sampling["ignore_eos"] = True
         return {

@@ -145,11 +145,9 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
     try:
         reply = LoaderReply(nonce=request.nonce, checksums=_serve(model, request))
     except Exception as error:
-        reply = LoaderReply(
-            nonce=request.nonce,
-            error=str(error) if isinstance(error, InvrlError) else repr(error),
-            error_is_layout=isinstance(error, LayoutError),
-        )
+        text = str(error) if isinstance(error, InvrlError) else repr(error)
+        layout = isinstance(error, LayoutError)
+        reply = LoaderReply(nonce=request.nonce, error=text, error_is_layout=layout)
     reply = msgspec.structs.replace(reply, seconds=time.perf_counter() - start)
     try:
         with open(request.reply_path + ".new", "wb") as file:

@@ -99,22 +99,19 @@ def _rope(config: Mapping[str, Json]) -> tuple[float, float | None]:
 
 
 def _int(config: Mapping[str, Json], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    value = default if value is None else value
+    value = default if config.get(name) is None else config[name]
     if not isinstance(value, int):
         raise _refused(name, value, "a whole number is needed")
     return value
 
 
 def _float(config: Mapping[str, Json], name: str, default: float) -> float:
-    value = config.get(name)
-    value = default if value is None else value
+    value = default if config.get(name) is None else config[name]
     if not isinstance(value, int | float):
         raise _refused(name, value, "a number is needed")
     return float(value)
 
 
 def _refused(name: str, value: object, why: str) -> ConfigError:
-    return ConfigError(
-        f"config.json: {name}", value, f"the trainer does not support it ({why})", "use another model"
-    )
+    reason = f"the trainer does not support it ({why})"
+    return ConfigError(f"config.json: {name}", value, reason, "use another model")

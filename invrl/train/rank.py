@@ -47,18 +47,11 @@ class TrainRank:
             self._reference = frozen.requires_grad_(False)
         distributed, optimizer = distribute(self._model, settings.train, options)
         schedule = make_schedule(optimizer, settings.train)
-        self._step = TrainStep(
-            distributed,
-            optimizer,
-            schedule,
-            self._reference,
-            train=settings.train,
-            algorithm=settings.algorithm,
-        )
+        parts, train, algorithm = (distributed, optimizer, schedule), settings.train, settings.algorithm
+        self._step = TrainStep(*parts, self._reference, train=train, algorithm=algorithm)
         self._checkpoint = Checkpoint(self._model, optimizer, schedule)
-        self._sender = WeightStage(
-            settings.carrier, self._model, self._config, getattr(torch, settings.weight_dtype)
-        )
+        served: torch.dtype = getattr(torch, settings.weight_dtype)
+        self._sender = WeightStage(settings.carrier, self._model, self._config, served)
 
     def train(self, batch: RankBatch) -> StepResult:
         """One batch. Raises TrainError; then no weight has changed since the last mini-batch."""
