@@ -291,7 +291,7 @@ def _resume(arguments: Sequence[str]) -> int:
 def _from_checkout(name: str) -> ModuleType:
     """A module of tests/: what is for those who work on invrl itself."""
     folder = Path(__file__).parents[1] / "tests"
-    if not (folder / f"{name}.py").exists():
+    if not (folder / f"{name.replace('.', '/')}.py").exists():
         raise ConfigError(
             field="command line",
             value=name,
@@ -324,6 +324,14 @@ def _soak(arguments: Sequence[str]) -> int:
     out = Path(own["--out"] or path / "soak.json").expanduser().absolute()
     print(soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out))
     return 0
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    if list(arguments[:1]) != ["loop"]:
+        raise ConfigError(
+            field="bench", value=list(arguments[:1]), reason="no such bench", fix="invrl bench loop"
+        )
+    return _from_checkout("bench.loop").main(arguments[1:])
 
 
 COMMANDS = {
@@ -412,6 +420,17 @@ syncing and writing a checkpoint; checks ledger and turns at the end; writes JSO
 RUN_FOLDER/soak.json). --seed also draws the faults.""",
         run=_soak,
         takes_config=True,
+    ),
+    "bench": Command(
+        summary="measure the loop's ratios, and say which fell",
+        details="""\
+usage: invrl bench loop --model-path MODEL [--baseline] [--repetitions N] [--only PART] [--out FILE]
+       invrl bench loop --smoke
+Rollouts beside the engine alone, the trainer beside Hugging Face, and a short run's time and memory. Appends
+to tests/bench/results/history.jsonl (--results FOLDER for another place). Exit code 1 if a ratio fell by
+more than 10 % of the history's median on this kind of machine.""",
+        run=_bench,
+        takes_config=False,
     ),
     "report": Command(
         summary="draw the reward curve of a run folder, of a dead run too",
