@@ -55,8 +55,8 @@ def step_shares(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Family:
-    """A driver and all below it, sampled. Memory is per role: PSS shares what is mapped by several (the weight
-    arena, what a fork has not written); RSS counts it in each."""
+    """A driver and all below it, sampled. Memory is per role: PSS shares what several processes map (the
+    weight arena, what a fork has not written); RSS counts it in each."""
 
     def __init__(self, pid: int) -> None:
         self._driver = psutil.Process(pid)
@@ -100,7 +100,7 @@ class Family:
 
 
 def role_of(command: Sequence[str]) -> str:
-    """What a process of a run is, by its command line; "ray" is Ray's own."""
+    """What a process of a run is, by its command line; "ray" is Ray's own, and actors that start yet."""
     line = " ".join(command)
     for role, part in ROLES.items():
         if part and part in line:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.ratios import TARGETS, Entry, Speeds, append_history, falls, missed, read_history
-
 from invrl.batch_file import save_batch
 from invrl.config import resolve
 from invrl.flags import parse_flags
@@ -62,9 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     shutil.rmtree(work)
     print(text, end="")
     for name, value in ratios.items():
-        print(
-            f"{name:<18}{value:6.3f}   target {TARGETS[name]:.2f}{'  MISSED' if name in result['missed'] else ''}"
-        )
+        verdict = "  MISSED" if name in result["missed"] else ""
+        print(f"{name:<18}{value:6.3f}   target {TARGETS[name]:.2f}{verdict}")
     for one in fell:
         print(f"FELL: {one}", file=sys.stderr)
     return 1 if fell else 0

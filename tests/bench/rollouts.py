@@ -17,8 +17,8 @@ from uuid import uuid4
 
 import aiohttp
 import numpy as np
-from bench.ratios import Speeds
 
+from bench.ratios import Speeds
 from invrl.algorithms.advantages import advantage_function
 from invrl.buffer.batching import build_batch
 from invrl.cluster import Cluster, start_cluster

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench.ratios import Speeds
 
+from bench.ratios import Speeds
 from invrl.algorithms.losses import LossInputs, policy_loss
 from invrl.batch_file import load_batch
 from invrl.config import Config, load_resolved
@@ -101,10 +101,8 @@ class HuggingFaceStep:
                 length = len(sample.tokens_T)
                 ids[at, :length], mask[at, :length] = sample.tokens_T, 1
                 trained[at, :length] = sample.loss_mask_T
-            values = [
-                np.concatenate([array[sample.loss_mask_T] for (sample, _), array in zip(group, arrays)])
-                for arrays in ([s.rollout_logprobs_T for s, _ in group], [a for _, a in group])
-            ]
+            flat = [(sample, sample.rollout_logprobs_T, advantages) for sample, advantages in group]
+            values = [np.concatenate([row[which][row[0].loss_mask_T] for row in flat]) for which in (1, 2)]
             temperature = np.array([[[sample.temperature]] for sample, _ in group], np.float32)
             made.append(tuple(torch.from_numpy(a) for a in (ids, mask, trained, *values, temperature)))
         return made
