@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from invrl.config import Config, load_resolved, nearest, resolve
 from invrl.errors import ConfigError, InvrlError
@@ -341,6 +342,17 @@ def _ledger(arguments: Sequence[str]) -> None:
     print(describe_task(kept, task))
 
 
+def _from_checkout(name: str) -> ModuleType:
+    """A module of tests/: what is for those who work on invrl itself."""
+    tests = Path(__file__).parents[1] / "tests"
+    if not (tests / f"{name.replace('.', '/')}.py").exists():
+        reason = "this command is part of the source checkout, and invrl runs from elsewhere"
+        fix = "run it from a clone, installed with launch/install.sh"
+        raise ConfigError("command line", name, reason, fix)
+    sys.path.insert(0, str(tests))
+    return import_module(name)
+
+
 def _soak(arguments: Sequence[str]) -> None:
     """a run whose processes are killed at random, to see that nothing is lost
 
@@ -349,12 +361,7 @@ def _soak(arguments: Sequence[str]) -> None:
     syncing and writing a checkpoint; checks ledger and turns at the end; writes JSON (default:
     RUN_FOLDER/soak.json). --seed also draws the faults.
     """
-    tests = Path(__file__).parents[1] / "tests"  # it is for those who work on invrl itself
-    if not (tests / "soak.py").exists():
-        reason = "this command is part of the source checkout, and invrl runs from elsewhere"
-        fix = "run it from a clone, installed with launch/install.sh"
-        raise ConfigError("command line", "soak", reason, fix)
-    sys.path.insert(0, str(tests))
+    soak = _from_checkout("soak").soak
     own, rest = _own_flags(arguments, ("--minutes", "--out"))
     given = own.get("--minutes", "30")
     try:
@@ -366,7 +373,7 @@ def _soak(arguments: Sequence[str]) -> None:
     flags = [*rest, "--run-root", str(path.parent), "--run-name", path.name, "--progress", "none"]
     flags += ["--num-steps", str(10**6), "--max-restarts", "3", "--save-interval", "2"]
     out = Path(own.get("--out") or path / "soak.json").expanduser().absolute()
-    print(import_module("soak").soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out))
+    print(soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out))
 
 
 def _report(arguments: Sequence[str]) -> None:
@@ -382,6 +389,21 @@ def _report(arguments: Sequence[str]) -> None:
     print(write_report(Path(arguments[0]).expanduser()))
 
 
+def _bench(arguments: Sequence[str]) -> None:
+    """measure the loop's ratios, and say which fell
+
+    usage: invrl bench loop --model-path MODEL [--baseline] [--repetitions N] [--only PART] [--out FILE]
+           invrl bench loop --smoke
+    Rollouts beside the engine alone, the trainer beside Hugging Face, and a short run's time and memory.
+    Appends to tests/bench/results/history.jsonl (--results FOLDER for another place). Exit code 1 if a ratio
+    fell by more than 10 % of the history's median on this kind of machine.
+    """
+    if list(arguments[:1]) != ["loop"]:
+        raise ConfigError("bench", list(arguments[:1]), "no such bench", "invrl bench loop")
+    if _from_checkout("bench.loop").main(arguments[1:]):
+        raise _Failed
+
+
 COMMANDS = {
     "train": Command(_train, takes_config=True),
     "serve": Command(_serve, takes_config=True),
@@ -393,6 +415,7 @@ COMMANDS = {
     "replay": Command(_replay),
     "ledger": Command(_ledger),
     "soak": Command(_soak, takes_config=True),
+    "bench": Command(_bench),
     "report": Command(_report),
 }
 

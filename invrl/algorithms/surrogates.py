@@ -1,12 +1,15 @@
-"""Surrogates: the loss of one token from its ratio (current/old) and its advantage. Each is a PolicyLoss."""
+"""Surrogates: the loss of one token from its ratio (current/old) and its advantage. Each is a PolicyLoss.
+Torch is not imported here: the driver checks the setting with this module, and never holds a tensor."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from invrl.interfaces import PolicyLoss
 from invrl.plugins import load_plugin
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def clip(ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float) -> Tensor:
@@ -16,7 +19,7 @@ def clip(ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip
     clip-higher has them (arXiv 2503.14476, section 3.1).
     """
     clipped_N = ratio_N.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high)
-    return -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+    return -(ratio_N * advantages_N).minimum(clipped_N * advantages_N)
 
 
 SURROGATES: dict[str, PolicyLoss] = {"clip": clip}

@@ -16,7 +16,7 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
-from invrl.tiny_model import make_tiny_model
+from tiny_model import make_tiny_model
 
 from invrl import cli
 

@@ -1,0 +1,8 @@
+"""The classes that SGLang looks for, under the name that it wants; other models it finds by itself, later.
+Imported by SGLang (`launch_sglang.py`)."""
+
+from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.qwen2 import Qwen2ForCausalLM
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+
+EntryClass = [LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM]
