@@ -33,7 +33,4 @@ def truncated(old_N: Tensor, rollout_N: Tensor, cap: float) -> Correction:
     return Correction(weight_N=weight_N.clamp(max=cap), capped_N=weight_N > cap)
 
 
-CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Correction]] = {
-    "none": none,
-    "truncated": truncated,
-}
+CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Correction]] = {"none": none, "truncated": truncated}
