@@ -1,7 +1,6 @@
 """The reward curve, and held-out results before and after, as one picture from metrics.jsonl alone.
 
-Works for a dead run too (`invrl report RUN_FOLDER`). Called by `training.py` at the end of a run.
-"""
+Works for a dead run too (`invrl report RUN_FOLDER`). Called by `training.py` at the end of a run."""
 
 from __future__ import annotations
 
@@ -86,9 +85,7 @@ def _draw(rows: Sequence[Json], title: str, picture: Path) -> None:
             axes.vlines(held_out.steps, low.values, high.values, color=color, alpha=0.5)
         for point in zip(held_out.steps, held_out.values, strict=True):
             axes.annotate(f"{point[1]:.2f}", point, xytext=(4, 4), textcoords="offset points", color=color)
-    axes.set_title(title)
-    axes.set_xlabel("step")
-    axes.set_ylabel("reward, accuracy")
+    axes.set(title=title, xlabel="step", ylabel="reward, accuracy")
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize="small")
     figure.savefig(picture, dpi=120)
