@@ -1,9 +1,9 @@
 """The reward curve, and held-out results before and after, as one picture from metrics.jsonl alone.
-
 Works for a dead run too (`invrl report RUN_FOLDER`). Called by `training.py` at the end of a run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,12 +28,10 @@ def read_metrics(path: Path) -> list[Json]:
     """The rows of metrics.jsonl; a torn last line (a killed run) is left out."""
     rows: list[Json] = []
     for line in path.read_text().splitlines():
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
     return rows
 
 
@@ -46,8 +44,7 @@ def curve(rows: Sequence[Json], name: str) -> Curve:
 
 def eval_names(rows: Sequence[Json]) -> list[str]:
     """Held-out results in these rows."""
-    names = {name for row in rows for name in row}
-    return sorted(n for n in names if n.startswith(EVAL_PREFIX) and n.endswith(EVAL_SUFFIX))
+    return sorted({n for row in rows for n in row if n.startswith(EVAL_PREFIX) and n.endswith(EVAL_SUFFIX)})
 
 
 def write_report(run_folder: Path) -> Path:

@@ -1,5 +1,4 @@
 """What one step of the loop measured, as metric values: pure, from the types of the pipeline.
-
 Names: `rollout/` what was sampled, `sync/` the weight update, `time/` seconds per phase. The
 trainer's own (`train/`) and the buffer's (`buffer/`) come from them. Called by `loop.py`."""
 
@@ -31,11 +30,10 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
     saved of a conversation that continues."""
     rollouts: list[RolloutSummary] = [r for group in taken.groups for r in group.rollouts_G]
     rewards = [r.reward for r in rollouts]
-    spread = [_deviation([r.reward for r in group.rollouts_G]) for group in taken.groups]
     metrics: dict[str, Metric] = {
         "reward_mean": _mean(rewards),
         "reward_std": Mean(_deviation(rewards)),
-        "group_reward_std": _mean(spread),
+        "group_reward_std": _mean([_deviation([r.reward for r in g.rollouts_G]) for g in taken.groups]),
         "groups": Sum(len(taken.groups)),
         "rollouts": Sum(len(rollouts)),
         "turns": _mean([r.num_turns for r in rollouts]),

@@ -1,5 +1,4 @@
 """Named presets: values of AlgorithmConfig's fields and nothing else, only axes that exist.
-
 Where a paper's aggregation is not built yet (GRPO's mean per rollout, Dr. GRPO's constant), the preset has
 the default, token_mean (DAPO's own). DAPO's dynamic sampling is the buffer's filter `nonzero_variance`."""
 
