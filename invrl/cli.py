@@ -23,14 +23,14 @@ from invrl.flags import flag_help, parse_flags, take_value
 from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, make_run_folder
 
+Ready = tuple[Config, RunFolder]
 USAGE_EXIT, FAILURE_EXIT, INTERRUPT_EXIT = 2, 1, 130
 
 _INTRO = """\
 invrl: an RL post-training server. Any program that speaks the OpenAI API is pointed at its gateway and
 gets trained.
 
-usage: invrl COMMAND [flags]
-"""
+usage: invrl COMMAND [flags]"""
 _OUTRO = "`invrl COMMAND --help` shows a command's flags. Exit codes: 0 done, 2 bad input, 1 anything else."
 
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         rows = [f"  {name:<15}{command.help.splitlines()[0]}" for name, command in COMMANDS.items()]
-        print("\n".join([_INTRO, *rows, "", _OUTRO]))
+        print("\n".join([_INTRO, "", *rows, "", _OUTRO]))
         return 0 if arguments else USAGE_EXIT
     name, rest = arguments[0], arguments[1:]
     try:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILURE_EXIT
 
 
-def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> tuple[Config, RunFolder]:
+def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> Ready:
     """Configuration and run folder of a command that starts processes, after every check that needs none."""
     from invrl.logs import log_to
     from invrl.run_checks import check_run
@@ -98,9 +98,7 @@ def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -
 
 
 @contextmanager
-def _guarded(
-    arguments: Sequence[str], *, trains: bool = False, evaluates: bool = False
-) -> Iterator[tuple[Config, RunFolder]]:
+def _guarded(arguments: Sequence[str], *, trains: bool = False, evaluates: bool = False) -> Iterator[Ready]:
     """Around a run; its failure is one line here and a traceback in the driver's log. TERM and HUP are an
     interrupt (KeyboardInterrupt, or the cancellation that asyncio makes of it), so all three clean up."""
     config, folder = _ready(arguments, trains=trains, evaluates=evaluates)

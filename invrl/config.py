@@ -1,9 +1,7 @@
 """The configuration: one tree of frozen sections, each declared beside its owner, composed here.
-
 Sources, later ones win: defaults, the algorithm preset, a TOML file, flags (`resolve`). Invariant: what
-`resolve` returns is whole and consistent, or a ConfigError says what to change; nothing has started by
-then. Imports without torch, ray, sglang or transformers. Called by `cli.py`; everybody else is handed
-the sections they own."""
+`resolve` returns is whole and consistent, or a ConfigError says what to change; nothing has started by then.
+Imports without torch, ray, sglang or transformers. `cli.py` calls it; others are handed sections they own."""
 
 from __future__ import annotations
 
@@ -48,14 +46,10 @@ class RunConfig(Section):
     debug_train_only: bool = Field(False, description="the trainer alone, on --load-rollout-data")
     load_rollout_data: str = Field("", description="folder of saved batches, for --debug-train-only")
     load_checkpoint: str = Field("", description="RUN/checkpoints/step-N that --debug-train-only begins with")
-    progress: Literal["auto", "plain", "none"] = Field(
-        "auto", description="'auto': live on a terminal, lines elsewhere; 'plain': lines; 'none'"
-    )
+    progress: Literal["auto", "plain", "none"] = Field("auto", description="auto: live display on a terminal")
     tensorboard: bool = Field(True, description="write TensorBoard events into the run folder")
     wandb_project: str = Field("", description="project at Weights & Biases to log to; empty: none")
-    wandb_mode: Literal["online", "offline"] = Field(
-        "online", description="'online'; 'offline': files in the run folder, for `wandb sync`"
-    )
+    wandb_mode: Literal["online", "offline"] = Field("online", description="offline: files for `wandb sync`")
     mlflow_tracking_uri: str = Field("", description="MLflow server or store to log to; empty: none")
     mlflow_experiment: str = Field("invrl", description="MLflow experiment that the run is put in")
 
@@ -63,9 +57,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The model that is served and trained."""
 
-    model_path: str = Field(
-        "", description="Hugging Face folder (config.json, safetensors, tokenizer, chat template)"
-    )
+    model_path: str = Field("", description="Hugging Face folder (config, safetensors, tokenizer, template)")
 
     @property
     def folder(self) -> Path:

@@ -1,10 +1,10 @@
 """The command line as a source of configuration: one kebab-case flag per field, and their help.
-
 Leaf names are unique across sections, so a flag needs no prefix. Booleans are `--x` / `--no-x`. Options
 of other packages pass through as `--sglang-*`, `--router-*`, `--megatron-*`. Called by `cli.py`."""
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,12 +107,9 @@ def _upstream_value(given: str | None, rest: list[str]) -> Scalar:
     if given.lower() in ("true", "false"):
         return given.lower() == "true"
     for number in (int, float):
-        try:
-            value = number(given)
-        except ValueError:
-            continue
-        if str(value) == given:  # "007" and "1e400" are text to us: what is passed on is what was typed
-            return value
+        with contextlib.suppress(ValueError):  # "007" and "1e400" are text: what was typed is passed on
+            if str(value := number(given)) == given:
+                return value
     return given
 
 
