@@ -1,5 +1,4 @@
 """`invrl doctor`: everything that a run needs and that can be looked at before it, each with its fix.
-
 Invariant: all checks run, whatever the others found; none leaves anything behind. A check returns what
 it saw, raises ConfigError for what would stop a run, and `Doubt` for what may. Those that `invrl train`
 makes too are the same functions (`run_checks.py`). Called by `cli.py`."""
@@ -68,8 +67,7 @@ def _parts(error: ConfigError | Doubt) -> dict[str, str]:
 
 def _examine(name: str, check: Callable[[], object]) -> Finding:
     try:
-        seen = check()
-        shown = str(seen) if isinstance(seen, str | Path) else "as it should be"
+        shown = str(seen) if isinstance(seen := check(), str | Path) else "as it should be"
         return Finding(check=name, status=Status.OK, value=shown)
     except Doubt as doubt:
         return Finding(check=name, status=Status.WARNING, **_parts(doubt))

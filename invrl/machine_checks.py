@@ -1,5 +1,4 @@
 """What a run needs of the machine: one check per need, over facts that a test can change.
-
 Each takes the configuration and the `Machine`, and returns what it saw. It raises ConfigError for what
 would stop a run, `Doubt` for what may. Nothing is left behind. Called by `doctor.py`."""
 
@@ -78,9 +77,8 @@ def look() -> Machine:
 def _python(config: Config, machine: Machine) -> str:
     text = ".".join(map(str, machine.python))
     if not (3, 11) <= machine.python < (3, 13):
-        raise ConfigError(
-            "python", text, "invrl needs 3.11 or 3.12", "make .venv anew with launch/install.sh"
-        )
+        fix = "make .venv anew with launch/install.sh"
+        raise ConfigError("python", text, "invrl needs 3.11 or 3.12", fix)
     return text
 
 
@@ -163,9 +161,8 @@ def _disk(config: Config, machine: Machine) -> str:
     free, need = psutil.disk_usage(str(root)).free, 7 * _weight_bytes(config) + _GB
     value = f"{free / _GB:.1f} GB free at {root}, about {need / _GB:.1f} GB per checkpoint"
     if free < need:
-        raise ConfigError(
-            "run.run_root", value, "the disk would fill", "free some, or give another --run-root"
-        )
+        fix = "free some, or give another --run-root"
+        raise ConfigError("run.run_root", value, "the disk would fill", fix)
     return value
 
 

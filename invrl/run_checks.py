@@ -1,6 +1,5 @@
 """What the settings of a run name, looked at before any process starts: model, user code, tasks, options of
 other packages, port, machine.
-
 `check_run` makes the checks that a command needs and is called by `cli.py`; `doctor.py` makes all of them."""
 
 from __future__ import annotations
@@ -72,11 +71,10 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
 
 def check_eval_sets(config: Config) -> None:
     """The named held-out sets of a training run."""
-    if config.rollout.eval_sets and not config.rollout.eval_tasks:
-        reason = "no evaluation is asked for (eval_tasks is 0)"
+    if (sets := config.rollout.eval_sets) and not config.rollout.eval_tasks:
         fix = "set --eval-tasks, or leave --eval-sets out"
-        raise ConfigError("rollout.eval_sets", config.rollout.eval_sets, reason, fix)
-    if config.rollout.eval_sets:
+        raise ConfigError("rollout.eval_sets", sets, "no evaluation is asked for (eval_tasks is 0)", fix)
+    if sets:
         load_eval_sets(config.rollout, config.run.seed)
 
 
