@@ -1,6 +1,5 @@
 """User code by import path: `package.module:name` becomes a callable of the right shape, or a PluginError
 that says what is wrong and what to write instead.
-
 Invariant: what a loader returns has been imported, is callable, and accepts the call that its Protocol in
 `interfaces.py` makes. Called at start-up, before any process exists, and again in the process that runs
 the code. The current working directory is importable, so a file beside the user's shell will do."""

