@@ -100,14 +100,13 @@ class LiveProgress(NoProgress):
 
     def render(self) -> RenderableType:
         now = time.monotonic()
-        head = Table.grid(padding=(0, 2))
+        head, numbers = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
         head.add_row(
             f"step {self._step}/{self._num_steps}",
             ProgressBar(total=self._num_steps, completed=self._step, width=30),
             f"{self._phase} {now - self._phase_since:.0f} s",
             Text(f"{now - self._started:.0f} s in all", style="dim"),
         )
-        numbers = Table.grid(padding=(0, 2))
         shown = [(label, self._values[name]) for name, label in SHOWN.items() if name in self._values]
         if shown:
             numbers.add_row(*(f"{label} [bold]{_number(value)}[/]" for label, value in shown))
