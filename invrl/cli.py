@@ -1,7 +1,6 @@
 """`invrl`: the command line. Reads what it was told, makes sure that it can work, and hands over to
 `training.py` or `serving.py`. Every message a person gets about bad input comes from here as one block,
-with exit code 2. A command is a function; its docstring is its help.
-"""
+with exit code 2. A command is a function; its docstring is its help."""
 
 from __future__ import annotations
 
@@ -24,17 +23,15 @@ from invrl.flags import flag_help, parse_flags, take_value
 from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, make_run_folder
 
+Ready = tuple[Config, RunFolder]
 USAGE_EXIT, FAILURE_EXIT, INTERRUPT_EXIT = 2, 1, 130
 
 _INTRO = """\
 invrl: an RL post-training server. Any program that speaks the OpenAI API is pointed at its gateway and
 gets trained.
 
-usage: invrl COMMAND [flags]
-"""
-_OUTRO = """
-`invrl COMMAND --help` shows a command's flags. Exit codes: 0 done, 2 bad input, 1 anything else.
-"""
+usage: invrl COMMAND [flags]"""
+_OUTRO = "`invrl COMMAND --help` shows a command's flags. Exit codes: 0 done, 2 bad input, 1 anything else."
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,6 @@ class Command:
 
     @property
     def help(self) -> str:
-        """What it does in a line, then the details."""
         return inspect.getdoc(self.run) or ""
 
 
@@ -59,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         rows = [f"  {name:<15}{command.help.splitlines()[0]}" for name, command in COMMANDS.items()]
-        print("\n".join([_INTRO, *rows, _OUTRO]), end="")
+        print("\n".join([_INTRO, "", *rows, "", _OUTRO]))
         return 0 if arguments else USAGE_EXIT
     name, rest = arguments[0], arguments[1:]
     try:
@@ -72,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except ConfigError as error:
         facts = {"where": error.field, "value": repr(error.value), "reason": error.reason, "fix": error.fix}
-        lines = [f"  {label + ':':<7} {fact}" for label, fact in facts.items()]
-        print("\n".join(["invrl: bad input; nothing was started.", *lines]), file=sys.stderr)
+        lines = (f"  {label + ':':<7} {fact}" for label, fact in facts.items())
+        print("invrl: bad input; nothing was started.", *lines, sep="\n", file=sys.stderr)
         return USAGE_EXIT
     except _Failed:
         return FAILURE_EXIT
@@ -85,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILURE_EXIT
 
 
-def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> tuple[Config, RunFolder]:
+def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> Ready:
     """Configuration and run folder of a command that starts processes, after every check that needs none."""
     from invrl.logs import log_to
     from invrl.run_checks import check_run
@@ -102,9 +98,7 @@ def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -
 
 
 @contextmanager
-def _guarded(
-    arguments: Sequence[str], *, trains: bool = False, evaluates: bool = False
-) -> Iterator[tuple[Config, RunFolder]]:
+def _guarded(arguments: Sequence[str], *, trains: bool = False, evaluates: bool = False) -> Iterator[Ready]:
     """Around a run; its failure is one line here and a traceback in the driver's log. TERM and HUP are an
     interrupt (KeyboardInterrupt, or the cancellation that asyncio makes of it), so all three clean up."""
     config, folder = _ready(arguments, trains=trains, evaluates=evaluates)
@@ -133,9 +127,7 @@ def _interrupt_once(number: int, _frame: object) -> None:
 
 def _own_flags(arguments: Sequence[str], known: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """`--name value` and `--name=value` of the known flags, and all other arguments."""
-    options: dict[str, str] = {}
-    others: list[str] = []
-    rest = list(arguments)
+    options, others, rest = dict[str, str](), list[str](), list(arguments)
     while rest:
         flag, equals, value = (argument := rest.pop(0)).partition("=")
         if flag in known:
@@ -161,12 +153,8 @@ def _run_of(arguments: Sequence[str]) -> RunFolder:
         raise ConfigError("RUN", "", "it is missing", fix)
     folder = RunFolder(path=Path(arguments[0]).expanduser().absolute())
     if not folder.config_path.exists():
-        reason = "not a run folder: it has no config.resolved.toml"
-        raise ConfigError("RUN", str(folder.path), reason, fix)
+        raise ConfigError("RUN", str(folder.path), "not a run folder: it has no config.resolved.toml", fix)
     return folder
-
-
-# ------------------------------------------------------------------ the commands
 
 
 def _train(arguments: Sequence[str]) -> None:
@@ -337,8 +325,7 @@ def _ledger(arguments: Sequence[str]) -> None:
         return
     task, tasks = arguments[1], {one.entry.task_id for one in kept}
     if task not in tasks:
-        reason = f"the run leased {len(tasks)} tasks, not this one"
-        raise ConfigError("TASK", task, reason, nearest(task, tasks))
+        raise ConfigError("TASK", task, f"the run leased {len(tasks)} tasks, not it", nearest(task, tasks))
     print(describe_task(kept, task))
 
 
@@ -346,9 +333,8 @@ def _from_checkout(name: str) -> ModuleType:
     """A module of tests/: what is for those who work on invrl itself."""
     tests = Path(__file__).parents[1] / "tests"
     if not (tests / f"{name.replace('.', '/')}.py").exists():
-        reason = "this command is part of the source checkout, and invrl runs from elsewhere"
         fix = "run it from a clone, installed with launch/install.sh"
-        raise ConfigError("command line", name, reason, fix)
+        raise ConfigError("command line", name, "part of the source checkout; invrl runs from elsewhere", fix)
     sys.path.insert(0, str(tests))
     return import_module(name)
 
@@ -369,10 +355,9 @@ def _soak(arguments: Sequence[str]) -> None:
     except ValueError:
         raise ConfigError("--minutes", given, "not a number", "give --minutes 30") from None
     config, folder = _ready(rest, trains=True)
-    path = folder.path
-    flags = [*rest, "--run-root", str(path.parent), "--run-name", path.name, "--progress", "none"]
-    flags += ["--num-steps", str(10**6), "--max-restarts", "3", "--save-interval", "2"]
-    out = Path(own.get("--out") or path / "soak.json").expanduser().absolute()
+    flags = [*rest, "--run-root", str(folder.path.parent), "--run-name", folder.path.name]
+    flags += "--progress none --num-steps 1000000 --max-restarts 3 --save-interval 2".split()
+    out = Path(own.get("--out") or folder.path / "soak.json").expanduser().absolute()
     print(soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out))
 
 

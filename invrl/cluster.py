@@ -1,10 +1,7 @@
 """Creates every process of a run, and ends them: Ray, trainer ranks, buffer, workers, engines, router,
-gateway. Nothing else in invrl starts a process.
-
-Start-up overlaps what can overlap: engines load while Ray starts and the trainer ranks load.
-Everything is ended in reverse order on return, error and Ctrl-C; on kill -9 by the kernel
-(PR_SET_PDEATHSIG), by Ray and by the guardian. Called by `training.py` and `serving.py`.
-"""
+gateway. Nothing else in invrl starts a process. Start-up overlaps: engines load while Ray starts and the
+trainer ranks load. Everything is ended in reverse order on return, error and Ctrl-C; on kill -9 by the
+kernel (PR_SET_PDEATHSIG), by Ray and by the guardian. Called by `training.py` and `serving.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -93,28 +90,23 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
 
 
 def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> GatewaySettings:
-    return GatewaySettings.model_validate(
-        {
-            "run_id": folder.path.name,
-            "host": config.gateway.gateway_host,
-            "port": config.gateway.gateway_port or free_port(),
-            "public_url": config.gateway.gateway_public_url,
-            "router_url": fleet.router_url,
-            "router_api_key": fleet.router_api_key,
-            "env_key": f"env-{secrets.token_urlsafe(24)}",
-            "model_path": str(config.model.folder),
-            "model_name": config.model.folder.name,
-            "store_path": str(folder.store_path),
-            "temperature": config.rollout.temperature,
-            "max_new_tokens": config.rollout.max_new_tokens,
-            "sampling_seed": config.run.seed if config.engine.seeded_sampling else None,
-            "context_length": fleet.limits.context_length,
-            "vocab_size": fleet.limits.vocab_size,
-            "max_open_sessions": config.gateway.max_open_sessions,
-            "session_ttl_s": config.gateway.session_ttl_s,
-            "generate_timeout_s": config.gateway.generate_timeout_s,
-        }
-    )
+    values = {
+        **config.rollout.model_dump(include={"temperature", "max_new_tokens"}),
+        **config.gateway.model_dump(include={"max_open_sessions", "session_ttl_s", "generate_timeout_s"}),
+        **asdict(fleet.limits),
+        "run_id": folder.path.name,
+        "host": config.gateway.gateway_host,
+        "port": config.gateway.gateway_port or free_port(),
+        "public_url": config.gateway.gateway_public_url,
+        "router_url": fleet.router_url,
+        "router_api_key": fleet.router_api_key,
+        "env_key": f"env-{secrets.token_urlsafe(24)}",
+        "model_path": str(config.model.folder),
+        "model_name": config.model.folder.name,
+        "store_path": str(folder.store_path),
+        "sampling_seed": config.run.seed if config.engine.seeded_sampling else None,
+    }
+    return GatewaySettings.model_validate(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +186,9 @@ def start_ray() -> Iterator[None]:
     """A local Ray behind a token (`ray_setup.py`), or the one that RAY_ADDRESS names. Ray takes over the
     handling of signals, which is the command line's: it is given back."""
     ours = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    ray.init(
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        # Processes of a Ray of our own inherit the environment; an agent that sets it costs seconds.
-        runtime_env={"env_vars": worker_environment()} if os.environ.get("RAY_ADDRESS") else None,
-    )
+    # Processes of a Ray of our own inherit the environment; an agent that sets it costs seconds.
+    made = {"env_vars": worker_environment()} if os.environ.get("RAY_ADDRESS") else None
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING, runtime_env=made)
     for number, handler in ours.items():
         signal.signal(number, handler)
     try:
@@ -235,15 +223,13 @@ def _make_trainer(config: Config) -> TrainHandle:
 
 def _make_buffer(config: Config, folder: RunFolder) -> BufferHandle:
     rollout = config.rollout
-    actor: Any = ray.remote(BufferActor).options(num_cpus=0, max_concurrency=64)
-    return BufferHandle(
-        actor=actor.remote(
-            config.buffer,
-            rollout_batch_size=rollout.rollout_batch_size,
-            n_samples_per_prompt=rollout.n_samples_per_prompt,
-            max_attempts=rollout.rollout_max_attempts,
-            tasks_factory=partial(load_tasks, rollout, "train", config.run.seed),
-            run_store_path=folder.store_path,
-        ),
-        batch_timeout_s=config.buffer.batch_timeout_s,
+    made: Any = ray.remote(BufferActor).options(num_cpus=0, max_concurrency=64)
+    actor = made.remote(
+        config.buffer,
+        rollout_batch_size=rollout.rollout_batch_size,
+        n_samples_per_prompt=rollout.n_samples_per_prompt,
+        max_attempts=rollout.rollout_max_attempts,
+        tasks_factory=partial(load_tasks, rollout, "train", config.run.seed),
+        run_store_path=folder.store_path,
     )
+    return BufferHandle(actor=actor, batch_timeout_s=config.buffer.batch_timeout_s)

@@ -1,10 +1,7 @@
 """The configuration: one tree of frozen sections, each declared beside its owner, composed here.
-
 Sources, later ones win: defaults, the algorithm preset, a TOML file, flags (`resolve`). Invariant: what
-`resolve` returns is whole and consistent, or a ConfigError says what to change; nothing has started by
-then. Imports without torch, ray, sglang or transformers. Called by `cli.py`; everybody else is handed
-the sections they own.
-"""
+`resolve` returns is whole and consistent, or a ConfigError says what to change; nothing has started by then.
+Imports without torch, ray, sglang or transformers. `cli.py` calls it; others are handed sections they own."""
 
 from __future__ import annotations
 
@@ -48,17 +45,11 @@ class RunConfig(Section):
     debug_rollout_only: bool = Field(False, description="no trainer; every batch goes to RUN/rollout_data")
     debug_train_only: bool = Field(False, description="the trainer alone, on --load-rollout-data")
     load_rollout_data: str = Field("", description="folder of saved batches, for --debug-train-only")
-    load_checkpoint: str = Field(
-        "", description="RUN/checkpoints/step-... that --debug-train-only begins with"
-    )
-    progress: Literal["auto", "plain", "none"] = Field(
-        "auto", description="'auto': live on a terminal, lines elsewhere; 'plain': lines; 'none'"
-    )
+    load_checkpoint: str = Field("", description="RUN/checkpoints/step-N that --debug-train-only begins with")
+    progress: Literal["auto", "plain", "none"] = Field("auto", description="auto: live display on a terminal")
     tensorboard: bool = Field(True, description="write TensorBoard events into the run folder")
     wandb_project: str = Field("", description="project at Weights & Biases to log to; empty: none")
-    wandb_mode: Literal["online", "offline"] = Field(
-        "online", description="'online'; 'offline': files in the run folder, for `wandb sync`"
-    )
+    wandb_mode: Literal["online", "offline"] = Field("online", description="offline: files for `wandb sync`")
     mlflow_tracking_uri: str = Field("", description="MLflow server or store to log to; empty: none")
     mlflow_experiment: str = Field("invrl", description="MLflow experiment that the run is put in")
 
@@ -66,9 +57,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The model that is served and trained."""
 
-    model_path: str = Field(
-        "", description="Hugging Face folder (config.json, safetensors, tokenizer, chat template)"
-    )
+    model_path: str = Field("", description="Hugging Face folder (config, safetensors, tokenizer, template)")
 
     @property
     def folder(self) -> Path:
@@ -121,8 +110,7 @@ class Source:
 def nearest(name: str, names: Iterable[str]) -> str:
     """The valid name closest to a wrong one, as a fix; or the list of them if none is close."""
     valid = sorted(names)
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
-    if close:
+    if close := difflib.get_close_matches(name, valid, n=1, cutoff=0.6):
         return f"did you mean {close[0]}?"
     return f"use one of: {', '.join(valid)}" if len(valid) <= 30 else "see --help for the valid names"
 
@@ -175,8 +163,7 @@ def _refuse(error: ValidationError, layers: Sequence[Source]) -> NoReturn:
     first = error.errors()[0]
     table, key = (*(str(part) for part in first["loc"]), "")[:2]
     origin = next((one.name for one in reversed(layers) if key in one.tables.get(table, {})), "default")
-    section = SECTIONS.get(table)
-    info = section.model_fields.get(key) if section else None
+    info = section.model_fields.get(key) if (section := SECTIONS.get(table)) else None
     others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
     reason, fix = f"{first['msg']} (from {origin}){others}", "give a string, a number or a boolean"
     if info:

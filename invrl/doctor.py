@@ -1,9 +1,7 @@
 """`invrl doctor`: everything that a run needs and that can be looked at before it, each with its fix.
-
 Invariant: all checks run, whatever the others found; none leaves anything behind. A check returns what
 it saw, raises ConfigError for what would stop a run, and `Doubt` for what may. Those that `invrl train`
-makes too are the same functions (`run_checks.py`). Called by `cli.py`.
-"""
+makes too are the same functions (`run_checks.py`). Called by `cli.py`."""
 
 from __future__ import annotations
 
@@ -48,9 +46,8 @@ def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
     config, mistakes = read_configuration(arguments)
     findings = [Finding(check="configuration", status=Status.FAILED, **_parts(error)) for error in mistakes]
     well = Finding(check="configuration", status=Status.OK, value=" ".join(arguments) or "defaults")
-    checks: dict[str, Callable[[], object]]
     checks = {name: partial(check, config, machine) for name, check in MACHINE_CHECKS.items()}
-    checks |= {"run folder": partial(check_run_folder, config), **run_checks(config)}
+    checks = {**checks, "run folder": partial(check_run_folder, config), **run_checks(config)}
     return (findings or [well]) + [_examine(name, check) for name, check in checks.items()]
 
 
@@ -58,11 +55,8 @@ def write_report(findings: Iterable[Finding], *, as_json: bool) -> bool:
     """Prints them; whether none failed."""
     findings = list(findings)
     failed = sum(finding.status is Status.FAILED for finding in findings)
-    if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        print("\n".join(map(str, findings)))
-        print(f"{len(findings)} checks, {failed} failed")
+    lines = [*map(str, findings), f"{len(findings)} checks, {failed} failed"]
+    print(json.dumps([asdict(one) for one in findings], indent=2) if as_json else "\n".join(lines))
     return not failed
 
 
@@ -73,8 +67,7 @@ def _parts(error: ConfigError | Doubt) -> dict[str, str]:
 
 def _examine(name: str, check: Callable[[], object]) -> Finding:
     try:
-        seen = check()
-        shown = str(seen) if isinstance(seen, str | Path) else "as it should be"
+        shown = str(seen) if isinstance(seen := check(), str | Path) else "as it should be"
         return Finding(check=name, status=Status.OK, value=shown)
     except Doubt as doubt:
         return Finding(check=name, status=Status.WARNING, **_parts(doubt))

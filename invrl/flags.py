@@ -1,11 +1,10 @@
 """The command line as a source of configuration: one kebab-case flag per field, and their help.
-
 Leaf names are unique across sections, so a flag needs no prefix. Booleans are `--x` / `--no-x`. Options
-of other packages pass through as `--sglang-*`, `--router-*`, `--megatron-*`. Called by `cli.py`.
-"""
+of other packages pass through as `--sglang-*`, `--router-*`, `--megatron-*`. Called by `cli.py`."""
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,15 +39,10 @@ class Leaf:
 
 
 LEAVES = [
-    Leaf(table=table, key=key, info=info)
-    for table, section in SECTIONS.items()
-    for key, info in section.model_fields.items()
+    Leaf(table=t, key=k, info=i) for t, section in SECTIONS.items() for k, i in section.model_fields.items()
 ]
-
-
-_LEAF_OF = {leaf.flag: leaf for leaf in LEAVES} | {
-    "--no-" + leaf.flag[2:]: leaf for leaf in LEAVES if leaf.is_switch
-}
+_LEAF_OF = {leaf.flag: leaf for leaf in LEAVES}
+_LEAF_OF |= {"--no-" + leaf.flag[2:]: leaf for leaf in LEAVES if leaf.is_switch}
 
 
 def parse_flags(arguments: Sequence[str], mistakes: list[ConfigError] | None = None) -> tuple[Source, ...]:
@@ -113,12 +107,9 @@ def _upstream_value(given: str | None, rest: list[str]) -> Scalar:
     if given.lower() in ("true", "false"):
         return given.lower() == "true"
     for number in (int, float):
-        try:
-            value = number(given)
-        except ValueError:
-            continue
-        if str(value) == given:  # "007" and "1e400" are text to us: what is passed on is what was typed
-            return value
+        with contextlib.suppress(ValueError):  # "007" and "1e400" are text: what was typed is passed on
+            if str(value := number(given)) == given:
+                return value
     return given
 
 
@@ -132,10 +123,8 @@ def flag_help() -> str:
     for table, section in SECTIONS.items():
         lines += ["", f"[{table}] {(section.__doc__ or '').strip().splitlines()[0]}"]
         for leaf in (leaf for leaf in LEAVES if leaf.table == table):
-            default = leaf.info.default
-            text = f"{leaf.info.description} (default: {default!r})"
             names = f"{leaf.flag}, --no-{leaf.flag[2:]}" if leaf.is_switch else f"{leaf.flag} {_kind(leaf)}"
-            lines += _entry(names, text)
+            lines += _entry(names, f"{leaf.info.description} (default: {leaf.info.default!r})")
     lines += [
         "",
         "options of other packages (checked against the installed version):",
@@ -157,9 +146,6 @@ def _kind(leaf: Leaf) -> str:
 
 
 def _entry(names: str, text: str) -> list[str]:
-    column = 36
-    wrapped = textwrap.wrap(text, 110 - column)
-    head = f"  {names}"
-    if len(head) >= column - 1:
-        return [head, *(" " * column + line for line in wrapped)]
-    return [head.ljust(column) + wrapped[0], *(" " * column + line for line in wrapped[1:])]
+    head, column = f"  {names}", " " * 36
+    lines = textwrap.wrap(text, 110, initial_indent=column, subsequent_indent=column)
+    return [head, *lines] if len(head) > 34 else [head + lines[0][len(head) :], *lines[1:]]

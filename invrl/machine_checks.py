@@ -1,11 +1,10 @@
 """What a run needs of the machine: one check per need, over facts that a test can change.
-
 Each takes the configuration and the `Machine`, and returns what it saw. It raises ConfigError for what
-would stop a run, `Doubt` for what may. Nothing is left behind. Called by `doctor.py`.
-"""
+would stop a run, `Doubt` for what may. Nothing is left behind. Called by `doctor.py`."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import resource
@@ -39,20 +38,19 @@ class Doubt(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The facts of a machine that no test can plant for real. Bytes are what is free now."""
+    """The facts of a machine that no test can plant for real. Bytes are what is free now, but `file_bytes`
+    the largest file, which a memfd is too (-1: no limit). `nvidia`: a driver is loaded, whether the installed
+    torch can use it or not. `open_files`: what this process may open; its children inherit it."""
 
     python: tuple[int, int]
     cpus: int
     gpus: int
     nvidia: bool
-    """An NVIDIA driver is loaded, whether the installed torch can use it or not."""
     torch: str
     memory_bytes: int
     shared_memory_bytes: int
     open_files: int
-    """What this process may open; its children inherit it."""
     file_bytes: int
-    """The largest file, which a memfd is too; -1: no limit."""
 
 
 def look() -> Machine:
@@ -135,8 +133,7 @@ def _cpus(config: Config, machine: Machine) -> str:
 def _weight_bytes(config: Config) -> int:
     """Of the model as engines hold it; 0 if there is none."""
     files = config.model.folder.glob("*.safetensors") if config.model.model_path else ()
-    stored = sum(file.stat().st_size for file in files)
-    return stored * (2 if config.engine.engine_dtype == "float32" else 1)
+    return sum(file.stat().st_size for file in files) * (2 if config.engine.engine_dtype == "float32" else 1)
 
 
 def _memory(config: Config, machine: Machine) -> str:
@@ -209,12 +206,10 @@ def _leftovers(config: Config, machine: Machine) -> str:
     for process in psutil.process_iter(["cmdline"]):
         if not _SERVERS & set(process.info["cmdline"] or ()):
             continue
-        try:
+        with contextlib.suppress(psutil.Error):
             above = [part for parent in process.parents() for part in parent.cmdline()]
-        except psutil.Error:
-            continue
-        if not any(Path(part).name == "invrl" or part == "invrl.cli" for part in above):
-            left.append(str(process.pid))
+            if not any(Path(part).name == "invrl" or part == "invrl.cli" for part in above):
+                left.append(str(process.pid))
     if left:
         raise Doubt(f"processes {', '.join(left)}", "an earlier run left them", f"kill -9 {' '.join(left)}")
     return "none"
@@ -236,8 +231,7 @@ def _ray(config: Config, machine: Machine) -> str:
     return f"{address} answers"
 
 
-Check = Callable[[Config, Machine], str]
-MACHINE_CHECKS: dict[str, Check] = {
+MACHINE_CHECKS: dict[str, Callable[[Config, Machine], str]] = {
     "python": _python,
     "packages": _packages,
     "gpu": _gpu,

@@ -221,26 +221,24 @@ def check_trackers(run: RunConfig) -> None:
     """What the settings ask for is installed and has its key. Raises ConfigError."""
     if re.search(r"://[^/@]*:[^/@]+@", run.mlflow_tracking_uri):  # settings are written down
         fix = "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
-        raise _refused("mlflow_tracking_uri", "(not shown)", "it holds a password", fix)
+        raise ConfigError("run.mlflow_tracking_uri", "(not shown)", "it holds a password", fix)
     for field, package in (("wandb_project", "wandb"), ("mlflow_tracking_uri", "mlflow")):
         spec = importlib.util.find_spec(package) if (value := getattr(run, field)) else None
         if value and (spec is None or spec.origin is None):  # no origin: a folder of that name, no package
-            raise _refused(field, value, f"the package {package} is not installed", f"pip install {package}")
+            reason, fix = f"the package {package} is not installed", f"pip install {package}"
+            raise ConfigError(f"run.{field}", value, reason, fix)
     if run.wandb_project and run.wandb_mode == "online":
         import wandb
 
+        has_key = True
         try:
             has_key = wandb.login(prompt=False)
         except Exception as error:  # no network, or the key is refused: the sink will meet it too
             logger.warning("Weights & Biases: %s", error)
-        else:
-            if not has_key:
-                fix = "set WANDB_API_KEY, run `wandb login`, or give --wandb-mode offline"
-                raise _refused("wandb_mode", run.wandb_mode, "there is no API key for Weights & Biases", fix)
-
-
-def _refused(field: str, value: str, reason: str, fix: str) -> ConfigError:
-    return ConfigError(f"run.{field}", value, reason, fix)
+        if not has_key:
+            reason = "there is no API key for Weights & Biases"
+            fix = "set WANDB_API_KEY, run `wandb login`, or give --wandb-mode offline"
+            raise ConfigError("run.wandb_mode", run.wandb_mode, reason, fix)
 
 
 def _name(sink: Sink) -> str:

@@ -1,9 +1,7 @@
 """What a model folder must hold before a run starts: checked from the files alone, without torch.
-
 Invariant: a folder that passes can be read by the engine (transformers' tokenizer and config), the
 trainer (safetensors by Hugging Face names) and the gateway (chat template). Called by `cli.py` before
-`train` and `serve`, and by `prepare_model.py` on what it made.
-"""
+`train` and `serve`, and by `prepare_model.py` on what it made."""
 
 from __future__ import annotations
 
@@ -71,36 +69,31 @@ def _check_config(path: Path) -> int:
 def _check_weights(path: Path, vocab_size: int) -> None:
     """Every shard is whole (its header fits its size), and the index tells the truth."""
     index = path / "model.safetensors.index.json"
-    expected: set[str] | None = None
+    expected, names = set[str](), ["model.safetensors"]
     if index.exists():
         weight_map = _read_json(index, path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise _refuse(path, f"{index.name} has no weight_map")
         expected, names = set(weight_map), sorted({str(name) for name in weight_map.values()})
-    else:
-        names = ["model.safetensors"]
     found: dict[str, list[int]] = {}
     for name in names:
-        shard = path / name
-        if not shard.is_file():
+        if not (shard := path / name).is_file():
             raise _refuse(path, f"it has no {name} (weights in other formats are not read)")
         try:
             with safe_open(shard, framework="np") as tensors:
                 found.update({key: tensors.get_slice(key).get_shape() for key in tensors.keys()})  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise _refuse(path, f"{name} is damaged: {error}") from error
-    if expected is not None and (missing := sorted(expected - set(found))):
+    if missing := sorted(expected - set(found)):
         raise _refuse(path, f"{len(missing)} tensors of {index.name} are in no shard, {missing[0]} first")
-    embedding = found.get("model.embed_tokens.weight")
-    if embedding is None:
+    if (embedding := found.get("model.embed_tokens.weight")) is None:
         raise _refuse(path, "the weights hold no model.embed_tokens.weight")
     if embedding[0] != vocab_size:
         raise _refuse(path, f"vocab_size is {vocab_size}, the embedding has {embedding[0]} rows")
 
 
 def _check_tokenizer(path: Path, vocab_size: int) -> None:
-    file = path / "tokenizer.json"
-    if not file.is_file():
+    if not (file := path / "tokenizer.json").is_file():
         raise _refuse(path, "it has no tokenizer.json")
     try:
         tokenizer = Tokenizer.from_file(str(file))

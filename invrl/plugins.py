@@ -1,10 +1,8 @@
 """User code by import path: `package.module:name` becomes a callable of the right shape, or a PluginError
 that says what is wrong and what to write instead.
-
 Invariant: what a loader returns has been imported, is callable, and accepts the call that its Protocol in
 `interfaces.py` makes. Called at start-up, before any process exists, and again in the process that runs
-the code. The current working directory is importable, so a file beside the user's shell will do.
-"""
+the code. The current working directory is importable, so a file beside the user's shell will do."""
 
 from __future__ import annotations
 
@@ -57,16 +55,14 @@ def load_plugin(
     """The built-in of that name, or the callable at `module:name` (dots after the colon reach into
     objects), checked against the parameters of `protocol.__call__`. `field` is the setting that errors
     name. Raises PluginError."""
-    names = dict(built_ins or {})
-    if path in names:
+    if path in (names := dict(built_ins or {})):
         return names[path]
     refused = partial(PluginError, field, path)
     module_name, colon, attribute = path.partition(":")
     if not (colon and all(part.isidentifier() for part in f"{module_name}.{attribute}".split("."))):
-        raise refused(
-            "neither a built-in name nor module:name" if names else "not of the form module:name",
-            _suggest(path, names, "module:name" if not names else f"{', '.join(names)}, or module:name"),
-        )
+        reason = "neither a built-in name nor module:name" if names else "not of the form module:name"
+        valid = f"{', '.join(names)}, or module:name" if names else "module:name"
+        raise refused(reason, _suggest(path, names, valid))
     target = _import(module_name, refused)
     for part in attribute.split("."):
         if not hasattr(target, part):
@@ -98,8 +94,7 @@ def _import(module_name: str, refused: Refused) -> object:
 
 def _siblings(missing: str) -> list[str]:
     """Modules that can be imported from where `missing` was looked for, by their full names."""
-    parent, _, _ = missing.rpartition(".")
-    if not parent:
+    if not (parent := missing.rpartition(".")[0]):
         return [module.name for module in pkgutil.iter_modules()]
     spec = importlib.util.find_spec(parent)
     places = list(spec.submodule_search_locations or ()) if spec else []

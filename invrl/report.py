@@ -1,10 +1,9 @@
 """The reward curve, and held-out results before and after, as one picture from metrics.jsonl alone.
-
-Works for a dead run too (`invrl report RUN_FOLDER`). Called by `training.py` at the end of a run.
-"""
+Works for a dead run too (`invrl report RUN_FOLDER`). Called by `training.py` at the end of a run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,12 +28,10 @@ def read_metrics(path: Path) -> list[Json]:
     """The rows of metrics.jsonl; a torn last line (a killed run) is left out."""
     rows: list[Json] = []
     for line in path.read_text().splitlines():
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
     return rows
 
 
@@ -47,8 +44,7 @@ def curve(rows: Sequence[Json], name: str) -> Curve:
 
 def eval_names(rows: Sequence[Json]) -> list[str]:
     """Held-out results in these rows."""
-    names = {name for row in rows for name in row}
-    return sorted(n for n in names if n.startswith(EVAL_PREFIX) and n.endswith(EVAL_SUFFIX))
+    return sorted({n for row in rows for n in row if n.startswith(EVAL_PREFIX) and n.endswith(EVAL_SUFFIX)})
 
 
 def write_report(run_folder: Path) -> Path:
@@ -86,9 +82,7 @@ def _draw(rows: Sequence[Json], title: str, picture: Path) -> None:
             axes.vlines(held_out.steps, low.values, high.values, color=color, alpha=0.5)
         for point in zip(held_out.steps, held_out.values, strict=True):
             axes.annotate(f"{point[1]:.2f}", point, xytext=(4, 4), textcoords="offset points", color=color)
-    axes.set_title(title)
-    axes.set_xlabel("step")
-    axes.set_ylabel("reward, accuracy")
+    axes.set(title=title, xlabel="step", ylabel="reward, accuracy")
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize="small")
     figure.savefig(picture, dpi=120)

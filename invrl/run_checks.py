@@ -1,8 +1,6 @@
 """What the settings of a run name, looked at before any process starts: model, user code, tasks, options of
 other packages, port, machine.
-
-`check_run` makes the checks that a command needs and is called by `cli.py`; `doctor.py` makes all of them.
-"""
+`check_run` makes the checks that a command needs and is called by `cli.py`; `doctor.py` makes all of them."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
     from invrl.rollout import sglang_args, tasks
     from invrl.train.hf_config import read_hf_config
 
-    rollout, algorithm, seed = config.rollout, config.algorithm, config.run.seed
-    reward = rollout.reward_function_path
+    rollout, reward = config.rollout, config.rollout.reward_function_path
     checks: dict[str, Callable[[], object]] = {
         "model folder": lambda: model_folder.check_model_folder(model_path(config)) or model_path(config),
         "chat template": lambda: check_template(config),
@@ -56,10 +53,10 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
         "rollout function": lambda: plugins.load_rollout_function(rollout.rollout_function_path),
         "reward function": lambda: plugins.load_reward_function(reward) if reward else "none",
         "held-out sets": lambda: check_eval_sets(config),
-        "tasks": lambda: tasks.check_tasks(rollout, seed),
+        "tasks": lambda: tasks.check_tasks(rollout, config.run.seed),
         "algorithm functions": lambda: (
-            advantage_function(algorithm.advantage),
-            surrogate_function(algorithm.policy_loss),
+            advantage_function(config.algorithm.advantage),
+            surrogate_function(config.algorithm.policy_loss),
             group_filter_function(config.buffer.group_filter),
         ),
         "trackers": lambda: metric_sinks.check_trackers(config.run),
@@ -69,20 +66,15 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
         "megatron options": lambda: check_megatron_options(config),
         "gateway port": lambda: check_port(config),
     }
-    if config.run.debug_train_only:
-        return {name: checks[name] for name in _TRAINS_ALONE}
-    return checks
+    return {name: checks[name] for name in _TRAINS_ALONE} if config.run.debug_train_only else checks
 
 
 def check_eval_sets(config: Config) -> None:
     """The named held-out sets of a training run."""
-    if config.rollout.eval_sets and not config.rollout.eval_tasks:
-        reason, fix = (
-            "no evaluation is asked for (eval_tasks is 0)",
-            "set --eval-tasks, or leave --eval-sets out",
-        )
-        raise ConfigError("rollout.eval_sets", config.rollout.eval_sets, reason, fix)
-    if config.rollout.eval_sets:
+    if (sets := config.rollout.eval_sets) and not config.rollout.eval_tasks:
+        fix = "set --eval-tasks, or leave --eval-sets out"
+        raise ConfigError("rollout.eval_sets", sets, "no evaluation is asked for (eval_tasks is 0)", fix)
+    if sets:
         load_eval_sets(config.rollout, config.run.seed)
 
 

@@ -1,8 +1,6 @@
 """What one step of the loop measured, as metric values: pure, from the types of the pipeline.
-
 Names: `rollout/` what was sampled, `sync/` the weight update, `time/` seconds per phase. The
-trainer's own (`train/`) and the buffer's (`buffer/`) come from them. Called by `loop.py`.
-"""
+trainer's own (`train/`) and the buffer's (`buffer/`) come from them. Called by `loop.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +11,9 @@ from invrl.metrics import Max, Mean, Metric, Sum
 from invrl.types import RolloutSummary, TakenBatch, WeightUpdate
 
 
-def _ratio(part: Iterable[float], whole: Iterable[float]) -> Mean:
-    return Mean(float(sum(part)), float(sum(whole)))
+def _ratio(pairs: Iterable[tuple[int, int]]) -> Mean:
+    """Of the sums of part and whole."""
+    return sum((Mean(part, whole) for part, whole in pairs), Mean(0.0, 0.0))
 
 
 def _mean(values: Sequence[float]) -> Mean:
@@ -22,7 +21,6 @@ def _mean(values: Sequence[float]) -> Mean:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Population standard deviation."""
     return statistics.pstdev(values) if values else 0.0
 
 
@@ -32,21 +30,18 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
     saved of a conversation that continues."""
     rollouts: list[RolloutSummary] = [r for group in taken.groups for r in group.rollouts_G]
     rewards = [r.reward for r in rollouts]
-    spread = [_deviation([r.reward for r in group.rollouts_G]) for group in taken.groups]
     metrics: dict[str, Metric] = {
         "reward_mean": _mean(rewards),
         "reward_std": Mean(_deviation(rewards)),
-        "group_reward_std": _mean(spread),
+        "group_reward_std": _mean([_deviation([r.reward for r in g.rollouts_G]) for g in taken.groups]),
         "groups": Sum(len(taken.groups)),
         "rollouts": Sum(len(rollouts)),
         "turns": _mean([r.num_turns for r in rollouts]),
         "response_length": _mean([r.sampled_tokens for r in rollouts]),
         "response_length_max": Max(float(max((r.sampled_tokens for r in rollouts), default=0))),
         "truncated_share": _mean([float(r.truncated) for r in rollouts]),
-        "cached_fraction": _ratio((r.cached_tokens for r in rollouts), (r.prompt_tokens for r in rollouts)),
-        "later_cached_fraction": _ratio(
-            (r.later_cached_tokens for r in rollouts), (r.later_prompt_tokens for r in rollouts)
-        ),
+        "cached_fraction": _ratio((r.cached_tokens, r.prompt_tokens) for r in rollouts),
+        "later_cached_fraction": _ratio((r.later_cached_tokens, r.later_prompt_tokens) for r in rollouts),
         "forks": Sum(sum(r.forks for r in rollouts)),
         "staleness_mean": _mean([float(taken.version - r.oldest_version) for r in rollouts]),
         "staleness_max": Max(float(max((taken.version - r.oldest_version for r in rollouts), default=0))),
@@ -61,14 +56,13 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
 
 def update_metrics(update: WeightUpdate) -> dict[str, Metric]:
     """The weight update: bytes, seconds per phase, how long generation stood still, the canary."""
-    metrics: dict[str, Metric] = {
+    return {
         "version": Max(float(update.version)),
         "bytes": Sum(float(update.num_bytes)),
         "canary_max_gap": Max(update.canary_max_gap),
         "canary_mean_gap": Mean(update.canary_mean_gap),
+        **{f"{phase}_s": Sum(seconds) for phase, seconds in update.seconds.items()},
     }
-    metrics.update({f"{phase}_s": Sum(seconds) for phase, seconds in update.seconds.items()})
-    return metrics
 
 
 def time_metrics(seconds: Mapping[str, float], taken: TakenBatch, trained_tokens: float) -> dict[str, Metric]:
@@ -80,9 +74,7 @@ def time_metrics(seconds: Mapping[str, float], taken: TakenBatch, trained_tokens
     metrics["step_s"] = Sum(sum(seconds.values()))
     if rollouts:
         wall = max(r.finished_at for r in rollouts) - min(r.started_at for r in rollouts)
-        metrics["rollout_tokens_per_s"] = Mean(
-            float(sum(r.sampled_tokens for r in rollouts)), max(wall, 1e-9)
-        )
+        metrics["rollout_tokens_per_s"] = Mean(sum(r.sampled_tokens for r in rollouts), max(wall, 1e-9))
     if seconds.get("train"):
         metrics["train_tokens_per_s"] = Mean(trained_tokens, seconds["train"])
     return metrics

@@ -1,9 +1,6 @@
 """Advantages: one number per rollout from the rewards of its group. NumPy float64, once per batch, before
-sharding; called by `buffer/batching.py`.
-
-A group is the rollouts of one task. A rollout that became several training rows is one entry of
-`rewards_G`, so it counts once in the baseline.
-"""
+sharding; called by `buffer/batching.py`. A group is the rollouts of one task. A rollout that
+became several training rows is one entry of `rewards_G`, so it counts once in the baseline."""
 
 from __future__ import annotations
 
@@ -16,9 +13,7 @@ from invrl.plugins import load_plugin
 
 def grpo(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
     """A = (r - mean(r)) / (std(r) + eps), std over the population (divided by G, not by G - 1).
-
-    Group-relative advantage of GRPO, arXiv 2402.03300, section 4.1.2. rewards_G and result: [G].
-    """
+    Group-relative advantage of GRPO, arXiv 2402.03300, section 4.1.2. rewards_G and result: [G]."""
     centred_G = rewards_G - rewards_G.mean()
     return centred_G / (np.sqrt(np.mean(centred_G**2)) + eps)
 

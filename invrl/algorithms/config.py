@@ -23,11 +23,8 @@ class AlgorithmConfig(Section):
     )
     correction_cap: PositiveFloat = Field(2.0, description="cap of the truncated importance weight")
     aggregation: Literal["token_mean"] = Field("token_mean", description="how token losses become one number")
-    kl_coef: NonNegativeFloat = Field(
-        0.0, description="weight of the k3 KL to the frozen reference; 0: no reference"
-    )
+    kl_coef: NonNegativeFloat = Field(0.0, description="weight of the k3 KL to a frozen reference; 0: none")
     old_logprobs: Literal["recompute", "engine"] = Field(
-        "recompute",
-        description="the old policy: recomputed when the batch is taken, or the engine's log-probs",
+        "recompute", description="old policy: recomputed when the batch is taken, or the engine's log-probs"
     )
     steps_per_batch: PositiveInt = Field(1, description="optimizer steps per batch (mini-batches)")

@@ -24,16 +24,11 @@ def none(old_N: Tensor, rollout_N: Tensor, cap: float) -> Correction:
 
 
 def truncated(old_N: Tensor, rollout_N: Tensor, cap: float) -> Correction:
-    """w = min(exp(old - rollout), cap).
-
-    Truncated importance sampling (Ionides 2008), as used against the mismatch of sampler and trainer
-    (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
-    """
+    """w = min(exp(old - rollout), cap): truncated importance sampling (Ionides 2008), as used against the
+    mismatch of sampler and trainer (Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training")."""
     weight_N = (old_N.detach() - rollout_N.detach()).exp()
     return Correction(weight_N=weight_N.clamp(max=cap), capped_N=weight_N > cap)
 
 
-CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Correction]] = {
-    "none": none,
-    "truncated": truncated,
-}
+CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Correction]] = {"none": none, "truncated": truncated}

@@ -6,8 +6,7 @@ Three policies, never confused: *rollout* (what the engine sampled with), *old* 
     loss = 1/D  sum_t [ w_t * surrogate(r_t, A_t) + kl_coef * k3(current_t || reference_t) ]
 
 with r = current/old, w from `corrections`, D the global trained-token count. Invariant: the sum of `loss`
-over micro-batches and ranks, and of its gradient, does not depend on how the tokens were split.
-"""
+over micro-batches and ranks, and of its gradient, does not depend on how the tokens were split."""
 
 from __future__ import annotations
 
@@ -30,19 +29,17 @@ from invrl.metrics import Max, Mean, Metric
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
     """The trained tokens of one micro-batch, flat: float32 [N] each, log-probs in nats at the sampling
-    temperature. N may be 0."""
+    temperature. N may be 0. Only `current_N` carries a gradient; the frozen reference is needed when
+    kl_coef > 0; the entropy, of the current distribution, is for the metrics. `denominator`: trained tokens
+    of the whole mini-batch, over all micro-batches and ranks."""
 
     current_N: Tensor
-    """Carries the gradient."""
     old_N: Tensor
     rollout_N: Tensor
     advantages_N: Tensor
     reference_N: Tensor | None
-    """Frozen reference; needed when kl_coef > 0."""
     entropy_N: Tensor | None
-    """Of the current distribution; for the metrics only."""
     denominator: float
-    """Trained tokens of the whole mini-batch, over all micro-batches and ranks."""
 
     def __post_init__(self) -> None:
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_N")}
@@ -91,13 +88,10 @@ def policy_loss(
             "correction_capped_fraction": correction.capped_N,
             "logprob_gap_mean": gap_N,
         }
-        if kl_N is not None:
-            means["kl_reference"] = kl_N
-        if inputs.entropy_N is not None:
-            means["entropy"] = inputs.entropy_N
-        return LossOutputs(
-            loss=loss, metrics=_metrics(means, {"ratio_max": ratio_N, "logprob_gap_max": gap_N})
-        )
+        optional = {"kl_reference": kl_N, "entropy": inputs.entropy_N}
+        means |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+        maxima = {"ratio_max": ratio_N, "logprob_gap_max": gap_N}
+        return LossOutputs(loss=loss, metrics=_metrics(means, maxima))
 
 
 def _metrics(means: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, Metric]:

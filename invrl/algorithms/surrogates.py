@@ -13,11 +13,8 @@ if TYPE_CHECKING:
 
 
 def clip(ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float) -> Tensor:
-    """L = -min(r A, clamp(r, 1 - low, 1 + high) A), all [N].
-
-    PPO's clipped objective (arXiv 1707.06347, eq. 7) with the lower and upper bound apart, as DAPO's
-    clip-higher has them (arXiv 2503.14476, section 3.1).
-    """
+    """L = -min(r A, clamp(r, 1 - low, 1 + high) A), all [N]: PPO's clipped objective (arXiv 1707.06347, eq.
+    7), the lower and upper bound apart, as DAPO's clip-higher has them (arXiv 2503.14476, section 3.1)."""
     clipped_N = ratio_N.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high)
     return -(ratio_N * advantages_N).minimum(clipped_N * advantages_N)
 
