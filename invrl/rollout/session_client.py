@@ -1,10 +1,9 @@
 """The gateway's session API as any outside environment uses it: open, reward, finish, abort.
 
-Invariants: every call ends within its deadline and says what it waited for; a gateway that is full
-(429), restarting (503) or unreachable is asked again until then, with its Retry-After honoured; any
-other refusal is a SessionError at once. Opening takes the environment key; the rest is done with the
-session's own key, so who runs a rollout needs no more than its session. Used by the dispatcher, the
-evaluation and the rollout workers.
+Invariants: every call ends within its deadline and says what it waited for; a gateway that is full (429),
+restarting (503) or unreachable is asked again until then, with its Retry-After honoured; any other refusal is
+a SessionError at once. Opening takes the environment key; the rest is done with the session's own key, so who
+runs a rollout needs no more than its session. Used by the dispatcher, the evaluation and the rollout workers.
 """
 
 from __future__ import annotations

@@ -108,9 +108,7 @@ class TrainStep:
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
         return pack(
-            rows,
-            max_tokens=self.train.max_tokens_per_microbatch,
-            share_prefixes=self.train.share_prefixes,
+            rows, max_tokens=self.train.max_tokens_per_microbatch, share_prefixes=self.train.share_prefixes
         )
 
     def logprobs(
