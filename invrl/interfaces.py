@@ -35,6 +35,7 @@ class Endpoint(Protocol):
     def model(self) -> str: ...
     def openai(self) -> AsyncOpenAI:
         """A ready client; its retries and deadline are set for this session."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,7 @@ class Buffer(Protocol):
     async def take(self) -> TakenBatch:
         """The next batch of whole groups, no token older than the staleness bound. Waits; DeadlineError
         names what is missing."""
+        ...
 
     async def trained(self, batch_id: int) -> None: ...
 
@@ -121,6 +123,7 @@ class Buffer(Protocol):
 
     async def snapshot(self, trained: WeightVersion) -> bytes:
         """The buffer for a checkpoint, between `trained` and `release`; `trained`: what the trainer holds."""
+        ...
 
     async def advance(self, version: WeightVersion) -> None:
         """The trainer now holds `version`: admission and staleness count against it."""
@@ -130,6 +133,7 @@ class Buffer(Protocol):
 
     async def metrics(self) -> Mapping[str, Metric]:
         """Counts since the last call (groups and rollouts by state and drop reason, staleness)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +153,7 @@ class Trainer(Protocol):
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Log-prob of each prompt's token t >= 1 given those before it (temperature 1): [T-1] each."""
+        ...
 
     async def save_checkpoint(self, path: str) -> None: ...
     async def load_checkpoint(self, path: str) -> None: ...
@@ -185,6 +190,7 @@ class WeightSender(Protocol):
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
         """Write the current weights. The weights staged before stay whole until the next call."""
+        ...
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]: ...
 
@@ -205,6 +211,7 @@ class WeightReceiver(Protocol):
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
         """Hashes read back from the engine's own parameters, as in StagedWeights.checksums."""
+        ...
 
     async def commit(self, version: WeightVersion) -> None: ...
     async def resume(self) -> None: ...

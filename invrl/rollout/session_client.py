@@ -30,8 +30,8 @@ from invrl.types import (
 )
 
 T = TypeVar("T")
-KEEPALIVE_S = 2.0
-"""Below uvicorn's 5 s, so that the server never closes a connection just as we write to it."""
+CONNECTION_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+"""Kept for less than uvicorn's 5 s, so that the server never closes a connection just as we write to it."""
 _MAX_DETAIL = 4000
 _ASK_AGAIN = frozenset({429, 502, 503, 504})
 _BACKOFF_S = (0.05, 2.0)
@@ -48,9 +48,7 @@ class SessionClient:
     def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = 60.0) -> None:
         self._url = base_url.rstrip("/")
         self._env_key, self._deadline_s = env_key, deadline_s
-        self._http = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S), trust_env=False
-        )
+        self._http = httpx.AsyncClient(limits=CONNECTION_LIMITS, trust_env=False)
 
     async def open(
         self,
@@ -93,8 +91,7 @@ class SessionClient:
         that had ended before stays as it was. Raises SessionError, DeadlineError."""
         what = f"the gateway to abort session {session.id}"
         # User code's text may hold lone surrogates, which no JSON carries.
-        detail = detail[-_MAX_DETAIL:].encode(errors="replace").decode()
-        body = {"reason": reason.value, "detail": detail}
+        body = {"reason": reason.value, "detail": detail[-_MAX_DETAIL:].encode(errors="replace").decode()}
         answer = await self._post(f"/sessions/{session.id}/abort", body, session.key, what)
         return _outcome(answer, what)
 
