@@ -1,4 +1,4 @@
-"""OS processes that we start: one class that starts, watches and ends any server.
+"""OS processes of ours: how any server is started, watched and ended.
 
 Invariant: what we start, we end. A child gets SIGKILL from the kernel when the thread that started
 it dies (PR_SET_PDEATHSIG), so start servers from a thread that lives as long as they should. Logs
@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
 
 import psutil
 
@@ -46,14 +47,10 @@ class ServerProcess:
         self.name = name
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
+        variables = {**os.environ, **(env or {})}
         with log.open("ab") as out:
-            self._process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-                preexec_fn=die_with_parent,
+            self._process = Popen(
+                command, stdin=DEVNULL, stdout=out, stderr=STDOUT, env=variables, preexec_fn=die_with_parent
             )
 
     @property
@@ -73,10 +70,8 @@ class ServerProcess:
     def check_alive(self) -> None:
         """Raises ServerError if the process has ended."""
         if not self.alive():
-            raise ServerError(
-                f"{self.name} ended with code {self._process.returncode}. "
-                f"Last lines of {self.log}:\n{self.log_tail()}"
-            )
+            ended = f"{self.name} ended with code {self._process.returncode}"
+            raise ServerError(f"{ended}. Last lines of {self.log}:\n{self.log_tail()}")
 
     def wait_ready(self, probe: Callable[[], bool], *, deadline_s: float) -> float:
         """Seconds until `probe` says True. Raises ServerError if the process dies first,
@@ -87,9 +82,8 @@ class ServerProcess:
             if probe():
                 return time.monotonic() - start
             if time.monotonic() - start > deadline_s:
-                raise DeadlineError(
-                    f"{self.name} to be ready; last lines of {self.log}:\n{self.log_tail()}", deadline_s
-                )
+                waited_for = f"{self.name} to be ready; last lines of {self.log}:\n{self.log_tail()}"
+                raise DeadlineError(waited_for, deadline_s)
             time.sleep(0.1)
 
     def stop(self, *, grace_s: float = 5.0) -> None:
@@ -107,3 +101,37 @@ class ServerProcess:
                 process.kill()
         psutil.wait_procs(left, timeout=grace_s)
         self._process.wait(timeout=grace_s)
+
+
+class LocalServer:
+    """A server on a free port of this machine: made first, started (`_launch`) later, ended once."""
+
+    def __init__(self, name: str, *, run_folder: Path) -> None:
+        self.name, self.port = name, 0
+        self.api_key = secrets.token_hex(24)  # becomes an argument: must not begin with "-"
+        self._log = run_folder / "logs" / f"{name}.log"
+        self._process: ServerProcess | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def process(self) -> ServerProcess:
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process
+
+    def _launch(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._process = ServerProcess(self.name, command, log=self._log, env=env)
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.alive()
+
+    def check_alive(self) -> None:
+        """Raises ServerError if it was started and has ended."""
+        if self._process is not None:
+            self._process.check_alive()
+
+    def stop(self, *, grace_s: float = 5.0) -> None:
+        if self._process is not None:
+            self._process.stop(grace_s=grace_s)

@@ -267,12 +267,8 @@ class TrainSample:
     turn_ids: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        length = _same_length(
-            tokens_T=self.tokens_T,
-            loss_mask_T=self.loss_mask_T,
-            rollout_logprobs_T=self.rollout_logprobs_T,
-            versions_T=self.versions_T,
-        )
+        names = ("tokens_T", "loss_mask_T", "rollout_logprobs_T", "versions_T")
+        length = _same_length(**{name: getattr(self, name) for name in names})
         if length and self.loss_mask_T[0]:
             raise ValueError(f"rollout {self.rollout_id}: the first token has no log-prob to train")
 

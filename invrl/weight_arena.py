@@ -172,13 +172,10 @@ class ArenaWriter:
         slot = self._slot if version == self._version else 1 - self._slot
         checksums = self._write(self._views[slot], tensors)
         self._slot, self._version = slot, version
-        handle = ArenaHandle(path=self.path, arena_id=self._arena.id, slot=slot)
+        handle = ArenaHandle(path=self.path, arena_id=self._arena.id, slot=slot).to_json()
+        size, seconds = sum(map(num_bytes, self._arena.tensors)), time.monotonic() - start
         return StagedWeights(
-            version=version,
-            handle=handle.to_json(),
-            checksums=checksums,
-            num_bytes=sum(num_bytes(spec) for spec in self._arena.tensors),
-            seconds=time.monotonic() - start,
+            version=version, handle=handle, checksums=checksums, num_bytes=size, seconds=seconds
         )
 
     def _write(
@@ -190,10 +187,8 @@ class ArenaWriter:
             if view is None or name in checksums:
                 raise LayoutError(f"{name}: {'staged twice' if view is not None else 'not in the layout'}")
             if view.shape != tensor.shape or view.dtype != tensor.dtype:
-                raise LayoutError(
-                    f"{name}: {tensor.dtype} {tuple(tensor.shape)}, the layout says "
-                    f"{view.dtype} {tuple(view.shape)}"
-                )
+                laid_out = f"{view.dtype} {tuple(view.shape)}"
+                raise LayoutError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, the layout says {laid_out}")
             view.copy_(tensor.detach())
             checksums[name] = checksum(view)
         if len(checksums) != len(views):

@@ -39,12 +39,11 @@ class BucketSender:
             del self._alive[min(self._alive)]
         self._alive[version] = []
         payloads = [self._bucket(version, given, group) for group in self._groups()]
+        handle = json.dumps(payloads)
+        checksums = {name: checksum(tensor) for name, tensor in given.items()}
+        size, seconds = sum(map(num_bytes, self._tensors)), time.monotonic() - start
         return StagedWeights(
-            version=version,
-            handle=json.dumps(payloads),
-            checksums={name: checksum(tensor) for name, tensor in given.items()},
-            num_bytes=sum(map(num_bytes, self._tensors)),
-            seconds=time.monotonic() - start,
+            version=version, handle=handle, checksums=checksums, num_bytes=size, seconds=seconds
         )
 
     def _groups(self) -> Iterable[list[str]]:

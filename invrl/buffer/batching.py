@@ -35,9 +35,8 @@ def build_batch(
         for summary, advantage in zip(group.rollouts_G, advantages_G, strict=True):
             rollout = by_session.get(summary.session_id)
             if rollout is None:
-                raise BufferStateError(
-                    f"batch {taken.batch_id}: no tokens for session {summary.session_id} of group {group.id}"
-                )
+                place = f"session {summary.session_id} of group {group.id}"
+                raise BufferStateError(f"batch {taken.batch_id}: no tokens for {place}")
             for sample in samples_from_rollout(rollout):
                 samples.append(sample)
                 advantages.append(np.where(sample.loss_mask_T, advantage, 0.0).astype(np.float32))
@@ -113,9 +112,8 @@ def _temperature(rollout: Rollout, path: Sequence[Turn]) -> float:
     """The trainer divides a row's logits by one number, which the run pins."""
     temperatures = {turn.temperature for turn in path}
     if len(temperatures) != 1:
-        raise BufferStateError(
-            f"session {rollout.summary.session_id} was sampled at several temperatures: {temperatures}"
-        )
+        session = rollout.summary.session_id
+        raise BufferStateError(f"session {session} was sampled at several temperatures: {temperatures}")
     return temperatures.pop()
 
 

@@ -92,12 +92,8 @@ class Buffer:
         under_way = len(self._in_flight) + len(self._ready) + self._groups_taken()
         if under_way >= self._limit or (task := self._next_task()) is None:
             return None
-        group = OpenGroup(
-            number=self._groups_leased,
-            task=task,
-            attempts_G=[0] * self._group_size,
-            to_lease=list(range(self._group_size)),
-        )
+        size = self._group_size
+        group = OpenGroup(self._groups_leased, task, attempts_G=[0] * size, to_lease=list(range(size)))
         self._groups_leased += 1
         self._in_flight[group.id] = group
         self._count("groups_leased")
@@ -107,8 +103,7 @@ class Buffer:
         """Idempotent, in any order. An outcome nobody waits for (its place has one already, its group has
         ended, or it was never leased) is counted and changes nothing."""
         place = Place(outcome.group_id, outcome.index, outcome.attempt)
-        state = self._ledger.state(place)
-        if state is not RolloutState.IN_FLIGHT:
+        if self._ledger.state(place) is not RolloutState.IN_FLIGHT:
             self._count("outcomes_late" if self._was_leased(place) else "outcomes_unknown")
             return
         group = self._in_flight[place.group_id]
@@ -136,12 +131,10 @@ class Buffer:
         if len(eligible) < self._batch_size:
             return None
         eligible.sort(key=lambda group: (oldest_version(group.rollouts()), group.number))
-        batch = TakenBatch(
-            batch_id=self._batches_taken,
-            version=self.version,
-            groups=tuple(group.group() for group in eligible[: self._batch_size]),
-        )
-        for group in eligible[: self._batch_size]:
+        taken = eligible[: self._batch_size]
+        groups = tuple(group.group() for group in taken)
+        batch = TakenBatch(batch_id=self._batches_taken, version=self.version, groups=groups)
+        for group in taken:
             del self._ready[group.id]
             for index in range(self._group_size):
                 self._move(group, index, RolloutState.TAKEN, batch_id=batch.batch_id)
@@ -161,8 +154,7 @@ class Buffer:
 
     def discard(self, batch_id: int) -> None:
         """In a run without a trainer this batch has been seen. Raises as `trained`."""
-        batch = self._out(batch_id)
-        self._drop_batch(batch, DropReason.NOT_TRAINED)
+        self._drop_batch(self._out(batch_id), DropReason.NOT_TRAINED)
         self._batch_trained = True
 
     def advance(self, version: WeightVersion) -> None:
@@ -260,12 +252,9 @@ class Buffer:
         `finished_reward_mean` is over all finished rollouts, also those whose groups were dropped: a
         filter that leaves out solved tasks does not bias it."""
         metrics, self._since = self._since, {}
-        metrics["groups_in_flight"] = Mean(len(self._in_flight))
-        metrics["groups_ready"] = Mean(len(self._ready))
-        metrics["groups_taken"] = Mean(self._groups_taken())
-        for state in RolloutState:
-            metrics[f"rollouts_{state}"] = Mean(self._ledger.count(state))
-        return metrics
+        now = {"in_flight": len(self._in_flight), "ready": len(self._ready), "taken": self._groups_taken()}
+        metrics |= {f"groups_{name}": Mean(number) for name, number in now.items()}
+        return metrics | {f"rollouts_{state}": Mean(self._ledger.count(state)) for state in RolloutState}
 
     # ------------------------------------------------------------------ inside
 
@@ -308,17 +297,16 @@ class Buffer:
     def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
         self._failed[failure] += 1
         self._count(f"rollouts_failed/{failure}")
-        index = outcome.index
         last = outcome.attempt + 1 >= self._max_attempts
         reason = DropReason.INCOMPLETE if last else DropReason.REPLACED
         facts = EntryFacts(reason=reason, failure=failure, detail=detail, session_id=outcome.session_id)
-        self._move(group, index, RolloutState.DROPPED, **facts)
+        self._move(group, outcome.index, RolloutState.DROPPED, **facts)
         self._count(f"rollouts_dropped/{reason}")
         if last:
             self._drop(group, DropReason.INCOMPLETE)
             return
-        group.attempts_G[index] += 1
-        self._lease_again(group, index)
+        group.attempts_G[outcome.index] += 1
+        self._lease_again(group, outcome.index)
 
     def _lease_again(self, group: OpenGroup, index: int) -> None:
         group.to_lease.append(index)
@@ -361,8 +349,8 @@ class Buffer:
         self._ready.pop(group.id, None)
         if group.id in self._replacements:
             self._replacements.remove(group.id)
-        for index in range(self._group_size):
-            state = self._ledger.state(Place(group.id, index, group.attempts_G[index]))
+        for index, attempt in enumerate(group.attempts_G):
+            state = self._ledger.state(Place(group.id, index, attempt))
             if state is not None and state is not RolloutState.DROPPED:
                 self._move(group, index, RolloutState.DROPPED, reason=reason, detail=word)
                 self._count(f"rollouts_dropped/{reason}")

@@ -110,8 +110,7 @@ class BufferActor:
         async with self._changed:
             while True:
                 self._check_poller()
-                batch = self._buffer.take()
-                if batch is not None:
+                if (batch := self._buffer.take()) is not None:
                     return batch
                 waited = time.monotonic() - start
                 if waited >= timeout_s or not self._buffer.counts().can_fill:

@@ -10,9 +10,7 @@ from invrl.section import Section
 class BufferConfig(Section):
     """0 is the synchronous loop, 1 is one-step-off-policy, k is fully asynchronous: one number."""
 
-    max_staleness: NonNegativeInt = Field(
-        0, description="versions a trained token may be behind the trainer's"
-    )
+    max_staleness: NonNegativeInt = Field(0, description="versions a trained token may lag the trainer's")
     over_sampling_groups: NonNegativeInt = Field(
         0, description="groups in flight beyond what the batch needs, to replace those that are filtered out"
     )

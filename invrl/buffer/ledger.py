@@ -85,7 +85,8 @@ class Ledger:
 
     def __init__(self, emit: Callable[[LedgerEntry], None] | None = None) -> None:
         self._emit = emit
-        self._sequence = 0
+        self.sequence = 0
+        """Of the next entry."""
         self._states: dict[Place, RolloutState] = {}
         self._counts: Counter[RolloutState] = Counter()
 
@@ -96,11 +97,6 @@ class Ledger:
     def count(self, state: RolloutState) -> int:
         return self._counts[state]
 
-    @property
-    def sequence(self) -> int:
-        """Of the next entry."""
-        return self._sequence
-
     def counts(self) -> dict[RolloutState, int]:
         return dict(self._counts)
 
@@ -108,7 +104,7 @@ class Ledger:
         self, states: Mapping[Place, RolloutState], counts: Mapping[RolloutState, int], sequence: int
     ) -> None:
         """As of a snapshot."""
-        self._states, self._counts, self._sequence = dict(states), Counter(counts), sequence
+        self._states, self._counts, self.sequence = dict(states), Counter(counts), sequence
 
     def forget(self, places: Iterable[Place]) -> None:
         """Places of a group that has ended: nothing can happen to them any more."""
@@ -125,7 +121,7 @@ class Ledger:
         self, place: Place, task_id: str, state: RolloutState, **facts: Unpack[EntryFacts]
     ) -> LedgerEntry:
         """Raises BufferStateError for a transition that does not exist."""
-        entry = LedgerEntry(sequence=self._sequence, place=place, task_id=task_id, state=state, **facts)
+        entry = LedgerEntry(sequence=self.sequence, place=place, task_id=task_id, state=state, **facts)
         before = self._states.get(place)
         if state not in _NEXT[before]:
             raise BufferStateError(f"rollout {place} cannot go from {before} to {state}")
@@ -137,7 +133,7 @@ class Ledger:
             self._counts[before] -= 1
         self._states[place] = state
         self._counts[state] += 1
-        self._sequence += 1
+        self.sequence += 1
         if self._emit is not None:
             self._emit(entry)
         return entry

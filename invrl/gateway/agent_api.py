@@ -1,9 +1,8 @@
 """The hot path: an agent's request, from its key to the last byte of its answer.
 
-Generic over dialects; plain ASGI, because delivery and disconnects are decided close to the wire.
-Invariants: whatever goes wrong has the dialect's own shape; a client that goes away cancels its
-generation; a turn is delivered when its answer has left whole, which is after its commit. Mounted by
-`app.py`.
+Generic over dialects; plain ASGI, because delivery and disconnects are decided close to the wire. Invariants:
+whatever goes wrong has the dialect's own shape; a client that goes away cancels its generation; a turn is
+delivered when its answer has left whole, which is after its commit. Mounted by `app.py`.
 """
 
 from __future__ import annotations

@@ -42,18 +42,15 @@ def make_app(
     on_shutdown: Callable[[], object] = lambda: None,
 ) -> FastAPI:
     """`on_shutdown` runs after the last request; an awaitable that it returns is awaited."""
-    registry = SessionRegistry(
-        max_open=settings.max_open_sessions, ttl_s=settings.session_ttl_s, public_url=settings.url
-    )
+    most, ttl_s = settings.max_open_sessions, settings.session_ttl_s
+    registry = SessionRegistry(max_open=most, ttl_s=ttl_s, public_url=settings.url)
     limit, seed = settings.context_length, settings.sampling_seed
     turns = Turns(engine=engine, renderer=renderer, store=store, context_length=limit, run_seed=seed)
-    sampling = Sampling(
-        temperature=settings.temperature, top_p=settings.top_p, max_new_tokens=settings.max_new_tokens
-    )
+    drawn = {"temperature": settings.temperature, "top_p": settings.top_p}
+    sampling = Sampling(**drawn, max_new_tokens=settings.max_new_tokens)
     lifecycle = Lifecycle(registry=registry, turns=turns, store=store, sampling=sampling)
-    chat = ChatDialect(
-        model=settings.model_name, vocab_size=settings.vocab_size, token_text=renderer.token_text
-    )
+    name, vocab_size = settings.model_name, settings.vocab_size
+    chat = ChatDialect(model=name, vocab_size=vocab_size, token_text=renderer.token_text)
     lag = LoopLag()
 
     @contextlib.asynccontextmanager

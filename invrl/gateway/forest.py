@@ -65,8 +65,7 @@ class Node:
         """Exactly what the engine consumed and emitted along the path."""
         ids: list[int] = []
         for node in self.path():
-            ids.extend(node.turn.context_ids_T.tolist())
-            ids.extend(node.turn.sampled_ids_T.tolist())
+            ids += [*node.turn.context_ids_T.tolist(), *node.turn.sampled_ids_T.tolist()]
         return ids
 
 

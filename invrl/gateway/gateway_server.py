@@ -26,8 +26,7 @@ class GatewayServer:
         self._settings = settings
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "gateway.json"
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as out:
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             out.write(settings.to_json())
         command = [sys.executable, "-m", "invrl.gateway.gateway_server", "--settings", str(file)]
         self.process = ServerProcess("gateway", command, log=log, env={"OMP_NUM_THREADS": "1"})
@@ -68,12 +67,9 @@ def serve(settings: GatewaySettings) -> None:
 
     async def run() -> None:
         limits = EngineLimits(vocab_size=settings.vocab_size, context_length=settings.context_length)
+        url, key, deadline_s = settings.router_url, router_key, settings.generate_timeout_s
         engine = SglangClient(
-            settings.router_url,
-            limits=limits,
-            api_key=router_key,
-            name="the fleet",
-            generate_deadline_s=settings.generate_timeout_s,
+            url, limits=limits, api_key=key, name="the fleet", generate_deadline_s=deadline_s
         )
         app = make_app(settings, engine=engine, renderer=renderer, store=store, on_shutdown=engine.close)
         config = uvicorn.Config(

@@ -19,7 +19,6 @@ from invrl.run_store import RunStoreWriter
 from invrl.types import FailureReason, Outcome, Sampling
 
 _log = logging.getLogger(__name__)
-
 _SETTLE_S = 5.0
 _EXPIRY_INTERVAL_S = 1.0
 

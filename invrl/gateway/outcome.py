@@ -28,8 +28,9 @@ def summarise(
     trained = [turn for turn in turns if turn.id in delivered and turn.finish_reason != "abort"]
     versions = [span.version for turn in trained for span in turn.spans if span.end > span.start]
     if not versions:
-        detail = f"no sampled token reached the client ({len(turns)} turns)"
-        return failed(record, FailureReason.EMPTY, detail)
+        return failed(
+            record, FailureReason.EMPTY, f"no sampled token reached the client ({len(turns)} turns)"
+        )
     if record.reward is None and record.session.purpose == "train":
         return failed(record, FailureReason.BAD_REWARD, "the session was finished without a reward")
     later = [turn for turn in turns if turn.parent_id is not None]

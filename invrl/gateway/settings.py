@@ -45,8 +45,6 @@ class GatewaySettings(Section):
 
     def to_json(self) -> str:
         """With the secrets: for a file that only its owner reads."""
-        values = self.model_dump()
-        for name, value in values.items():
-            if isinstance(value, SecretStr):
-                values[name] = value.get_secret_value()
-        return json.dumps(values)
+        values = self.model_dump().items()
+        secret = {name: value.get_secret_value() for name, value in values if isinstance(value, SecretStr)}
+        return json.dumps(dict(values) | secret)

@@ -94,8 +94,7 @@ class Turns:
         if earlier is not None:
             self.counts["retries_answered"] += 1
             return earlier, ()
-        record = conversation.record
-        session = record.session
+        record, session = conversation.record, conversation.record.session
         place = self._place(conversation, request.messages)
         input_ids = [*(place.parent.ids() if place.parent else ()), *place.context_ids]
         ids_T = np.asarray(input_ids, np.int32)
@@ -143,8 +142,7 @@ class Turns:
 
     def overview(self, record: SessionRecord) -> list[dict[str, str | int | bool | None]]:
         """One line per turn of an open session."""
-        conversation = self._conversations.get(record.session.id)
-        if conversation is None:
+        if (conversation := self._conversations.get(record.session.id)) is None:
             return []
         return [
             {name: getattr(turn, name) for name in _SHOWN}
@@ -176,10 +174,10 @@ class Turns:
     def _fit(self, sampling: Sampling, prompt: int) -> Sampling:
         room = self.context_length - _ENGINE_MARGIN - prompt
         if room < 1:
-            reason = (
-                f"This model's maximum context length is {self.context_length} tokens (of which "
-                f"{_ENGINE_MARGIN} are the engine's); your messages resulted in {prompt} tokens."
+            limit = (
+                f"context length is {self.context_length} tokens (of which {_ENGINE_MARGIN} are the engine's)"
             )
+            reason = f"This model's maximum {limit}; your messages resulted in {prompt} tokens."
             raise SessionError(reason, status=400, code="context_length_exceeded", param="messages")
         return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 

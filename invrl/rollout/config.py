@@ -41,13 +41,11 @@ class RolloutConfig(Section):
     rollout_concurrency: PositiveInt = Field(32, description="rollouts at a time, over all workers")
     rollout_timeout_s: PositiveFloat = Field(300.0, description="a rollout that takes longer has failed")
     rollout_max_attempts: PositiveInt = Field(
-        3, description="tries at one place in a group until it is given up"
+        3, description="tries at a place in a group until it is given up"
     )
     temperature: PositiveFloat = Field(1.0, description="sampling temperature of training rollouts")
     max_new_tokens: PositiveInt = Field(512, description="tokens one turn may sample")
-    eval_interval: NonNegativeInt = Field(
-        0, description="steps between evaluations; 0: before and after only"
-    )
+    eval_interval: NonNegativeInt = Field(0, description="steps between evaluations; 0: before and after")
     eval_tasks: NonNegativeInt = Field(
         0, description="held-out tasks of each set; 0: no evaluation (`invrl eval`: all of them)"
     )
@@ -56,9 +54,7 @@ class RolloutConfig(Section):
         (), description="held-out sets, each NAME=FILE or NAME=module:source (its split 'eval')"
     )
     eval_modes: Annotated[tuple[EvalMode, ...], COMMA_SEPARATED] = Field(
-        ("sampled", "greedy"),
-        min_length=1,
-        description="'sampled' at temperature 1.0, 'greedy' once per task",
+        ("sampled", "greedy"), min_length=1, description="'sampled' (temperature 1.0), 'greedy' once per task"
     )
 
 
@@ -66,9 +62,7 @@ class EngineConfig(Section):
     """The fleet of SGLang servers and the router in front of it."""
 
     num_engines: PositiveInt = Field(1, description="SGLang servers in the fleet")
-    engine_dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="engines' weights and compute"
-    )
+    engine_dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="of weights and compute")
     seeded_sampling: bool = Field(
         False, description="draw each generation by a seed of its own, from --seed and its place in the run"
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from invrl.rollout.session_client import KEEPALIVE_S
+from invrl.rollout.session_client import CONNECTION_LIMITS
 from invrl.types import Session
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ class SessionEndpoint:
 
 
 def _new_transport() -> httpx.AsyncHTTPTransport:
-    return httpx.AsyncHTTPTransport(
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S), trust_env=False
-    )
+    return httpx.AsyncHTTPTransport(limits=CONNECTION_LIMITS, trust_env=False)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

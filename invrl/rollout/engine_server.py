@@ -11,14 +11,14 @@ from __future__ import annotations
 import ctypes
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 import httpx
 
-from invrl.process import ServerProcess, free_port
+from invrl.process import LocalServer, free_port
 from invrl.rollout.config import EngineConfig
 
 Device = Literal["cpu", "cuda"]
@@ -58,41 +58,7 @@ def count_gpus() -> int:
     return count.value if found else 0
 
 
-def engine_command(
-    config: EngineConfig,
-    *,
-    python: str,
-    model_path: Path,
-    port: int,
-    device: Device,
-    version: int = 0,
-    passthrough: Sequence[str] = (),
-) -> list[str]:
-    """The command line; later flags win, so what a user passes through comes last."""
-    flags = {
-        "model-path": str(model_path),
-        "host": "127.0.0.1",
-        "port": str(port),
-        "dtype": config.engine_dtype,
-        "weight-version": str(version),
-        "custom-weight-loader": WEIGHT_LOADER,
-        # info prints the server's arguments, keys included, and a line per prefill
-        "log-level": "warning",
-    }
-    if device == "cpu":
-        flags |= _CPU_FLAGS | {"max-total-tokens": str(config.engine_max_total_tokens)}
-    command = [python, "-m", "invrl.rollout.launch_sglang"]
-    command += [part for name, value in flags.items() for part in (f"--{name}", value)]
-    # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.
-    command += ["--incremental-streaming-output", "--skip-server-warmup"]
-    if device == "cpu":
-        command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
-    if config.seeded_sampling:
-        command.append("--enable-deterministic-inference")  # otherwise SGLang ignores seeds
-    return [*command, *passthrough]
-
-
-class EngineServer:
+class EngineServer(LocalServer):
     """`start`, `wait_ready`, `stop`. Start it from a thread that lives as long as it should."""
 
     def __init__(
@@ -103,67 +69,59 @@ class EngineServer:
         model_path: Path,
         run_folder: Path,
         passthrough: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
     ) -> None:
-        self.name = name
-        self.api_key = secrets.token_hex(24)  # becomes an argument: must not begin with "-"
+        super().__init__(name, run_folder=run_folder)
         self.admin_key = secrets.token_hex(24)
-        self.port = 0
-        self._config, self._model_path = config, model_path
-        self._log = run_folder / "logs" / f"{name}.log"
-        self._passthrough, self._env = tuple(passthrough), dict(env or {})
-        self._process: ServerProcess | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, f"{self.name} was not started"
-        return self._process.pid
+        self._config, self._model_path, self._passthrough = config, model_path, tuple(passthrough)
 
     def start(self, *, version: int = 0) -> None:
         """Returns at once. `version` names the weights in `model_path`."""
         self.port = free_port()
-        command = engine_command(
-            self._config,
-            python=sys.executable,
-            model_path=self._model_path,
-            port=self.port,
-            device=find_device(),
-            version=version,
-            passthrough=self._passthrough,
-        )
+        command = self._command(find_device(), version)
         keys = {"INVRL_ENGINE_API_KEY": self.api_key, "INVRL_ENGINE_ADMIN_KEY": self.admin_key}
-        env = {"OMP_NUM_THREADS": "1", **self._env, **keys}
-        self._process = ServerProcess(self.name, command, log=self._log, env=env)
+        self._launch(command, {"OMP_NUM_THREADS": "1", **keys})
 
     def wait_ready(self) -> float:
         """Seconds until the engine made its first token. Raises ServerError with the log's last lines
         if it died, DeadlineError after `engine_start_timeout_s`."""
-        assert self._process is not None, f"{self.name} was not started"
-        return self._process.wait_ready(self._makes_a_token, deadline_s=self._config.engine_start_timeout_s)
+        return self.process.wait_ready(self._makes_a_token, deadline_s=self._config.engine_start_timeout_s)
 
-    def alive(self) -> bool:
-        return self._process is not None and self._process.alive()
+    def stop(self, *, grace_s: float = 1.0) -> None:
+        """Its own draining would only wait for requests whose callers are gone."""
+        super().stop(grace_s=grace_s)
 
-    def log_tail(self) -> str:
-        return self._process.log_tail() if self._process else ""
-
-    def stop(self) -> None:
-        if self._process is not None:
-            # Its own draining would only wait for requests whose callers are gone.
-            self._process.stop(grace_s=1.0)
+    def _command(self, device: Device, version: int) -> list[str]:
+        """The command line; later flags win, so what a user passes through comes last."""
+        config = self._config
+        flags = {
+            "model-path": str(self._model_path),
+            "host": "127.0.0.1",
+            "port": str(self.port),
+            "dtype": config.engine_dtype,
+            "weight-version": str(version),
+            "custom-weight-loader": WEIGHT_LOADER,
+            # info prints the server's arguments, keys included, and a line per prefill
+            "log-level": "warning",
+        }
+        if device == "cpu":
+            flags |= _CPU_FLAGS | {"max-total-tokens": str(config.engine_max_total_tokens)}
+        command = [sys.executable, "-m", "invrl.rollout.launch_sglang"]
+        command += [part for name, value in flags.items() for part in (f"--{name}", value)]
+        # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.
+        command += ["--incremental-streaming-output", "--skip-server-warmup"]
+        if device == "cpu":
+            command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
+        if config.seeded_sampling:
+            command.append("--enable-deterministic-inference")  # otherwise SGLang ignores seeds
+        return [*command, *self._passthrough]
 
     def _makes_a_token(self) -> bool:
         """One token instead of SGLang's own warm-up: the server counts as up only after it."""
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
         try:
             # A client that verifies nothing reads no certificates: that took 22 ms each time.
-            with httpx.Client(
-                base_url=self.url, timeout=httpx.Timeout(60.0, connect=1.0), verify=False, trust_env=False
-            ) as http:
+            timeout = httpx.Timeout(60.0, connect=1.0)
+            with httpx.Client(base_url=self.url, timeout=timeout, verify=False, trust_env=False) as http:
                 # Refused at once until the HTTP process listens, which it does after the model is loaded.
                 answer = http.post("/generate", json=body, headers=_bearer(self.api_key))
                 if answer.status_code != 200:

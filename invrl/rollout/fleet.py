@@ -72,11 +72,9 @@ class Fleet:
         self._sglang_flags = sglang_flags({name: str(value) for name, value in (sglang or {}).items()})
         self._engines: dict[str, Engine] = {}
         self._version = WeightVersion(0)
-        self._router = RouterServer(
-            run_folder=run_folder,
-            start_timeout_s=engine.router_start_timeout_s,
-            passthrough=router_flags({name: str(value) for name, value in (router or {}).items()}),
-        )
+        flags = router_flags({name: str(value) for name, value in (router or {}).items()})
+        timeout_s = engine.router_start_timeout_s
+        self._router = RouterServer(run_folder=run_folder, start_timeout_s=timeout_s, passthrough=flags)
         self._watch: asyncio.Task[None] | None = None
         self.evicted: dict[str, str] = {}
         """Name -> reason of engines that left and were not restarted."""
@@ -176,9 +174,8 @@ class Fleet:
         server = EngineServer(name, self._config, model_path=model, run_folder=folder, passthrough=flags)
         # In this thread: the kernel ends a child together with the thread that started it.
         server.start()
-        client = SglangClient(
-            server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
-        )
+        url, key, admin_key = server.url, server.api_key, server.admin_key
+        client = SglangClient(url, limits=self.limits, api_key=key, admin_key=admin_key, name=name)
         receiver = RECEIVERS[self._carrier](name, client, reply_folder=self._replies)
         return Engine(server=server, client=client, receiver=receiver)
 

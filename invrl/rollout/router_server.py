@@ -1,10 +1,9 @@
 """sglang-router as an OS process, with the settings that suit RL, and its workers.
 
-Invariant: private (loopback; sampling needs `api_key`, which the gateway holds, management another key
-that never leaves this file; towards an engine it uses that engine's key), it never retries, never
-sheds, never ejects an engine that is only paused, and it routes to an engine only after `register`
-(which happens once that engine holds the fleet's version).
-Used by `fleet`.
+Invariant: private (loopback; sampling needs `api_key`, which the gateway holds, management another key that
+never leaves this file; towards an engine it uses that engine's key), it never retries, never sheds, never
+ejects an engine that is only paused, and it routes to an engine only after `register` (which happens once
+that engine holds the fleet's version). Used by `fleet`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 import aiohttp
 
 from invrl.errors import DeadlineError, ServerError
-from invrl.process import ServerProcess, free_port
+from invrl.process import LocalServer, free_port
 
 _FLAGS = {
     # A session's turns stay on the engine that caches them; cache_aware sent all sessions that share a
@@ -42,21 +41,14 @@ _FLAGS = {
 _SWITCHES = ("--disable-retries", "--disable-circuit-breaker")
 
 
-class RouterServer:
+class RouterServer(LocalServer):
     """`start`, `wait_ready`, then `register` engines."""
 
     def __init__(self, *, run_folder: Path, start_timeout_s: float, passthrough: Sequence[str] = ()) -> None:
-        self.port = 0
-        self.api_key = secrets.token_hex(24)  # a flag's value: it must not begin with a dash
-        self._log = run_folder / "logs" / "router.log"
+        super().__init__("router", run_folder=run_folder)
         self._start_timeout_s, self._passthrough = start_timeout_s, tuple(passthrough)
         self._management_key = secrets.token_hex(24)
         self._worker_ids: dict[str, str] = {}
-        self._process: ServerProcess | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         self.port = free_port()
@@ -67,12 +59,11 @@ class RouterServer:
         command += [part for name, value in _FLAGS.items() for part in (f"--{name}", value)]
         command += [*_SWITCHES, *self._passthrough]
         env = {"INVRL_ROUTER_API_KEY": self.api_key, "INVRL_ROUTER_MANAGEMENT_KEY": self._management_key}
-        self._process = ServerProcess("router", command, log=self._log, env=env)
+        self._launch(command, env)
 
     async def wait_ready(self) -> None:
         """Until the router answers. Raises ServerError if it died, DeadlineError."""
-        process = self._process
-        assert process is not None, "the router was not started"
+        process = self.process
 
         async def answers() -> bool:
             process.check_alive()
@@ -82,18 +73,9 @@ class RouterServer:
             return False
 
         def waited_for() -> str:
-            return f"the router to answer; last lines of {self._log}:\n{process.log_tail()}"
+            return f"the router to answer; last lines of {process.log}:\n{process.log_tail()}"
 
         await _until(answers, waited_for, self._start_timeout_s)
-
-    def check_alive(self) -> None:
-        """Raises ServerError if a started router has ended."""
-        if self._process is not None:
-            self._process.check_alive()
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop()
 
     async def register(self, url: str, *, api_key: str, deadline_s: float = 60.0) -> None:
         """Returns once the router routes to this engine. DeadlineError, ServerError."""

@@ -213,13 +213,11 @@ async def _cancelled(work: asyncio.Task[list[Outcome] | _Raised]) -> str:
 def _one_each(returned: object, wanted: int) -> Sequence[object]:
     if isinstance(returned, np.ndarray):
         returned = list(returned)
-    if not isinstance(returned, list | tuple):
-        detail = f"the group function returned {type(returned).__name__}, not a list of {wanted} results"
-        raise Rejected(FailureReason.BAD_RETURN, detail)
-    if len(returned) != wanted:
-        detail = f"the group function returned {len(returned)} results for {wanted} endpoints"
-        raise Rejected(FailureReason.BAD_RETURN, detail)
-    return returned
+    if isinstance(returned, list | tuple) and len(returned) == wanted:
+        return returned
+    got = f"{len(returned)} results" if isinstance(returned, list | tuple) else type(returned).__name__
+    detail = f"the group function returned {got}, not a list of {wanted} results, one for each endpoint"
+    raise Rejected(FailureReason.BAD_RETURN, detail)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -1,10 +1,9 @@
 """The gateway's session API as any outside environment uses it: open, reward, finish, abort.
 
-Invariants: every call ends within its deadline and says what it waited for; a gateway that is full
-(429), restarting (503) or unreachable is asked again until then, with its Retry-After honoured; any
-other refusal is a SessionError at once. Opening takes the environment key; the rest is done with the
-session's own key, so who runs a rollout needs no more than its session. Used by the dispatcher, the
-evaluation and the rollout workers.
+Invariants: every call ends within its deadline and says what it waited for; a gateway that is full (429),
+restarting (503) or unreachable is asked again until then, with its Retry-After honoured; any other refusal is
+a SessionError at once. Opening takes the environment key; the rest is done with the session's own key, so who
+runs a rollout needs no more than its session. Used by the dispatcher, the evaluation and the rollout workers.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from invrl.types import (
 )
 
 T = TypeVar("T")
-KEEPALIVE_S = 2.0
-"""Below uvicorn's 5 s, so that the server never closes a connection just as we write to it."""
+CONNECTION_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+"""Kept for less than uvicorn's 5 s, so that the server never closes a connection just as we write to it."""
 _MAX_DETAIL = 4000
 _ASK_AGAIN = frozenset({429, 502, 503, 504})
 _BACKOFF_S = (0.05, 2.0)
@@ -49,9 +48,7 @@ class SessionClient:
     def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = 60.0) -> None:
         self._url = base_url.rstrip("/")
         self._env_key, self._deadline_s = env_key, deadline_s
-        self._http = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S), trust_env=False
-        )
+        self._http = httpx.AsyncClient(limits=CONNECTION_LIMITS, trust_env=False)
 
     async def open(
         self,
@@ -94,8 +91,7 @@ class SessionClient:
         that had ended before stays as it was. Raises SessionError, DeadlineError."""
         what = f"the gateway to abort session {session.id}"
         # User code's text may hold lone surrogates, which no JSON carries.
-        detail = detail[-_MAX_DETAIL:].encode(errors="replace").decode()
-        body = {"reason": reason.value, "detail": detail}
+        body = {"reason": reason.value, "detail": detail[-_MAX_DETAIL:].encode(errors="replace").decode()}
         answer = await self._post(f"/sessions/{session.id}/abort", body, session.key, what)
         return _outcome(answer, what)
 

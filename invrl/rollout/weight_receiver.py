@@ -99,22 +99,15 @@ class EngineReceiver(ABC):
         """One operation of the loader inside the engine, within `_update`."""
         nonce = secrets.token_hex(8)
         self._reply_folder.mkdir(parents=True, exist_ok=True)
-        request = LoaderRequest(
-            op=op,
-            nonce=nonce,
-            reply_path=str(self._reply_folder / f"{self.name}-{nonce}.reply"),
-            tensors=tuple(tensors),
-            arena=arena,
-        )
+        path = str(self._reply_folder / f"{self.name}-{nonce}.reply")
+        request = LoaderRequest(op=op, nonce=nonce, reply_path=path, tensors=tuple(tensors), arena=arena)
         message = base64.b64encode(_empty_tensor_named(msgspec.json.encode(request).decode())).decode()
         await self._send(message, WEIGHT_LOADER)
         return read_reply(request.reply_path, nonce)
 
     async def _send(self, payload: str, load_format: str) -> None:
-        deadline_s = self._deadline_s
-        await self._client.update_weights_from_tensor(
-            [payload], load_format=load_format, deadline_s=deadline_s
-        )
+        update = self._client.update_weights_from_tensor
+        await update([payload], load_format=load_format, deadline_s=self._deadline_s)
 
 
 class ArenaReceiver(EngineReceiver):

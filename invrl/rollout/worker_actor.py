@@ -82,12 +82,10 @@ class RolloutWorker:
         """Loads the user's functions. Raises PluginError."""
         settings = self._settings
         sys.path.extend(path for path in settings.python_path if path not in sys.path)
-        reward_path = settings.reward_function_path
-        self._runner = Runner(
-            plugins.load_rollout_function(settings.rollout_function_path),
-            plugins.load_reward_function(reward_path) if reward_path else None,
-            timeout_s=settings.rollout_timeout_s,
-        )
+        function = plugins.load_rollout_function(settings.rollout_function_path)
+        path = settings.reward_function_path
+        reward_function = plugins.load_reward_function(path) if path else None
+        self._runner = Runner(function, reward_function, timeout_s=settings.rollout_timeout_s)
         importlib.import_module("openai")  # seconds on a busy machine: not while rollouts share the loop
         self._pool = ConnectionPool()
         self._watch.start()

@@ -29,11 +29,8 @@ class TrainConfig(Section):
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm bound; 0: none")
     max_tokens_per_microbatch: PositiveInt = Field(4096, description="packed tokens of one micro-batch")
     share_prefixes: bool = Field(
-        True,
-        description="compute a prefix shared by rows of a micro-batch once (exact; needs our own attention)",
+        True, description="compute a prefix shared by rows of a micro-batch once (exact; with our attention)"
     )
-    use_distributed_optimizer: bool = Field(
-        True, description="shard optimizer state over data-parallel ranks"
-    )
+    use_distributed_optimizer: bool = Field(True, description="shard optimizer state over all ranks")
     train_start_timeout_s: PositiveFloat = Field(600.0, description="deadline for all ranks to be ready")
     train_step_timeout_s: PositiveFloat = Field(1800.0, description="deadline of one training step")

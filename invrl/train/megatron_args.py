@@ -31,52 +31,40 @@ _BY_FLAG = {
     **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "--train-dtype"),
     **dict.fromkeys(("autocast_dtype", "enable_autocast"), "--train-dtype"),
 }
-_SIZES = frozenset(
-    """
+_SIZES = """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
     context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
     num_distributed_optimizer_instances
-    """.split()
-)
-_FROM_MODEL = frozenset(
-    """
-    num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels
-    softmax_scale softmax_type hidden_dropout attention_dropout
-    apply_residual_connection_post_layernorm layernorm_epsilon layernorm_zero_centered_gamma
-    add_bias_linear add_qkv_bias gated_linear_unit activation_func glu_linear_offset
-    activation_func_clamp_value num_moe_experts rotary_interleaved window_size window_attn_skip_freq
-    normalization qk_layernorm qk_l2_norm attention_output_gate multi_latent_attention no_rope_freq
-    experimental_attention_variant mrope_section is_hybrid_model heterogeneous_block_specs
+""".split()
+_FROM_MODEL = """
+    num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels softmax_scale
+    softmax_type hidden_dropout attention_dropout apply_residual_connection_post_layernorm layernorm_epsilon
+    layernorm_zero_centered_gamma add_bias_linear add_qkv_bias gated_linear_unit activation_func
+    glu_linear_offset activation_func_clamp_value num_moe_experts rotary_interleaved window_size
+    window_attn_skip_freq normalization qk_layernorm qk_l2_norm attention_output_gate multi_latent_attention
+    no_rope_freq experimental_attention_variant mrope_section is_hybrid_model heterogeneous_block_specs
     apply_query_key_layer_scaling test_mode
-    """.split()
-)
+""".split()
 """What is computed: config.json says it."""
-_BY_STEP = frozenset(
-    """
+_BY_STEP = """
     calculate_per_token_loss finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func
-    param_sync_func timers perform_initialization use_cpu_initialization init_method
-    output_layer_init_method embedding_init_method init_model_with_meta_device average_in_collective
-    overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step
-    sequence_parallel variable_seq_lengths overlap_p2p_comm batch_p2p_comm use_ring_exchange_p2p
-    transformer_impl use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy
-    delay_wgrad_compute flash_decode
-    """.split()
-)
+    param_sync_func timers perform_initialization use_cpu_initialization init_method output_layer_init_method
+    embedding_init_method init_model_with_meta_device average_in_collective overlap_grad_reduce
+    overlap_param_gather overlap_param_gather_with_optimizer_step sequence_parallel variable_seq_lengths
+    overlap_p2p_comm batch_p2p_comm use_ring_exchange_p2p transformer_impl use_megatron_fsdp use_custom_fsdp
+    data_parallel_sharding_strategy delay_wgrad_compute flash_decode
+""".split()
 """What the training step and the layer specification decide."""
 _NOT_YET = tuple("moe_ fp8 fp4 tp_comm_ cuda_graph mtp_ mamba_ linear_ dsa_ cpu_offloading".split())
 """Prefixes of features that the dense trainer does not have."""
-_ACCEPTED = frozenset(
-    """
-    recompute_granularity recompute_method recompute_num_layers recompute_modules
-    fp32_residual_connection deterministic_mode disable_bf16_reduced_precision_matmul
-    bias_dropout_fusion barrier_with_L1_time config_logger_dir
-    bucket_size grad_reduce_in_fp32 check_for_nan_in_grad check_for_large_grads
-    pad_buckets_for_high_nccl_busbw suggested_communication_unit_size
-    reduce_scatter_with_fp32_accumulation nccl_ub disable_symmetric_registration
-    optimizer adam_eps sgd_momentum decoupled_weight_decay apply_wd_to_qk_layernorm
-    log_num_zeros_in_grad
-    """.split()
-)
+_ACCEPTED = """
+    recompute_granularity recompute_method recompute_num_layers recompute_modules fp32_residual_connection
+    deterministic_mode disable_bf16_reduced_precision_matmul bias_dropout_fusion barrier_with_L1_time
+    config_logger_dir bucket_size grad_reduce_in_fp32 check_for_nan_in_grad check_for_large_grads
+    pad_buckets_for_high_nccl_busbw suggested_communication_unit_size reduce_scatter_with_fp32_accumulation
+    nccl_ub disable_symmetric_registration optimizer adam_eps sgd_momentum decoupled_weight_decay
+    apply_wd_to_qk_layernorm log_num_zeros_in_grad
+""".split()
 """What may be set. Every other field would be ignored without a word, needs a library or a layout that
 the trainer does not have, or breaks what invrl promises (float32 master weights)."""
 _OPTIMIZERS = ("adam", "sgd")
@@ -124,7 +112,7 @@ def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
         owners = [(owner, types[name]) for owner, types in known.items() if name in types]
         if not owners:
             names = {field for types in known.values() for field in types}
-            near = difflib.get_close_matches(name, sorted(names & _ACCEPTED), n=1)
+            near = difflib.get_close_matches(name, sorted(names.intersection(_ACCEPTED)), n=1)
             settable = f"the ones that may be set: {', '.join(sorted(_ACCEPTED))}"
             fix = f"did you mean {_flag(near[0])}?" if near else settable
             raise _error(name, value, "Megatron has no such field", fix)
@@ -175,9 +163,7 @@ def _refuse_known_wrong(options: Mapping[str, Scalar]) -> None:
     virtual, tensor = "virtual_pipeline_model_parallel_size", "tensor_model_parallel_size"
     expert = "expert_model_parallel_size"
     if size(virtual) > 1 and options.get("batch_p2p_comm") is not False:
-        reason = (
-            "interleaved pipelines train wrongly with batched point-to-point communication (their default)"
-        )
+        reason = "interleaved pipelines train wrongly with batched point-to-point communication, the default"
         raise _error(virtual, options[virtual], reason, "leave it out")
     if size("num_moe_experts") > 1 and size(tensor) > size(expert):
         reason = "with experts that are not parallel, expert gradients are not reduced over tensor ranks"

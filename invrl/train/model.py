@@ -35,16 +35,10 @@ class PolicyModel(GPTModel):
     def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore
         """Log-probs and entropies of the wanted tokens, float32 [N] each."""
         at, dtype = device.device(), self.config.params_dtype
-        tokens_P, positions_P, predict_from_N, targets_N, temperature_N = (
-            torch.from_numpy(array).to(at)
-            for array in (
-                micro_batch.tokens_P,
-                micro_batch.positions_P,
-                micro_batch.predict_from_N,
-                micro_batch.targets_N,
-                micro_batch.temperature_N,
-            )
-        )
+        packed = (micro_batch.tokens_P, micro_batch.positions_P)
+        wanted = (micro_batch.predict_from_N, micro_batch.targets_N, micro_batch.temperature_N)
+        arrays = (torch.from_numpy(array).to(at) for array in (*packed, *wanted))
+        tokens_P, positions_P, predict_from_N, targets_N, temperature_N = arrays
         # [P, 1, hidden]: one row, the batch axis is Megatron's.
         hidden = self.embedding(input_ids=tokens_P[None], position_ids=positions_P[None])
         hidden = self.decoder(
@@ -53,9 +47,8 @@ class PolicyModel(GPTModel):
             rotary_pos_emb=self._rotary(positions_P),
             packed_seq_params=PackedRow.of(micro_batch, at, device.attention_dtype(dtype)),
         )
-        weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        )
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else None
         logits, _ = self.output_layer(hidden.index_select(0, predict_from_N), weight=weight)
         return token_logprobs(logits.squeeze(1), targets_N, temperature_N)
 

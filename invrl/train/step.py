@@ -50,6 +50,7 @@ class _Work:
     denominator: float
 
 
+_Packed = list[list[MicroBatch]]
 _Recomputed = list[list[NDArray[np.float32]] | None]
 """Log-probs under another policy, per mini-batch, per sample; None: not needed."""
 
@@ -99,19 +100,13 @@ class TrainStep:
                 norm = apply_gradients(self.optimizer)
                 self.schedule.step(1)
             metrics = merge([metrics, *parts, {"grad_norm": Mean(norm), "lr": Mean(rate)}])
-        return StepResult(
-            batch_id=batch.batch_id,
-            optimizer_steps=len(packed),
-            metrics=metrics | _amounts(batch, packed, time.monotonic() - started),
-            seconds=seconds,
-        )
+        metrics |= _amounts(batch, packed, time.monotonic() - started)
+        steps = len(packed)
+        return StepResult(batch_id=batch.batch_id, optimizer_steps=steps, metrics=metrics, seconds=seconds)
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        return pack(
-            rows,
-            max_tokens=self.train.max_tokens_per_microbatch,
-            share_prefixes=self.train.share_prefixes,
-        )
+        train = self.train
+        return pack(rows, max_tokens=train.max_tokens_per_microbatch, share_prefixes=train.share_prefixes)
 
     def logprobs(
         self, model: torch.nn.Module, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]
@@ -124,9 +119,7 @@ class TrainStep:
                     micro_batch.place(model(micro_batch)[0].cpu().numpy(), arrays)
         return arrays
 
-    def _old_logprobs(
-        self, batch: RankBatch, packed: list[list[MicroBatch]], seconds: dict[str, float]
-    ) -> _Recomputed:
+    def _old_logprobs(self, batch: RankBatch, packed: _Packed, seconds: dict[str, float]) -> _Recomputed:
         """All before the first step changes the model."""
         if self.algorithm.old_logprobs == "engine":
             return [[s.rollout_logprobs_T for s in mini.samples] for mini in batch.mini_batches]
@@ -135,9 +128,7 @@ class TrainStep:
         with _timed(seconds, "old_logprobs"):
             return self._recomputed(self.model, batch, packed)
 
-    def _recomputed(
-        self, model: torch.nn.Module, batch: RankBatch, packed: list[list[MicroBatch]]
-    ) -> _Recomputed:
+    def _recomputed(self, model: torch.nn.Module, batch: RankBatch, packed: _Packed) -> _Recomputed:
         return [
             self.logprobs(model, micro_batches, [len(s.tokens_T) for s in mini.samples])
             for mini, micro_batches in zip(batch.mini_batches, packed, strict=True)
@@ -203,7 +194,7 @@ def _work(
     )
 
 
-def _amounts(batch: RankBatch, packed: list[list[MicroBatch]], seconds: float) -> dict[str, Metric]:
+def _amounts(batch: RankBatch, packed: _Packed, seconds: float) -> dict[str, Metric]:
     """How much this rank computed; summed over ranks by whoever merges."""
     trained = sum(int(s.loss_mask_T.sum()) for mini in batch.mini_batches for s in mini.samples)
     computed = sum(len(micro.tokens_P) for parts in packed for micro in parts)

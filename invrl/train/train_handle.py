@@ -42,12 +42,9 @@ class TrainHandle:
         shards = shard_batch(batch, ranks=len(self._actors), steps=self._steps_per_batch)
         results: list[StepResult] = await self._all("train", list(map(ray.put, shards)))
         phases = sorted({phase for result in results for phase in result.seconds})
-        return StepResult(
-            batch_id=batch.batch_id,
-            optimizer_steps=results[0].optimizer_steps,
-            metrics=merge(result.metrics for result in results),
-            seconds={phase: max(one.seconds.get(phase, 0.0) for one in results) for phase in phases},
-        )
+        seconds = {phase: max(one.seconds.get(phase, 0.0) for one in results) for phase in phases}
+        metrics, steps = merge(result.metrics for result in results), results[0].optimizer_steps
+        return StepResult(batch_id=batch.batch_id, optimizer_steps=steps, metrics=metrics, seconds=seconds)
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         return await self._first("logprobs", prompts)

@@ -27,11 +27,8 @@ def parameters(config: HuggingFaceConfig) -> list[Parameter]:
 
 
 def _heads(config: HuggingFaceConfig) -> Heads:
-    return Heads(
-        groups=config.num_kv_heads,
-        queries_per_group=config.num_heads // config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
+    groups, queries = config.num_kv_heads, config.num_heads
+    return Heads(groups=groups, queries_per_group=queries // groups, head_dim=config.head_dim)
 
 
 def load_weights(model: torch.nn.Module, config: HuggingFaceConfig, folder: str | Path) -> None:
@@ -54,10 +51,8 @@ def load_weights(model: torch.nn.Module, config: HuggingFaceConfig, folder: str 
             joined = join(parameter.fusion, tensors, _heads(config))
             target = own[parameter.megatron]
             if target.shape != joined.shape:
-                raise TrainError(
-                    f"{folder}: {parameter.hugging_face} give {tuple(joined.shape)}, "
-                    f"{parameter.megatron} is {tuple(target.shape)}"
-                )
+                found = f"{parameter.hugging_face} give {tuple(joined.shape)}"
+                raise TrainError(f"{folder}: {found}, {parameter.megatron} is {tuple(target.shape)}")
             target.copy_(joined)
 
 

@@ -49,9 +49,8 @@ _REFUSED = {
 }
 """Fields not supported yet, with the values that ask for nothing."""
 _REFUSED_IN_MESSAGES = ("tool_calls", "tool_call_id", "function_call", "audio", "reasoning_content")
-_IGNORED = (
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention".split()
-)
+_CACHE = ("prompt_cache_key", "prompt_cache_retention")
+_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", *_CACHE)
 _IGNORED_IN_MESSAGES = ("refusal", "annotations")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -165,8 +164,7 @@ class ChatDialect:
         return msgspec.json.encode({**head, "choices": [choice], "usage": _usage(turn)})
 
     def stream_head(self, request: ChatRequest, turn_id: str, created: float) -> bytes:
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._event(request, turn_id, created, delta)
+        return self._event(request, turn_id, created, {"role": "assistant", "content": "", "refusal": None})
 
     def stream_piece(self, request: ChatRequest, turn_id: str, created: float, piece: Piece) -> bytes:
         """Nothing while the piece's text is held back (half a character, perhaps a stop string)."""
@@ -261,19 +259,17 @@ def _message(message: _Message, at: int) -> Message:
         if getattr(message, name) not in (None, [], ""):
             raise _bad(f"{param}.{name} is not supported yet", param=param, code="unsupported_parameter")
     content = message.content
-    if content is None:
-        if role != "assistant":
-            raise _bad(f"{param}.content must be text", param=f"{param}.content")
-        content = ""
-    if not isinstance(content, str):
-        texts = []
-        for part in content:
-            if part.type not in ("text", "input_text") or part.text is None:
-                reason = f"{param}.content: {part.type!r} is refused, this model takes text only"
-                raise _bad(reason, param=f"{param}.content", code="unsupported_content")
-            texts.append(part.text)
-        content = "".join(texts)
-    return Message(role, content)
+    if content is None and role != "assistant":
+        raise _bad(f"{param}.content must be text", param=f"{param}.content")
+    if isinstance(content, str):
+        return Message(role, content)
+    texts = []
+    for part in content or ():
+        if part.type not in ("text", "input_text") or part.text is None:
+            reason = f"{param}.content: {part.type!r} is refused, this model takes text only"
+            raise _bad(reason, param=f"{param}.content", code="unsupported_content")
+        texts.append(part.text)
+    return Message(role, "".join(texts))
 
 
 def _usage(turn: Turn) -> dict[str, Any]:
