@@ -2,8 +2,7 @@
 
 Everything here is a Protocol or a value that one takes; `plugins.py` loads user code and checks its
 signature at start-up. The loop, the dispatcher and the weight transaction know only these seams,
-never each other's packages.
-"""
+never each other's packages."""
 
 from __future__ import annotations
 

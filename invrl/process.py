@@ -2,8 +2,7 @@
 
 Invariant: what we start, we end. A child gets SIGKILL from the kernel when the thread that started
 it dies (PR_SET_PDEATHSIG), so start servers from a thread that lives as long as they should. Logs
-go to files, never pipes: a grandchild that outlives its parent would hold a pipe open.
-"""
+go to files, never pipes: a grandchild that outlives its parent would hold a pipe open."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ the buffer actor and the loop read in their own processes (`RunStore`). Invarian
 final state and its outbox row are one transaction, so the two cannot disagree; what a future of the
 writer reports as done survives kill -9 of the process (WAL; an operating-system crash may lose the
 last commits, never the file). Session keys are stored hashed. The ledger's tables are here too
-(`buffer/ledger_store.py`); its writer takes turns with the gateway through the busy timeout.
-"""
+(`buffer/ledger_store.py`); its writer takes turns with the gateway through the busy timeout."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Axes in names: `_G` members of a group, `_T` tokens, `_B` packed rows. Token ids and versions are
 int32, log-probs and advantages float32. Lengths are checked on construction, so a value that exists
-is consistent. Everybody imports this module; it imports nothing of ours.
-"""
+is consistent. Everybody imports this module; it imports nothing of ours."""
 
 from __future__ import annotations
 

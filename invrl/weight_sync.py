@@ -6,8 +6,7 @@
 Invariant: all engines hold the new version or none does. A failure before the commit is complete puts
 the weights staged before back into every engine that was told to load, proves that by checksum, and
 resumes; an engine that cannot be restored stays paused and is named in the error. Nobody samples while
-weights differ from the version's name. Pure over `interfaces`; called by the loop.
-"""
+weights differ from the version's name. Pure over `interfaces`; called by the loop."""
 
 from __future__ import annotations
 

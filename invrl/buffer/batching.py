@@ -3,8 +3,7 @@
 One row per branch of a rollout. Invariant: a sampled token is trained in exactly one row. A turn that
 several branches share is trained in the first of them and is context in the others. What is not trained:
 a turn whose answer never reached the client, or that was aborted. At the end of a branch such turns are
-cut off; inside it they stay as context, because what follows was conditioned on them.
-"""
+cut off; inside it they stay as context, because what follows was conditioned on them."""
 
 from __future__ import annotations
 

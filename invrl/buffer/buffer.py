@@ -11,8 +11,7 @@ as tasks come, a batch comes together. The code does not care what number the st
 The loop's order is take → trained → release → advance. Call `advance` once the engines sample under the new
 version: what is leased after it must not begin under the old one, or bound 0 could never be met. `advance`
 with the version unchanged frees the last batch's places (a loop without a trainer). `snapshot` between
-trained and release is what a later life of the run restores. Held by `buffer_actor.py`.
-"""
+trained and release is what a later life of the run restores. Held by `buffer_actor.py`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A plain class: tests make one without Ray, `cluster.py` wraps it with `ray.remot
 replies, and polls the run store's outbox, through which finished sessions arrive; recording is idempotent,
 so an outcome may also be pushed through `record`. The ledger is written behind, with every poll, and before
 `trained` and `snapshot` answer. A failure of the polling is not lost: whoever waits for work or a batch gets
-it.
-"""
+it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A rollout's place is (group, index, attempt); `Ledger.move` is the only way to change its state, checks the
 transition and emits a `LedgerEntry`. Invariant: a place moves forward only and ends once, trained or
 dropped with a reason. Holds the places of groups that have not ended; `ledger_store.py` keeps every entry.
-Owned by `buffer.py`.
-"""
+Owned by `buffer.py`."""
 
 from __future__ import annotations
 

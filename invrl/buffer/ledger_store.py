@@ -2,8 +2,7 @@
 
 A life is one start of the run; it descends from the checkpoint that it resumed from. The surviving lineage
 is what the last life did, what its parent did up to that checkpoint, and so on back: what a life did after
-the checkpoint that its child began with is lost. Written by `buffer_actor.py`, read by `ledger_view.py`.
-"""
+the checkpoint that its child began with is lost. Written by `buffer_actor.py`, read by `ledger_view.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The buffer as of a checkpoint: what a later life of the run goes on from.
 
 Taken between `trained` and `advance`, when no batch is out. Tasks are not in it: the source gives the same
-ones again. Made and read by `buffer.py`, carried as bytes by `buffer_actor.py`.
-"""
+ones again. Made and read by `buffer.py`, carried as bytes by `buffer_actor.py`."""
 
 from __future__ import annotations
 

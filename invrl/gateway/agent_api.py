@@ -2,8 +2,7 @@
 
 Generic over dialects; plain ASGI, because delivery and disconnects are decided close to the wire. Invariants:
 whatever goes wrong has the dialect's own shape; a client that goes away cancels its generation; a turn is
-delivered when its answer has left whole, which is after its commit. Mounted by `app.py`.
-"""
+delivered when its answer has left whole, which is after its commit. Mounted by `app.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The gateway put together: one FastAPI application over registry, conversations, store and engine.
 
-Nothing but these routes is reachable: the fleet's own admin routes have no counterpart here.
-"""
+Nothing but these routes is reachable: the fleet's own admin routes have no counterpart here."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Invariant: an answer counts as delivered only if the client was still there after its last byte was
 written. The body's end is sent apart from its last bytes, because from then on the server reports
-every connection as gone. Used by `agent_api.py`.
-"""
+every connection as gone. Used by `agent_api.py`."""
 
 from __future__ import annotations
 

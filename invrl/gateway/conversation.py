@@ -2,8 +2,7 @@
 
 Invariant: a request is answered with an earlier answer only if it is a retry of the request that the
 answer was made for; a client that asks the same thing again on purpose gets a fresh sample. Held by
-`turns.py`; ends with the session.
-"""
+`turns.py`; ends with the session."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A node is one turn: it stores only the tokens and the messages that it adds to its parent's. A request
 continues the deepest node whose conversation (its path's messages, the reply last) is a prefix of the
 request's. Invariant: nodes never change, so requests of one session can run side by side; only turns
-whose answer is whole become nodes. Used by `conversation.py`.
-"""
+whose answer is whole become nodes. Used by `conversation.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The gateway's OS process, and what others hold of it.
 
 `python -m invrl.gateway.gateway_server --settings FILE` serves; `GatewayServer` starts such a process
-and ends it. Importing this module loads no tokenizer and no web framework.
-"""
+and ends it. Importing this module loads no tokenizer and no web framework."""
 
 from __future__ import annotations
 

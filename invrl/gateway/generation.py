@@ -3,8 +3,7 @@
 A generation belongs to nobody: clients attach to it (the first one, and retries that join), and when the last
 one has gone it is cancelled, upstream too. Invariants: a turn whose prompt the engine counts otherwise than
 the proposal is an aborted one; `answer()` returns only after the commit that holds the turn; what was sampled
-of an aborted one is recorded, and never continued or trained. Started by `turns.py`.
-"""
+of an aborted one is recorded, and never continued or trained. Started by `turns.py`."""
 
 from __future__ import annotations
 

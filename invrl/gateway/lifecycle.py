@@ -1,7 +1,6 @@
 """Opening, rewarding and closing sessions: the registry, the live conversations and the store, kept
 in step. Invariant: a session is closed once; who closes it again gets the same outcome. Called by the
-session API, and by itself when a session's time is up.
-"""
+session API, and by itself when a session's time is up."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Reads the files itself and renders with transformers' own template function: transformers' tokenizer
 classes import torch, which would cost the gateway many seconds and 350 MB for nothing. That both
-agree is tested. Called once, by `gateway_server.py`.
-"""
+agree is tested. Called once, by `gateway_server.py`."""
 
 from __future__ import annotations
 

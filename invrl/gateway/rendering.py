@@ -3,8 +3,7 @@
 A first turn is the template's whole rendering. A turn that continues is the exact ids of its path plus
 the rendered tail: template(all messages) must start with template(what the path stands for), and only
 what follows is tokenised. Invariant: ids that an engine consumed or emitted are never made again from
-text. Made by `model_folder.py`; used by `turns.py` and `generation.py`.
-"""
+text. Made by `model_folder.py`; used by `turns.py` and `generation.py`."""
 
 from __future__ import annotations
 

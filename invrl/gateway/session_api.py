@@ -1,8 +1,7 @@
 """The HTTP API of sessions, for our own rollout workers and for environments that we do not start.
 
 Opening takes the environment key; reward, finish, abort and state take that or the session's own.
-Thin: bodies in, `Lifecycle` called, its answer out.
-"""
+Thin: bodies in, `Lifecycle` called, its answer out."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Invariants: a key opens its own session and nothing else; keys are kept as hashes and compared in
 constant time; admission happens only when a session opens, so an admitted session is never refused
-mid-way. The session API opens and closes sessions here, the agent API looks keys up.
-"""
+mid-way. The session API opens and closes sessions here, the agent API looks keys up."""
 
 from __future__ import annotations
 

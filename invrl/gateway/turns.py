@@ -1,8 +1,7 @@
 """From a request to a turn: match, render, sample, commit, deliver.
 
 Dialects hand over a `TurnRequest` and show the `Answer`; everything in between is the same for all of
-them. Invariant: a turn joins the forest only when its tokens are durable and whole. Held by `app.py`.
-"""
+them. Invariant: a turn joins the forest only when its tokens are durable and whole. Held by `app.py`."""
 
 from __future__ import annotations
 

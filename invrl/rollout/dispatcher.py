@@ -7,8 +7,7 @@
 Invariants: at most `concurrency` rollouts run at a time (a group form larger than that runs alone);
 a slot is free as soon as its rollout has ended, not its group; every session that was opened ends.
 Outcomes reach the buffer through the gateway's outbox, not through here. Whatever goes wrong on our
-side ends the dispatcher with that exception, which `guard` raises where the loop waits.
-"""
+side ends the dispatcher with that exception, which `guard` raises where the loop waits."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The connections of all sessions of a worker are one pool (a TLS context and connection per rollout
 would cost more than the request). Each client is the session's own: closing it closes nothing of
-the others. Made by the rollout worker.
-"""
+the others. Made by the rollout worker."""
 
 from __future__ import annotations
 

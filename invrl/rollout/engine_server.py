@@ -3,8 +3,7 @@
 Invariant: it listens on loopback and answers nobody without a key: `api_key` may sample (the router
 holds it), `admin_key` may pause it and change its weights (the weight receiver holds it). Keys travel
 in the environment, so no process listing shows them. Device differences of the rollout half live
-here. Used by `fleet`.
-"""
+here. Used by `fleet`."""
 
 from __future__ import annotations
 

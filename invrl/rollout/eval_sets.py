@@ -1,8 +1,7 @@
 """What an evaluation runs on: the held-out sets that `eval_sets` names, or the one unnamed set.
 
 Invariant: the same configuration and seed give the same tasks in the same order. `load_eval_sets` is
-called before a process starts, where it finds every mistake, and by each evaluation.
-"""
+called before a process starts, where it finds every mistake, and by each evaluation."""
 
 from __future__ import annotations
 

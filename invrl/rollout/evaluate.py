@@ -3,8 +3,7 @@
 `evaluate` runs each task of a set in one mode ("sampled" at temperature 1, or "greedy"); the statistics
 below it are pure. Invariants: a rollout that fails scores 0 and is counted by its reason; one that fails
 for a reason of ours (a worker that died, an engine) is tried again first; an `Evaluation` is read back
-from JSON as it was. Called by `rollout_handle.py`.
-"""
+from JSON as it was. Called by `rollout_handle.py`."""
 
 from __future__ import annotations
 

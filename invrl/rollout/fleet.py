@@ -2,8 +2,7 @@
 
 Invariant: the router knows an engine only while it holds the fleet's version whole; an engine that
 leaves (`evict`) is unregistered first and then ended. A plain class: `invrl serve` uses it directly,
-training inside a Ray actor. Start it from a thread that lives as long as the servers should.
-"""
+training inside a Ray actor. Start it from a thread that lives as long as the servers should."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The router asks `/server_info`, which a hung scheduler answers too. Invariant: an engine is judged only
 while it may generate, so a pause (weight update) is never taken for a hang; it takes `failures` bad
-answers in a row, and a dead process at once. Run by `fleet`.
-"""
+answers in a row, and a dead process at once. Run by `fleet`."""
 
 from __future__ import annotations
 

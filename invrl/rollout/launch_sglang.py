@@ -2,8 +2,7 @@
 
 Invariant: the stand-ins are applied at module level, because SGLang's spawned processes (scheduler,
 detokenizer) re-import the main module and need them too; the server starts only under the
-`__main__` guard. On CUDA this is `sglang.launch_server` and nothing else. Run by `engine_server`.
-"""
+`__main__` guard. On CUDA this is `sglang.launch_server` and nothing else. Run by `engine_server`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """From what user code returned to a reward that may be trained on: one finite float, or a named reason.
 
-Pure. Invariant: a reward that leaves here is a finite float within `MAX_REWARD`. Called by `runner.py`.
-"""
+Pure. Invariant: a reward that leaves here is a finite float within `MAX_REWARD`. Called by `runner.py`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Lives in the driver's event loop; `cluster.py` makes it, with a factory of workers (`RayWorker`), and
 runs the loop under `guard`, so that a failure of the rollout half ends the run with its own cause
-instead of a batch that never comes. `evaluating.py` makes one without a buffer.
-"""
+instead of a batch that never comes. `evaluating.py` makes one without a buffer."""
 
 from __future__ import annotations
 

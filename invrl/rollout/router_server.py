@@ -3,8 +3,7 @@
 Invariant: private (loopback; sampling needs `api_key`, which the gateway holds, management another key that
 never leaves this file; towards an engine it uses that engine's key), it never retries, never sheds, never
 ejects an engine that is only paused, and it routes to an engine only after `register` (which happens once
-that engine holds the fleet's version). Used by `fleet`.
-"""
+that engine holds the fleet's version). Used by `fleet`."""
 
 from __future__ import annotations
 

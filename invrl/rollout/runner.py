@@ -4,8 +4,7 @@ Invariant: nothing that a rollout function or reward function does (raise, hang,
 thing, sys.exit, swallow its cancellation) leaves `Runner.run` as an exception; `os._exit` is the
 worker pool's to see. Async functions run in the worker's event loop, sync ones in a thread of their
 own: a thread cannot be ended, so those that outlive their deadline are counted and the pool replaces
-the worker. Called by `worker_actor.py`.
-"""
+the worker. Called by `worker_actor.py`."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Invariant: nothing leaves here that kills a server (an id outside the vocabulary does) or that it
 would silently cut short; every call has a deadline. One instance speaks to one base URL: the router
 (the gateway, with the engines' key) or one engine (the weight receiver and the health check, with
-the admin key too). Used by the gateway, `weight_receiver`, `fleet` and `health`.
-"""
+the admin key too). Used by the gateway, `weight_receiver`, `fleet` and `health`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Invariants: the same split and seed give the same tasks in the same order; the ids of one iterator
 are distinct (the n-th repeat of an id is "id@n"); "eval" is finite. `check_tasks` finds every
-mistake before a process starts; `load_tasks` feeds the buffer and the evaluation.
-"""
+mistake before a process starts; `load_tasks` feeds the buffer and the evaluation."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 SGLang calls `run(model, named_tensors)` for `/update_weights_from_tensor` with our `load_format`. The request
 is the NAME of one empty tensor (JSON, `LoaderRequest`), the answer a file (`LoaderReply`). Invariant: `run`
 never raises, because SGLang shuts the server down on an exception and ignores a return value; nothing is
-written before the whole plan has been checked. The other end is `weight_receiver`.
-"""
+written before the whole plan has been checked. The other end is `weight_receiver`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Invariant: names, shapes and dtypes are checked inside the engine before a byte 
 a wrong shape and silently accept an unknown name), checksums are read back from the parameters that
 serve, and the version is named only by `commit`. `ArenaReceiver` has the engine copy from the
 trainer's shared memory; `BucketReceiver` uses SGLang's own flattened buckets. Built by `fleet`,
-driven by `weight_sync`; the loader inside the engine is `weight_loader`.
-"""
+driven by `weight_sync`; the loader inside the engine is `weight_loader`."""
 
 from __future__ import annotations
 

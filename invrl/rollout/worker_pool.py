@@ -4,8 +4,7 @@ Invariant: when `run` returns, every session of the assignment has ended, whatev
 of a worker that died are aborted WORKER_DIED, those of one that does not answer are aborted TIMEOUT and the
 worker is killed (which fails its other assignments as WORKER_DIED). A worker with a thread that cannot be
 ended, or over its memory limit, gets no more work and is killed once it is empty. Used by the dispatcher and
-the evaluation; makes workers through a factory, so it knows nothing of Ray.
-"""
+the evaluation; makes workers through a factory, so it knows nothing of Ray."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Megatron's own local attention refuses packed sequences; this one takes `PackedRow` where Megatron
 passes its PackedSeqParams, and runs one SDPA call per block of the row (see `packing.py`).
-Imported after `device.prepare()`, by `model.py`.
-"""
+Imported after `device.prepare()`, by `model.py`."""
 
 from __future__ import annotations
 

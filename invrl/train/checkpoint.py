@@ -1,8 +1,7 @@
 """What outlives the trainer: Megatron distributed checkpoints, and Hugging Face folders.
 
 A checkpoint can be loaded by another number of data-parallel ranks. Called by `rank.py`; imported
-after `device.prepare()`.
-"""
+after `device.prepare()`."""
 
 from __future__ import annotations
 

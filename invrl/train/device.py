@@ -3,8 +3,7 @@
 `prepare()` must run before any module of Megatron is imported (`rank.py` does it first). On CUDA it
 changes nothing in torch. On a CPU it makes megatron-core 0.16.1 run: what Megatron asks of
 `torch.cuda` is answered for the CPU. Wherever TransformerEngine is absent, it repairs how the
-distributed optimizer loads torch's AdamW (the step counts).
-"""
+distributed optimizer loads torch's AdamW (the step counts)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Invariant: a `HuggingFaceConfig` describes a model that `model.py` computes exactly; whatever it would
 compute differently is refused here, by name, before a weight is read. Imports neither torch nor
-transformers, so a run can be checked before any process starts.
-"""
+transformers, so a run can be checked before any process starts."""
 
 from __future__ import annotations
 

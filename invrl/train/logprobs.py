@@ -1,7 +1,6 @@
 """Log-prob and entropy of chosen tokens under temperature, without a float32 copy of the logits.
 
-Called by `model.py` on the output rows that predict a wanted token.
-"""
+Called by `model.py` on the output rows that predict a wanted token."""
 
 from __future__ import annotations
 

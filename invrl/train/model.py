@@ -1,8 +1,7 @@
 """The policy: Megatron's GPTModel from a Hugging Face config, over packed rows.
 
 `PolicyModel.forward` gives log-probs of the wanted tokens; the vocabulary projection is computed at
-the rows that predict one, and nowhere else. Imported after `device.prepare()`, by `rank.py`.
-"""
+the rows that predict one, and nowhere else. Imported after `device.prepare()`, by `rank.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Megatron's DDP and optimizer around a model: float32 master weights, summed gradients.
 
 Invariant: a step is applied whole or not at all; a gradient that is not finite raises before a weight
-changes. Imported after `device.prepare()`, by `rank.py` and `step.py`.
-"""
+changes. Imported after `device.prepare()`, by `rank.py` and `step.py`."""
 
 from __future__ import annotations
 

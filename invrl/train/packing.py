@@ -6,8 +6,7 @@ it. The rows that share their first token are a tree, and a token attends to its
 at its own depth: the result is what each row alone would give. Tokens after the last trained one,
 and that one itself (it is only predicted), are not computed at all.
 
-Pure numpy, called by `step.py`, `logprobs.py` (rank side) and `train_handle.py` (sharding).
-"""
+Pure numpy, called by `step.py`, `logprobs.py` (rank side) and `train_handle.py` (sharding)."""
 
 from __future__ import annotations
 

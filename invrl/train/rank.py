@@ -3,8 +3,7 @@ without Ray, `train_actor.py` is its shell.
 
 Invariant: every rank makes the same calls in the same order (they meet in collectives); only `logprobs`,
 `layout`, `stage` and `export_hugging_face` are one rank's own. `device.prepare()` runs before Megatron
-is imported, so the imports that need it are inside.
-"""
+is imported, so the imports that need it are inside."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Three policies: *rollout* (the engine's log-probs, in the batch), *old* (the proximal policy: this
 model before the batch's first step, or the engine's), *current*. With one optimizer step per batch old
 and current are the same numbers, so no forward pass is spent on old. Imported after
-`device.prepare()`, called by `rank.py`.
-"""
+`device.prepare()`, called by `rank.py`."""
 
 from __future__ import annotations
 

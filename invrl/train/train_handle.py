@@ -1,8 +1,7 @@
 """All trainer ranks behind one handle: `interfaces.Trainer` and `interfaces.WeightSender`.
 
 Invariant: a call ends within its deadline on all ranks, or none is left: ranks meet in collectives, so
-where one fails or dies the others would wait for it. Made by `cluster.py`.
-"""
+where one fails or dies the others would wait for it. Made by `cluster.py`."""
 
 from __future__ import annotations
 

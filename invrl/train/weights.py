@@ -1,8 +1,7 @@
 """Weights between a Hugging Face folder, Megatron's parameters, and whoever is sent them.
 
 Invariant: what is exported right after loading is what was loaded, byte for byte, under the same
-names. Called by `model.py` (load), `checkpoint.py` and `weight_sender.py` (export).
-"""
+names. Called by `model.py` (load), `checkpoint.py` and `weight_sender.py` (export)."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ Every field of the API stands in exactly one of these lists:
   `prompt_cache_key`, `prompt_cache_retention`, `stream_options.include_obfuscation`; in messages
   `name`, `refusal`, `annotations`.
 - refused with 400 until they are supported: see `_REFUSED`; in messages tool calls, audio, images.
-Any other field is refused as unknown.
-"""
+Any other field is refused as unknown."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Invariant: `split(join(tensors)) == tensors`, byte for byte. A name file is a table; how tensors are
 fused is here, once. (With tensor parallelism each tensor is sliced before `join` and gathered after
-`split`; this table stays as it is.)
-"""
+`split`; this table stays as it is.)"""
 
 from __future__ import annotations
 
