@@ -28,6 +28,7 @@ from invrl.config import Config, load_resolved
 from invrl.errors import TrainError
 from invrl.metrics import resolve
 from invrl.process import free_port
+from invrl.train.config import TrainConfig
 from invrl.train.packing import shard_batch
 from invrl.train.rank import TrainRank
 from invrl.train.train_actor import RankSettings
@@ -120,9 +121,9 @@ def measure_trainer(config: Config, batch: TrainBatch, repetitions: int) -> dict
     unshared = shared.model_copy(update={"share_prefixes": False})
     plain = HuggingFaceStep(config, batch)
 
-    def ours(train: object) -> Callable[[], float]:
+    def ours(train: TrainConfig) -> Callable[[], float]:
         def step() -> float:
-            rank._step._train = train  # type: ignore[assignment]
+            rank._step.train = train
             return resolve(rank.train(shard).metrics, "")["grad_norm"]
 
         return step
