@@ -98,6 +98,7 @@ class _Run:
         self.observer.phase("starting", 0)
         if begin:
             self.observer.note(f"going on from the checkpoint of step {begin.step}")
+        self.folder.finished_path.unlink(missing_ok=True)
         abandon_open_sessions(self.folder.store_path)
         snapshot = begin.buffer.read_bytes() if begin else None
         async with start_cluster(self.config, self.folder, snapshot) as cluster:
