@@ -259,7 +259,8 @@ class SglangClient:
         """The answer's beginning: to a POST of `body`, or to a GET where there is none. ServerError for a
         status other than 200."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)  # no bound
+            # No bound. Kept for less than the server's 5 s: it must not close one just as we write to it.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
             # Deadlines are set per call, by what is waited for; aiohttp's total of 300 s is not one of ours.
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
         headers = {"Content-Type": "application/json"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import aiohttp
@@ -45,6 +46,13 @@ async def test_stream_and_whole_have_the_same_shape(engine: Engine) -> None:
     assert np.concatenate([chunk.ids_T for chunk in chunks]).tolist() == result.ids_T.tolist()
     assert np.concatenate([chunk.logprobs_T for chunk in chunks]).tolist() == result.logprobs_T.tolist()
     assert result.prompt_tokens == 3
+
+
+async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_written_to(engine: Engine) -> None:
+    """Idle for longer than the server keeps it, while our event loop stood still and saw nothing of it."""
+    await engine.client.generate(request([1, 30, 40], new=1))
+    time.sleep(7)
+    assert len((await engine.client.generate(request([1, 30, 40], new=1))).ids_T) == 1
 
 
 async def test_a_stop_token_ends_and_is_reported(engine: Engine) -> None:
