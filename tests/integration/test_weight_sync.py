@@ -63,7 +63,7 @@ def held(receiver: EngineReceiver, sender: TorchSender):
     return receiver.checksums(staged)
 
 
-async def sample(client: SglangClient, index: int, tokens: int) -> GenerateResult:
+async def sample(client: SglangClient, index: int, tokens: int, begun: asyncio.Event) -> GenerateResult:
     request = GenerateRequest(
         rid=f"flight-{index}-{np.random.randint(1 << 30)}",
         input_ids_T=np.array([1, 100 + index, 20, 30, 40], np.int32),
@@ -78,6 +78,7 @@ async def sample(client: SglangClient, index: int, tokens: int) -> GenerateResul
             result = item
         else:
             seen += len(item.ids_T)
+            begun.set()
     assert result is not None
     assert seen == len(result.ids_T)
     return result
@@ -102,8 +103,10 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
     old_version = Update.version
     update.sender.train(7, size=0.05)
     prompts = [[1, 100 + index, 20, 30, 40] for index in range(8)]
-    flights = [asyncio.create_task(sample(router_client, index, 300)) for index in range(8)]
-    await asyncio.sleep(1.0)
+    begun = [asyncio.Event() for _ in range(8)]
+    flights = [asyncio.create_task(sample(router_client, index, 600, begun[index])) for index in range(8)]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(one.wait() for one in begun))
     assert not any(flight.done() for flight in flights)
     await update.run()
     worst = 0.0
@@ -111,7 +114,7 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
     for prompt, flight in zip(prompts, flights, strict=True):
         result = await flight
         assert result.finish_reason == "length"
-        assert len(result.ids_T) == 300
+        assert len(result.ids_T) == 600
         whole = [*prompt, *result.ids_T.tolist()]
         by_version = {
             old_version: old.token_logprobs(whole)[len(prompt) - 1 :],
