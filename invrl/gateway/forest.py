@@ -8,7 +8,6 @@ whose answer is whole become nodes. Used by `conversation.py`."""
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -87,7 +86,6 @@ class Forest:
         """The latest node of each conversation, by the conversation's digest."""
         self._answered: set[bytes] = set()
         """Digests of conversations that a recorded reply follows."""
-        self.forks: Counter[str] = Counter()
         self.size = 0
 
     def add(self, node: Node) -> None:
@@ -112,9 +110,6 @@ class Forest:
                 return Match(node=node, depth=depth, fork=ForkReason.HISTORY_EDITED if edited else None)
         new = ForkReason.NEW_CONVERSATION if self.size else None
         return Match(node=None, depth=0, fork=ForkReason.HISTORY_EDITED if edited else new)
-
-    def count_fork(self, reason: ForkReason) -> None:
-        self.forks[reason.value] += 1
 
 
 def _digests(messages: Sequence[Message]) -> list[bytes]:

@@ -100,7 +100,6 @@ class Turns:
         chosen = resolve(session.purpose, session.sampling, request.sampling)
         sampling = self._fit(chosen.sampling, len(input_ids))
         if place.fork is not None:
-            conversation.forest.count_fork(place.fork)
             self.forks[place.fork.value] += 1
         news = tuple(name for name in chosen.overridden if name not in record.overridden)
         record.overridden.update(news)

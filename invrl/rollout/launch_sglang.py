@@ -2,7 +2,8 @@
 
 Invariant: the stand-ins are applied at module level, because SGLang's spawned processes (scheduler,
 detokenizer) re-import the main module and need them too; the server starts only under the
-`__main__` guard. On CUDA this is `sglang.launch_server` and nothing else. Run by `engine_server`."""
+`__main__` guard. On CUDA there are no stand-ins; what shortens the imports (no garbage collection, no
+Megatron, our families' classes first) is the same there, not yet seen. Run by `engine_server`."""
 
 from __future__ import annotations
 

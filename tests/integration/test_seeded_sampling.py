@@ -12,16 +12,14 @@ from pathlib import Path
 import httpx
 import msgspec
 import openai
+from test_gateway import ENV_KEY, settings_for
 
 from invrl.gateway.gateway_server import GatewayServer
-from invrl.gateway.settings import GatewaySettings
-from invrl.process import free_port
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.fleet import Fleet
 from invrl.run_store import RunStore
 from invrl.types import Session
 
-ENV_KEY = "env-0123456789abcdef"
 QUESTIONS = ("What is 12*13?", "Sure? Explain.", "And in words?")
 ALONE = {"disable-radix-cache": "true", "max-running-requests": "1"}
 """What bit equality needs of SGLang."""
@@ -75,21 +73,7 @@ async def serve(
     await fleet.start()
     try:
         await fleet.admit()
-        settings = GatewaySettings.model_validate(
-            {
-                "port": free_port(),
-                "router_url": fleet.router_url,
-                "router_api_key": fleet.router_api_key,
-                "env_key": ENV_KEY,
-                "model_path": str(model),
-                "model_name": "tiny",
-                "store_path": str(folder / "run.db"),
-                "max_new_tokens": 24,
-                "context_length": fleet.limits.context_length,
-                "vocab_size": fleet.limits.vocab_size,
-                "sampling_seed": run_seed,
-            }
-        )
+        settings = settings_for(fleet, model, folder, sampling_seed=run_seed)
         gateway = GatewayServer(settings, folder=folder / "private", log=folder / "gateway.log")
         try:
             await asyncio.to_thread(gateway.wait_ready, deadline_s=120)
