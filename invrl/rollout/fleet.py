@@ -28,6 +28,9 @@ from invrl.weight_sync import load_verified
 
 _LOG = logging.getLogger(__name__)
 
+_IDLE_WITHIN_S = 10.0
+"""A new engine has answered the last of its checks; its scheduler may still be putting that away."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
@@ -148,7 +151,7 @@ class Fleet:
             await engine.receiver.check(layout, staged)
             await load_verified(engine.receiver, staged)
             await engine.receiver.commit(staged.version)
-            await engine.client.flush_cache()
+            await engine.client.flush_cache(idle_within_s=_IDLE_WITHIN_S)
             await self._register(engine)
         except BaseException:
             await self._end(engine)

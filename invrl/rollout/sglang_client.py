@@ -192,8 +192,10 @@ class SglangClient:
     async def resume(self) -> None:
         await self._control("/continue_generation", {"torch_empty_cache": False})
 
-    async def flush_cache(self) -> None:
-        await self._control("/flush_cache", {})
+    async def flush_cache(self, *, idle_within_s: float = 0.0) -> None:
+        """Refused while a request runs, and for a moment after its answer: the engine may be given
+        `idle_within_s` to come to rest. A paused one, whose requests wait, needs none."""
+        await self._control(f"/flush_cache?timeout={idle_within_s:g}", {})
 
     async def begin_weight_update(self) -> None:
         await self._control("/begin_weight_update", {})

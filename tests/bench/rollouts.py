@@ -86,7 +86,7 @@ class _Bench:
         """The next batch, and the seconds since the buffer admitted it."""
         buffer = self._cluster.buffer
         await buffer.discard(before.batch_id)
-        await self._engine.flush_cache()
+        await self._engine.flush_cache(idle_within_s=10.0)
         started = time.monotonic()
         await buffer.advance(before.version)
         return await buffer.take(), time.monotonic() - started
@@ -99,7 +99,7 @@ class _Bench:
         lease = GroupLease(group_id=f"bench/{name}", task=Task(id="bench", payload={}), members=members)
         sampling = Sampling(max_new_tokens=self._new_tokens)
         sessions = await client.open(lease, purpose="eval", sampling=sampling)
-        await self._engine.flush_cache()
+        await self._engine.flush_cache(idle_within_s=10.0)
 
         async def ask(session: Session) -> None:
             body = {
@@ -123,7 +123,7 @@ class _Bench:
         """Replays what took `seconds`, and notes the speed of both."""
         conversations = [self._store.turns(id) for id in session_ids]
         tokens = sum(len(turn.sampled_ids_T) for turns in conversations for turn in turns)
-        await self._engine.flush_cache()
+        await self._engine.flush_cache(idle_within_s=10.0)
         speeds.ours.append(tokens / seconds)
         speeds.reference.append(tokens / await _timed(self._replay, conversations, self._at_once))
 
