@@ -7,7 +7,6 @@ delivered when its answer has left whole, which is after its commit. Mounted by 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,7 +87,7 @@ class AgentEndpoint:
             with generation.attached():
                 serve = self._stream if request.turn.stream else self._whole
                 answering = asyncio.create_task(serve(client, request, generation, headers))
-                delivered = await _unless_gone(client, answering)
+                delivered = await client.unless_gone(answering)
             if delivered:
                 self.turns.deliver(conversation, generation)
             else:
@@ -135,16 +134,3 @@ class AgentEndpoint:
             await client.end(self.dialect.stream_error(error))
         else:
             await client.answer(error.status, {**_JSON, **retry_after(error)}, self.dialect.error(error))
-
-
-async def _unless_gone(client: ClientConnection, answering: asyncio.Task[bool]) -> bool:
-    """Its result; False as soon as the client has disconnected."""
-    gone = asyncio.create_task(client.gone.wait())
-    try:
-        await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
-        return answering.done() and answering.result()
-    finally:
-        gone.cancel()
-        answering.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([answering])

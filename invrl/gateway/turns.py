@@ -6,7 +6,6 @@ them. Invariant: a turn joins the forest only when its tokens are durable and wh
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,12 @@ from invrl.errors import SessionError
 from invrl.gateway.conversation import Conversation
 from invrl.gateway.forest import ForkReason, Message, Node
 from invrl.gateway.generation import Engine, Generation, Proposal
+from invrl.gateway.recovery import replay, restored_conversation
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.sampling import ClientSampling, resolve, sampling_seed
 from invrl.gateway.sessions import SessionRecord
 from invrl.rollout.sglang_client import GenerateRequest
-from invrl.run_store import RunStoreWriter
+from invrl.run_store import RunStore, RunStoreWriter
 from invrl.types import Json, Sampling, Turn
 
 _ENGINE_MARGIN = 8
@@ -63,6 +63,8 @@ class Turns:
     engine: Engine
     renderer: Renderer
     store: RunStoreWriter
+    reader: RunStore
+    """Of the same store: what a worker before this one committed."""
     context_length: int
     run_seed: int | None = None
     counts: Counter[str] = field(default_factory=Counter, init=False)
@@ -75,13 +77,15 @@ class Turns:
 
     def conversation(self, record: SessionRecord) -> Conversation:
         """SessionError 401 once the session is being closed."""
-        conversation = self._conversations.get(record.session.id)
+        conversation = self._held(record)
         if conversation is None or conversation.closing:
             raise SessionError("the session is closed", status=401, code="session_closed")
         return conversation
 
     def conversation_to_close(self, record: SessionRecord) -> Conversation:
-        return self._conversations[record.session.id]
+        conversation = self._held(record)
+        assert conversation is not None, "an open session has a conversation"
+        return conversation
 
     def close(self, record: SessionRecord) -> None:
         self._conversations.pop(record.session.id, None)
@@ -90,11 +94,16 @@ class Turns:
         """The generation that answers `request`, and the sampling parameters that are overridden for
         the first time in this session. SessionError 400 if the request cannot be rendered or fits not."""
         earlier = conversation.retried(request.digest, request.retry)
+        if earlier is None and (node := conversation.replayed(request.digest, request.retry)):
+            earlier = replay(node, stop=request.stop, stream=request.stream, renderer=self.renderer)
+            conversation.start(request.digest, earlier)
         if earlier is not None:
             self.counts["retries_answered"] += 1
             return earlier, ()
         record, session = conversation.record, conversation.record.session
         place = self._place(conversation, request.messages)
+        if place.parent is not None:  # who goes on from an answer has it, whatever became of its delivery
+            self._delivered(conversation, place.parent.turn.id)
         input_ids = [*(place.parent.ids() if place.parent else ()), *place.context_ids]
         ids_T = np.asarray(input_ids, np.int32)
         chosen = resolve(session.purpose, session.sampling, request.sampling)
@@ -132,7 +141,9 @@ class Turns:
     def deliver(self, conversation: Conversation, generation: Generation) -> None:
         """The answer has left whole: the turn may be trained."""
         generation.delivered = True
-        turn_id = generation.proposal.request.rid
+        self._delivered(conversation, generation.proposal.request.rid)
+
+    def _delivered(self, conversation: Conversation, turn_id: str) -> None:
         if turn_id not in conversation.delivered:
             conversation.delivered.add(turn_id)
             self.store.mark_delivered(turn_id)
@@ -140,7 +151,7 @@ class Turns:
 
     def overview(self, record: SessionRecord) -> list[dict[str, str | int | bool | None]]:
         """One line per turn of an open session."""
-        if (conversation := self._conversations.get(record.session.id)) is None:
+        if (conversation := self._held(record)) is None:
             return []
         return [
             {name: getattr(turn, name) for name in _SHOWN}
@@ -150,6 +161,15 @@ class Turns:
 
     def metrics(self) -> Mapping[str, Mapping[str, int]]:
         return {"turns": dict(self.counts), "forks": dict(self.forks), "overridden": dict(self.overridden)}
+
+    def _held(self, record: SessionRecord) -> Conversation | None:
+        """A session that a worker before this one opened is read from the store when it is first needed."""
+        conversation = self._conversations.get(record.session.id)
+        if conversation is None and record.state == "open":
+            recorded = self.reader.recorded_turns(record.session.id)
+            conversation = restored_conversation(record, recorded, self.renderer)
+            self._conversations[record.session.id] = conversation
+        return conversation
 
     def _place(self, conversation: Conversation, messages: Sequence[Message]) -> _Place:
         match = conversation.forest.match(messages)
@@ -164,9 +184,7 @@ class Turns:
     def _seed(self, conversation: Conversation, ids_T: NDArray[np.int32]) -> Mapping[str, Json]:
         if self.run_seed is None:
             return {}
-        prompt = hashlib.blake2b(ids_T.tobytes(), digest_size=16).digest()
-        conversation.asked[prompt] += 1
-        nth = conversation.asked[prompt]
+        prompt, nth = conversation.count_prompt(ids_T)
         return {"sampling_seed": sampling_seed(self.run_seed, conversation.record.session, prompt, nth)}
 
     def _fit(self, sampling: Sampling, prompt: int) -> Sampling:
