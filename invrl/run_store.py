@@ -249,7 +249,7 @@ class RunStore:
 
     def open_sessions(self, prefix: str = "") -> list[StoredSession]:
         """Sessions still open whose id begins with `prefix`, in the order of their opening."""
-        sql = f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE state='open' AND id GLOB ? ORDER BY opened_at"
+        sql = f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE state='open' AND id GLOB ? ORDER BY rowid"
         return [_session(row) for row in self._db.execute(sql, (prefix + "*",))]
 
     def closed_session(self, name: str | bytes) -> StoredSession | None:
