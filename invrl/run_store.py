@@ -40,7 +40,7 @@ CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, key_hash BLOB NOT NULL UNIQUE, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
   member INTEGER NOT NULL, attempt INTEGER NOT NULL, purpose TEXT NOT NULL, sampling BLOB NOT NULL,
   opened_at REAL NOT NULL, state TEXT NOT NULL, reward REAL, components BLOB, outcome BLOB);
-CREATE INDEX IF NOT EXISTS open_sessions ON sessions (opened_at) WHERE state='open';
+CREATE INDEX IF NOT EXISTS open_sessions ON sessions (id) WHERE state='open';
 CREATE TABLE IF NOT EXISTS turns (
   seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL, parent_id TEXT,
   context_ids BLOB NOT NULL, sampled_ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans BLOB NOT NULL,
