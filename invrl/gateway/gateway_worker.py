@@ -27,18 +27,6 @@ def serve(
     # uvicorn raises the signal that ended it once more, for the handler that was there before its own.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     store = RunStoreWriter(Path(settings.store_path))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, renderer, place, sockets, store))
-    store.close()
-
-
-async def _serve(
-    settings: GatewaySettings,
-    renderer: Renderer,
-    place: WorkerPlace,
-    sockets: list[socket.socket],
-    store: RunStoreWriter,
-) -> None:
     engine = SglangClient(
         settings.router_url,
         limits=EngineLimits(vocab_size=settings.vocab_size, context_length=settings.context_length),
@@ -46,18 +34,28 @@ async def _serve(
         name="the fleet",
         generate_deadline_s=settings.generate_timeout_s,
     )
-    app = make_app(
-        settings, engine=engine, renderer=renderer, store=store, place=place, on_shutdown=engine.close
-    )
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        log_level="warning",
-        timeout_graceful_shutdown=3,
-        timeout_keep_alive=75,
-        backlog=4096,
-    )
-    # Once uvicorn has its handler, which it sets before its first await.
-    unblock = signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM}
-    asyncio.get_running_loop().call_soon(*unblock)
-    await uvicorn.Server(config).serve(sockets)
+
+    async def run() -> None:
+        config = uvicorn.Config(
+            make_app(
+                settings,
+                engine=engine,
+                renderer=renderer,
+                store=store,
+                place=place,
+                on_shutdown=engine.close,
+            ),
+            access_log=False,
+            log_level="warning",
+            timeout_graceful_shutdown=3,
+            timeout_keep_alive=75,
+            backlog=4096,
+        )
+        # Once uvicorn has its handler, which it sets before its first await.
+        unblock = signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM}
+        asyncio.get_running_loop().call_soon(*unblock)
+        await uvicorn.Server(config).serve(sockets)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    store.close()

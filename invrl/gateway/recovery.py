@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import cast
+from dataclasses import fields
 
 import msgspec
 import numpy as np
@@ -17,22 +17,14 @@ from invrl.gateway.conversation import Conversation
 from invrl.gateway.forest import Message, Node
 from invrl.gateway.generation import Generation, Proposal
 from invrl.gateway.rendering import Renderer
-from invrl.gateway.sessions import SessionRecord, SessionState
+from invrl.gateway.sessions import SessionRecord
 from invrl.rollout.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
 from invrl.run_store import StoredSession
 from invrl.types import Sampling, Turn
 
 
 def restored_record(stored: StoredSession) -> SessionRecord:
-    return SessionRecord(
-        session=stored.session,
-        key_hash=stored.key_hash,
-        opened_at=stored.opened_at,
-        state=cast(SessionState, stored.state),
-        reward=stored.reward,
-        components=stored.components,
-        outcome=stored.outcome,
-    )
+    return SessionRecord(**{field.name: getattr(stored, field.name) for field in fields(stored)})
 
 
 def restored_conversation(
@@ -65,14 +57,9 @@ def replay(node: Node, *, stop: tuple[str, ...], stream: bool, renderer: Rendere
     """The recorded turn of `node` as the generation that a retry joins."""
     turn, prompt = node.turn, [*(node.parent.ids() if node.parent else ()), *node.turn.context_ids_T.tolist()]
     sampling = Sampling(temperature=turn.temperature, top_p=1.0, max_new_tokens=len(turn.sampled_ids_T))
+    ids_T, of = np.asarray(prompt, np.int32), turn.session_id
     proposal = Proposal(
-        request=GenerateRequest(
-            rid=turn.id,
-            input_ids_T=np.asarray(prompt, np.int32),
-            sampling=sampling,
-            stop=stop,
-            routing_key=turn.session_id,
-        ),
+        request=GenerateRequest(rid=turn.id, input_ids_T=ids_T, sampling=sampling, stop=stop, routing_key=of),
         stream=stream,
         parent=node.parent,
         context_ids=turn.context_ids_T.tolist(),

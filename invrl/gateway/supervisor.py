@@ -13,14 +13,13 @@ import mmap
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from invrl.errors import ServerError
 from invrl.gateway.gateway_worker import serve
 from invrl.gateway.model_folder import load_renderer
-from invrl.gateway.rendering import Renderer
 from invrl.gateway.sessions import WorkerPlace
 from invrl.gateway.settings import GatewaySettings
 from invrl.process import RestartLimit, die_with_parent
@@ -47,7 +46,8 @@ def supervise(settings: GatewaySettings, listener: socket.socket, own: Sequence[
             if starts[number] > 1 and not limit.allows():
                 raise ServerError(f"worker {number} of the gateway died again and again")
             place = WorkerPlace(number=number, urls=urls, open_sessions=shared, starts=starts[number])
-            running[_fork(settings, renderer, place, [listener, *own[number : number + 1]])] = number
+            sockets = [listener, *own[number : number + 1]]
+            running[_fork(partial(serve, settings, renderer, place, sockets))] = number
         if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
             break
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -60,29 +60,19 @@ def supervise(settings: GatewaySettings, listener: socket.socket, own: Sequence[
         os.waitpid(pid, 0)
 
 
-def _fork(
-    settings: GatewaySettings, renderer: Renderer, place: WorkerPlace, sockets: list[socket.socket]
-) -> int:
-    parent = os.getpid()
-    pid = os.fork()
-    return pid or _worker(parent, settings, renderer, place, sockets)
-
-
-def _worker(
-    parent: int,
-    settings: GatewaySettings,
-    renderer: Renderer,
-    place: WorkerPlace,
-    sockets: list[socket.socket],
-) -> NoReturn:
+def _fork(work: Callable[[], None]) -> int:
+    """`work` in a child that dies with this process."""
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        return pid
     code = 1
     try:
         die_with_parent()
         if os.getppid() == parent:  # otherwise it died before we asked to die with it
-            serve(settings, renderer, place, sockets)
+            work()
             code = 0
     except BaseException:
-        _log.exception("worker %d failed", place.number)
+        _log.exception("a worker failed")
     finally:
         logging.shutdown()
         os._exit(code)
