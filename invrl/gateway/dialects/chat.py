@@ -19,7 +19,6 @@ Any other field is refused as unknown."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -29,24 +28,26 @@ from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
 from invrl.gateway.dialects.wire import (
     NO_JSON,
     Count,
-    Unit,
+    SamplingFields,
     bad,
     check_model,
+    check_refused,
     check_tools,
+    client_sampling,
     decode,
     digest,
-    finite,
     make_tool,
+    openai_error,
     schema_text,
     sent,
     stop_strings,
+    token_logprobs,
     unread,
     unsupported,
 )
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.gateway.parsing import CallDelta
-from invrl.gateway.sampling import ClientSampling
 from invrl.gateway.turns import TurnRequest
 from invrl.types import Turn
 
@@ -66,9 +67,6 @@ _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "v
 _IGNORED_IN_MESSAGES = ("refusal", "annotations")
 _ROLES = {each: each for each in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _MOST_CHOICES = 16
-
-_Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
 
 class _Part(msgspec.Struct):
@@ -125,7 +123,7 @@ class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _UnreadOfMessage = unread("_UnreadOfMessage", *_REFUSED_IN_MESSAGES, *_IGNORED_IN_MESSAGES)
-_UnreadOfBody = unread("_UnreadOfBody", *_REFUSED, *_IGNORED)
+_UnreadOfBody = unread("_UnreadOfBody", *_REFUSED, *_IGNORED, base=SamplingFields)
 
 
 class _Message(_UnreadOfMessage, forbid_unknown_fields=True):
@@ -159,15 +157,6 @@ class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     response_format: _Format | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: _TemplateOptions | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    min_p: Unit | None = None
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
-    sampling_seed: _Seed | None = msgspec.field(default=None, name="seed")
 
 
 class ChatRequest(Asked, frozen=True, kw_only=True):
@@ -191,7 +180,6 @@ class ChatDialect:
         body = decode(self._decoder, raw)
         self._check(body)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        asked = msgspec.convert(body, ClientSampling, from_attributes=True)  # the fields of both
         form = body.response_format
         schema = form.json_schema.schema if form and form.json_schema else NO_JSON
         turn = TurnRequest(
@@ -201,7 +189,7 @@ class ChatDialect:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             schema=schema_text(form.type, schema, "response_format") if form else "",
             thinking=_thinking(body),
-            sampling=replace(asked, max_new_tokens=limit),
+            sampling=client_sampling(body, max_new_tokens=limit, vocab_size=self._vocab_size),
             stop=stop_strings(body.stop),
             stream=bool(body.stream),
             digest=digest(b"chat", raw),
@@ -229,11 +217,7 @@ class ChatDialect:
         return _ChatStream(self, request, begun)
 
     def error(self, error: SessionError) -> bytes:
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-            error.status, "invalid_request_error" if error.status < 500 else "server_error"
-        )
-        detail = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-        return msgspec.json.encode({"error": detail})
+        return msgspec.json.encode({"error": openai_error(error)})
 
     def models(self) -> bytes:
         """The answer of `/v1/models`."""
@@ -244,34 +228,15 @@ class ChatDialect:
         return {"id": f"chatcmpl-{turn_id}", "object": kind, "created": int(created), "model": self.model}
 
     def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    "token": (text := self._token_text(token_id)),
-                    "logprob": finite(logprob),
-                    "bytes": list(text.encode()),
-                    "top_logprobs": [],
-                }
-                for piece in pieces
-                for token_id, logprob in zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True)
-            ],
-            "refusal": None,
-        }
+        return {"content": token_logprobs(pieces, self._token_text), "refusal": None}
 
     def _check(self, body: _Body) -> None:
         check_model(body.model, self.model)
-        for name, neutral in _REFUSED.items():
-            if getattr(body, name) not in neutral:
-                raise unsupported(name)
+        check_refused(body, _REFUSED)
         if not body.messages:
             raise bad("`messages` must not be empty", param="messages")
         if body.stream_options is not None and not body.stream:
             raise bad("`stream_options` needs `stream`", param="stream_options")
-        if body.top_k == 0:
-            raise bad("`top_k` must be -1 (off) or at least 1", param="top_k")
-        for token in body.logit_bias or ():
-            if not token.isdecimal() or int(token) >= self._vocab_size:
-                raise bad(f"`logit_bias` names no token: {token!r}", param="logit_bias")
 
 
 class _ChatStream:
