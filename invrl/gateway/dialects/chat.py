@@ -26,9 +26,11 @@ import msgspec
 from invrl.errors import SessionError
 from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
 from invrl.gateway.dialects.wire import (
+    MOST_CHOICES,
     NO_JSON,
     Count,
     SamplingFields,
+    StreamOptions,
     bad,
     check_model,
     check_refused,
@@ -44,12 +46,12 @@ from invrl.gateway.dialects.wire import (
     token_logprobs,
     unread,
     unsupported,
+    usage,
 )
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.gateway.parsing import CallDelta
 from invrl.gateway.turns import TurnRequest
-from invrl.types import Turn
 
 _REFUSED = {
     "functions": (None, []),
@@ -66,7 +68,6 @@ _CACHE = ("prompt_cache_key", "prompt_cache_retention")
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", *_CACHE)
 _IGNORED_IN_MESSAGES = ("refusal", "annotations")
 _ROLES = {each: each for each in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-_MOST_CHOICES = 16
 
 
 class _Part(msgspec.Struct):
@@ -136,21 +137,16 @@ class _Message(_UnreadOfMessage, forbid_unknown_fields=True):
     reasoning: str | None = None
 
 
-class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
-    include_obfuscation: bool | None = None
-
-
 class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     messages: list[_Message]
     model: str
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     stop: str | list[str] | None = None
     logprobs: bool | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=_MOST_CHOICES)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -292,17 +288,6 @@ def finish_reason(answer: Answer) -> str:
     """As OpenAI names it: a reply that ended with calls ended because of them."""
     called = answer.message.tool_calls and answer.turn.finish_reason == "stop"
     return "tool_calls" if called else answer.turn.finish_reason
-
-
-def usage(turns: Sequence[Turn]) -> dict[str, Any]:
-    """Of one prompt and all its answers."""
-    prompt, sampled = turns[0].prompt_tokens, sum(len(turn.sampled_ids_T) for turn in turns)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": turns[0].cached_tokens},
-    }
 
 
 def _shown(message: Message) -> dict[str, Any]:

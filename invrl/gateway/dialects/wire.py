@@ -16,6 +16,7 @@ from invrl.errors import SessionError
 from invrl.gateway.generation import Piece
 from invrl.gateway.message import Tool
 from invrl.gateway.sampling import ClientSampling
+from invrl.types import Turn
 
 Body = TypeVar("Body")
 NO_JSON = msgspec.Raw(b"")
@@ -23,7 +24,7 @@ Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 _Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-_MOST_STOPS, _MOST_TOOLS = 16, 128
+MOST_CHOICES, _MOST_STOPS, _MOST_TOOLS = 16, 16, 128
 _NO_SCHEMA = '{"type": "object"}'
 
 
@@ -39,6 +40,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
     sampling_seed: _Seed | None = msgspec.field(default=None, name="seed")
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
 
 
 def decode(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
@@ -166,6 +172,17 @@ def openai_error(error: SessionError) -> dict[str, str | None]:
         error.status, "invalid_request_error" if error.status < 500 else "server_error"
     )
     return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+
+
+def usage(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Of one prompt and all its answers."""
+    prompt, sampled = turns[0].prompt_tokens, sum(len(turn.sampled_ids_T) for turn in turns)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": turns[0].cached_tokens},
+    }
 
 
 def sent(event: Any, name: str = "") -> bytes:
