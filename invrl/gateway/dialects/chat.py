@@ -18,7 +18,7 @@ Any other field is refused as unknown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -29,6 +29,8 @@ from invrl.gateway.dialects.wire import (
     MOST_CHOICES,
     NO_JSON,
     Count,
+    OpenAIDialect,
+    Part,
     SamplingFields,
     StreamOptions,
     bad,
@@ -39,10 +41,11 @@ from invrl.gateway.dialects.wire import (
     decode,
     digest,
     make_tool,
-    openai_error,
+    plain_choice,
     schema_text,
     sent,
     stop_strings,
+    text_of,
     token_logprobs,
     unread,
     unsupported,
@@ -68,11 +71,6 @@ _CACHE = ("prompt_cache_key", "prompt_cache_retention")
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", *_CACHE)
 _IGNORED_IN_MESSAGES = ("refusal", "annotations")
 _ROLES = {each: each for each in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-
-
-class _Part(msgspec.Struct):
-    type: str
-    text: str | None = None
 
 
 class _CalledFunction(msgspec.Struct):
@@ -129,7 +127,7 @@ _UnreadOfBody = unread("_UnreadOfBody", *_REFUSED, *_IGNORED, base=SamplingField
 
 class _Message(_UnreadOfMessage, forbid_unknown_fields=True):
     role: str
-    content: str | list[_Part] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
@@ -155,6 +153,9 @@ class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     chat_template_kwargs: _TemplateOptions | None = None
 
 
+_DECODER = msgspec.json.Decoder(_Body)
+
+
 class ChatRequest(Asked, frozen=True, kw_only=True):
     """A parsed chat request, and how its answer is shown."""
 
@@ -162,18 +163,14 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
     include_usage: bool
 
 
-class ChatDialect:
+class ChatDialect(OpenAIDialect):
     """The wire format of chat completions for one served model."""
 
     path = "/chat/completions"
 
-    def __init__(self, *, model: str, vocab_size: int, token_text: Callable[[int], str]) -> None:
-        self.model, self._vocab_size, self._token_text = model, vocab_size, token_text
-        self._decoder = msgspec.json.Decoder(_Body)
-
     def parse(self, raw: bytes, *, retry: bool | None) -> ChatRequest:
         """SessionError 400 (404 for another model) that names the field."""
-        body = decode(self._decoder, raw)
+        body = decode(_DECODER, raw)
         self._check(body)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         form = body.response_format
@@ -185,7 +182,7 @@ class ChatDialect:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             schema=schema_text(form.type, schema, "response_format") if form else "",
             thinking=_thinking(body),
-            sampling=client_sampling(body, max_new_tokens=limit, vocab_size=self._vocab_size),
+            sampling=client_sampling(body, max_new_tokens=limit, vocab_size=self.vocab_size),
             stop=stop_strings(body.stop),
             stream=bool(body.stream),
             digest=digest(b"chat", raw),
@@ -212,9 +209,6 @@ class ChatDialect:
     def stream(self, request: ChatRequest, begun: Sequence[Begun]) -> AnswerStream:
         return _ChatStream(self, request, begun)
 
-    def error(self, error: SessionError) -> bytes:
-        return msgspec.json.encode({"error": openai_error(error)})
-
     def models(self) -> bytes:
         """The answer of `/v1/models`."""
         card = {"id": self.model, "object": "model", "created": 0, "owned_by": "invrl"}
@@ -224,7 +218,7 @@ class ChatDialect:
         return {"id": f"chatcmpl-{turn_id}", "object": kind, "created": int(created), "model": self.model}
 
     def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        return {"content": token_logprobs(pieces, self._token_text), "refusal": None}
+        return {"content": token_logprobs(pieces, self.token_text), "refusal": None}
 
     def _check(self, body: _Body) -> None:
         check_model(body.model, self.model)
@@ -336,19 +330,11 @@ def _message(message: _Message, at: int) -> Message:
         raise bad(f"{param}.tool_calls: only the assistant calls", param=f"{param}.tool_calls")
     return Message(
         role,
-        message.content if isinstance(message.content, str) else _text(message.content or (), param),
+        text_of(message.content or "", f"{param}.content"),
         message.reasoning_content or message.reasoning or "",
         tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()),
         message.tool_call_id or "",
     )
-
-
-def _text(parts: Sequence[_Part], param: str) -> str:
-    for part in parts:
-        if part.type not in ("text", "input_text", "output_text", "refusal") or part.text is None:
-            reason = f"{param}.content: {part.type!r} is refused, this model takes text only"
-            raise bad(reason, param=f"{param}.content", code="unsupported_content")
-    return "".join(part.text or "" for part in parts)
 
 
 def _tool(tool: _Tool, at: int) -> Tool:
@@ -361,12 +347,8 @@ def _tool(tool: _Tool, at: int) -> Tool:
 
 
 def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
-    if choice is None or choice == "auto":
-        return ToolChoice()
-    if choice == "none":
-        return ToolChoice(mode="none")
-    if choice == "required":
-        return ToolChoice(mode="required")
+    if plain := plain_choice(choice):
+        return plain
     if isinstance(choice, _Choice) and choice.type == "function" and choice.function:
         return ToolChoice(mode="named", name=choice.function.name)
     raise bad("`tool_choice` must be auto, none, required, or name a function", param="tool_choice")

@@ -11,7 +11,7 @@ prompt and its reply (special tokens and stop string included) goes on with that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -21,6 +21,7 @@ from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
 from invrl.gateway.dialects.wire import (
     MOST_CHOICES,
     Count,
+    OpenAIDialect,
     SamplingFields,
     StreamOptions,
     bad,
@@ -30,7 +31,6 @@ from invrl.gateway.dialects.wire import (
     decode,
     digest,
     finite,
-    openai_error,
     sent,
     stop_strings,
     unread,
@@ -57,6 +57,9 @@ class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
 
 
+_DECODER = msgspec.json.Decoder(_Body)
+
+
 class CompletionsRequest(Asked, frozen=True, kw_only=True):
     """A parsed request, and how its answer is shown."""
 
@@ -64,18 +67,14 @@ class CompletionsRequest(Asked, frozen=True, kw_only=True):
     include_usage: bool
 
 
-class CompletionsDialect:
+class CompletionsDialect(OpenAIDialect):
     """The wire format of completions for one served model."""
 
     path = "/completions"
 
-    def __init__(self, *, model: str, vocab_size: int, token_text: Callable[[int], str]) -> None:
-        self.model, self._vocab_size, self._token_text = model, vocab_size, token_text
-        self._decoder = msgspec.json.Decoder(_Body)
-
     def parse(self, raw: bytes, *, retry: bool | None) -> CompletionsRequest:
         """SessionError 400 (404 for another model) that names the field."""
-        body = decode(self._decoder, raw)
+        body = decode(_DECODER, raw)
         check_model(body.model, self.model)
         check_refused(body, _REFUSED)
         if body.stream_options is not None and not body.stream:
@@ -84,7 +83,7 @@ class CompletionsDialect:
         turn = TurnRequest(
             messages=(),
             text=self._prompt(body.prompt),
-            sampling=client_sampling(body, max_new_tokens=limit, vocab_size=self._vocab_size),
+            sampling=client_sampling(body, max_new_tokens=limit, vocab_size=self.vocab_size),
             stop=stop_strings(body.stop),
             stream=bool(body.stream),
             digest=digest(b"completions", raw),
@@ -107,9 +106,6 @@ class CompletionsDialect:
     def stream(self, request: CompletionsRequest, begun: Sequence[Begun]) -> AnswerStream:
         return _CompletionsStream(self, request, begun)
 
-    def error(self, error: SessionError) -> bytes:
-        return msgspec.json.encode({"error": openai_error(error)})
-
     def head(self, turn_id: str, created: float) -> dict[str, Any]:
         made = {"object": "text_completion", "created": int(created)}
         return {"id": f"cmpl-{turn_id}", **made, "model": self.model}
@@ -126,7 +122,7 @@ class CompletionsDialect:
         """A choice, or a piece of one whose tokens begin `offset` characters into the reply."""
         logprobs = None
         if request.logprobs:
-            tokens = [self._token_text(token_id) for piece in pieces for token_id in piece.ids_T.tolist()]
+            tokens = [self.token_text(token_id) for piece in pieces for token_id in piece.ids_T.tolist()]
             offsets = [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))]
             values = [finite(value) for piece in pieces for value in piece.logprobs_T.tolist()]
             told = {"tokens": tokens, "token_logprobs": values, "text_offset": offsets}
@@ -143,8 +139,8 @@ class CompletionsDialect:
         ids = tuple(each for each in prompt if isinstance(each, int))
         if len(ids) < len(prompt):
             raise bad("`prompt` takes one prompt at a time; ask for each by itself", param="prompt")
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            raise bad(f"`prompt`: token ids must be below {self._vocab_size}", param="prompt")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise bad(f"`prompt`: token ids must be below {self.vocab_size}", param="prompt")
         return ids
 
 
@@ -168,7 +164,7 @@ class _CompletionsStream:
         if not text and not shows_logprobs:
             return b""
         offset = self._offsets[choice]
-        self._offsets[choice] += sum(len(self._dialect._token_text(each)) for each in piece.ids_T.tolist())
+        self._offsets[choice] += sum(len(self._dialect.token_text(each)) for each in piece.ids_T.tolist())
         return self._event([self._dialect.choice(self._request, choice, text, (piece,), offset, None)])
 
     def tail(self, answers: Sequence[Answer]) -> bytes:

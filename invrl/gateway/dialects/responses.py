@@ -20,7 +20,7 @@ Any other field is refused as unknown. Reasoning tokens are counted up to the ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,8 @@ from invrl.gateway.dialects.response_output import Event, ResponseOutput
 from invrl.gateway.dialects.wire import (
     NO_JSON,
     Count,
+    OpenAIDialect,
+    Part,
     SamplingFields,
     bad,
     check_model,
@@ -40,9 +42,10 @@ from invrl.gateway.dialects.wire import (
     decode,
     digest,
     make_tool,
-    openai_error,
+    plain_choice,
     schema_text,
     sent,
+    text_of,
     token_logprobs,
     unread,
 )
@@ -77,26 +80,19 @@ _INCLUDABLE = (
     "message.input_image.image_url",
 )
 _ROLES = {each: each for each in ("system", "user", "assistant")} | {"developer": "system"}
-_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _ID = "resp_"
-
-
-class _Part(msgspec.Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class _Item(msgspec.Struct):
     type: str = ""
     role: str = ""
-    content: str | list[_Part] | None = None
-    summary: list[_Part] | None = None
+    content: str | list[Part] | None = None
+    summary: list[Part] | None = None
     call_id: str | None = None
     namespace: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[_Part] | None = None
+    output: str | list[Part] | None = None
 
 
 class _Tool(msgspec.Struct):
@@ -164,6 +160,10 @@ _ECHOED = {
 _CONSTANT = {"background": False, "service_tier": "default", "top_logprobs": 0, "truncation": "disabled"}
 
 
+_DECODER = msgspec.json.Decoder(_Body)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
 class ResponsesRequest(Asked, frozen=True, kw_only=True):
     """A parsed request, and how its answer is shown."""
 
@@ -173,18 +173,14 @@ class ResponsesRequest(Asked, frozen=True, kw_only=True):
     echo: dict[str, Any]
 
 
-class ResponsesDialect:
+class ResponsesDialect(OpenAIDialect):
     """The wire format of the responses API for one served model."""
 
     path = "/responses"
 
-    def __init__(self, *, model: str, vocab_size: int, token_text: Callable[[int], str]) -> None:
-        self.model, self._vocab_size, self._token_text = model, vocab_size, token_text
-        self._decoder, self._echo = msgspec.json.Decoder(_Body), msgspec.json.Decoder(dict[str, msgspec.Raw])
-
     def parse(self, raw: bytes, *, retry: bool | None) -> ResponsesRequest:
         """SessionError 400 (404 for another model) that names the field."""
-        body = decode(self._decoder, raw)
+        body = decode(_DECODER, raw)
         check_model(body.model, self.model)
         check_refused(body, _REFUSED)
         for name in body.include or ():
@@ -209,15 +205,13 @@ class ResponsesDialect:
             thinking=None if effort is None else effort not in ("none", "minimal"),
             after=_turn_id(body.previous_response_id),
             instructions=body.instructions or None,
-            sampling=client_sampling(
-                body, max_new_tokens=body.max_output_tokens, vocab_size=self._vocab_size
-            ),
+            sampling=client_sampling(body, max_new_tokens=body.max_output_tokens, vocab_size=self.vocab_size),
             stop=(),
             stream=bool(body.stream),
             digest=digest(b"responses", raw),
             retry=retry,
         )
-        said = {name: value for name, value in self._echo.decode(raw).items() if bytes(value) != b"null"}
+        said = {name: value for name, value in _FIELDS.decode(raw).items() if bytes(value) != b"null"}
         echo = {name: said.get(name, unset) for name, unset in _ECHOED.items()}
         logprobs = _LOGPROBS in (body.include or ())
         return ResponsesRequest(turn=turn, logprobs=logprobs, functions=functions, echo=echo)
@@ -238,11 +232,8 @@ class ResponsesDialect:
     def stream(self, request: ResponsesRequest, begun: Sequence[Begun]) -> AnswerStream:
         return _ResponseStream(self, request, begun[0])
 
-    def error(self, error: SessionError) -> bytes:
-        return msgspec.json.encode({"error": openai_error(error)})
-
     def logprobs(self, request: ResponsesRequest, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        return token_logprobs(pieces, self._token_text) if request.logprobs else []
+        return token_logprobs(pieces, self.token_text) if request.logprobs else []
 
     def response(
         self, request: ResponsesRequest, turn_id: str, created: float, **more: Any
@@ -273,7 +264,7 @@ class ResponsesDialect:
             return 0
         end = ""
         for count, token_id in enumerate(answer.turn.sampled_ids_T.tolist(), 1):
-            end = (end + self._token_text(token_id))[-64:]
+            end = (end + self.token_text(token_id))[-64:]
             if "</think>" in end:
                 return count
         return len(answer.turn.sampled_ids_T)
@@ -313,7 +304,7 @@ class _ResponseStream:
 
     def error(self, error: SessionError) -> bytes:
         """Clients raise the first of the two events, or act on the second."""
-        told = openai_error(error)
+        told = self._dialect.told(error)
         code = "server_error" if error.status >= 500 else error.code
         failed = self._response(
             status="failed", error={"code": code, "message": error.message}, output=self._output.items
@@ -372,9 +363,9 @@ def _message(item: _Item, param: str) -> Message:
             raise bad(f"{param}.role: {item.role!r} is not one of {known}", param=f"{param}.role")
         if item.content is None:
             raise bad(f"{param}.content must be text", param=f"{param}.content")
-        return Message(role, _text(item.content, f"{param}.content"))
+        return Message(role, text_of(item.content, f"{param}.content"))
     if kind == "reasoning":
-        return Message("assistant", reasoning=_text(item.content or item.summary or "", f"{param}.content"))
+        return Message("assistant", reasoning=text_of(item.content or item.summary or "", f"{param}.content"))
     if kind == "function_call":
         if not item.call_id or not item.name:
             raise bad(f"{param} needs `call_id` and `name`", param=param)
@@ -383,20 +374,9 @@ def _message(item: _Item, param: str) -> Message:
     if kind == "function_call_output":
         if not item.call_id or item.output is None:
             raise bad(f"{param} needs `call_id` and `output`", param=param)
-        return Message("tool", _text(item.output, f"{param}.output"), tool_call_id=item.call_id)
+        return Message("tool", text_of(item.output, f"{param}.output"), tool_call_id=item.call_id)
     reason = f"{param}: items of type {kind!r} are not supported"
     raise bad(reason, param=f"{param}.type", code="unsupported_item")
-
-
-def _text(content: str | Sequence[_Part], param: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = [part.text if part.text is not None else part.refusal for part in content]
-    for part, text in zip(content, texts, strict=True):
-        if part.type not in _TEXTS or text is None:
-            reason = f"{param}: {part.type!r} is refused, this model takes text only"
-            raise bad(reason, param=param, code="unsupported_content")
-    return "".join(text or "" for text in texts)
 
 
 def _known_as(namespace: str | None, name: str) -> str:
@@ -416,12 +396,8 @@ def _tools(tools: Sequence[_Tool], namespace: str = "") -> Iterator[Tool]:
 
 
 def _tool_choice(choice: str | _Choice | None, tools: Sequence[Tool]) -> ToolChoice:
-    if choice is None or choice == "auto":
-        return ToolChoice()
-    if choice == "none":
-        return ToolChoice(mode="none")
-    if choice == "required":
-        return ToolChoice(mode="required")
+    if plain := plain_choice(choice):
+        return plain
     if isinstance(choice, _Choice) and choice.type == "function":
         return ToolChoice(mode="named", name=_known_as(choice.namespace, choice.name))
     if isinstance(choice, _Choice) and choice.type == "allowed_tools":

@@ -14,7 +14,7 @@ import msgspec
 
 from invrl.errors import SessionError
 from invrl.gateway.generation import Piece
-from invrl.gateway.message import Tool
+from invrl.gateway.message import Tool, ToolChoice
 from invrl.gateway.sampling import ClientSampling
 from invrl.types import Turn
 
@@ -24,6 +24,7 @@ Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 _Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 MOST_CHOICES, _MOST_STOPS, _MOST_TOOLS = 16, 16, 128
 _NO_SCHEMA = '{"type": "object"}'
 
@@ -42,6 +43,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     sampling_seed: _Seed | None = msgspec.field(default=None, name="seed")
 
 
+class Part(msgspec.Struct):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -50,6 +59,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 def decode(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
     """SessionError 400 that names the field."""
     try:
+        raw.decode()  # msgspec does not look into what it skips
         return decoder.decode(raw)
     except RecursionError:
         raise bad("the request's JSON is nested too deeply") from None
@@ -119,8 +129,10 @@ def json_object(raw: msgspec.Raw, param: str) -> str:
     text = bytes(raw).decode()
     if text in ("", "null"):
         return ""
-    if not text.startswith("{"):
-        raise bad(f"{param} must be a JSON object", param=param)
+    try:
+        msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise bad(f"{param} must be a JSON object", param=param) from None
     return text
 
 
@@ -129,6 +141,26 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     if len(names) > _MOST_TOOLS or len(set(names)) != len(names):
         raise bad(f"`tools` takes up to {_MOST_TOOLS} tools, each name once", param="tools")
     return tuple(tools)
+
+
+def plain_choice(choice: object) -> ToolChoice | None:
+    """A tool choice that names no tool; None for others."""
+    if choice is None or choice == "auto":
+        return ToolChoice()
+    if choice == "none":
+        return ToolChoice(mode="none")
+    return ToolChoice(mode="required") if choice == "required" else None
+
+
+def text_of(content: str | Sequence[Part], param: str) -> str:
+    """SessionError 400 for parts that are no text."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in _TEXTS or (part.text is None and part.refusal is None):
+            reason = f"{param}: {part.type!r} is refused, this model takes text only"
+            raise bad(reason, param=param, code="unsupported_content")
+    return "".join(part.text or part.refusal or "" for part in content)
 
 
 def schema_text(kind: str, schema: msgspec.Raw, param: str) -> str:
@@ -166,14 +198,6 @@ def token_logprobs(pieces: Sequence[Piece], token_text: Callable[[int], str]) ->
     ]
 
 
-def openai_error(error: SessionError) -> dict[str, str | None]:
-    """What stands under `error` in every body of OpenAI's dialects."""
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-        error.status, "invalid_request_error" if error.status < 500 else "server_error"
-    )
-    return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-
-
 def usage(turns: Sequence[Turn]) -> dict[str, Any]:
     """Of one prompt and all its answers."""
     prompt, sampled = turns[0].prompt_tokens, sum(len(turn.sampled_ids_T) for turn in turns)
@@ -189,3 +213,20 @@ def sent(event: Any, name: str = "") -> bytes:
     """A server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+class OpenAIDialect:
+    """What the dialects of OpenAI's API share."""
+
+    def __init__(self, *, model: str, vocab_size: int, token_text: Callable[[int], str]) -> None:
+        self.model, self.vocab_size, self.token_text = model, vocab_size, token_text
+
+    def error(self, error: SessionError) -> bytes:
+        return msgspec.json.encode({"error": self.told(error)})
+
+    def told(self, error: SessionError) -> dict[str, str | None]:
+        """What stands under `error` in every body."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+            error.status, "invalid_request_error" if error.status < 500 else "server_error"
+        )
+        return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
