@@ -37,6 +37,7 @@ from invrl.gateway.dialects.wire import (
     digest,
     finite,
     make_tool,
+    refuse,
     schema_text,
     sent,
     stop_strings,
@@ -260,9 +261,7 @@ class ChatDialect:
 
     def _check(self, body: _Body) -> None:
         check_model(body.model, self.model)
-        for name, neutral in _REFUSED.items():
-            if getattr(body, name) not in neutral:
-                raise unsupported(name)
+        refuse(body, _REFUSED)
         if not body.messages:
             raise bad("`messages` must not be empty", param="messages")
         if body.stream_options is not None and not body.stream:

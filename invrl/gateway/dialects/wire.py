@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -47,6 +47,13 @@ def bad(message: str, *, param: str | None = None, code: str = "invalid_request"
 
 def unsupported(name: str) -> SessionError:
     return bad(f"`{name}` is not supported", param=name, code="unsupported_parameter")
+
+
+def refuse(body: msgspec.Struct, fields: Mapping[str, Sequence[Any]]) -> None:
+    """SessionError 400 for one of `fields` that has another value than those which ask for nothing."""
+    for name, neutral in fields.items():
+        if getattr(body, name) not in neutral:
+            raise unsupported(name)
 
 
 def check_model(asked: str, served: str) -> None:
