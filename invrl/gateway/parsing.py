@@ -227,7 +227,7 @@ class ReplyParser:
         assert self._parser is not None
         _, items = self._parser.parse_non_stream(self._to_calls)
         missing: list[CallDelta] = []
-        for index, item in enumerate(items):
+        for index, item in enumerate(_sayable(items)):
             if index >= len(self._calls):
                 missing.append(_first(index, item.name or "", item.parameters))
             elif item.parameters.startswith(told := self._calls[index].arguments) and item.parameters != told:
@@ -245,13 +245,15 @@ class ReplyParser:
         content, items = self._parser.parse_non_stream(text)
         if not items:
             content = text
-        calls = [_first(index, item.name or "", item.parameters) for index, item in enumerate(items)]
+        calls = [
+            _first(index, item.name or "", item.parameters) for index, item in enumerate(_sayable(items))
+        ]
         return Delta(content=content, reasoning=reasoning, calls=self._limited(calls))
 
     def _deltas(self, items: Sequence[Any]) -> tuple[CallDelta, ...]:
         """SGLang's items: the first of a call has its name, the index is the call's place."""
         found: list[CallDelta] = []
-        for item in items:
+        for item in _sayable(items):
             if item.name:
                 found.append(_first(self._begun, item.name, item.parameters))
                 self._begun += 1
@@ -272,6 +274,13 @@ class ReplyParser:
                 told = self._calls[call.index]
                 self._calls[call.index] = replace(told, arguments=told.arguments + call.arguments)
         return delta
+
+
+def _sayable(items: Sequence[Any]) -> Sequence[Any]:
+    """SGLang's items, without what UTF-8 cannot say: half of an escaped pair in the arguments."""
+    for item in items:
+        item.parameters = item.parameters.encode(errors="replace").decode()
+    return items
 
 
 def _first(index: int, name: str, arguments: str) -> CallDelta:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +16,7 @@ from test_gateway_turns import Running, model, renderer, running  # noqa: F401
 
 from invrl.gateway.parsing import Parsers
 from invrl.gateway.rendering import Renderer
+from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.types import Session
 
 ASK = {"role": "user", "content": "What is 12*13?"}
@@ -40,14 +43,14 @@ def says(gateway: Running, renderer: Renderer, *replies: str) -> None:  # noqa: 
     gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
 
 
-async def post(gateway: Running, session: Session, path: str = "", **body: object) -> httpx.Response:
+async def post(gateway: Running, session: Session, path: str = "", **body: Any) -> httpx.Response:
     url = session.base_url.removesuffix("/v1") + "/v1/messages" + path
     headers = {"x-api-key": session.key, "anthropic-version": "2023-06-01"}
     body = {"model": "tiny", **({} if path else {"max_tokens": 200}), **body}
     return await gateway.http.post(url, json=body, headers=headers)
 
 
-async def ask(gateway: Running, session: Session, messages: list[Any], **body: object) -> dict[str, Any]:
+async def ask(gateway: Running, session: Session, messages: list[Any], **body: Any) -> dict[str, Any]:
     """The answer's message; streamed and put together by its events if `stream` is set."""
     answer = await post(gateway, session, messages=messages, **body)
     assert answer.status_code == 200, answer.text
@@ -170,6 +173,7 @@ async def test_what_a_stream_tells_is_the_whole_answer(gateway: Running, rendere
         "A <tool_call> that is none",
         "So:" + TWO,
         '<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "calc", "arguments": {"x": "\\ud800!"}}\n</tool_call>',
         '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>',
         "",
     ]
@@ -218,7 +222,7 @@ async def test_usage_and_count_tokens(gateway: Running, renderer: Renderer):  # 
         assert used["cache_read_input_tokens"] == recorded.cached_tokens
         assert used["output_tokens"] == len(recorded.sampled_ids_T)
         history = [*history, {"role": "assistant", "content": answer["content"]}, ASK]
-    assert recorded.cached_tokens
+    assert gateway.turns(session)[-1].cached_tokens
     assert_exact(gateway, session)
 
 
@@ -377,7 +381,7 @@ async def test_every_bad_body_is_a_400_in_anthropics_shape(gateway: Running):
         error = answer.json()["error"]
         assert (answer.json()["type"], error["type"]) == ("error", "invalid_request_error"), name
         assert error["message"]
-    assert error["message"].startswith("prompt is too long") or name != "too long"
+        assert name != "too long" or error["message"].startswith("prompt is too long")
     assert gateway.engine.requests == []
 
 
@@ -409,3 +413,19 @@ async def test_errors_and_models_as_anthropic_clients_know_them(gateway: Running
     await gateway.finish(session)
     closed = await http.post(base + "/messages/count_tokens", json=body)
     assert (closed.status_code, closed.json()["error"]["type"]) == (401, "authentication_error")
+
+
+async def test_an_endpoint_has_an_anthropic_client(gateway: Running, monkeypatch: pytest.MonkeyPatch):
+    [session] = await gateway.open()
+    endpoint = SessionEndpoint(session, model="tiny", timeout_s=9.0, pool=ConnectionPool())
+    monkeypatch.setitem(sys.modules, "anthropic", None)
+    with pytest.raises(ImportError, match="pip install anthropic"):
+        endpoint.anthropic()
+    made = SimpleNamespace(AsyncAnthropic=dict, DefaultAsyncHttpxClient=httpx.AsyncClient)
+    monkeypatch.setitem(sys.modules, "anthropic", made)
+    client = endpoint.anthropic()
+    assert (client["base_url"], client["api_key"], client["timeout"]) == (
+        f"{gateway.url}/s/{session.key}",
+        session.key,
+        9.0,
+    )

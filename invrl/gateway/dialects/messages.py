@@ -13,7 +13,7 @@ Every field of the API stands in exactly one of these lists:
   in blocks `cache_control`, `citations`, `signature`, `caller`, `is_error` (the content tells it), all of
   redacted_thinking; in tools all but name, description, input_schema, type and strict; the header
   anthropic-beta. System blocks with Claude Code's billing header, which is another in each request.
-- refused with 400: see `_REFUSED`; images, documents, tools that Anthropic's servers run.
+- refused with 400: see `_REFUSED`; images, documents, tools of Anthropic's own (another type than custom).
 Any other field of the body is refused as unknown.
 
 Text blocks of one message are joined by a newline, the assistant's by nothing, as they were sampled; messages
@@ -430,7 +430,7 @@ def _text(role: str, content: str | Sequence[_Block], param: str) -> str:
 
 def _tool(tool: _Tool, param: str) -> Tool:
     if tool.type not in (None, "custom"):
-        reason = f"{param}: {tool.type!r} runs on Anthropic's servers; only custom tools are supported"
+        reason = f"{param}: {tool.type!r} is a tool of Anthropic's own; only custom tools are supported"
         raise bad(reason, param=param, code="unsupported_parameter")
     if not json_object(tool.input_schema, f"{param}.input_schema"):
         raise bad(f"{param}.input_schema: Field required", param=f"{param}.input_schema")
