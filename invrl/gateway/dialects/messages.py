@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic_core import from_json
@@ -52,23 +52,14 @@ from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.gateway.sampling import ClientSampling
 from invrl.gateway.turns import TurnRequest
+from invrl.types import Turn
 
-_REFUSED: Mapping[str, Sequence[Any]] = {
-    "container": (None,),
-    "mcp_servers": (None, []),
-    "compaction": (None,),
-    "thread": (None,),
-}
+_UNKNOWN_HERE = ("container", "mcp_servers", "compaction", "thread")
+_REFUSED: Mapping[str, Sequence[Any]] = {name: (None, []) for name in _UNKNOWN_HERE}
 """Fields not supported, with the values that ask for nothing."""
 _ACCOUNT = ("metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "billing_policy")
-_OTHERS = (
-    "cache_control",
-    "context_management",
-    "diagnostics",
-    "speed",
-    "fallbacks",
-    "fallback_credit_token",
-)
+_CONTEXT = ("cache_control", "context_management", "diagnostics")
+_ROUTING = ("speed", "fallbacks", "fallback_credit_token")
 _BLOCKS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -77,24 +68,10 @@ _BLOCKS = {
 """Blocks that a role's content may have."""
 _NEEDED = {"tool_use": ("id", "name"), "tool_result": ("tool_use_id",), "redacted_thinking": ()}
 """Fields of a block; of others the one named like the block."""
-_CHOICES = {
-    "auto": ToolChoice(),
-    "any": ToolChoice(mode="required"),
-    "tool": ToolChoice(mode="named"),
-    "none": ToolChoice(mode="none"),
-}
-_THINKING = {"enabled": True, "adaptive": True, "disabled": False}
+_NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 _BILLING = "x-anthropic-billing-header"
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+_ERRORS = {401: "authentication", 403: "permission", 404: "not_found", 408: "timeout", 429: "rate_limit"}
+_SERVER_ERRORS = {503: "overloaded", 504: "timeout"}
 
 
 class _Block(msgspec.Struct):
@@ -109,7 +86,7 @@ class _Block(msgspec.Struct):
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):
-    role: str
+    role: Literal["user", "assistant", "system"]
     content: str | list[_Block]
 
 
@@ -122,13 +99,13 @@ class _Tool(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
+    type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class _Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
+    type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Count | None = None
     display: str | None = None
 
@@ -142,7 +119,7 @@ class _OutputConfig(msgspec.Struct):
     format: _Format | None = None
 
 
-class _Body(unread("_UnreadOfBody", *_REFUSED, *_ACCOUNT, *_OTHERS), forbid_unknown_fields=True):
+class _Body(unread("_UnreadOfBody", *_REFUSED, *_ACCOUNT, *_CONTEXT, *_ROUTING), forbid_unknown_fields=True):
     messages: list[_Message]
     model: str
     max_tokens: Count | None = None
@@ -204,9 +181,8 @@ class MessagesDialect:
         for call in reply.tool_calls:
             found = {"id": call.id, "name": call.name, "input": _input(call.arguments)}
             blocks.append({"type": "tool_use", **found})
-        turn = answer.turn
-        used = usage(turn.prompt_tokens, turn.cached_tokens, len(turn.sampled_ids_T))
-        return msgspec.json.encode(self.message(turn.id, blocks, used, **stop_reason(answer)))
+        shown = self.message(answer.turn.id, blocks, usage(answer.turn), **stop_reason(answer))
+        return msgspec.json.encode(shown)
 
     def stream(self, request: MessagesRequest, begun: Sequence[Begun]) -> AnswerStream:
         return _MessagesStream(self, request, begun[0])
@@ -214,35 +190,28 @@ class MessagesDialect:
     def error(self, error: SessionError) -> bytes:
         """Clients compact their history when a prompt "is too long"."""
         long = "prompt is too long: " if error.code == "context_length_exceeded" else ""
-        kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        known, other = (_ERRORS, "invalid_request") if error.status < 500 else (_SERVER_ERRORS, "api")
+        kind = known.get(error.status, other) + "_error" if error.status != 413 else "request_too_large"
         detail = {"type": kind, "message": long + error.message}
         return msgspec.json.encode({"type": "error", "error": detail, "request_id": None})
 
     def models(self) -> bytes:
         """The answer of `/v1/models` to an Anthropic client."""
-        shown = {"display_name": self.model, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
-        card = {"type": "model", "id": self.model, **shown}
+        card = {"type": "model", "id": self.model, "display_name": self.model, "lifecycle": "active"}
+        card["created_at"] = "1970-01-01T00:00:00Z"
         ends = {"has_more": False, "first_id": self.model, "last_id": self.model}
         return msgspec.json.encode({"data": [card], **ends})
 
-    def message(
-        self,
-        turn_id: str,
-        content: Sequence[Any],
-        used: dict[str, int],
-        stop_reason: str | None = None,
-        stop_sequence: str | None = None,
-    ) -> dict[str, Any]:
+    def message(self, turn_id: str, content: Sequence[Any], usage: Any, **stop: str | None) -> dict[str, Any]:
+        """`stop`: what `stop_reason` tells, once it is known."""
         head = {"id": f"msg_{turn_id}", "type": "message", "role": "assistant", "model": self.model}
-        stop = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
-        return {**head, "content": content, **stop, "usage": used}
+        unknown = {"stop_reason": None, "stop_sequence": None}
+        return {**head, "content": content, **unknown, **stop, "usage": usage}
 
     def _turn(self, body: _Body, raw: bytes, retry: bool | None) -> TurnRequest:
         check_model(body.model, self.model)
         refuse(body, _REFUSED)
         choice, thinking = body.tool_choice, body.thinking
-        if thinking and thinking.type not in _THINKING:
-            raise bad("thinking.type must be enabled, adaptive or disabled", param="thinking")
         asked = ClientSampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k or None)
         form = (body.output_config and body.output_config.format) or body.output_format
         return TurnRequest(
@@ -251,7 +220,7 @@ class MessagesDialect:
             tool_choice=_tool_choice(choice),
             parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
             schema=schema_text(form.type, form.schema, "output_config.format") if form else "",
-            thinking=_THINKING[thinking.type] if thinking else None,
+            thinking=thinking and thinking.type != "disabled",
             sampling=replace(asked, max_new_tokens=body.max_tokens),
             stop=stop_strings(body.stop_sequences, "stop_sequences"),
             stream=bool(body.stream),
@@ -274,7 +243,8 @@ class _MessagesStream:
         """The block of each call."""
 
     def head(self) -> bytes:
-        message = self._dialect.message(self._begun.turn_id, (), usage(self._begun.prompt_tokens, 0, 0))
+        used = {"input_tokens": self._begun.prompt_tokens, **_NO_CACHE, "output_tokens": 0}
+        message = self._dialect.message(self._begun.turn_id, (), used)
         return _event("message_start", message=message) + self.keep_alive
 
     def piece(self, choice: int, piece: Piece) -> bytes:
@@ -298,9 +268,7 @@ class _MessagesStream:
 
     def tail(self, answers: Sequence[Answer]) -> bytes:
         [answer] = answers
-        turn = answer.turn
-        used = usage(turn.prompt_tokens, turn.cached_tokens, len(turn.sampled_ids_T))
-        last = _event("message_delta", delta=stop_reason(answer), usage=used)
+        last = _event("message_delta", delta=stop_reason(answer), usage=usage(answer.turn))
         return self._stop() + last + _event("message_stop")
 
     def error(self, error: SessionError) -> bytes:
@@ -337,10 +305,11 @@ def stop_reason(answer: Answer) -> dict[str, str | None]:
     return {"stop_reason": reason, "stop_sequence": answer.stop or None}
 
 
-def usage(prompt: int, cached: int, sampled: int) -> dict[str, int]:
+def usage(turn: Turn) -> dict[str, int]:
     """Tokens as Anthropic counts them: `input_tokens` without those read from the cache."""
-    cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
-    return {"input_tokens": prompt - cached, **cache, "output_tokens": sampled}
+    cache = {**_NO_CACHE, "cache_read_input_tokens": turn.cached_tokens}
+    uncached, sampled = turn.prompt_tokens - turn.cached_tokens, len(turn.sampled_ids_T)
+    return {"input_tokens": uncached, **cache, "output_tokens": sampled}
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -378,7 +347,7 @@ def _messages(body: _Body) -> tuple[Message, ...]:
     if text := _text("system", system, "system"):
         found.append(Message("system", text))
     for at, message in enumerate(body.messages):
-        for each in _split(message, f"messages[{at}]"):
+        for each in _split(message, f"messages[{at}].content"):
             last = found[-1] if found else None
             if last and each.role == last.role and each.role in ("user", "assistant"):
                 content = ("" if each.role == "assistant" else "\n").join((last.content, each.content))
@@ -390,11 +359,8 @@ def _messages(body: _Body) -> tuple[Message, ...]:
 
 
 def _split(message: _Message, param: str) -> list[Message]:
-    """One message of the API: the tool results in it, then the rest."""
+    """One message of the API: the tool results in it, then the rest. `param`: where its content is."""
     role = message.role
-    if role not in _BLOCKS:
-        raise bad(f"{param}.role: {role!r} is not one of {', '.join(_BLOCKS)}", param=f"{param}.role")
-    param += ".content"
     text = _text(role, message.content, param)
     blocks = () if isinstance(message.content, str) else message.content
     uses = [block for block in blocks if block.type == "tool_use"]
@@ -438,9 +404,10 @@ def _tool(tool: _Tool, param: str) -> Tool:
 
 
 def _tool_choice(choice: _Choice | None) -> ToolChoice:
-    if choice is None:
+    if choice is None or choice.type == "auto":
         return ToolChoice()
-    found = _CHOICES.get(choice.type)
-    if found is None or (found.mode == "named" and not choice.name):
-        raise bad("`tool_choice` must be auto, any, none, or tool with a name", param="tool_choice")
-    return replace(found, name=choice.name or "")
+    if choice.type == "tool":
+        if not choice.name:
+            raise bad("tool_choice.name: Field required", param="tool_choice.name")
+        return ToolChoice(mode="named", name=choice.name)
+    return ToolChoice(mode="required" if choice.type == "any" else "none")
