@@ -243,11 +243,10 @@ class ReplyParser:
         if self._parser is None:
             return Delta(content=text, reasoning=reasoning)
         content, items = self._parser.parse_non_stream(text)
+        items = _sayable(items)
         if not items:
             content = text
-        calls = [
-            _first(index, item.name or "", item.parameters) for index, item in enumerate(_sayable(items))
-        ]
+        calls = [_first(index, item.name or "", item.parameters) for index, item in enumerate(items)]
         return Delta(content=content, reasoning=reasoning, calls=self._limited(calls))
 
     def _deltas(self, items: Sequence[Any]) -> tuple[CallDelta, ...]:

@@ -84,11 +84,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(
-    tmp_path: Path,
-    model: Path,
-    renderer: Renderer,
-    parsers: Parsers = Parsers(),  # noqa: B008 - a constant
-    **changes,
+    tmp_path: Path, model: Path, renderer: Renderer, parsers: Parsers | None = None, **changes
 ) -> AsyncIterator[Running]:
     async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=30) as http:
         settings = GatewaySettings.model_validate(
@@ -111,8 +107,14 @@ async def running(
         client = SglangClient(
             settings.router_url, limits=limits, generate_deadline_s=settings.generate_timeout_s
         )
-        parts = {"engine": client, "renderer": renderer, "parsers": parsers, "store": store}
-        app = make_app(settings, **parts, on_shutdown=client.close)
+        app = make_app(
+            settings,
+            engine=client,
+            renderer=renderer,
+            parsers=parsers or Parsers(),
+            store=store,
+            on_shutdown=client.close,
+        )
         config = uvicorn.Config(app, port=settings.port, log_level="warning", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())

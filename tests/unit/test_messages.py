@@ -259,7 +259,7 @@ async def test_what_a_request_asks_of_the_engine(gateway: Running, renderer: Ren
     for choice in ({"type": "any"}, {"type": "tool", "name": "calc", "disable_parallel_tool_use": True}):
         await ask(gateway, session, [ASK], tools=[CALC], tool_choice=choice)
         params = gateway.engine.requests[-1]["sampling_params"]
-        assert params.keys() & {"json_schema", "structural_tag"}
+        assert params.keys() & {"json_schema", "structural_tag", "ebnf"}
     says(gateway, renderer, TWO)
     one = {"type": "auto", "disable_parallel_tool_use": True}
     for stream in (False, True):

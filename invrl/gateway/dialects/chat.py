@@ -32,12 +32,12 @@ from invrl.gateway.dialects.wire import (
     Unit,
     bad,
     check_model,
+    check_refused,
     check_tools,
     decode,
     digest,
     finite,
     make_tool,
-    refuse,
     schema_text,
     sent,
     stop_strings,
@@ -261,7 +261,7 @@ class ChatDialect:
 
     def _check(self, body: _Body) -> None:
         check_model(body.model, self.model)
-        refuse(body, _REFUSED)
+        check_refused(body, _REFUSED)
         if not body.messages:
             raise bad("`messages` must not be empty", param="messages")
         if body.stream_options is not None and not body.stream:

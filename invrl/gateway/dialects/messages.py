@@ -37,12 +37,12 @@ from invrl.gateway.dialects.wire import (
     Unit,
     bad,
     check_model,
+    check_refused,
     check_tools,
     decode,
     digest,
     json_object,
     make_tool,
-    refuse,
     schema_text,
     sent,
     stop_strings,
@@ -210,7 +210,7 @@ class MessagesDialect:
 
     def _turn(self, body: _Body, raw: bytes, retry: bool | None) -> TurnRequest:
         check_model(body.model, self.model)
-        refuse(body, _REFUSED)
+        check_refused(body, _REFUSED)
         choice, thinking = body.tool_choice, body.thinking
         asked = ClientSampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k or None)
         form = (body.output_config and body.output_config.format) or body.output_format

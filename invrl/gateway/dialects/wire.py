@@ -49,18 +49,18 @@ def unsupported(name: str) -> SessionError:
     return bad(f"`{name}` is not supported", param=name, code="unsupported_parameter")
 
 
-def refuse(body: msgspec.Struct, fields: Mapping[str, Sequence[Any]]) -> None:
-    """SessionError 400 for one of `fields` that has another value than those which ask for nothing."""
-    for name, neutral in fields.items():
-        if getattr(body, name) not in neutral:
-            raise unsupported(name)
-
-
 def check_model(asked: str, served: str) -> None:
     """SessionError 404 for a model that is not ours."""
     if asked != served:
         reason = f"The model `{asked}` does not exist; this server has `{served}`."
         raise SessionError(reason, status=404, code="model_not_found", param="model")
+
+
+def check_refused(body: msgspec.Struct, refused: Mapping[str, Sequence[object]]) -> None:
+    """`refused`: fields that are not supported, with the values that ask for nothing."""
+    for name, neutral in refused.items():
+        if getattr(body, name) not in neutral:
+            raise unsupported(name)
 
 
 def stop_strings(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:
