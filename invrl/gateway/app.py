@@ -67,11 +67,6 @@ def make_app(
     messages = MessagesDialect(model=name)
     lag = LoopLag()
 
-    def spoken(request: Request) -> ChatDialect | MessagesDialect:
-        """What a client expects of routes that are no dialect's own."""
-        anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
-        return messages if anthropic else chat
-
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         background = [asyncio.create_task(lifecycle.expire_forever()), asyncio.create_task(lag.measure())]
@@ -94,7 +89,7 @@ def make_app(
 
     async def models(request: Request) -> Response:
         registry.by_key(session_keys(request.path_params.get("key"), dict(request.headers)))
-        return Response(spoken(request).models(), media_type="application/json")
+        return Response(_spoken(request, chat, messages).models(), media_type="application/json")
 
     dialects: list[Dialect[Any]] = [chat, messages]
     for prefix in _AGENT_PREFIXES:
@@ -106,8 +101,14 @@ def make_app(
         app.router.routes.append(Route(prefix + "/models", models, methods=["GET"]))
     keys = KeyRing(settings.env_key.get_secret_value(), registry)
     app.include_router(session_routes(keys=keys, lifecycle=lifecycle, turns=turns, metrics=metrics))
-    _add_error_handlers(app, spoken)
+    _add_error_handlers(app, lambda request: _spoken(request, chat, messages))
     return app
+
+
+def _spoken(request: Request, chat: ChatDialect, messages: MessagesDialect) -> ChatDialect | MessagesDialect:
+    """What a client expects of routes that are no dialect's own."""
+    anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
+    return messages if anthropic else chat
 
 
 def _add_error_handlers(app: FastAPI, spoken: Callable[[Request], ChatDialect | MessagesDialect]) -> None:
