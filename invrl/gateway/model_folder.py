@@ -131,7 +131,9 @@ class _JinjaTemplate(Template):
         arguments: Any = call.arguments
         if not self._arguments_as_text:
             with contextlib.suppress(ValueError):
-                arguments = json.loads(call.arguments)
+                read = json.loads(call.arguments)
+                json.dumps(read, ensure_ascii=False).encode()  # half a surrogate pair is no text
+                arguments = read
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 

@@ -231,11 +231,11 @@ class ReplyParser:
         assert self._parser is not None
         _, items = self._parser.parse_non_stream(self._to_calls)
         missing: list[CallDelta] = []
-        for index, item in enumerate(_sayable(items)):
+        for index, item in enumerate(items):
             if index >= len(self._calls):
                 missing.append(self._first(index, item.name or "", item.parameters))
-            elif item.parameters.startswith(told := self._calls[index].arguments) and item.parameters != told:
-                missing.append(CallDelta(index=index, arguments=item.parameters[len(told) :]))
+            elif (whole := _escaped(item.parameters)).startswith(told := self._calls[index].arguments):
+                missing.append(CallDelta(index=index, arguments=whole[len(told) :]))
         content = "" if items or self._calls else self._to_calls[self._told :]
         return Delta(content=content, calls=self._limited(missing))
 
@@ -247,7 +247,6 @@ class ReplyParser:
         if self._parser is None:
             return Delta(content=text, reasoning=reasoning)
         content, items = self._parser.parse_non_stream(text)
-        items = _sayable(items)
         if not items:
             content = text
         calls = [self._first(index, item.name or "", item.parameters) for index, item in enumerate(items)]
@@ -256,7 +255,7 @@ class ReplyParser:
     def _deltas(self, items: Sequence[Any]) -> tuple[CallDelta, ...]:
         """SGLang's items: the first of a call has its name, the index is the call's place."""
         found: list[CallDelta] = []
-        for item in _sayable(items):
+        for item in items:
             if item.name:
                 found.append(self._first(self._begun, item.name, item.parameters))
                 self._begun += 1
@@ -270,7 +269,9 @@ class ReplyParser:
         return CallDelta(index=index, id=f"call_{made}", name=name, arguments=arguments)
 
     def _limited(self, calls: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
-        return tuple(each for each in calls if self._most_calls is None or each.index < self._most_calls)
+        most = self._most_calls
+        told = [c for c in calls if (c.name or c.arguments) and (most is None or c.index < most)]
+        return tuple(replace(each, arguments=_escaped(each.arguments)) for each in told)
 
     def _add(self, delta: Delta) -> Delta:
         self._content.append(delta.content)
@@ -312,11 +313,9 @@ def _forced_call(parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, 
     return str(Grammar.from_structural_tag(tag))
 
 
-def _sayable(items: Sequence[Any]) -> Sequence[Any]:
-    """SGLang's items, without what UTF-8 cannot say: half of an escaped pair in the arguments."""
-    for item in items:
-        item.parameters = item.parameters.encode(errors="replace").decode()
-    return items
+def _escaped(arguments: str) -> str:
+    """JSON that can be sent: SGLang writes halves of surrogate pairs, which a model may sample, as such."""
+    return arguments.encode("utf-8", "backslashreplace").decode()
 
 
 def _triggered(

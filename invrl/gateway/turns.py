@@ -219,7 +219,7 @@ class Turns:
         messages = request.messages
         if request.after:
             node = conversation.forest.turn(request.after)
-            if node is None or node.text:
+            if node is None or node.raw:
                 reason = f"the previous response {request.after!r} is not of this session, or was not whole"
                 raise SessionError(
                     reason, status=400, code="previous_response_not_found", param="previous_response_id"
@@ -258,16 +258,12 @@ class Turns:
 
     def _place_text(self, conversation: Conversation, text: str | tuple[int, ...]) -> _Place:
         """A prompt without a template: what follows the longest recorded text that it begins with."""
-        forest = conversation.forest
-        node = forest.match_text(text)
-        if isinstance(text, str):
-            rest = text[len(node.text) if node else 0 :]
-            ids = self.renderer.encode(rest)
-        else:
-            ids = list(text[len(node.ids()) if node else 0 :])
-            rest = self.renderer.shown(ids)
+        forest, shown = conversation.forest, self.renderer.shown
+        node, covered = forest.match_text(text, shown)
+        new = text[covered:]
+        ids = self.renderer.encode(new) if isinstance(new, str) else list(new)
         fork = ForkReason.NEW_CONVERSATION if forest.size and node is None else None
-        prompt = Prompt(messages=(Message("text", rest),))
+        prompt = Prompt(messages=(Message("text", new if isinstance(new, str) else shown(ids)),))
         return _Place(parent=node, depth=0, context_ids=ids, fork=fork, prompt=prompt)
 
     def _parser(self, request: TurnRequest, context_ids: Sequence[int], turn_id: str) -> ReplyParser:
@@ -315,17 +311,9 @@ class Turns:
         shown, tools = msgspec.json.encode(messages), msgspec.json.encode(proposal.tools)
         durable = asyncio.wrap_future(self.store.add_turn(turn, shown, tools), loop=loop)
         if turn.finish_reason != "abort":
-            parent, ids = proposal.parent, turn.sampled_ids_T.tolist()
-            text = ""
-            if messages[0].role == "text":
-                text = (parent.text if parent else "") + messages[0].content + self.renderer.shown(ids)
+            closed = self.renderer.is_closed(turn.sampled_ids_T.tolist())
             node = Node(
-                turn=turn,
-                parent=parent,
-                messages=messages,
-                closed=self.renderer.is_closed(ids),
-                tools=proposal.tools,
-                text=text,
+                turn=turn, parent=proposal.parent, messages=messages, closed=closed, tools=proposal.tools
             )
             durable.add_done_callback(lambda done: _join(conversation, node, done))
         return durable
