@@ -196,7 +196,8 @@ class Turns:
         if choice.mode == "named" and choice.name not in names:
             reason = f"`tool_choice` names {choice.name!r}, `tools` has {', '.join(names)}"
             raise SessionError(reason, status=400, code="invalid_value", param="tool_choice")
-        forced = self.parsers.constraint(request.tools, choice, parallel=request.parallel_tool_calls)
+        parallel = request.parallel_tool_calls and self.renderer.parallel_calls
+        forced = self.parsers.constraint(request.tools, choice, parallel=parallel)
         return {"json_schema": request.schema} if request.schema and not forced else forced
 
     def _prompt(self, conversation: Conversation, request: TurnRequest) -> Prompt:
@@ -219,10 +220,11 @@ class Turns:
         fork = match.fork
         if (node := match.node) is not None:
             recorded = replace(prompt, messages=(*node.conversation(), *prompt.messages[match.depth :]))
-            tail = self.renderer.tail(recorded, match.depth, closed=node.closed)
+            tail = self.renderer.tail(recorded, match.depth, node.ids())
             if tail.fork is None:
                 self.matches[match.level.name.lower()] += 1
-                self.counts["thinking_kept"] += tail.kept_thinking
+                kept = {"thinking_kept": bool(tail.kept_thinking), "thinking_kept_tokens": tail.kept_thinking}
+                self.counts.update(kept)
                 return _Place(parent=node, depth=match.depth, context_ids=tail.ids, fork=fork, prompt=prompt)
             fork = tail.fork
         ids = self.renderer.first(prompt)
@@ -232,7 +234,7 @@ class Turns:
         return self.parsers.reply(
             request.tools,
             request.tool_choice,
-            parallel=request.parallel_tool_calls,
+            parallel=request.parallel_tool_calls and self.renderer.parallel_calls,
             prompt_text=self.renderer.reply_text(context_ids[-_HEAD_TOKENS:], special=True),
             stream=request.stream,
         )
