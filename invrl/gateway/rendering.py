@@ -84,7 +84,10 @@ class Renderer:
         full, mark = self.text(prompt), self.end_of_turn or self.after_reply
         earlier = replace(prompt, messages=prompt.messages[:depth])
         recorded = self.text(earlier, add_generation_prompt=False)
-        shown, changed = recorded.removesuffix(self.after_reply), Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED)
+        shown, changed = (
+            recorded.removesuffix(self.after_reply),
+            Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED),
+        )
         if not recorded.endswith(self.after_reply):
             return changed
         if not self._steady:

@@ -6,8 +6,9 @@ the same ids, or the gateway must have recorded why it started anew. Called by `
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from invrl.errors import SessionError
@@ -18,8 +19,8 @@ from invrl.gateway.rendering import Renderer
 Outcome = Literal["exact", "kept", "forks", "refused", "wrong"]
 MEANING = {
     "exact": "the ids are those of the template's own rendering",
-    "kept": "a turn goes on from what was sampled; the template would show less thinking, or other whitespace",
-    "forks": "a turn starts a branch of its own, rendered anew",
+    "kept": "goes on from what was sampled, where the template would now show other thinking or whitespace",
+    "forks": "a turn begins a branch of its own, rendered anew",
     "refused": "the template does not take such conversations: the agent gets a 400",
     "wrong": "neither exact nor a recorded fork: report it, and do not train on such conversations",
 }
@@ -37,14 +38,24 @@ class Finding:
     """What the template leaves out of these conversations, besides thinking."""
 
 
-def _call(nth: int, arguments: str = '{"city": "Ürümqi", "days": [1, 2]}') -> ToolCall:
+_FORKS = {fork.value: text for fork, text in ADVICE.items()} | {
+    "template_changed": "the template writes such a reply otherwise than it asks for it, or without an end of"
+    " turn; another template can be given: --chat-template-path"
+}
+_CITY = "Ürümqi"
+
+
+def _call(nth: int, arguments: str = f'{{"city": "{_CITY}", "days": [1, 2]}}') -> ToolCall:
     return ToolCall(f"callid{nth:03}", "get_weather", arguments)
 
 
 _SYSTEM, _ASK, _MORE = Message("system", "Be brief."), Message("user", "Hello?"), Message("user", "And then?")
 _REPLY, _LAST = Message("assistant", "Yes, of course."), Message("user", "Thank you.")
 _PARAMETERS = '{"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}}'
-_TOOLS = (Tool(name="get_weather", description="Tells the weather.", parameters=_PARAMETERS), Tool(name="halt"))
+_TOOLS = (
+    Tool(name="get_weather", description="Tells the weather.", parameters=_PARAMETERS),
+    Tool(name="halt"),
+)
 _ONE, _TWO = (Message("assistant", tool_calls=calls) for calls in ((_call(1),), (_call(1), _call(2))))
 _RESULTS = tuple(Message("tool", f'{{"sky": "{nth}"}}', tool_call_id=f"callid{nth:03}") for nth in range(4))
 _AGAIN = Message("assistant", tool_calls=(_call(3),))
@@ -66,7 +77,9 @@ CORPUS = {
     "empty question": _chat(Message("user"), _REPLY, Message("user"), _REPLY),
     "consecutive questions": _chat(_ASK, _MORE, _REPLY, _ASK, _MORE, _REPLY),
     "consecutive replies": _chat(_ASK, _REPLY, _REPLY, _MORE, _REPLY),
-    "markup in texts": _chat(Message("user", "<think>a</think>"), _REPLY, Message("user", "</s> {{x}}"), _REPLY),
+    "markup in texts": _chat(
+        Message("user", "<think>a</think>"), _REPLY, Message("user", "</s> {{x}}"), _REPLY
+    ),
     "whitespace around texts": _chat(Message("user", " \n a \n"), _REPLY, Message("user", "b \n\n"), _REPLY),
     "tools, no call": _chat(_SYSTEM, _ASK, _REPLY, _MORE, _REPLY, tools=True),
     "call": _chat(_ASK, _ONE, _RESULTS[1], _REPLY, tools=True),
@@ -126,13 +139,10 @@ def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False
     except SessionError as error:
         return Finding(pattern=pattern, outcome="refused", reason=error.message)
     not_shown = tuple(_not_shown(prompt, renderer.text(prompt)))
-    for outcome in ("wrong", "forks", "kept"):
-        if reason := found.get(outcome):
-            advice = {fork.value: text for fork, text in ADVICE.items()}.get(reason, "")
-            return Finding(
-                pattern=pattern, outcome=outcome, reason=reason, advice=advice, not_shown=not_shown
-            )
-    return Finding(pattern=pattern, outcome="exact", not_shown=not_shown)
+    outcome: Outcome = next((each for each in ("wrong", "forks", "kept") if each in found), "exact")
+    reason = found.get(outcome, "")
+    advice = _FORKS[reason] if outcome == "forks" else ""
+    return Finding(pattern=pattern, outcome=outcome, reason=reason, advice=advice, not_shown=not_shown)
 
 
 def _spelled(renderer: Renderer, prompt: Prompt, at: int, *, cut: bool) -> list[int]:
@@ -164,7 +174,7 @@ def _judge(
 
 
 def _not_shown(prompt: Prompt, text: str) -> Iterator[str]:
-    calls = [call.name for message in prompt.messages for call in message.tool_calls]
+    calls = [_CITY for message in prompt.messages for call in message.tool_calls if _CITY in call.arguments]
     results = [message.content for message in prompt.messages if message.role == "tool"]
     tools = [tool.description for tool in prompt.tools]
     for name, parts in (("tools", tools), ("calls", calls), ("results", results)):
@@ -172,15 +182,18 @@ def _not_shown(prompt: Prompt, text: str) -> Iterator[str]:
             yield name
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """For a person: one line per pattern, then what each outcome means."""
+def report(findings: Sequence[Finding], parsers: tuple[str, str], *, as_json: bool = False) -> str:
+    """For a person a table, then what its outcomes mean. `parsers`: of tool calls and of reasoning."""
+    named = dict(zip(("tool_call_parser", "reasoning_parser"), parsers, strict=True))
+    if as_json:
+        rows = [asdict(finding) for finding in findings]
+        return json.dumps({**named, "patterns": rows}, ensure_ascii=False, indent=1)
     width = max(len(each.pattern) for each in findings)
-    lines = [f"{'pattern':<{width}}  outcome"]
+    lines = [*(f"{name}: {parser or 'none'}" for name, parser in named.items()), ""]
     for each in findings:
         hidden = f" (not shown: {', '.join(each.not_shown)})" if each.not_shown else ""
         why = f": {each.reason}" if each.reason else ""
         lines.append(f"{each.pattern:<{width}}  {each.outcome}{why}{hidden}")
-        if each.advice:
-            lines.append(f"{'':<{width}}    {each.advice}")
-    seen = dict.fromkeys(each.outcome for each in findings)
-    return "\n".join([*lines, "", *(f"{outcome}: {MEANING[outcome]}" for outcome in seen)])
+    notes = {f"{each.outcome}: {MEANING[each.outcome]}" for each in findings}
+    advice = {f"{each.reason}: {each.advice}" for each in findings if each.advice}
+    return "\n".join([*lines, "", *sorted(notes), *sorted(advice)])
