@@ -71,6 +71,8 @@ class _Place:
     context_ids: list[int]
     fork: ForkReason | None
     prompt: Prompt
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """What the place costs, for the metrics."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -123,6 +125,10 @@ class Turns:
         sampling = self._fit(chosen.sampling, len(input_ids))
         if place.fork is not None:
             self.forks[place.fork.value] += 1
+        record.counts.update(place.counted)
+        for name, count in place.counted.items():
+            level = name.removeprefix("matches/")
+            (self.counts if level == name else self.matches)[level] += count
         news = tuple(name for name in chosen.overridden if name not in record.overridden)
         record.overridden.update(news)
         self.overridden.update(news)
@@ -222,13 +228,21 @@ class Turns:
             recorded = replace(prompt, messages=(*node.conversation(), *prompt.messages[match.depth :]))
             tail = self.renderer.tail(recorded, match.depth, node.ids())
             if tail.fork is None:
-                self.matches[match.level.name.lower()] += 1
-                kept = {"thinking_kept": bool(tail.kept_thinking), "thinking_kept_tokens": tail.kept_thinking}
-                self.counts.update(kept)
-                return _Place(parent=node, depth=match.depth, context_ids=tail.ids, fork=fork, prompt=prompt)
+                counted = {f"matches/{match.level.name.lower()}": 1}
+                if kept := tail.kept_thinking:
+                    counted |= {"thinking_kept": 1, "thinking_kept_tokens": kept}
+                return _Place(
+                    parent=node,
+                    depth=match.depth,
+                    context_ids=tail.ids,
+                    fork=fork,
+                    prompt=prompt,
+                    counted=counted,
+                )
             fork = tail.fork
         ids = self.renderer.first(prompt)
-        return _Place(parent=None, depth=0, context_ids=ids, fork=fork, prompt=prompt)
+        counted = {"forked_tokens": len(ids)} if fork else {}
+        return _Place(parent=None, depth=0, context_ids=ids, fork=fork, prompt=prompt, counted=counted)
 
     def _parser(self, request: TurnRequest, context_ids: Sequence[int]) -> ReplyParser:
         return self.parsers.reply(

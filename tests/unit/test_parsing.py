@@ -174,7 +174,10 @@ def test_one_call_at_most_where_parallel_calls_are_off(pieces: tuple[int, ...]):
         ("{% if tools %}<|python_tag|>{% endif %}", ("llama3", "")),
         ("{% if tools %}Environment: ipython{% endif %}", ("llama3", "")),
         ("{{ tools }}'<｜tool▁calls▁begin｜>' + '\n```json\n'", ("deepseekv3", "")),
-        ("{{ tools }}'<｜tool▁calls▁begin｜>' thinking is defined '</think>'", ("deepseekv31", "deepseek-v3")),
+        (
+            "{{ tools }}'<｜tool▁calls▁begin｜>' thinking is defined '</think>'",
+            ("deepseekv31", "deepseek-v3"),
+        ),
         ("{{ content.split('</think>')[-1] }}", ("", "deepseek-r1")),
         ("{{ tools }}[TOOL_CALLS]", ("mistral", "")),
         ("{{ tools }}<tool_call> enable_thinking </think>", ("qwen25", "qwen3")),
