@@ -65,7 +65,7 @@ class Renderer:
         self.after_reply, self.end_of_turn, self.end_of_turn_id = self._find_end_of_turn()
         marks = [tokenizer.encode(mark) for mark in (_THINK, _THOUGHT)]
         self._thinking_ids = [ids[0] for ids in marks] if all(len(ids) == 1 for ids in marks) else []
-        pattern = f"{_THINK}(?:(?!{re.escape(self.end_of_turn or _THINK)}).)*?{_THOUGHT}|</?think>"
+        pattern = f"{_THINK}(?:(?!{re.escape(self.end_of_turn or _THINK)}).)*?{_THOUGHT}"
         self._thinking = re.compile(pattern, re.DOTALL)
         self._steady = self._takes(*_LOOP, Message("assistant", "y"), Message("assistant", "y"))
         self.parallel_calls = self._takes(_LOOP[0], replace(_CALL, tool_calls=_CALL.tool_calls * 2))
@@ -92,7 +92,7 @@ class Renderer:
             return changed
         if not self._steady:
             asked = self.text(replace(prompt, messages=prompt.messages[: depth - 1]))
-            if not self.unthinking(shown).startswith(self.unthinking(asked)):
+            if not self._follows(asked, shown):
                 return changed
         end = len(shown)
         if not full.startswith(shown + mark):
@@ -139,6 +139,11 @@ class Renderer:
         """`text` without thinking and whitespace: templates trim both as they please."""
         return "".join(self._thinking.sub("", text).split())
 
+    def _follows(self, asked: str, answered: str) -> bool:
+        """Whether a reply stands behind its own prompt, but for thinking that the prompt opens."""
+        head = self.unthinking(asked).removesuffix(_THINK).removesuffix(_THOUGHT)
+        return self.unthinking(answered).startswith(head)
+
     def _left_out(self, path: Sequence[int], messages: Sequence[Message], head: str) -> int:
         """Ids of the path's thinking that `head`, the template's rendering of its messages, has not. What
         templates leave out is the oldest."""
@@ -157,7 +162,7 @@ class Renderer:
             for at in (at for at, message in enumerate(messages) if message.role == "assistant"):
                 asked = self.text(Prompt(messages=messages[:at]))
                 answered = self.text(Prompt(messages=messages[: at + 1]), add_generation_prompt=False)
-                if not self.unthinking(answered).startswith(self.unthinking(asked)):
+                if not self._follows(asked, answered):
                     return False
         except SessionError:
             return False

@@ -152,7 +152,7 @@ def _spelled(renderer: Renderer, prompt: Prompt, at: int, *, cut: bool) -> list[
     answered = renderer.text(earlier, add_generation_prompt=False).removesuffix(renderer.after_reply)
     text, thought = answered.removeprefix(asked), prompt.messages[at].reasoning
     if text == answered:  # the heads differ, in thinking or whitespace if the template is fit for use
-        rest = len(renderer.unthinking(answered).removeprefix(renderer.unthinking(asked)))
+        rest = len(_plain(renderer, answered).removeprefix(_plain(renderer, asked)))
         places = [place for place, letter in enumerate(answered) if not letter.isspace()]
         text = answered[places[-rest] :] if rest else ""
         text = f"{thought}</think>{text}" if asked.rstrip().endswith("<think>") else text
@@ -168,9 +168,13 @@ def _judge(
     shown, whole = (renderer.reply_text([*ids, -1][:-1], special=True) for ids in (path, own))
     if not whole.endswith(renderer.reply_text(tail, special=True)):
         return "wrong", "the tail is not what the template writes after the reply"
-    if renderer.unthinking(shown) != renderer.unthinking(whole):
+    if _plain(renderer, shown) != _plain(renderer, whole):
         return "wrong", "the ids say something else than the template's rendering"
     return "kept", f"{kept} ids of thinking" if kept else "whitespace, or another spelling in ids"
+
+
+def _plain(renderer: Renderer, text: str) -> str:
+    return renderer.unthinking(text).replace("<think>", "").replace("</think>", "")
 
 
 def _not_shown(prompt: Prompt, text: str) -> Iterator[str]:
