@@ -86,6 +86,8 @@ class Agent:
     """A conversation of `TURNS` turns with the official client and its own retries; a stream that breaks off
     is asked for again, as any agent does."""
 
+    patience = 5
+
     def __init__(self, number: int, session: Session, http: httpx.AsyncClient) -> None:
         self.number, self.session, self.stream = number, session, number % 2 == 0
         self.client = openai.AsyncOpenAI(
@@ -114,7 +116,7 @@ class Agent:
                 ]
             except BROKEN:
                 self.broken += 1
-                assert self.broken < 5
+                assert self.broken < self.patience
                 continue
             return events[0].id, "".join(event.choices[0].delta.content or "" for event in events)
 
