@@ -27,8 +27,11 @@ def restored_record(stored: StoredSession) -> SessionRecord:
     return SessionRecord(**{field.name: getattr(stored, field.name) for field in fields(stored)})
 
 
-def restore(conversation: Conversation, recorded: Sequence[tuple[Turn, bytes]], renderer: Renderer) -> None:
+def restored_conversation(
+    record: SessionRecord, recorded: Sequence[tuple[Turn, bytes]], renderer: Renderer
+) -> Conversation:
     """`recorded`: the session's turns in the order of their commits, each with its messages."""
+    conversation = Conversation(record)
     nodes: dict[str | None, Node] = {}
     for turn, messages in recorded:
         conversation.turns.append(turn)
@@ -47,6 +50,7 @@ def restore(conversation: Conversation, recorded: Sequence[tuple[Turn, bytes]], 
             nodes[turn.id] = node
             conversation.forest.add(node)
             conversation.recorded[turn.request_digest] = node
+    return conversation
 
 
 def replay(node: Node, *, stop: tuple[str, ...], stream: bool, renderer: Renderer) -> Generation:

@@ -19,7 +19,7 @@ from invrl.errors import SessionError
 from invrl.gateway.conversation import Conversation
 from invrl.gateway.forest import ForkReason, Message, Node
 from invrl.gateway.generation import Engine, Generation, Proposal
-from invrl.gateway.recovery import replay, restore
+from invrl.gateway.recovery import replay, restored_conversation
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.sampling import ClientSampling, resolve, sampling_seed
 from invrl.gateway.sessions import SessionRecord
@@ -166,9 +166,9 @@ class Turns:
         """A session that a worker before this one opened is read from the store when it is first needed."""
         conversation = self._conversations.get(record.session.id)
         if conversation is None and record.state == "open":
-            self.open(record)
-            conversation = self._conversations[record.session.id]
-            restore(conversation, self.reader.recorded_turns(record.session.id), self.renderer)
+            recorded = self.reader.recorded_turns(record.session.id)
+            conversation = restored_conversation(record, recorded, self.renderer)
+            self._conversations[record.session.id] = conversation
         return conversation
 
     def _place(self, conversation: Conversation, messages: Sequence[Message]) -> _Place:
