@@ -230,8 +230,8 @@ class ReplyParser:
         for index, item in enumerate(items):
             if index >= len(self._calls):
                 missing.append(_first(index, item.name or "", item.parameters))
-            elif (whole := _escaped(item.parameters)).startswith(told := self._calls[index].arguments):
-                missing.append(CallDelta(index=index, arguments=whole[len(told) :]))
+            elif item.parameters.startswith(told := self._calls[index].arguments) and item.parameters != told:
+                missing.append(CallDelta(index=index, arguments=item.parameters[len(told) :]))
         content = "" if items or self._calls else self._to_calls[self._told :]
         return Delta(content=content, calls=self._limited(missing))
 
@@ -260,9 +260,7 @@ class ReplyParser:
         return self._limited(found)
 
     def _limited(self, calls: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
-        most = self._most_calls
-        told = [c for c in calls if (c.name or c.arguments) and (most is None or c.index < most)]
-        return tuple(replace(each, arguments=_escaped(each.arguments)) for each in told)
+        return tuple(each for each in calls if self._most_calls is None or each.index < self._most_calls)
 
     def _add(self, delta: Delta) -> Delta:
         self._content.append(delta.content)
@@ -274,11 +272,6 @@ class ReplyParser:
                 told = self._calls[call.index]
                 self._calls[call.index] = replace(told, arguments=told.arguments + call.arguments)
         return delta
-
-
-def _escaped(arguments: str) -> str:
-    """JSON that can be sent: SGLang writes halves of surrogate pairs, which a model may sample, as such."""
-    return arguments.encode("utf-8", "backslashreplace").decode()
 
 
 def _first(index: int, name: str, arguments: str) -> CallDelta:
