@@ -17,6 +17,7 @@ from invrl.gateway.message import Message, Prompt, Tool, ToolCall
 from invrl.gateway.rendering import Renderer
 
 Outcome = Literal["exact", "kept", "forks", "refused", "wrong"]
+_WORST_FIRST: tuple[Outcome, ...] = ("wrong", "forks", "kept", "exact")
 MEANING = {
     "exact": "the ids are those of the template's own rendering",
     "kept": "goes on from what was sampled, where the template would now show other thinking or whitespace",
@@ -113,7 +114,8 @@ def check_template(renderer: Renderer) -> Iterator[Finding]:
 def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False) -> Finding:
     """Plays the conversation turn by turn. `cut`: no reply has its end-of-turn token."""
     ends = [at for at, message in enumerate(prompt.messages) if message.role == "assistant"]
-    path, depth, found = list[int](), 0, dict[Outcome, str]()
+    path, depth = list[int](), 0
+    found: dict[Outcome, str] = {"exact": ""}
     try:
         for end in dict.fromkeys([*ends, len(prompt.messages)]):
             request = replace(prompt, messages=prompt.messages[:end])
@@ -133,9 +135,8 @@ def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False
     except SessionError as error:
         return Finding(pattern=pattern, outcome="refused", reason=error.message)
     not_shown = tuple(_not_shown(prompt, renderer.text(prompt)))
-    worst: tuple[Outcome, ...] = ("wrong", "forks", "kept", "exact")
-    outcome: Outcome = next((each for each in worst if each in found), worst[-1])
-    reason = found.get(outcome, "")
+    outcome = min(found, key=_WORST_FIRST.index)
+    reason = found[outcome]
     advice = _FORKS[reason] if outcome == "forks" else ""
     return Finding(pattern=pattern, outcome=outcome, reason=reason, advice=advice, not_shown=not_shown)
 
