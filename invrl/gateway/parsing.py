@@ -238,23 +238,20 @@ class ReplyParser:
         """What the incremental parser kept back, by the whole text: the end of a call's arguments, whole
         calls, or text that was taken for a call and is none."""
         assert self._parser is not None
-        _, items = self._parser.parse_non_stream(self._to_calls)
+        whole, items = self._parser.parse_non_stream(self._to_calls)
         missing: list[CallDelta] = []
         for index, item in enumerate(items):
             if index >= len(self._calls):
                 missing.append(_first(index, item.name or "", item.parameters))
             elif item.parameters.startswith(told := self._calls[index].arguments) and item.parameters != told:
                 missing.append(CallDelta(index=index, arguments=item.parameters[len(told) :]))
-        content = self._rest_of_content() if items or self._calls else self._to_calls[self._told :]
-        return Delta(content=content, calls=self._limited(missing))
-
-    def _rest_of_content(self) -> str:
-        """What a whole reading finds beside the calls, and was not told."""
-        assert self._parser is not None
-        whole, items = self._parser.parse_non_stream(self._to_calls)
         told = self._to_calls[: self._told]
-        rest = whole.removeprefix(told.strip()) if items and whole.startswith(told.strip()) else ""
-        return rest.lstrip() if told[-1:].isspace() else rest
+        content = whole.removeprefix(told.strip()) if items and whole.startswith(told.strip()) else ""
+        if told[-1:].isspace():
+            content = content.lstrip()
+        if not (items or self._calls):
+            content = self._to_calls[self._told :]
+        return Delta(content=content, calls=self._limited(missing))
 
     def _whole(self) -> Delta:
         reasoning, text = "", self._text
