@@ -247,7 +247,7 @@ class ReplyParser:
         for index, item in enumerate(items):
             if index >= len(self._calls):
                 missing.append(self._first(index, item.name or "", item.parameters))
-            elif (arguments := _escaped(item.parameters)).startswith(known := self._calls[index].arguments):
+            elif (arguments := _sayable(item.parameters)).startswith(known := self._calls[index].arguments):
                 missing.append(CallDelta(index=index, arguments=arguments[len(known) :]))
         told = self._to_calls[: self._told]
         content = whole.removeprefix(told.strip()) if items and whole.startswith(told.strip()) else ""
@@ -289,7 +289,7 @@ class ReplyParser:
     def _limited(self, calls: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
         most = self._most_calls
         told = [c for c in calls if (c.name or c.arguments) and (most is None or c.index < most)]
-        return tuple(replace(each, arguments=_escaped(each.arguments)) for each in told)
+        return tuple(replace(each, arguments=_sayable(each.arguments)) for each in told)
 
     def _add(self, delta: Delta) -> Delta:
         """Newlines around the thinking's marks are the template's, not the reply's."""
@@ -336,9 +336,9 @@ def _forced_call(parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, 
     return str(Grammar.from_structural_tag(tag))
 
 
-def _escaped(arguments: str) -> str:
-    """JSON that can be sent: SGLang writes halves of surrogate pairs, which a model may sample, as such."""
-    return arguments.encode("utf-8", "backslashreplace").decode()
+def _sayable(arguments: str) -> str:
+    """Without what UTF-8 cannot say: SGLang writes halves of surrogate pairs, which a model may sample."""
+    return arguments.encode(errors="replace").decode()
 
 
 def _triggered(

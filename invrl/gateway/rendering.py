@@ -84,16 +84,13 @@ class Renderer:
         full, mark = self.text(prompt), self.end_of_turn or self.after_reply
         earlier = replace(prompt, messages=prompt.messages[:depth])
         recorded = self.text(earlier, add_generation_prompt=False)
-        shown, changed = (
-            recorded.removesuffix(self.after_reply),
-            Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED),
-        )
+        shown = recorded.removesuffix(self.after_reply)
+        changed = Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED)
         if not recorded.endswith(self.after_reply):
             return changed
-        if not self._steady:
-            asked = self.text(replace(prompt, messages=prompt.messages[: depth - 1]))
-            if not self._follows(asked, shown):
-                return changed
+        asked = replace(prompt, messages=prompt.messages[: depth - 1])
+        if not (self._steady or self._follows(self.text(asked), shown)):
+            return changed
         end = len(shown)
         if not full.startswith(shown + mark):
             end = _nth(full, mark, shown.count(mark) + 1) if mark else -1
@@ -155,9 +152,11 @@ class Renderer:
             thoughts = [m.reasoning or m.content.rpartition(_THOUGHT)[0] for m in messages]
             shown = self._tokenizer.decode(path, special=True) if any(thoughts) else ""
             return sum(len(self._tokenizer.encode(t)) for t in thoughts if t not in head and t in shown)
-        starts, ends = ([at for at, each in enumerate(path) if each == mark] for mark in self._thinking_ids)
-        more = max(len(starts) - head.count(_THINK), len(ends) - head.count(_THOUGHT), 0)
-        lengths = (next((end for end in ends if end > at), len(path) - 1) - at + 1 for at in starts[:more])
+        opens, closes = self._thinking_ids
+        more = max(path.count(opens) - head.count(_THINK), path.count(closes) - head.count(_THOUGHT), 0)
+        starts = [at for at, each in enumerate(path) if each == opens][:more] if more else []
+        ends = [at for at, each in enumerate(path) if each == closes] if more else []
+        lengths = (next((end for end in ends if end > at), len(path) - 1) - at + 1 for at in starts)
         return max(sum(lengths), more)
 
     def _takes(self, *messages: Message) -> bool:

@@ -17,6 +17,7 @@ from invrl.gateway.message import Message, Prompt, Tool, ToolCall
 from invrl.gateway.rendering import Renderer
 
 Outcome = Literal["exact", "kept", "forks", "refused", "wrong"]
+_WORST_FIRST: tuple[Outcome, ...] = ("wrong", "forks", "kept", "exact")
 MEANING = {
     "exact": "the ids are those of the template's own rendering",
     "kept": "goes on from what was sampled, where the template would now show other thinking or whitespace",
@@ -52,13 +53,13 @@ def _call(nth: int, arguments: str = f'{{"city": "{_CITY}", "days": [1, 2]}}') -
 _SYSTEM, _ASK, _MORE = Message("system", "Be brief."), Message("user", "Hello?"), Message("user", "And then?")
 _REPLY, _LAST = Message("assistant", "Yes, of course."), Message("user", "Thank you.")
 _PARAMETERS = '{"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}}'
-_TOOLS = (
-    Tool(name="get_weather", description="Tells the weather.", parameters=_PARAMETERS),
-    Tool(name="halt"),
-)
+_TOOLS = (Tool(name="get_weather", description="The weather.", parameters=_PARAMETERS), Tool(name="halt"))
 _ONE, _TWO = (Message("assistant", tool_calls=calls) for calls in ((_call(1),), (_call(1), _call(2))))
 _RESULTS = tuple(Message("tool", f'{{"sky": "{nth}"}}', tool_call_id=f"callid{nth:03}") for nth in range(4))
 _AGAIN = Message("assistant", tool_calls=(_call(3),))
+_EMPTY, _CUT = (
+    Message("assistant", tool_calls=(_call(1, arguments),)) for arguments in ("{}", '{"city": "Ür')
+)
 _THOUGHT = replace(_REPLY, reasoning="Let me see.\n\nIt is so.")
 _MIDWAY = replace(_ONE, reasoning="I need the weather.")
 _TEXTS = "漢字 und Ünïcödé 🙂\u200d🔥", "zero\u00a0width\u200b", "\ttabs\n\n\nand  spaces", "كيف الحال؟"
@@ -77,19 +78,13 @@ CORPUS = {
     "empty question": _chat(Message("user"), _REPLY, Message("user"), _REPLY),
     "consecutive questions": _chat(_ASK, _MORE, _REPLY, _ASK, _MORE, _REPLY),
     "consecutive replies": _chat(_ASK, _REPLY, _REPLY, _MORE, _REPLY),
-    "markup in texts": _chat(
-        Message("user", "<think>a</think>"), _REPLY, Message("user", "</s> {{x}}"), _REPLY
-    ),
+    "markup in texts": _chat(Message("user", "<think>a</think> {{x}}"), _REPLY, _MORE, _REPLY),
     "whitespace around texts": _chat(Message("user", " \n a \n"), _REPLY, Message("user", "b \n\n"), _REPLY),
     "tools, no call": _chat(_SYSTEM, _ASK, _REPLY, _MORE, _REPLY, tools=True),
     "call": _chat(_ASK, _ONE, _RESULTS[1], _REPLY, tools=True),
     "text and call": _chat(_ASK, replace(_ONE, content="I look."), _RESULTS[1], _REPLY, tools=True),
-    "call without arguments": _chat(
-        _ASK, Message("assistant", tool_calls=(_call(1, "{}"),)), _RESULTS[1], _REPLY, tools=True
-    ),
-    "call cut in its arguments": _chat(
-        _ASK, Message("assistant", tool_calls=(_call(1, '{"city": "Ür'),)), _RESULTS[1], _REPLY, tools=True
-    ),
+    "call without arguments": _chat(_ASK, _EMPTY, _RESULTS[1], _REPLY, tools=True),
+    "call cut in its arguments": _chat(_ASK, _CUT, _RESULTS[1], _REPLY, tools=True),
     "parallel calls": _chat(_SYSTEM, _ASK, _TWO, *_RESULTS[1:3], _REPLY, tools=True),
     "calls in turn": _chat(_ASK, _ONE, _RESULTS[1], _AGAIN, _RESULTS[3], _REPLY, tools=True),
     "parallel calls in turn": _chat(_ASK, _ONE, _RESULTS[1], _TWO, *_RESULTS[1:3], _REPLY, tools=True),
@@ -119,7 +114,8 @@ def check_template(renderer: Renderer) -> Iterator[Finding]:
 def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False) -> Finding:
     """Plays the conversation turn by turn. `cut`: no reply has its end-of-turn token."""
     ends = [at for at, message in enumerate(prompt.messages) if message.role == "assistant"]
-    path, depth, found = list[int](), 0, dict[Outcome, str]()
+    path, depth = list[int](), 0
+    found: dict[Outcome, str] = {"exact": ""}
     try:
         for end in dict.fromkeys([*ends, len(prompt.messages)]):
             request = replace(prompt, messages=prompt.messages[:end])
@@ -139,9 +135,8 @@ def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False
     except SessionError as error:
         return Finding(pattern=pattern, outcome="refused", reason=error.message)
     not_shown = tuple(_not_shown(prompt, renderer.text(prompt)))
-    worst: tuple[Outcome, ...] = ("wrong", "forks", "kept")
-    outcome: Outcome = next((each for each in worst if each in found), "exact")
-    reason = found.get(outcome, "")
+    outcome = min(found, key=_WORST_FIRST.index)
+    reason = found[outcome]
     advice = _FORKS[reason] if outcome == "forks" else ""
     return Finding(pattern=pattern, outcome=outcome, reason=reason, advice=advice, not_shown=not_shown)
 
