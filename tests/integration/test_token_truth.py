@@ -67,7 +67,7 @@ def test_the_load_did_what_agents_do(recorded: Recorded):
     assert verdict.unrecorded <= did["cut"]
     # the spelling is not the tokenizer's own: ids made again from text would differ
     again = [recorded.reference.ids(recorded.reference.tokenizer.decode(one.ids)) for one in recorded.wire]
-    assert sum(ids != one.ids for ids, one in zip(again, recorded.wire, strict=True)) > 100
+    assert sum(ids != one.ids for ids, one in zip(again, recorded.wire, strict=True)) > 20
 
 
 def test_one_token_changed_in_the_store_is_found(recorded: Recorded, tmp_path: Path):

@@ -1,0 +1,67 @@
+"""The official `openai` client on responses: function tools, several turns, whole or streamed.
+
+`python openai_responses.py BASE_URL KEY [--stream] [--previous]` prints one JSON line of what it saw.
+`--previous`: continue by `previous_response_id` instead of by sending all items again.
+"""
+
+import json
+import sys
+
+from openai import OpenAI
+
+TOOL = {
+    "type": "function",
+    "name": "calculator",
+    "description": "Evaluates an arithmetic expression.",
+    "parameters": {
+        "type": "object",
+        "properties": {"expression": {"type": "string"}},
+        "required": ["expression"],
+    },
+}
+QUESTIONS = ["What is 12*13?", "And 7*8, and 9*11?", "Thank you 🙂"]
+
+
+def calculator(expression: str) -> str:
+    left, right = expression.split("*")
+    return str(int(left) * int(right))
+
+
+def main() -> None:
+    url, key, stream, previous = sys.argv[1], sys.argv[2], "--stream" in sys.argv, "--previous" in sys.argv
+    client = OpenAI(base_url=url, api_key=key, max_retries=0)
+    items: list = []
+    answers, results, last, deltas = [], [], None, 0
+    for question in QUESTIONS:
+        items.append({"role": "user", "content": question})
+        while True:
+            given = {
+                "model": "scripted",
+                "instructions": "Use the calculator.",
+                "input": items,
+                "tools": [TOOL],
+            }
+            if previous and last is not None:
+                given["previous_response_id"] = last.id
+            if stream:
+                with client.responses.stream(**given) as events:
+                    deltas += sum(event.type.endswith(".delta") for event in events)
+                    last = events.get_final_response()
+            else:
+                last = client.responses.create(**given)
+            items = (
+                [] if previous else [*items, *(item.model_dump(exclude_none=True) for item in last.output)]
+            )
+            calls = [item for item in last.output if item.type == "function_call"]
+            for call in calls:
+                result = calculator(json.loads(call.arguments)["expression"])
+                results.append(result)
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+            if not calls:
+                break
+        answers.append(last.output_text)
+    print(json.dumps({"answers": answers, "results": results, "deltas": deltas, "status": last.status}))
+
+
+if __name__ == "__main__":
+    main()
