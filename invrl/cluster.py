@@ -92,7 +92,7 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
 def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> GatewaySettings:
     values = {
         **config.rollout.model_dump(include={"temperature", "max_new_tokens"}),
-        **config.gateway.model_dump(include={"max_open_sessions", "session_ttl_s", "generate_timeout_s"}),
+        **config.gateway.model_dump(exclude={"gateway_host", "gateway_port", "gateway_public_url"}),
         **asdict(fleet.limits),
         "run_id": folder.path.name,
         "host": config.gateway.gateway_host,

@@ -91,14 +91,17 @@ def check_saved(config: Config) -> None:
 
 def check_template(config: Config) -> None:
     """As the gateway renders: a first request, and one that follows a reply."""
-    from invrl.gateway.forest import Message
+    from invrl.gateway.message import Message, Prompt
     from invrl.gateway.model_folder import load_renderer
+    from invrl.gateway.parsing import choose_parsers
 
-    path = model_path(config)
-    chat = [Message(role=role, content="a word") for role in ("user", "assistant", "user")]
+    path, gateway = model_path(config), config.gateway
+    chat = tuple(Message(role=role, content="a word") for role in ("user", "assistant", "user"))
     try:
-        renderer = load_renderer(str(path), 2**31)
-        ids = renderer.first(chat[:1]) and renderer.first(chat)
+        renderer = load_renderer(str(path), 2**31, chat_template=gateway.chat_template_path)
+        ids = renderer.first(Prompt(messages=chat[:1])) and renderer.first(Prompt(messages=chat))
+        named = [gateway.tool_call_parser, gateway.reasoning_parser]  # SGLang's import is slow: only for them
+        choose_parsers(*("none" if name == "auto" else name for name in named), template="").preload()
     except ConfigError:
         raise
     except Exception as error:  # templates raise what they like, the tokenizer bare Exceptions

@@ -45,7 +45,8 @@ CREATE TABLE IF NOT EXISTS turns (
   context_ids BLOB NOT NULL, sampled_ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans BLOB NOT NULL,
   finish_reason TEXT NOT NULL, request_digest TEXT NOT NULL, delivered INTEGER NOT NULL,
   temperature REAL NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
-  fork_reason TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, messages BLOB NOT NULL);
+  fork_reason TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL,
+  constrained INTEGER NOT NULL, messages BLOB NOT NULL, tools BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS turns_of_session ON turns (session_id, seq);
 CREATE TABLE IF NOT EXISTS outbox (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE, failed INTEGER NOT NULL,
@@ -105,14 +106,17 @@ class RunStoreWriter:
             statements.append((sql, (one.id, key, *place, _encode(one.sampling), opened_at)))
         return self._submit(statements)
 
-    def add_turn(self, turn: Turn, messages: bytes) -> Future[None]:
-        """`messages`: JSON of the messages that the turn's tokens stand for, the reply last."""
+    def add_turn(self, turn: Turn, messages: bytes, tools: bytes = b"[]") -> Future[None]:
+        """`messages`: JSON of the messages that the turn's tokens stand for, the reply last; `tools`: of
+        the tools that its conversation was rendered with."""
         row: dict[str, object] = {name: getattr(turn, name) for name in _TURN_FIELDS}
         for name, dtype in _TURN_ARRAYS.items():
             row[name] = np.ascontiguousarray(getattr(turn, name), dtype).tobytes()
         row["spans"] = _encode(turn.spans)
-        sql = f"INSERT INTO turns ({_TURN_COLUMNS}, messages) VALUES ({','.join('?' * (len(row) + 1))})"
-        return self._submit([(sql, (*row.values(), messages))])
+        sql = (
+            f"INSERT INTO turns ({_TURN_COLUMNS}, messages, tools) VALUES ({','.join('?' * (len(row) + 2))})"
+        )
+        return self._submit([(sql, (*row.values(), messages, tools))])
 
     def mark_delivered(self, turn_id: str) -> Future[None]:
         return self._submit([("UPDATE turns SET delivered=1 WHERE id=?", (turn_id,))])
@@ -255,5 +259,5 @@ def _turn(row: tuple[Any, ...]) -> Turn:
     values: dict[str, Any] = dict(zip(_TURN_FIELDS, row, strict=True))
     values |= {name: np.frombuffer(values[name], dtype) for name, dtype in _TURN_ARRAYS.items()}
     values["spans"] = msgspec.json.decode(values["spans"], type=tuple[VersionSpan, ...])
-    values["delivered"] = bool(values["delivered"])
+    values |= {name: bool(values[name]) for name in ("delivered", "constrained")}
     return Turn(**values)

@@ -113,6 +113,14 @@ class Turn:
     client replaced); "" for a first turn and for one that continues."""
     started_at: float
     finished_at: float
+    constrained: bool = False
+    """A grammar chose among the tokens (forced tool call, JSON schema): `logprobs_T` are those of the free
+    model, not of what was sampled from. Never trained."""
+
+    @property
+    def trainable(self) -> bool:
+        """Its tokens may be trained, once it is known to be `delivered`."""
+        return self.finish_reason != "abort" and not self.constrained
 
     def __post_init__(self) -> None:
         sampled = _same_length(sampled_ids_T=self.sampled_ids_T, logprobs_T=self.logprobs_T)

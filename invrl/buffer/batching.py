@@ -69,7 +69,7 @@ def samples_from_rollout(rollout: Rollout) -> list[TrainSample]:
 
 
 def _trainable(turn: Turn) -> bool:
-    return turn.delivered and turn.finish_reason != "abort"
+    return turn.delivered and turn.trainable
 
 
 def _without_untrained_end(turns: Sequence[Turn]) -> Sequence[Turn]:

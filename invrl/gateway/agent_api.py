@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from invrl.errors import DeadlineError, ServerError, SessionError
 from invrl.gateway.connection import ClientConnection
-from invrl.gateway.dialects.chat import ChatDialect, ChatRequest
-from invrl.gateway.generation import Generation
+from invrl.gateway.dialects.dialect import Asked, Begun, Dialect
+from invrl.gateway.generation import Generation, Piece
 from invrl.gateway.sessions import SessionRecord, SessionRegistry
 from invrl.gateway.settings import GatewaySettings
-from invrl.gateway.turns import Turns
+from invrl.gateway.turns import TurnRequest, Turns
 
 _log = logging.getLogger(__name__)
 Headers = Mapping[str, str]
@@ -49,7 +50,7 @@ def retry_after(error: SessionError) -> dict[str, str]:
 class AgentEndpoint:
     """One dialect's sampling route as an ASGI app."""
 
-    dialect: ChatDialect
+    dialect: Dialect[Any]
     registry: SessionRegistry
     turns: Turns
     settings: GatewaySettings
@@ -79,52 +80,57 @@ class AgentEndpoint:
         count = client.headers.get(_RETRY_COUNT)
         request = self.dialect.parse(raw, retry=None if count is None else count != "0")
         conversation = self.turns.conversation(record)
-        with conversation.call():
-            generation, overridden = self.turns.begin(conversation, request.turn)
-            headers = {"x-request-id": generation.proposal.request.rid}
-            if overridden:
+        with conversation.call(), contextlib.ExitStack() as stack:
+            begun = [self.turns.begin(conversation, turn) for turn in _choices(request)]
+            generations = [generation for generation, _ in begun]
+            headers = {"x-request-id": generations[0].proposal.request.rid}
+            if overridden := begun[0][1]:
                 headers["x-invrl-overridden"] = names = ",".join(overridden)
                 _log.info("session %s: the run overrides %s", record.session.id, names)
-            with generation.attached():
-                serve = self._stream if request.turn.stream else self._whole
-                answering = asyncio.create_task(serve(client, request, generation, headers))
-                delivered = await _unless_gone(client, answering)
+            for generation in generations:
+                stack.enter_context(generation.attached())
+            serve = self._stream if request.turn.stream else self._whole
+            answering = asyncio.create_task(serve(client, request, generations, headers))
+            delivered = await _unless_gone(client, answering)
             if delivered:
-                self.turns.deliver(conversation, generation)
+                for generation in generations:
+                    self.turns.deliver(conversation, generation)
             else:
-                self.turns.counts["undelivered"] += 1
+                self.turns.counts["undelivered"] += len(generations)
                 _log.info("session %s: the client went away", record.session.id)
 
     async def _whole(
-        self, client: ClientConnection, request: ChatRequest, generation: Generation, headers: Headers
+        self, client: ClientConnection, request: Asked, generations: Sequence[Generation], headers: Headers
     ) -> bool:
-        answer = await generation.answer()
-        return await client.answer(200, {**headers, **_JSON}, self.dialect.answer(request, answer))
+        answers = [await generation.answer() for generation in generations]
+        return await client.answer(200, {**headers, **_JSON}, self.dialect.answer(request, answers))
 
     async def _stream(
-        self, client: ClientConnection, request: ChatRequest, generation: Generation, headers: Headers
+        self, client: ClientConnection, request: Asked, generations: Sequence[Generation], headers: Headers
     ) -> bool:
         """The stream begins with the first token, or when it is long in coming: what fails before has a
         status of its own."""
-        rid, created = generation.proposal.request.rid, generation.started_at
-        pieces = generation.pieces()
+        stream = self.dialect.stream(request, [_begun(generation) for generation in generations])
+        client.error_event = stream.error
+        pieces = _interleaved(generations)
         upcoming = asyncio.ensure_future(anext(pieces, None))
         try:
             while True:
                 done, _ = await asyncio.wait([upcoming], timeout=self.settings.keep_alive_s)
-                piece = upcoming.result() if done else None
-                if done and piece is None:
+                found = upcoming.result() if done else None
+                if done and found is None:
                     break
                 if not client.started:
                     await client.start_stream(headers)
-                    await client.write(self.dialect.stream_head(request, rid, created))
-                if piece is None:
-                    await client.write(b": waiting\n\n")
+                    await client.write(stream.head())
+                if found is None:
+                    await client.write(stream.keep_alive)
                     continue
-                if event := self.dialect.stream_piece(request, rid, created, piece):
+                if event := stream.piece(*found):
                     await client.write(event)
                 upcoming = asyncio.ensure_future(anext(pieces, None))
-            return await client.end(self.dialect.stream_tail(request, await generation.answer()))
+            answers = [await generation.answer() for generation in generations]
+            return await client.end(stream.tail(answers))
         finally:
             upcoming.cancel()
 
@@ -132,9 +138,53 @@ class AgentEndpoint:
         if client.gone.is_set():
             return
         if client.started:
-            await client.end(self.dialect.stream_error(error))
+            await client.end(client.error_event(error))
         else:
             await client.answer(error.status, {**_JSON, **retry_after(error)}, self.dialect.error(error))
+
+
+def _choices(request: Asked) -> list[TurnRequest]:
+    """One turn for each of `n`. Retries find each again by its own digest."""
+    turn = request.turn
+    return [replace(turn, digest=f"{turn.digest}-{nth}") if nth else turn for nth in range(request.n)]
+
+
+def _begun(generation: Generation) -> Begun:
+    request = generation.proposal.request
+    prompt_tokens = len(request.input_ids_T)
+    return Begun(turn_id=request.rid, created=generation.started_at, prompt_tokens=prompt_tokens)
+
+
+async def _interleaved(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
+    """(choice, piece) as they are sampled. Raises what the first generation to fail raises."""
+    if len(generations) == 1:
+        async for piece in generations[0].pieces():
+            yield 0, piece
+        return
+    found: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
+
+    async def forward(choice: int) -> None:
+        try:
+            async for piece in generations[choice].pieces():
+                found.put_nowait((choice, piece))
+            found.put_nowait(None)
+        except Exception as error:  # raised where the pieces are read
+            found.put_nowait(error)
+
+    running = [asyncio.create_task(forward(choice)) for choice in range(len(generations))]
+    try:
+        left = len(running)
+        while left:
+            item = await found.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in running:
+            task.cancel()
 
 
 async def _unless_gone(client: ClientConnection, answering: asyncio.Task[bool]) -> bool:

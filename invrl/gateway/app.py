@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -17,9 +18,12 @@ from starlette.routing import Route
 from invrl.errors import SessionError
 from invrl.gateway.agent_api import AgentEndpoint, retry_after, session_keys
 from invrl.gateway.dialects.chat import ChatDialect
+from invrl.gateway.dialects.dialect import Dialect
 from invrl.gateway.generation import Engine
 from invrl.gateway.lifecycle import Lifecycle
 from invrl.gateway.loop_lag import LoopLag
+from invrl.gateway.message import MatchLevel
+from invrl.gateway.parsing import Parsers
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.session_api import KeyRing, session_routes
 from invrl.gateway.sessions import SessionRegistry
@@ -37,6 +41,7 @@ def make_app(
     *,
     engine: Engine,
     renderer: Renderer,
+    parsers: Parsers = Parsers(),  # noqa: B008 - a constant
     store: RunStoreWriter,
     on_shutdown: Callable[[], object] = lambda: None,
 ) -> FastAPI:
@@ -44,7 +49,15 @@ def make_app(
     most, ttl_s = settings.max_open_sessions, settings.session_ttl_s
     registry = SessionRegistry(max_open=most, ttl_s=ttl_s, public_url=settings.url)
     limit, seed = settings.context_length, settings.sampling_seed
-    turns = Turns(engine=engine, renderer=renderer, store=store, context_length=limit, run_seed=seed)
+    turns = Turns(
+        engine=engine,
+        renderer=renderer,
+        parsers=parsers,
+        store=store,
+        context_length=limit,
+        run_seed=seed,
+        match_level=MatchLevel[settings.match_level.upper()],
+    )
     drawn = {"temperature": settings.temperature, "top_p": settings.top_p}
     sampling = Sampling(**drawn, max_new_tokens=settings.max_new_tokens)
     lifecycle = Lifecycle(registry=registry, turns=turns, store=store, sampling=sampling)
@@ -76,9 +89,11 @@ def make_app(
         registry.by_key(session_keys(request.path_params.get("key"), dict(request.headers)))
         return Response(chat.models(), media_type="application/json")
 
-    sampling_route = AgentEndpoint(dialect=chat, registry=registry, turns=turns, settings=settings)
+    dialects: list[Dialect[Any]] = [chat]
     for prefix in _AGENT_PREFIXES:
-        app.router.routes.append(Route(prefix + chat.path, sampling_route))
+        for dialect in dialects:
+            endpoint = AgentEndpoint(dialect=dialect, registry=registry, turns=turns, settings=settings)
+            app.router.routes.append(Route(prefix + dialect.path, endpoint))
         app.router.routes.append(Route(prefix + "/models", models, methods=["GET"]))
     keys = KeyRing(settings.env_key.get_secret_value(), registry)
     app.include_router(session_routes(keys=keys, lifecycle=lifecycle, turns=turns, metrics=metrics))

@@ -7,7 +7,7 @@ every connection as gone. Used by `agent_api.py`."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -26,6 +26,8 @@ class ClientConnection:
         """The client has disconnected."""
         self.started = False
         """The answer's head has been sent: no other status can follow."""
+        self.error_event: Callable[[SessionError], bytes] = lambda _: b""
+        """How a stream that has begun tells an error."""
         self._watch: asyncio.Task[None] | None = None
 
     async def body(self, *, limit: int, deadline_s: float) -> bytes:

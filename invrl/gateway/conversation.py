@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from invrl.gateway.forest import Forest
 from invrl.gateway.generation import Generation
+from invrl.gateway.message import MatchLevel
 from invrl.gateway.sessions import SessionRecord
 from invrl.types import Turn
 
@@ -20,9 +21,9 @@ from invrl.types import Turn
 class Conversation:
     """Everything about a session that dies with it."""
 
-    def __init__(self, record: SessionRecord) -> None:
+    def __init__(self, record: SessionRecord, match_level: MatchLevel) -> None:
         self.record = record
-        self.forest = Forest()
+        self.forest = Forest(match_level)
         self.turns: list[Turn] = []
         self.delivered: set[str] = set()
         self.asked: Counter[bytes] = Counter()

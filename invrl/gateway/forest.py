@@ -1,17 +1,17 @@
-"""The token forest of a session: which recorded ids a new request continues. Pure.
+"""The token forest of one session: which recorded turn a request continues, and why one does not. Pure.
 
-A node is one turn: it stores only the tokens and the messages that it adds to its parent's. A request
-continues the deepest node whose conversation (its path's messages, the reply last) is a prefix of the
-request's. Invariant: nodes never change, so requests of one session can run side by side; only turns
-whose answer is whole become nodes. Used by `conversation.py`."""
+A node is a turn in its place; its conversation is what the turn's ids stand for. A request continues the
+deepest node whose conversation is a prefix of the request's, at the strictest `MatchLevel` that reaches
+that deep. Invariant: nodes never change, so requests of one session can run side by side; only turns whose
+answer is whole become nodes. Used by `conversation.py`."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from invrl.gateway.message import MatchLevel, Message, Tool, digests, tools_digest
 from invrl.types import Turn
 
 
@@ -22,18 +22,28 @@ class ForkReason(StrEnum):
     """Shares no sampled reply with an earlier one: an auxiliary call, or a parallel conversation."""
     HISTORY_EDITED = "history_edited"
     """Holds another text where a reply of ours was recorded."""
+    COMPACTED = "compacted"
+    """Holds a recorded reply, but less before it than there was."""
+    TOOLS_CHANGED = "tools_changed"
+    """The same conversation with other tools, which the template shows at its beginning."""
     THINKING_STRIPPED = "thinking_stripped"
-    """The template drops earlier thinking from the history."""
+    """The template drops earlier thinking from the history, and the run keeps to the template."""
     TEMPLATE_CHANGED = "template_changed"
     """The template renders the recorded part otherwise once messages follow it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message as the chat template sees it."""
-
-    role: str
-    content: str
+ADVICE: Mapping[ForkReason, str] = {
+    ForkReason.NEW_CONVERSATION: "expected of title, summary and sub-agent calls; open a child session for"
+    " each sub-agent to keep their rewards apart",
+    ForkReason.HISTORY_EDITED: "let the agent send replies back as it got them; if it only re-formats them,"
+    " raise --match-level",
+    ForkReason.COMPACTED: "expected of agents that shorten their history; raise their limit if the context"
+    " length allows it",
+    ForkReason.TOOLS_CHANGED: "offer the same tools in the same order in every request of a conversation",
+    ForkReason.THINKING_STRIPPED: "set --keep-thinking to continue with the thinking that was sampled",
+    ForkReason.TEMPLATE_CHANGED: "`invrl check-template MODEL` tells which messages the template re-writes",
+}
+"""What makes a fork go away, by its reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +56,8 @@ class Node:
     """What the turn adds: the request's new messages, then the reply as it was returned."""
     closed: bool
     """The sampled ids end with the template's own end-of-turn token."""
+    tools: tuple[Tool, ...] = ()
+    """What the path's beginning was rendered with."""
 
     def path(self) -> list[Node]:
         """From the root to this node."""
@@ -76,49 +88,72 @@ class Match:
     """Messages of the request that the node's conversation covers."""
     fork: ForkReason | None
     """None: a first conversation, or one that goes on from what was recorded."""
+    level: MatchLevel = MatchLevel.EXACT
 
 
 class Forest:
-    """The turns of one session."""
+    """The turns of one session. `level`: the most that a returned message may differ."""
 
-    def __init__(self) -> None:
-        self._nodes: dict[bytes, Node] = {}
+    def __init__(self, level: MatchLevel = MatchLevel.WITHOUT_REASONING) -> None:
+        self._levels = [each for each in MatchLevel if each <= level]
+        self._nodes: dict[MatchLevel, dict[bytes, Node]] = {each: {} for each in self._levels}
         """The latest node of each conversation, by the conversation's digest."""
+        self._by_turn: dict[str, Node] = {}
+        self._known: set[bytes] = set()
+        """Digests of all recorded conversations, whatever the tools."""
         self._answered: set[bytes] = set()
-        """Digests of conversations that a recorded reply follows."""
-        self.size = 0
+        """Digests of conversations that a recorded reply follows, whatever the tools."""
+        self._reply_depth: dict[bytes, int] = {}
+        """Of each reply by itself: the most messages that came before it."""
+
+    @property
+    def size(self) -> int:
+        return len(self._by_turn)
 
     def add(self, node: Node) -> None:
-        digests = _digests(node.conversation())
-        self._answered.add(digests[-2])
-        self._nodes[digests[-1]] = node
-        self.size += 1
+        conversation = node.conversation()
+        seed = tools_digest(node.tools)
+        for level in self._levels:
+            self._nodes[level][digests(conversation, level, seed)[-1]] = node
+        loosest = digests(conversation, self._levels[-1])
+        self._known.add(loosest[-1])
+        self._answered.add(loosest[-2])
+        alone = digests(conversation[-1:], self._levels[-1])[-1]
+        self._reply_depth[alone] = max(self._reply_depth.get(alone, 0), len(conversation) - 1)
+        self._by_turn[node.turn.id] = node
 
-    def match(self, messages: Sequence[Message]) -> Match:
+    def turn(self, turn_id: str) -> Node | None:
+        """The node of a turn; None if it is unknown or never became whole."""
+        return self._by_turn.get(turn_id)
+
+    def match(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Match:
         """The deepest node that `messages` continue. With a node, `fork` tells that a later reply on
         its path was replaced by the client."""
-        digests = _digests(messages)
-        edited = any(
-            digests[at] in self._answered
-            and messages[at].role == "assistant"
-            and digests[at + 1] not in self._nodes
-            for at in range(len(messages))
-        )
-        for depth in range(len(messages), 0, -1):
-            node = self._nodes.get(digests[depth])
-            if node is not None:
-                return Match(node=node, depth=depth, fork=ForkReason.HISTORY_EDITED if edited else None)
-        new = ForkReason.NEW_CONVERSATION if self.size else None
-        return Match(node=None, depth=0, fork=ForkReason.HISTORY_EDITED if edited else new)
+        found, depth, at_level = None, 0, MatchLevel.EXACT
+        replies = [at + 1 for at, message in enumerate(messages) if message.role == "assistant"]
+        seed = tools_digest(tools)
+        for level in self._levels if self.size and replies else ():
+            prefixes, nodes = digests(messages, level, seed), self._nodes[level]
+            deepest = next((n for n in reversed(replies) if n > depth and prefixes[n] in nodes), None)
+            if deepest is not None:
+                found, depth, at_level = nodes[prefixes[deepest]], deepest, level
+            if depth == replies[-1]:
+                break
+        fork = None
+        if self.size and (found is None or depth != replies[-1]):
+            fork = self._why(messages, replies, depth)
+        return Match(node=found, depth=depth, fork=fork, level=at_level)
 
-
-def _digests(messages: Sequence[Message]) -> list[bytes]:
-    """One digest per prefix of the conversation, the empty one first."""
-    digest = b""
-    digests = [digest]
-    for message in messages:
-        role, content = message.role.encode(), message.content.encode("utf-8", "surrogatepass")
-        lengths = b"%d,%d," % (len(role), len(content))
-        digest = hashlib.blake2b(digest + lengths + role + content, digest_size=16).digest()
-        digests.append(digest)
-    return digests
+    def _why(self, messages: Sequence[Message], replies: Sequence[int], depth: int) -> ForkReason | None:
+        """What became of the replies of ours behind `depth`."""
+        loosest = self._levels[-1]
+        prefixes = digests(messages, loosest)
+        unmatched = [n for n in replies if n > depth]
+        if any(prefixes[n] in self._known for n in unmatched):
+            return ForkReason.TOOLS_CHANGED
+        if any(prefixes[n - 1] in self._answered for n in unmatched):
+            return ForkReason.HISTORY_EDITED
+        alone = [(n - 1, digests(messages[n - 1 : n], loosest)[-1]) for n in unmatched]
+        if any(before < self._reply_depth.get(digest, 0) for before, digest in alone):
+            return ForkReason.COMPACTED
+        return ForkReason.NEW_CONVERSATION if depth == 0 else None

@@ -56,11 +56,17 @@ def serve(settings: GatewaySettings) -> None:
     import uvicorn
 
     from invrl.gateway.app import make_app
-    from invrl.gateway.model_folder import load_renderer
+    from invrl.gateway.model_folder import chat_template_source, load_renderer
+    from invrl.gateway.parsing import choose_parsers
     from invrl.rollout.sglang_client import EngineLimits, SglangClient
     from invrl.run_store import RunStoreWriter
 
-    renderer = load_renderer(settings.model_path, settings.vocab_size)
+    path, template = settings.model_path, settings.chat_template_path
+    keep = settings.keep_thinking
+    renderer = load_renderer(path, settings.vocab_size, chat_template=template, keep_thinking=keep)
+    source = chat_template_source(path, template)
+    parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, template=source)
+    parsers.preload()
     store = RunStoreWriter(Path(settings.store_path))
     router_key = settings.router_api_key.get_secret_value() if settings.router_api_key else ""
 
@@ -70,7 +76,14 @@ def serve(settings: GatewaySettings) -> None:
         engine = SglangClient(
             url, limits=limits, api_key=key, name="the fleet", generate_deadline_s=deadline_s
         )
-        app = make_app(settings, engine=engine, renderer=renderer, store=store, on_shutdown=engine.close)
+        app = make_app(
+            settings,
+            engine=engine,
+            renderer=renderer,
+            parsers=parsers,
+            store=store,
+            on_shutdown=engine.close,
+        )
         config = uvicorn.Config(
             app,
             host=settings.host,

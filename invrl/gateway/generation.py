@@ -19,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import InvrlError, ServerError, SessionError
-from invrl.gateway.forest import Message, Node
+from invrl.gateway.forest import Node
+from invrl.gateway.message import Message, Tool
+from invrl.gateway.parsing import Delta, ReplyParser
 from invrl.gateway.rendering import Renderer, TextStream
 from invrl.rollout.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
 from invrl.types import FinishReason, Turn, VersionSpan
@@ -40,15 +42,17 @@ class Proposal:
     context_ids: Sequence[int]
     messages: tuple[Message, ...]
     """The messages that the context adds."""
+    tools: tuple[Tool, ...] = ()
     fork_reason: str
     digest: str
+    constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
     """What one chunk of the engine adds to the answer."""
 
-    text: str
+    delta: Delta
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
 
@@ -58,12 +62,13 @@ class Answer:
     """A committed turn as a dialect shows it."""
 
     turn: Turn
-    text: str
+    message: Message
+    """The reply taken apart."""
     pieces: tuple[Piece, ...]
 
 
-Commit = Callable[[Turn, Proposal, str], "asyncio.Future[None]"]
-"""Records a turn with its reply's text; done when it is durable."""
+Commit = Callable[[Turn, Proposal, Message], "asyncio.Future[None]"]
+"""Records a turn with its reply; done when it is durable."""
 
 
 class Engine(Protocol):
@@ -77,11 +82,14 @@ class Engine(Protocol):
 class Generation:
     """Runs a proposal. `delivered`: some client got the whole answer."""
 
-    def __init__(self, proposal: Proposal, *, engine: Engine, renderer: Renderer, commit: Commit) -> None:
+    def __init__(
+        self, proposal: Proposal, *, engine: Engine, renderer: Renderer, parser: ReplyParser, commit: Commit
+    ) -> None:
         self.proposal = proposal
         self.delivered = False
         self._engine, self._commit = engine, commit
-        self._stream: TextStream = renderer.stream(proposal.request.stop)
+        self._parser = parser
+        self._stream: TextStream = renderer.stream(proposal.request.stop, special=parser.special)
         self._pieces: list[Piece] = []
         self._spans: tuple[VersionSpan, ...] = ()
         self.started_at = time.time()
@@ -145,12 +153,14 @@ class Generation:
         except (asyncio.CancelledError, InvrlError):
             self._record("abort")
             raise
-        self._publish(replace(_EMPTY, text=self._stream.finish()))
+        rest = self._parser.push(self._stream.finish()), self._parser.finish()
+        for delta in rest:
+            self._publish(replace(_EMPTY, delta=delta))
         turn, durable = self._record(result.finish_reason, result)
         await asyncio.shield(durable)
         if result.finish_reason == "abort":
             raise ServerError("the engine aborted this generation")
-        return Answer(turn=turn, text=self._stream.text, pieces=tuple(self._pieces))
+        return Answer(turn=turn, message=self._parser.message, pieces=tuple(self._pieces))
 
     async def _sample(self) -> GenerateResult:
         """Asks once more if the fleet fails before the first token."""
@@ -186,8 +196,8 @@ class Generation:
 
     def _take(self, chunk: GenerateChunk | GenerateResult) -> None:
         self._spans = chunk.spans
-        text = self._stream.push(chunk.ids_T.tolist())
-        self._publish(Piece(text=text, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T))
+        delta = self._parser.push(self._stream.push(chunk.ids_T.tolist()))
+        self._publish(Piece(delta=delta, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T))
 
     def _publish(self, piece: Piece) -> None:
         self._pieces.append(piece)
@@ -221,10 +231,11 @@ class Generation:
             prompt_tokens=len(proposal.request.input_ids_T),
             cached_tokens=result.cached_tokens if result else 0,
             fork_reason=proposal.fork_reason,
+            constrained=proposal.constrained,
             started_at=self.started_at,
             finished_at=time.time(),
         )
-        return turn, self._commit(turn, proposal, self._stream.text)
+        return turn, self._commit(turn, proposal, self._parser.message)
 
 
-_EMPTY = Piece(text="", ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0, np.float32))
+_EMPTY = Piece(delta=Delta(), ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0, np.float32))

@@ -6,34 +6,38 @@ agree is tested. Called once, by `gateway_server.py`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from invrl.errors import ConfigError
-from invrl.gateway.forest import Message
-from invrl.gateway.rendering import Renderer
+from invrl.gateway.message import Message, Prompt, Tool, ToolCall
+from invrl.gateway.rendering import Renderer, Template
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-def load_renderer(model_path: str, vocab_size: int) -> Renderer:
-    """ConfigError where the folder has no tokenizer.json or chat template, or the two files that
-    describe its tokens differ."""
+def load_renderer(
+    model_path: str, vocab_size: int, *, chat_template: str = "", keep_thinking: bool = True
+) -> Renderer:
+    """`chat_template`: a file to use instead of the folder's own. ConfigError where the folder has no
+    tokenizer.json or chat template, or the two files that describe its tokens differ."""
     folder = Path(model_path)
     settings = _read(folder / "tokenizer_config.json")
     backend = _load_tokenizer(folder, settings)
     special = _special_tokens(folder, settings)
     end_of_text = backend.token_to_id(special.get("eos_token", ""))
     end_ids = frozenset(_end_ids(folder) | (set() if end_of_text is None else {end_of_text}))
-    template = _template(_chat_template(folder, settings), special)
-    return Renderer(template, _FastTokenizer(backend), end_ids=end_ids, vocab_size=vocab_size)
+    template = _JinjaTemplate(chat_template_source(model_path, chat_template), special)
+    tokenizer = _FastTokenizer(backend)
+    return Renderer(template, tokenizer, end_ids=end_ids, vocab_size=vocab_size, keep_thinking=keep_thinking)
 
 
 class _FastTokenizer:
-    """The Rust tokenizer: nothing added when it encodes, special tokens hidden when it decodes."""
+    """The Rust tokenizer: nothing added when it encodes."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -41,8 +45,8 @@ class _FastTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool) -> str:
+        return self._backend.decode(ids, skip_special_tokens=not special)
 
 
 def _load_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
@@ -59,11 +63,19 @@ def _load_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
     return backend
 
 
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
+def chat_template_source(model_path: str, chat_template: str = "") -> str:
+    """The Jinja text: of the file `chat_template`, or of the model folder. ConfigError if there is none."""
+    folder = Path(model_path)
+    if chat_template:
+        try:
+            return Path(chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            fix = "give the path of a Jinja file"
+            raise ConfigError("gateway.chat_template_path", chat_template, str(error), fix) from None
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text()
-    template = settings.get("chat_template")
+    template = _read(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # named templates
         template = {item["name"]: item["template"] for item in template}.get("default")
     if not template:
@@ -71,16 +83,63 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
     return str(template)
 
 
-def _template(source: str, special: Mapping[str, str]) -> Callable[[Sequence[Message], bool], str]:
-    from transformers.utils.chat_template_utils import render_jinja_template
+class _JinjaTemplate(Template):
+    """Templates differ in what they want of a tool call: its arguments as an object or as text, and no
+    content as "" or as none. Which of them shows a call is tried once."""
 
-    def render(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        plain = [{"role": message.role, "content": message.content} for message in messages]
-        variables: dict[str, Any] = {**special, "add_generation_prompt": add_generation_prompt}
-        rendered, _ = render_jinja_template(conversations=[plain], chat_template=source, **variables)
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        self._source, self._special = source, special
+        self._arguments_as_text, self._no_content = False, ""
+        call = ToolCall("call-1", "probe_tool", '{"probe_key": 1}')
+        probe = Prompt(messages=(Message("user", "x"), Message("assistant", tool_calls=(call,))))
+        for as_text, empty in ((False, ""), (True, ""), (False, None), (True, None)):
+            self._arguments_as_text, self._no_content = as_text, empty
+            try:
+                text = self(probe, add_generation_prompt=False)
+            except Exception:  # templates raise what they like
+                continue
+            if "probe_tool" in text and '"probe_key": 1' in text:
+                return
+        self._arguments_as_text, self._no_content = False, ""
+
+    def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        variables: dict[str, Any] = {**self._special, "add_generation_prompt": add_generation_prompt}
+        if prompt.thinking is not None:
+            variables |= {"enable_thinking": prompt.thinking, "thinking": prompt.thinking}
+        rendered, _ = render_jinja_template(
+            conversations=[[self._shown(message) for message in prompt.messages]],
+            tools=[_tool(tool) for tool in prompt.tools] or None,
+            chat_template=self._source,
+            **variables,
+        )
         return rendered[0]
 
-    return render
+    def _shown(self, message: Message) -> dict[str, Any]:
+        shown: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.reasoning:
+            shown["reasoning_content"] = message.reasoning
+        if message.tool_call_id:
+            shown["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            shown["content"] = message.content or self._no_content
+            shown["tool_calls"] = [self._call(call) for call in message.tool_calls]
+        return shown
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        arguments: Any = call.arguments
+        if not self._arguments_as_text:
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(call.arguments)
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    """As transformers shows tools to templates: OpenAI's form."""
+    parameters = json.loads(tool.parameters or '{"type": "object", "properties": {}}')
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

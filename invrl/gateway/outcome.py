@@ -25,7 +25,7 @@ def summarise(
     """The outcome of finishing `record`. `delivered`: ids of the turns whose answer reached its client.
     Versions are those of the tokens that may be trained. A session without such tokens is EMPTY, a
     training session without a reward BAD_REWARD; others count as reward 0."""
-    trained = [turn for turn in turns if turn.id in delivered and turn.finish_reason != "abort"]
+    trained = [turn for turn in turns if turn.id in delivered and turn.trainable]
     versions = [span.version for turn in trained for span in turn.spans if span.end > span.start]
     if not versions:
         return failed(

@@ -2,17 +2,19 @@
 
 A first turn is the template's whole rendering. A turn that continues is the exact ids of its path plus
 the rendered tail: template(all messages) must start with template(what the path stands for), and only
-what follows is tokenised. Invariant: ids that an engine consumed or emitted are never made again from
-text. Made by `model_folder.py`; used by `turns.py` and `generation.py`."""
+what follows is tokenised. Where the template takes earlier thinking out, the tail is what follows the
+same end of turn, if thinking is kept. Invariant: ids that an engine consumed or emitted are never made
+again from text. Made by `model_folder.py`; used by `turns.py` and `generation.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from invrl.errors import SessionError
-from invrl.gateway.forest import ForkReason, Message
+from invrl.gateway.forest import ForkReason
+from invrl.gateway.message import Message, Prompt
 
 _PROBE = "invrl-probe"
 _UNFINISHED = "�"
@@ -22,7 +24,13 @@ class TextTokenizer(Protocol):
     """The part of tokenizers.Tokenizer that is used here."""
 
     def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], *, special: bool) -> str: ...
+
+
+class Template(Protocol):
+    """A model's chat template."""
+
+    def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,65 +39,78 @@ class Tail:
 
     ids: list[int]
     fork: ForkReason | None = None
+    kept_thinking: bool = False
+    """The path holds thinking that the template would have taken out."""
 
 
 class Renderer:
-    """`template(messages, add_generation_prompt) -> text` and a tokenizer, made to agree."""
+    """A chat template and a tokenizer, made to agree."""
 
     def __init__(
         self,
-        template: Callable[[Sequence[Message], bool], str],
+        template: Template,
         tokenizer: TextTokenizer,
         *,
         end_ids: frozenset[int],
         vocab_size: int,
+        keep_thinking: bool = True,
     ) -> None:
         self._template, self._tokenizer, self._vocab_size = template, tokenizer, vocab_size
+        self._keep_thinking = keep_thinking
         self._after_reply, self.end_of_turn, self.end_of_turn_id = self._find_end_of_turn()
         self.end_ids = end_ids if self.end_of_turn_id is None else end_ids | {self.end_of_turn_id}
         """Tokens that end a turn; the engine must stop at each."""
 
-    def first(self, messages: Sequence[Message]) -> list[int]:
+    def first(self, prompt: Prompt) -> list[int]:
         """The whole conversation and the head of the reply. SessionError 400 if the template refuses."""
-        return self._encode(self._text(messages, True))
+        return self.encode(self.text(prompt))
 
-    def tail(self, messages: Sequence[Message], depth: int, *, closed: bool) -> Tail:
-        """What follows the recorded ids of `messages[:depth]`. `closed`: they end with the template's
-        end-of-turn token; otherwise (out of tokens, a stop string) the tail begins with it, as context
-        that was not sampled."""
-        full = self._text(messages, True)
-        recorded = self._text(messages[:depth], False)
-        if not full.startswith(recorded):
-            thinking = any("</think>" in message.content for message in messages[:depth])
-            reason = ForkReason.THINKING_STRIPPED if thinking else ForkReason.TEMPLATE_CHANGED
-            return Tail(ids=[], fork=reason)
-        end = recorded.rfind(self.end_of_turn or self._after_reply)
+    def tail(self, prompt: Prompt, depth: int, *, closed: bool) -> Tail:
+        """What follows the recorded ids of the first `depth` messages. `closed`: they end with the
+        template's end-of-turn token; otherwise (out of tokens, a stop string) the tail begins with it, as
+        context that was not sampled."""
+        full = self.text(prompt)
+        earlier = replace(prompt, messages=prompt.messages[:depth])
+        recorded = self.text(earlier, add_generation_prompt=False)
+        mark, kept = self.end_of_turn or self._after_reply, False
+        if full.startswith(recorded):
+            end = recorded.rfind(mark)
+        else:
+            thought = any(each.reasoning or "</think>" in each.content for each in earlier.messages)
+            if not (thought and self._keep_thinking and self.end_of_turn):
+                reason = ForkReason.THINKING_STRIPPED if thought else ForkReason.TEMPLATE_CHANGED
+                return Tail(ids=[], fork=reason)
+            end, kept = _nth(full, mark, recorded.count(mark)), True
         if end < 0:
             return Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED)
-        return Tail(ids=self._encode(full[end + (len(self.end_of_turn) if closed else 0) :]))
+        return Tail(
+            ids=self.encode(full[end + (len(self.end_of_turn) if closed else 0) :]), kept_thinking=kept
+        )
 
     def is_closed(self, sampled_ids: Sequence[int]) -> bool:
         return bool(sampled_ids) and sampled_ids[-1] == self.end_of_turn_id
 
-    def text(self, sampled_ids: Sequence[int]) -> str:
-        """A reply's text: without the token that ended it, special tokens not shown."""
+    def reply_text(self, sampled_ids: Sequence[int], *, special: bool = False) -> str:
+        """A reply's text without the token that ended it. `special`: other special tokens are shown."""
         ids = sampled_ids[:-1] if sampled_ids and sampled_ids[-1] in self.end_ids else sampled_ids
-        return self._tokenizer.decode(ids)
+        return self._tokenizer.decode(ids, special=special)
 
     def token_text(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id])
+        return self._tokenizer.decode([token_id], special=False)
 
-    def stream(self, stop: Sequence[str]) -> TextStream:
-        return TextStream(self, stop)
+    def stream(self, stop: Sequence[str], *, special: bool = False) -> TextStream:
+        return TextStream(self, stop, special=special)
 
-    def _text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def text(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> str:
+        """As the template shows it. SessionError 400 if it refuses."""
         try:
-            return self._template(messages, add_generation_prompt)
+            return self._template(prompt, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # templates raise what they like, mostly jinja2.TemplateError
             reason = f"the model's chat template refuses this conversation: {error}"
             raise SessionError(reason, status=400, code="invalid_messages") from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """SessionError 400 for a token that the model has not."""
         ids = self._tokenizer.encode(text)
         if ids and max(ids) >= self._vocab_size:  # such an id would end the engine's process
             reason = f"token {max(ids)} is outside of the model's vocabulary ({self._vocab_size})"
@@ -99,21 +120,32 @@ class Renderer:
     def _find_end_of_turn(self) -> tuple[str, str, int | None]:
         """What the template writes after a reply, and the special token that it begins with (text, id):
         ("", None) for a template that ends turns otherwise."""
-        text = self._text([Message("user", "x"), Message("assistant", _PROBE)], False)
+        probe = Prompt(messages=(Message("user", "x"), Message("assistant", _PROBE)))
+        text = self.text(probe, add_generation_prompt=False)
         after = text[text.rfind(_PROBE) + len(_PROBE) :]
         ids = self._tokenizer.encode(after)
-        if not ids or self._tokenizer.decode(ids[:1]):  # special tokens decode to nothing
+        if not ids or self._tokenizer.decode(ids[:1], special=False):  # special tokens are not shown
             return after, "", None
         end = next(n for n in range(1, len(after) + 1) if self._tokenizer.encode(after[:n]) == ids[:1])
         return after, after[:end], ids[0]
+
+
+def _nth(text: str, part: str, count: int) -> int:
+    """Where `part` begins for the `count`-th time; -1 if it does not."""
+    at = -1
+    for _ in range(count):
+        at = text.find(part, at + 1)
+        if at < 0:
+            break
+    return at
 
 
 class TextStream:
     """Text of a reply as its ids arrive. Never splits a character, shows nothing of a stop string nor
     of what might become one; the pieces joined are the reply's text."""
 
-    def __init__(self, renderer: Renderer, stop: Sequence[str]) -> None:
-        self._renderer, self._stop = renderer, tuple(stop)
+    def __init__(self, renderer: Renderer, stop: Sequence[str], *, special: bool = False) -> None:
+        self._renderer, self._stop, self._special = renderer, tuple(stop), special
         self._ids: list[int] = []
         self._shown_from = 0
         """Ids before this one have been decoded for good; a few of them are context for the rest."""
@@ -132,7 +164,7 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest, once the last id has been pushed."""
-        whole = self._renderer.text(self._ids)
+        whole = self._decode(self._ids)
         self._text = whole if whole.startswith(self._text) else self._text + self._unread()[1]
         return self._send(self._cut())
 
@@ -141,10 +173,13 @@ class TextStream:
         """All that was shown."""
         return self._text[: self._sent]
 
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._renderer.reply_text(ids, special=self._special)
+
     def _unread(self) -> tuple[bool, str]:
         """Text of the ids since the last whole character, and whether it ends with one."""
-        context = self._renderer.text(self._ids[self._shown_from : self._read_to])
-        text = self._renderer.text(self._ids[self._shown_from :])
+        context = self._decode(self._ids[self._shown_from : self._read_to])
+        text = self._decode(self._ids[self._shown_from :])
         return not text.endswith(_UNFINISHED), text[len(context) :]
 
     def _send(self, end: int) -> str:

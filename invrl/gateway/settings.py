@@ -7,6 +7,7 @@ import json
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
 
+from invrl.gateway.config import MatchName
 from invrl.section import Section
 
 
@@ -29,6 +30,11 @@ class GatewaySettings(Section):
     sampling_seed: NonNegativeInt | None = Field(
         None, description="what each generation's own seed is made from; None: engines draw freely"
     )
+    chat_template_path: str = ""
+    tool_call_parser: str = "none"
+    reasoning_parser: str = "none"
+    keep_thinking: bool = True
+    match_level: MatchName = "without_reasoning"
     context_length: PositiveInt
     vocab_size: PositiveInt
     max_open_sessions: PositiveInt = 1024

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from invrl.errors import SessionError
 from invrl.gateway.conversation import Conversation
-from invrl.gateway.forest import ForkReason, Message, Node
+from invrl.gateway.forest import ADVICE, ForkReason, Node
 from invrl.gateway.generation import Engine, Generation, Proposal
+from invrl.gateway.message import MatchLevel, Message, Prompt, Tool, ToolChoice
+from invrl.gateway.parsing import Parsers, ReplyParser
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.sampling import ClientSampling, resolve, sampling_seed
 from invrl.gateway.sessions import SessionRecord
@@ -29,6 +31,8 @@ from invrl.types import Json, Sampling, Turn
 
 _ENGINE_MARGIN = 8
 """Tokens of the context length that SGLang keeps for itself."""
+_HEAD_TOKENS = 8
+"""The end of a prompt that says whether the reply begins inside of thinking."""
 _SHOWN = ("id", "parent_id", "fork_reason", "finish_reason", "prompt_tokens", "cached_tokens")
 
 
@@ -37,6 +41,18 @@ class TurnRequest:
     """What every dialect's request comes down to."""
 
     messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tool_calls: bool = True
+    schema: str = ""
+    """JSON schema that the reply must follow; "" for none."""
+    thinking: bool | None = None
+    after: str = ""
+    """Turn that this request goes on from; its conversation comes before `messages`."""
+    instructions: str | None = None
+    """A system message for this request alone, before everything else."""
+    text: str | None = None
+    """A prompt that no template wraps (completions); `messages` are empty then."""
     sampling: ClientSampling
     stop: tuple[str, ...]
     stream: bool
@@ -54,6 +70,7 @@ class _Place:
     depth: int
     context_ids: list[int]
     fork: ForkReason | None
+    prompt: Prompt
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,16 +79,20 @@ class Turns:
 
     engine: Engine
     renderer: Renderer
+    parsers: Parsers = field(default_factory=Parsers)
     store: RunStoreWriter
     context_length: int
     run_seed: int | None = None
+    match_level: MatchLevel = MatchLevel.WITHOUT_REASONING
     counts: Counter[str] = field(default_factory=Counter, init=False)
     forks: Counter[str] = field(default_factory=Counter, init=False)
+    matches: Counter[str] = field(default_factory=Counter, init=False)
+    """Turns that continue another, by the `MatchLevel` that it took."""
     overridden: Counter[str] = field(default_factory=Counter, init=False)
     _conversations: dict[str, Conversation] = field(default_factory=dict, init=False)
 
     def open(self, record: SessionRecord) -> None:
-        self._conversations[record.session.id] = Conversation(record)
+        self._conversations[record.session.id] = Conversation(record, self.match_level)
 
     def conversation(self, record: SessionRecord) -> Conversation:
         """SessionError 401 once the session is being closed."""
@@ -94,7 +115,8 @@ class Turns:
             self.counts["retries_answered"] += 1
             return earlier, ()
         record, session = conversation.record, conversation.record.session
-        place = self._place(conversation, request.messages)
+        forced = self._constraint(request)
+        place = self._place(conversation, self._prompt(conversation, request))
         input_ids = [*(place.parent.ids() if place.parent else ()), *place.context_ids]
         ids_T = np.asarray(input_ids, np.int32)
         chosen = resolve(session.purpose, session.sampling, request.sampling)
@@ -104,6 +126,7 @@ class Turns:
         news = tuple(name for name in chosen.overridden if name not in record.overridden)
         record.overridden.update(news)
         self.overridden.update(news)
+        extra = {**self._seed(conversation, ids_T), **chosen.extra, **forced}
         generation = Generation(
             Proposal(
                 request=GenerateRequest(
@@ -112,22 +135,30 @@ class Turns:
                     sampling=sampling,
                     stop=request.stop,
                     stop_token_ids=tuple(sorted(self.renderer.end_ids)),
-                    extra_sampling={**self._seed(conversation, ids_T), **chosen.extra},
+                    extra_sampling=extra,
                     routing_key=session.id,
                 ),
                 stream=request.stream,
                 parent=place.parent,
                 context_ids=place.context_ids,
-                messages=request.messages[place.depth :],
+                messages=place.prompt.messages[place.depth :],
+                tools=request.tools,
                 fork_reason=place.fork.value if place.fork else "",
                 digest=request.digest,
+                constrained=bool(forced),
             ),
             engine=self.engine,
             renderer=self.renderer,
-            commit=lambda turn, proposal, text: self._commit(conversation, turn, proposal, text),
+            parser=self._parser(request, place.context_ids),
+            commit=lambda turn, proposal, reply: self._commit(conversation, turn, proposal, reply),
         )
         conversation.start(request.digest, generation)
         return generation, news
+
+    def count_tokens(self, conversation: Conversation, request: TurnRequest) -> int:
+        """Prompt tokens that `begin` would send for this request."""
+        place = self._place(conversation, self._prompt(conversation, request))
+        return len(place.parent.ids() if place.parent else ()) + len(place.context_ids)
 
     def deliver(self, conversation: Conversation, generation: Generation) -> None:
         """The answer has left whole: the turn may be trained."""
@@ -139,27 +170,72 @@ class Turns:
             self.counts["delivered"] += 1
 
     def overview(self, record: SessionRecord) -> list[dict[str, str | int | bool | None]]:
-        """One line per turn of an open session."""
+        """One line per turn of an open session; one that forked says why, and what helps."""
         if (conversation := self._conversations.get(record.session.id)) is None:
             return []
         return [
             {name: getattr(turn, name) for name in _SHOWN}
             | {"delivered": turn.id in conversation.delivered, "sampled_tokens": len(turn.sampled_ids_T)}
+            | ({"advice": ADVICE[ForkReason(turn.fork_reason)]} if turn.fork_reason else {})
             for turn in conversation.turns
         ]
 
     def metrics(self) -> Mapping[str, Mapping[str, int]]:
-        return {"turns": dict(self.counts), "forks": dict(self.forks), "overridden": dict(self.overridden)}
+        counted = {"forks": self.forks, "matches": self.matches, "overridden": self.overridden}
+        return {"turns": dict(self.counts), **{name: dict(counts) for name, counts in counted.items()}}
 
-    def _place(self, conversation: Conversation, messages: Sequence[Message]) -> _Place:
-        match = conversation.forest.match(messages)
+    def _constraint(self, request: TurnRequest) -> Mapping[str, Json]:
+        """Sampling parameters that force the reply's form. SessionError 400 for what this model cannot."""
+        choice, names = request.tool_choice, [tool.name for tool in request.tools]
+        if request.tools and choice.mode != "none" and not self.parsers.tool_calls:
+            reason = "`tools` need a chat template that shows them; this model's does not"
+            raise SessionError(reason, status=400, code="unsupported_parameter", param="tools")
+        if choice.mode in ("required", "named") and not names:
+            reason = "`tool_choice` asks for a call, `tools` has none"
+            raise SessionError(reason, status=400, code="invalid_value", param="tool_choice")
+        if choice.mode == "named" and choice.name not in names:
+            reason = f"`tool_choice` names {choice.name!r}, `tools` has {', '.join(names)}"
+            raise SessionError(reason, status=400, code="invalid_value", param="tool_choice")
+        forced = self.parsers.constraint(request.tools, choice, parallel=request.parallel_tool_calls)
+        return {"json_schema": request.schema} if request.schema and not forced else forced
+
+    def _prompt(self, conversation: Conversation, request: TurnRequest) -> Prompt:
+        """With what the request goes on from. SessionError 400 if that is no whole turn of this session."""
+        messages = request.messages
+        if request.after:
+            node = conversation.forest.turn(request.after)
+            if node is None:
+                reason = f"the previous response {request.after!r} is not of this session, or was not whole"
+                raise SessionError(
+                    reason, status=400, code="previous_response_not_found", param="previous_response_id"
+                )
+            messages = (*(each for each in node.conversation() if not each.instructions), *messages)
+        if request.instructions is not None:
+            messages = (Message("system", request.instructions, instructions=True), *messages)
+        return Prompt(messages=messages, tools=request.tools, thinking=request.thinking)
+
+    def _place(self, conversation: Conversation, prompt: Prompt) -> _Place:
+        match = conversation.forest.match(prompt.messages, prompt.tools)
         fork = match.fork
-        if match.node is not None:
-            tail = self.renderer.tail(messages, match.depth, closed=match.node.closed)
+        if (node := match.node) is not None:
+            recorded = replace(prompt, messages=(*node.conversation(), *prompt.messages[match.depth :]))
+            tail = self.renderer.tail(recorded, match.depth, closed=node.closed)
             if tail.fork is None:
-                return _Place(parent=match.node, depth=match.depth, context_ids=tail.ids, fork=fork)
+                self.matches[match.level.name.lower()] += 1
+                self.counts["thinking_kept"] += tail.kept_thinking
+                return _Place(parent=node, depth=match.depth, context_ids=tail.ids, fork=fork, prompt=prompt)
             fork = tail.fork
-        return _Place(parent=None, depth=0, context_ids=self.renderer.first(messages), fork=fork)
+        ids = self.renderer.first(prompt)
+        return _Place(parent=None, depth=0, context_ids=ids, fork=fork, prompt=prompt)
+
+    def _parser(self, request: TurnRequest, context_ids: Sequence[int]) -> ReplyParser:
+        return self.parsers.reply(
+            request.tools,
+            request.tool_choice,
+            parallel=request.parallel_tool_calls,
+            prompt_text=self.renderer.reply_text(context_ids[-_HEAD_TOKENS:], special=True),
+            stream=request.stream,
+        )
 
     def _seed(self, conversation: Conversation, ids_T: NDArray[np.int32]) -> Mapping[str, Json]:
         if self.run_seed is None:
@@ -180,7 +256,7 @@ class Turns:
         return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
     def _commit(
-        self, conversation: Conversation, turn: Turn, proposal: Proposal, text: str
+        self, conversation: Conversation, turn: Turn, proposal: Proposal, reply: Message
     ) -> asyncio.Future[None]:
         sampled = len(turn.sampled_ids_T)
         self.counts[turn.finish_reason] += 1
@@ -191,12 +267,15 @@ class Turns:
             done: asyncio.Future[None] = loop.create_future()
             done.set_result(None)
             return done
-        messages = (*proposal.messages, Message("assistant", text))
+        messages = (*proposal.messages, reply)
         conversation.turns.append(turn)
-        durable = asyncio.wrap_future(self.store.add_turn(turn, msgspec.json.encode(messages)), loop=loop)
+        shown, tools = msgspec.json.encode(messages), msgspec.json.encode(proposal.tools)
+        durable = asyncio.wrap_future(self.store.add_turn(turn, shown, tools), loop=loop)
         if turn.finish_reason != "abort":
             closed = self.renderer.is_closed(turn.sampled_ids_T.tolist())
-            node = Node(turn=turn, parent=proposal.parent, messages=messages, closed=closed)
+            node = Node(
+                turn=turn, parent=proposal.parent, messages=messages, closed=closed, tools=proposal.tools
+            )
             durable.add_done_callback(lambda done: _join(conversation, node, done))
         return durable
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.gateway.forest import Forest, ForkReason, Message, Node
+from invrl.gateway.forest import Forest, ForkReason, Node
+from invrl.gateway.message import MatchLevel, Message, Tool, ToolCall
 from invrl.types import Turn, VersionSpan, WeightVersion
 
 SYSTEM, ASK, REPLY = Message("system", "s"), Message("user", "q"), Message("assistant", "a")
 MORE, REPLY_2 = Message("user", "more"), Message("assistant", "b")
 
 
-def node(name: str, messages: list[Message], parent: Node | None = None) -> Node:
+def node(
+    name: str, messages: list[Message], parent: Node | None = None, tools: tuple[Tool, ...] = ()
+) -> Node:
     turn = Turn(
         id=name,
         session_id="s",
@@ -32,7 +38,7 @@ def node(name: str, messages: list[Message], parent: Node | None = None) -> Node
         started_at=0.0,
         finished_at=0.0,
     )
-    return Node(turn=turn, parent=parent, messages=tuple(messages), closed=True)
+    return Node(turn=turn, parent=parent, messages=tuple(messages), closed=True, tools=tools)
 
 
 def test_a_first_request_is_no_fork():
@@ -67,8 +73,71 @@ def test_a_replaced_reply_is_an_edited_history():
 def test_a_conversation_that_shares_no_reply_is_a_new_one():
     forest = Forest()
     forest.add(node("1", [SYSTEM, ASK, REPLY]))
-    for messages in ([SYSTEM, MORE], [Message("user", "a title for this, please")], [MORE, REPLY, ASK]):
+    for messages in ([SYSTEM, MORE], [Message("user", "a title for this, please")]):
         assert forest.match(messages).fork is ForkReason.NEW_CONVERSATION
+
+
+def test_a_reply_with_less_before_it_was_compacted():
+    forest = Forest()
+    forest.add(node("1", [SYSTEM, ASK, REPLY, MORE, REPLY_2]))
+    summary = Message("user", "so far: the user asked q and got a")
+    assert forest.match([SYSTEM, summary, REPLY_2, MORE]).fork is ForkReason.COMPACTED
+
+
+def test_other_tools_are_a_fork_of_their_own():
+    forest = Forest()
+    calc, shell = Tool(name="calc", parameters='{"a": 1, "b": 2}'), Tool(name="shell")
+    first = node("1", [ASK, REPLY], tools=(calc,))
+    forest.add(first)
+    assert forest.match([ASK, REPLY, MORE], (Tool(name="calc", parameters='{"b":2,"a":1}'),)).node is first
+    assert forest.match([ASK, REPLY, MORE], (calc, shell)).fork is ForkReason.TOOLS_CHANGED
+    assert forest.match([ASK, REPLY, MORE]).fork is ForkReason.TOOLS_CHANGED
+
+
+CALLS = Message(
+    "assistant", " sure ", "hm", (ToolCall("c1", "calc", '{"a": 1, "b": 2}'), ToolCall("c2", "calc", "{}"))
+)
+RESULTS = [Message("tool", "3", tool_call_id="c1"), Message("tool", "0", tool_call_id="c2")]
+
+
+@pytest.mark.parametrize(
+    ("calls", "level"),
+    [
+        (CALLS, MatchLevel.EXACT),
+        (replace(CALLS, content="sure"), MatchLevel.CANONICAL),
+        (
+            replace(CALLS, tool_calls=(ToolCall("c1", "calc", '{"b":2,"a":1}'), CALLS.tool_calls[1])),
+            MatchLevel.CANONICAL,
+        ),
+        (replace(CALLS, reasoning=""), MatchLevel.WITHOUT_REASONING),
+        (replace(CALLS, reasoning="", content="other"), None),
+        (replace(CALLS, tool_calls=CALLS.tool_calls[::-1]), None),
+        (replace(CALLS, tool_calls=CALLS.tool_calls[:1]), None),
+    ],
+)
+def test_a_reply_that_comes_back_altered_matches_at_its_level(calls: Message, level: MatchLevel | None):
+    for most in MatchLevel:
+        forest = Forest(most)
+        first = node("1", [ASK, CALLS])
+        forest.add(first)
+        match = forest.match([ASK, calls, *RESULTS])
+        if level is None or level > most:
+            assert match.node is None
+        else:
+            assert (match.node, match.depth, match.fork, match.level) == (first, 2, None, level)
+
+
+def test_new_call_ids_match_if_the_results_answer_the_same_calls():
+    forest = Forest()
+    forest.add(node("1", [ASK, CALLS]))
+    last = node("2", [*RESULTS, REPLY], forest.turn("1"))
+    forest.add(last)
+    renamed = replace(
+        CALLS, tool_calls=tuple(replace(call, id="x" + call.id) for call in CALLS.tool_calls), reasoning=""
+    )
+    results = [replace(result, tool_call_id="x" + result.tool_call_id) for result in RESULTS]
+    assert forest.match([ASK, renamed, *results, REPLY, MORE]).node is last
+    assert forest.match([ASK, renamed, *results[::-1], REPLY, MORE]).depth == 2
 
 
 def test_roles_and_contents_cannot_be_confused():

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 
 from invrl.errors import SessionError
-from invrl.gateway.forest import ForkReason, Message
+from invrl.gateway.forest import ForkReason
+from invrl.gateway.message import Message, Prompt
 from invrl.gateway.model_folder import load_renderer
 from invrl.gateway.rendering import Renderer
 
@@ -26,8 +27,17 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return load_renderer(str(folder), 512)
 
 
-def with_template(renderer: Renderer, template) -> Renderer:
-    return Renderer(template, renderer._tokenizer, end_ids=frozenset({END}), vocab_size=512)
+def with_template(renderer: Renderer, template, *, keep_thinking: bool = False) -> Renderer:
+    def shown(prompt: Prompt, *, add_generation_prompt: bool) -> str:
+        return template(prompt.messages, add_generation_prompt)
+
+    return Renderer(
+        shown, renderer._tokenizer, end_ids=frozenset({END}), vocab_size=512, keep_thinking=keep_thinking
+    )
+
+
+def chat(*messages: Message) -> Prompt:
+    return Prompt(messages=messages)
 
 
 def chatml(messages: Sequence[Message], add_generation_prompt: bool) -> str:
@@ -41,19 +51,19 @@ def test_end_of_turn_is_read_off_the_template(renderer: Renderer):
 
 
 def test_a_first_turn_is_the_whole_rendering(renderer: Renderer):
-    ids = renderer.first([ASK, MORE])
+    ids = renderer.first(chat(ASK, MORE))
     assert ids == renderer._tokenizer.encode(chatml([ASK, MORE], True))
 
 
 def test_a_closed_turn_is_continued_after_its_end_token(renderer: Renderer):
     reply = Message("assistant", "calc(12*13)")
-    tail = renderer.tail([ASK, reply, MORE], 2, closed=True)
+    tail = renderer.tail(chat(ASK, reply, MORE), 2, closed=True)
     assert tail.fork is None
     assert tail.ids == renderer._tokenizer.encode("\n" + chatml([MORE], True))
 
 
 def test_a_turn_that_ran_out_of_tokens_gets_its_end_token_as_context(renderer: Renderer):
-    tail = renderer.tail([ASK, Message("assistant", "calc(12"), MORE], 2, closed=False)
+    tail = renderer.tail(chat(ASK, Message("assistant", "calc(12"), MORE), 2, closed=False)
     assert tail.ids == renderer._tokenizer.encode("<|im_end|>\n" + chatml([MORE], True))
     assert tail.ids[0] == END
 
@@ -69,9 +79,9 @@ def test_path_and_tail_are_the_templates_own_rendering(renderer: Renderer, conte
     depth = 2 * ((len(messages) - 1) // 2)
     if depth == len(messages):
         depth -= 2
-    head = renderer.first(messages[: depth - 1])
+    head = renderer.first(chat(*messages[: depth - 1]))
     sampled = [*renderer._tokenizer.encode(messages[depth - 1].content), END]
-    tail = renderer.tail(messages, depth, closed=renderer.is_closed(sampled))
+    tail = renderer.tail(chat(*messages), depth, closed=renderer.is_closed(sampled))
     assert head + sampled + tail.ids == renderer._tokenizer.encode(chatml(messages, True))
 
 
@@ -88,10 +98,13 @@ def test_stripped_thinking_and_a_changed_template_fork(renderer: Renderer):
         return f"{len(messages)} messages" + chatml(messages, add_generation_prompt)
 
     thought = Message("assistant", "<think>hm</think>4")
-    stripped = with_template(renderer, strips).tail([ASK, thought, MORE], 2, closed=True)
+    stripped = with_template(renderer, strips).tail(chat(ASK, thought, MORE), 2, closed=True)
     assert stripped.fork is ForkReason.THINKING_STRIPPED
-    assert with_template(renderer, strips).tail([ASK, Message("assistant", "4"), MORE], 2, closed=True).ids
-    changed = with_template(renderer, counts).tail([ASK, Message("assistant", "4"), MORE], 2, closed=True)
+    plain = chat(ASK, Message("assistant", "4"), MORE)
+    assert with_template(renderer, strips).tail(plain, 2, closed=True).ids
+    kept = with_template(renderer, strips, keep_thinking=True).tail(chat(ASK, thought, MORE), 2, closed=True)
+    assert (kept.ids, kept.kept_thinking) == (renderer._tokenizer.encode("\n" + chatml([MORE], True)), True)
+    changed = with_template(renderer, counts).tail(plain, 2, closed=True)
     assert changed.fork is ForkReason.TEMPLATE_CHANGED
 
 
@@ -101,7 +114,7 @@ def test_a_template_without_an_end_token_keeps_what_it_writes_after_a_reply(rend
 
     made = with_template(renderer, plain)
     assert made.end_of_turn_id is None
-    tail = made.tail([ASK, Message("assistant", "4"), MORE], 2, closed=False)
+    tail = made.tail(chat(ASK, Message("assistant", "4"), MORE), 2, closed=False)
     assert tail.ids == renderer._tokenizer.encode(f"\n\nuser: {MORE.content}\n\nassistant: ")
 
 
@@ -112,14 +125,14 @@ def test_what_the_template_refuses_is_a_400(renderer: Renderer):
         return chatml(messages, add_generation_prompt)
 
     with pytest.raises(SessionError, match="roles must alternate") as caught:
-        with_template(renderer, refuses).first([Message("user", "no")])
+        with_template(renderer, refuses).first(chat(Message("user", "no")))
     assert caught.value.status == 400
 
 
 def test_ids_outside_of_the_vocabulary_never_reach_an_engine(renderer: Renderer):
-    small = Renderer(chatml, renderer._tokenizer, end_ids=frozenset({END}), vocab_size=3)
+    small = Renderer(renderer._template, renderer._tokenizer, end_ids=frozenset({END}), vocab_size=3)
     with pytest.raises(SessionError, match="vocabulary"):
-        small.first([ASK])
+        small.first(chat(ASK))
 
 
 @settings(max_examples=200, deadline=None)
@@ -130,7 +143,7 @@ def test_streamed_text_is_the_whole_text(renderer: Renderer, ids: list[int], cut
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     pieces = [stream.push(ids[a:b]) for a, b in itertools.pairwise(edges)]
     pieces.append(stream.finish())
-    assert "".join(pieces) == renderer.text(ids) == stream.text
+    assert "".join(pieces) == renderer.reply_text(ids) == stream.text
 
 
 def test_characters_are_never_split(renderer: Renderer):

@@ -1,23 +1,23 @@
 """`/v1/chat/completions`: only the wire, in both directions. Pure.
 
 Every field of the API stands in exactly one of these lists:
-- honoured: `messages` (text, also in parts), `model` (must be ours), `stream`,
-  `stream_options.include_usage`, `max_tokens`, `max_completion_tokens` (bounded by the session's
-  max_new_tokens), `stop`, `logprobs`, `n` = 1.
+- honoured: `messages` (text, also in parts; tool calls and results; `reasoning_content`), `model` (must
+  be ours), `stream`, `stream_options.include_usage`, `max_tokens`, `max_completion_tokens` (bounded by the
+  session's max_new_tokens), `stop`, `logprobs`, `n` (to 16), `tools` (functions), `tool_choice`,
+  `parallel_tool_calls` (false: calls after the first are not shown), `response_format`,
+  `reasoning_effort` (none: no thinking; others: thinking), `chat_template_kwargs.enable_thinking`.
 - the run's: `temperature`, `top_p`, `top_k`, `min_p`, `frequency_penalty`, `presence_penalty`,
   `repetition_penalty`, `logit_bias`, `seed`: honoured in serving sessions; overridden in training and
   evaluation, which is reported once per session (header `x-invrl-overridden`). `logit_bias` is
   refused in serving, because the router would drop it.
 - ignored, for they change no token: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`,
-  `prompt_cache_key`, `prompt_cache_retention`, `stream_options.include_obfuscation`; in messages
-  `name`, `refusal`, `annotations`.
-- refused with 400 until they are supported: see `_REFUSED`; in messages tool calls, audio, images.
+  `prompt_cache_key`, `prompt_cache_retention`, `verbosity`, `stream_options.include_obfuscation`; in
+  messages `name`, `refusal`, `annotations`; in tools `strict` where the model chooses freely.
+- refused with 400: see `_REFUSED`; in messages audio, images, files.
 Any other field is refused as unknown."""
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -25,35 +25,48 @@ from typing import Annotated, Any
 import msgspec
 
 from invrl.errors import SessionError
-from invrl.gateway.forest import Message
+from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
+from invrl.gateway.dialects.wire import (
+    NO_JSON,
+    Count,
+    Unit,
+    bad,
+    check_model,
+    check_tools,
+    decode,
+    digest,
+    finite,
+    make_tool,
+    schema_text,
+    sent,
+    stop_strings,
+    unread,
+    unsupported,
+)
 from invrl.gateway.generation import Answer, Piece
+from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
+from invrl.gateway.parsing import CallDelta
 from invrl.gateway.sampling import ClientSampling
 from invrl.gateway.turns import TurnRequest
 from invrl.types import Turn
 
 _REFUSED = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "top_logprobs": (None, 0),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
 }
-"""Fields not supported yet, with the values that ask for nothing."""
-_REFUSED_IN_MESSAGES = ("tool_calls", "tool_call_id", "function_call", "audio", "reasoning_content")
+"""Fields not supported, with the values that ask for nothing."""
+_REFUSED_IN_MESSAGES = ("function_call", "audio")
 _CACHE = ("prompt_cache_key", "prompt_cache_retention")
-_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", *_CACHE)
+_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", *_CACHE)
 _IGNORED_IN_MESSAGES = ("refusal", "annotations")
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {each: each for each in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+_MOST_CHOICES = 16
 
-_Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
@@ -63,19 +76,66 @@ class _Part(msgspec.Struct):
     text: str | None = None
 
 
-def _unread(name: str, *fields: str) -> type[msgspec.Struct]:
-    """Optional fields of any shape: taken, so that they are not refused as unknown."""
-    return msgspec.defstruct(name, [(field, Any, None) for field in fields], kw_only=True)
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
 
 
-_UnreadOfMessage = _unread("_UnreadOfMessage", *_REFUSED_IN_MESSAGES, *_IGNORED_IN_MESSAGES)
-_UnreadOfBody = _unread("_UnreadOfBody", *_REFUSED, *_IGNORED)
+class _Call(msgspec.Struct):
+    function: _CalledFunction
+    id: str = ""
+    type: str = "function"
+
+
+class _Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = NO_JSON
+    strict: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    function: _Function | None = None
+
+
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _Choice(msgspec.Struct):
+    type: str
+    function: _Named | None = None
+
+
+class _Schema(msgspec.Struct):
+    schema: msgspec.Raw = NO_JSON
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _Format(msgspec.Struct):
+    type: str
+    json_schema: _Schema | None = None
+
+
+class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
+    enable_thinking: bool | None = None
+
+
+_UnreadOfMessage = unread("_UnreadOfMessage", *_REFUSED_IN_MESSAGES, *_IGNORED_IN_MESSAGES)
+_UnreadOfBody = unread("_UnreadOfBody", *_REFUSED, *_IGNORED)
 
 
 class _Message(_UnreadOfMessage, forbid_unknown_fields=True):
     role: str
     content: str | list[_Part] | None = None
     name: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -88,15 +148,21 @@ class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     model: str
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     stop: str | list[str] | None = None
     logprobs: bool | None = None
-    n: int | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=_MOST_CHOICES)] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: str | _Choice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: _Format | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: _TemplateOptions | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    min_p: _Unit | None = None
+    min_p: Unit | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
@@ -104,10 +170,9 @@ class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     sampling_seed: _Seed | None = msgspec.field(default=None, name="seed")
 
 
-class ChatRequest(msgspec.Struct, frozen=True):
-    """A parsed request: what to sample, and how this dialect shows it."""
+class ChatRequest(Asked, frozen=True, kw_only=True):
+    """A parsed chat request, and how its answer is shown."""
 
-    turn: TurnRequest
     logprobs: bool
     include_usage: bool
 
@@ -118,71 +183,50 @@ class ChatDialect:
     path = "/chat/completions"
 
     def __init__(self, *, model: str, vocab_size: int, token_text: Callable[[int], str]) -> None:
-        self._model, self._vocab_size, self._token_text = model, vocab_size, token_text
+        self.model, self._vocab_size, self._token_text = model, vocab_size, token_text
         self._decoder = msgspec.json.Decoder(_Body)
 
     def parse(self, raw: bytes, *, retry: bool | None) -> ChatRequest:
         """SessionError 400 (404 for another model) that names the field."""
-        try:
-            body = self._decoder.decode(raw)
-        except RecursionError:
-            raise _bad("the request's JSON is nested too deeply") from None
-        except UnicodeDecodeError:
-            raise _bad("the request's JSON is not UTF-8") from None
-        except msgspec.DecodeError as error:
-            message = str(error)
-            param = message.partition("`$.")[2].rstrip("`") or None
-            raise _bad(message, param=param) from None
+        body = decode(self._decoder, raw)
         self._check(body)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        if len(stop) > 16 or "" in stop:
-            raise _bad("stop takes up to 16 strings, none of them empty", param="stop")
         asked = msgspec.convert(body, ClientSampling, from_attributes=True)  # the fields of both
+        form = body.response_format
+        schema = form.json_schema.schema if form and form.json_schema else NO_JSON
         turn = TurnRequest(
             messages=tuple(_message(message, at) for at, message in enumerate(body.messages)),
+            tools=check_tools([_tool(tool, at) for at, tool in enumerate(body.tools or ())]),
+            tool_choice=_tool_choice(body.tool_choice),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            schema=schema_text(form.type, schema, "response_format") if form else "",
+            thinking=_thinking(body),
             sampling=replace(asked, max_new_tokens=limit),
-            stop=stop,
+            stop=stop_strings(body.stop),
             stream=bool(body.stream),
-            digest=hashlib.blake2b(b"chat" + raw, digest_size=16).hexdigest(),
+            digest=digest(b"chat", raw),
             retry=retry,
         )
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        return ChatRequest(turn=turn, logprobs=bool(body.logprobs), include_usage=usage)
+        return ChatRequest(turn=turn, n=body.n or 1, logprobs=bool(body.logprobs), include_usage=usage)
 
-    def answer(self, request: ChatRequest, answer: Answer) -> bytes:
+    def answer(self, request: ChatRequest, answers: Sequence[Answer]) -> bytes:
         """The body of a whole answer."""
-        turn = answer.turn
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": self._logprobs(answer.pieces) if request.logprobs else None,
-            "finish_reason": turn.finish_reason,
-        }
-        head = self._head("chat.completion", turn.id, turn.started_at)
-        return msgspec.json.encode({**head, "choices": [choice], "usage": _usage(turn)})
+        choices = [
+            {
+                "index": index,
+                "message": _shown(answer.message),
+                "logprobs": self.logprobs(answer.pieces) if request.logprobs else None,
+                "finish_reason": finish_reason(answer),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        first = answers[0].turn
+        head = self.head("chat.completion", first.id, first.started_at)
+        return msgspec.json.encode({**head, "choices": choices, "usage": usage([a.turn for a in answers])})
 
-    def stream_head(self, request: ChatRequest, turn_id: str, created: float) -> bytes:
-        return self._event(request, turn_id, created, {"role": "assistant", "content": "", "refusal": None})
-
-    def stream_piece(self, request: ChatRequest, turn_id: str, created: float, piece: Piece) -> bytes:
-        """Nothing while the piece's text is held back (half a character, perhaps a stop string)."""
-        if not piece.text and not (request.logprobs and len(piece.ids_T)):
-            return b""
-        logprobs = self._logprobs((piece,)) if request.logprobs else None
-        return self._event(request, turn_id, created, {"content": piece.text}, logprobs=logprobs)
-
-    def stream_tail(self, request: ChatRequest, answer: Answer) -> bytes:
-        turn = answer.turn
-        tail = self._event(request, turn.id, turn.started_at, {}, finish=turn.finish_reason)
-        if request.include_usage:
-            head = self._head("chat.completion.chunk", turn.id, turn.started_at)
-            tail += _sent({**head, "choices": [], "usage": _usage(turn)})
-        return tail + b"data: [DONE]\n\n"
-
-    def stream_error(self, error: SessionError) -> bytes:
-        """An error once the stream has begun; clients raise it when they see it."""
-        return b"data: " + self.error(error) + b"\n\n"
+    def stream(self, request: ChatRequest, begun: Sequence[Begun]) -> AnswerStream:
+        return _ChatStream(self, request, begun)
 
     def error(self, error: SessionError) -> bytes:
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
@@ -193,51 +237,18 @@ class ChatDialect:
 
     def models(self) -> bytes:
         """The answer of `/v1/models`."""
-        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "invrl"}
+        card = {"id": self.model, "object": "model", "created": 0, "owned_by": "invrl"}
         return msgspec.json.encode({"object": "list", "data": [card]})
 
-    def _check(self, body: _Body) -> None:
-        if body.model != self._model:
-            reason = f"The model `{body.model}` does not exist; this server has `{self._model}`."
-            raise SessionError(reason, status=404, code="model_not_found", param="model")
-        for name, neutral in _REFUSED.items():
-            if getattr(body, name) not in neutral:
-                raise _bad(f"`{name}` is not supported yet", param=name, code="unsupported_parameter")
-        if body.n not in (None, 1):
-            raise _bad("`n` must be 1: more is not supported yet", param="n", code="unsupported_value")
-        if not body.messages:
-            raise _bad("`messages` must not be empty", param="messages")
-        if body.stream_options is not None and not body.stream:
-            raise _bad("`stream_options` needs `stream`", param="stream_options")
-        if body.top_k == 0:
-            raise _bad("`top_k` must be -1 (off) or at least 1", param="top_k")
-        for token in body.logit_bias or ():
-            if not token.isdecimal() or int(token) >= self._vocab_size:
-                raise _bad(f"`logit_bias` names no token: {token!r}", param="logit_bias")
+    def head(self, kind: str, turn_id: str, created: float) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{turn_id}", "object": kind, "created": int(created), "model": self.model}
 
-    def _head(self, kind: str, turn_id: str, created: float) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{turn_id}", "object": kind, "created": int(created), "model": self._model}
-
-    def _event(
-        self,
-        request: ChatRequest,
-        turn_id: str,
-        created: float,
-        delta: dict[str, str | None],
-        *,
-        logprobs: dict[str, Any] | None = None,
-        finish: str | None = None,
-    ) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        usage = {"usage": None} if request.include_usage else {}
-        return _sent({**self._head("chat.completion.chunk", turn_id, created), "choices": [choice], **usage})
-
-    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         return {
             "content": [
                 {
                     "token": (text := self._token_text(token_id)),
-                    "logprob": logprob if math.isfinite(logprob) else -9999.0,
+                    "logprob": finite(logprob),
                     "bytes": list(text.encode()),
                     "top_logprobs": [],
                 }
@@ -247,43 +258,171 @@ class ChatDialect:
             "refusal": None,
         }
 
+    def _check(self, body: _Body) -> None:
+        check_model(body.model, self.model)
+        for name, neutral in _REFUSED.items():
+            if getattr(body, name) not in neutral:
+                raise unsupported(name)
+        if not body.messages:
+            raise bad("`messages` must not be empty", param="messages")
+        if body.stream_options is not None and not body.stream:
+            raise bad("`stream_options` needs `stream`", param="stream_options")
+        if body.top_k == 0:
+            raise bad("`top_k` must be -1 (off) or at least 1", param="top_k")
+        for token in body.logit_bias or ():
+            if not token.isdecimal() or int(token) >= self._vocab_size:
+                raise bad(f"`logit_bias` names no token: {token!r}", param="logit_bias")
+
+
+class _ChatStream:
+    """One streamed chat answer."""
+
+    keep_alive = b": waiting\n\n"
+
+    def __init__(self, dialect: ChatDialect, request: ChatRequest, begun: Sequence[Begun]) -> None:
+        self._dialect, self._request, self._begun = dialect, request, begun
+        self._head = dialect.head("chat.completion.chunk", begun[0].turn_id, begun[0].created)
+
+    def head(self) -> bytes:
+        first = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._event(index, first) for index in range(len(self._begun)))
+
+    def piece(self, choice: int, piece: Piece) -> bytes:
+        delta, shows_logprobs = piece.delta, self._request.logprobs and len(piece.ids_T)
+        if not delta and not shows_logprobs:
+            return b""
+        told: dict[str, Any] = {}
+        if delta.reasoning:
+            told["reasoning_content"] = delta.reasoning
+        if delta.calls:
+            told["tool_calls"] = [_call_delta(call) for call in delta.calls]
+        if delta.content or not told:
+            told["content"] = delta.content
+        logprobs = self._dialect.logprobs((piece,)) if shows_logprobs else None
+        return self._event(choice, told, logprobs=logprobs)
+
+    def tail(self, answers: Sequence[Answer]) -> bytes:
+        ends = [self._event(index, {}, finish=finish_reason(each)) for index, each in enumerate(answers)]
+        if self._request.include_usage:
+            ends.append(sent({**self._head, "choices": [], "usage": usage([a.turn for a in answers])}))
+        return b"".join(ends) + b"data: [DONE]\n\n"
+
+    def error(self, error: SessionError) -> bytes:
+        return b"data: " + self._dialect.error(error) + b"\n\n"
+
+    def _event(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        finish: str | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        shown = {"usage": None} if self._request.include_usage else {}
+        return sent({**self._head, "choices": [choice], **shown})
+
+
+def finish_reason(answer: Answer) -> str:
+    """As OpenAI names it: a reply that ended with calls ended because of them."""
+    called = answer.message.tool_calls and answer.turn.finish_reason == "stop"
+    return "tool_calls" if called else answer.turn.finish_reason
+
+
+def usage(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Of one prompt and all its answers."""
+    prompt, sampled = turns[0].prompt_tokens, sum(len(turn.sampled_ids_T) for turn in turns)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": turns[0].cached_tokens},
+    }
+
+
+def _shown(message: Message) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        shown["content"] = message.content or None
+        shown["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    return shown
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    function: dict[str, str] = {"arguments": call.arguments}
+    if not call.name:
+        return {"index": call.index, "function": function}
+    return {
+        "index": call.index,
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, **function},
+    }
+
 
 def _message(message: _Message, at: int) -> Message:
     param = f"messages[{at}]"
     role = _ROLES.get(message.role)
     if role is None:
         known = ", ".join(_ROLES)
-        raise _bad(f"{param}.role: {message.role!r} is not one of {known}", param=f"{param}.role")
+        raise bad(f"{param}.role: {message.role!r} is not one of {known}", param=f"{param}.role")
     for name in _REFUSED_IN_MESSAGES:
         if getattr(message, name) not in (None, [], ""):
-            raise _bad(f"{param}.{name} is not supported yet", param=param, code="unsupported_parameter")
-    content = message.content
-    if content is None and role != "assistant":
-        raise _bad(f"{param}.content must be text", param=f"{param}.content")
-    if isinstance(content, str):
-        return Message(role, content)
-    texts = []
-    for part in content or ():
-        if part.type not in ("text", "input_text") or part.text is None:
+            raise unsupported(f"{param}.{name}")
+    if message.content is None and role != "assistant":
+        raise bad(f"{param}.content must be text", param=f"{param}.content")
+    if role == "tool" and not message.tool_call_id:
+        raise bad(f"{param}.tool_call_id must say which call this answers", param=f"{param}.tool_call_id")
+    if message.tool_calls and role != "assistant":
+        raise bad(f"{param}.tool_calls: only the assistant calls", param=f"{param}.tool_calls")
+    return Message(
+        role,
+        message.content if isinstance(message.content, str) else _text(message.content or (), param),
+        message.reasoning_content or message.reasoning or "",
+        tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()),
+        message.tool_call_id or "",
+    )
+
+
+def _text(parts: Sequence[_Part], param: str) -> str:
+    for part in parts:
+        if part.type not in ("text", "input_text", "output_text", "refusal") or part.text is None:
             reason = f"{param}.content: {part.type!r} is refused, this model takes text only"
-            raise _bad(reason, param=f"{param}.content", code="unsupported_content")
-        texts.append(part.text)
-    return Message(role, "".join(texts))
+            raise bad(reason, param=f"{param}.content", code="unsupported_content")
+    return "".join(part.text or "" for part in parts)
 
 
-def _usage(turn: Turn) -> dict[str, Any]:
-    sampled = len(turn.sampled_ids_T)
-    return {
-        "prompt_tokens": turn.prompt_tokens,
-        "completion_tokens": sampled,
-        "total_tokens": turn.prompt_tokens + sampled,
-        "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
-    }
+def _tool(tool: _Tool, at: int) -> Tool:
+    param = f"tools[{at}]"
+    if tool.type != "function" or tool.function is None:
+        raise bad(f"{param}: only functions are supported, not {tool.type!r}", param=param)
+    function = tool.function
+    place = f"{param}.function"
+    return make_tool(function.name, function.description, function.parameters, bool(function.strict), place)
 
 
-def _sent(event: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
+    if choice is None or choice == "auto":
+        return ToolChoice()
+    if choice == "none":
+        return ToolChoice(mode="none")
+    if choice == "required":
+        return ToolChoice(mode="required")
+    if isinstance(choice, _Choice) and choice.type == "function" and choice.function:
+        return ToolChoice(mode="named", name=choice.function.name)
+    raise bad("`tool_choice` must be auto, none, required, or name a function", param="tool_choice")
 
 
-def _bad(message: str, *, param: str | None = None, code: str = "invalid_request") -> SessionError:
-    return SessionError(message, status=400, code=code, param=param)
+def _thinking(body: _Body) -> bool | None:
+    if body.chat_template_kwargs and body.chat_template_kwargs.enable_thinking is not None:
+        return body.chat_template_kwargs.enable_thinking
+    return None if body.reasoning_effort is None else body.reasoning_effort not in ("none", "minimal")

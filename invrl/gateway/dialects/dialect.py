@@ -1,0 +1,70 @@
+"""What a dialect is: one API's wire format, in both directions. Pure.
+
+`agent_api.py` serves any of them: it parses the request, samples, and writes what the dialect says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from invrl.errors import SessionError
+from invrl.gateway.generation import Answer, Piece
+from invrl.gateway.turns import TurnRequest
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed request: what to sample, and how many times. Dialects add how they show it."""
+
+    turn: TurnRequest
+    n: int = 1
+
+
+Request = TypeVar("Request", bound=Asked)
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an answer before its first token."""
+
+    turn_id: str
+    created: float
+    prompt_tokens: int
+
+
+class AnswerStream(Protocol):
+    """One streamed answer: the bytes of its beginning, of each piece, of its end."""
+
+    keep_alive: bytes
+    """Sent while no token comes; clients skip it."""
+
+    def head(self) -> bytes: ...
+
+    def piece(self, choice: int, piece: Piece) -> bytes:
+        """Nothing while the piece's text is held back (half a character, perhaps a stop string)."""
+        ...
+
+    def tail(self, answers: Sequence[Answer]) -> bytes: ...
+
+    def error(self, error: SessionError) -> bytes:
+        """An error once the stream has begun; clients raise it when they see it."""
+        ...
+
+
+class Dialect(Protocol[Request]):
+    """The wire format of one sampling route for one served model."""
+
+    path: str
+    """Below `/v1`."""
+
+    def parse(self, raw: bytes, *, retry: bool | None) -> Request:
+        """SessionError 400 (404 for another model) that names the field."""
+        ...
+
+    def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
+        """The body of a whole answer; `answers` has one of each choice."""
+        ...
+
+    def stream(self, request: Request, begun: Sequence[Begun]) -> AnswerStream: ...
+
+    def error(self, error: SessionError) -> bytes: ...

@@ -1,0 +1,309 @@
+"""A reply's text taken apart: reasoning, content, tool calls; and the grammar that forces a call.
+
+SGLang's own parsers do it, whole or as the text arrives. Importing them costs seconds and 500 MB (they
+import torch), so that happens only where the chat template has tools or thinking. Invariant: nothing of a
+reply is lost: what is no call of a known tool is content. Made by the gateway's process, used by
+`turns.py` and `generation.py`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from invrl.errors import ConfigError, SessionError
+from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
+from invrl.types import Json
+
+if TYPE_CHECKING:
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+_CALLS_BY_MARK = (
+    ("<|python_tag|>", "llama3"),
+    ("<｜tool▁calls▁begin｜>", "deepseekv3"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "qwen25"),
+)
+_REASONING_BY_MARK = (("enable_thinking", "qwen3"), ("</think>", "deepseek-r1"))
+
+
+def detect_parsers(template: str) -> tuple[str, str]:
+    """SGLang's names of the tool-call and the reasoning parser for a chat template; "" for none."""
+    calls = (
+        next((name for mark, name in _CALLS_BY_MARK if mark in template), "") if "tools" in template else ""
+    )
+    if calls == "deepseekv3" and "'<｜tool▁call▁begin｜>' + tool['function']" in template:
+        calls = "deepseekv31"
+    reasoning = next((name for mark, name in _REASONING_BY_MARK if mark in template), "")
+    return calls, reasoning
+
+
+def choose_parsers(tool_calls: str, reasoning: str, *, template: str) -> Parsers:
+    """By the settings' names: SGLang's, "auto" (by the chat template) or "none"."""
+    found = detect_parsers(template)
+    names = (tool_calls, reasoning)
+    chosen = [auto if name == "auto" else name for name, auto in zip(names, found, strict=True)]
+    calls, thoughts = ("" if name == "none" else name for name in chosen)
+    return Parsers(tool_calls=calls, reasoning=thoughts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDelta:
+    """What a piece adds to the reply's call number `index`. `id` and `name` come with its first piece."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What a piece of text adds to the reply."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsers:
+    """The parsers of the served model, by SGLang's names. Empty: replies are content alone."""
+
+    tool_calls: str = ""
+    reasoning: str = ""
+
+    def preload(self) -> None:
+        """Import what `reply` needs, before the first request waits for it. ConfigError for a name that
+        SGLang does not know."""
+        makers = {
+            "tool_call_parser": (self.tool_calls, lambda: _call_parser(self.tool_calls, ())),
+            "reasoning_parser": (self.reasoning, lambda: _reasoning_parser(self.reasoning, thinks=False)),
+        }
+        for field, (name, make) in makers.items():
+            try:
+                if name:
+                    make()
+            except ValueError as error:
+                fix = "take a name from `python -m sglang.launch_server --help`, auto, or none"
+                raise ConfigError(f"gateway.{field}", name, str(error), fix) from None
+
+    def reply(
+        self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool, prompt_text: str, stream: bool
+    ) -> ReplyParser:
+        """For one reply to the prompt that ends like `prompt_text`."""
+        if not (self.reasoning or (self.tool_calls and tools)):
+            return ReplyParser()
+        calls = _call_parser(self.tool_calls, tools) if tools and choice.mode != "none" else None
+        thinks = prompt_text.rstrip().endswith("<think>")
+        reasoning = _reasoning_parser(self.reasoning, thinks=thinks) if self.reasoning else None
+        return ReplyParser(reasoning, calls, most_calls=None if parallel else 1, stream=stream)
+
+    def constraint(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> Mapping[str, Json]:
+        """SGLang's sampling parameters that force a call; empty where the model chooses. SessionError 400
+        if the tools cannot be made a grammar."""
+        if choice.mode not in ("required", "named"):
+            return {}
+        from sglang.srt.entrypoints.openai.protocol import ToolChoice as SglangChoice
+
+        if choice.mode == "named":
+            tools = [tool for tool in tools if tool.name == choice.name]
+        tools = [replace(tool, strict=True) for tool in tools]  # forced calls keep to their schemas
+        wanted = "required" if choice.mode == "required" else SglangChoice.model_validate(_named(choice.name))
+        parser = _call_parser(self.tool_calls, tools)
+        found = parser.get_structure_constraint(wanted, parallel_tool_calls=parallel)
+        if found is None:
+            reason = "these tools cannot be forced: their schemas make no grammar"
+            raise SessionError(reason, status=400, code="invalid_value", param="tools")
+        kind, value = found
+        shown = value.model_dump(by_alias=True) if isinstance(value, BaseModel) else value
+        return {kind: shown if isinstance(shown, str) else json.dumps(shown)}
+
+
+class ReplyParser:
+    """One reply. `push` its text as it arrives, then `finish`; without `stream` all comes from `finish`."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None = None,
+        calls: FunctionCallParser | None = None,
+        *,
+        most_calls: int | None = None,
+        stream: bool = True,
+    ) -> None:
+        self._reasoning, self._parser, self._most_calls = reasoning, calls, most_calls
+        self._stream = stream
+        self._plain = reasoning is None and calls is None
+        self._text = ""
+        self._to_calls = ""
+        """What was handed to the call parser."""
+        self._told = 0
+        """How much of that was told as content."""
+        self._content: list[str] = []
+        self._thought: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._begun = 0
+        """Calls of the text so far; those over the limit are not told."""
+
+    @property
+    def special(self) -> bool:
+        """Tool calls may be marked by special tokens: the text must show them."""
+        return self._parser is not None
+
+    def push(self, text: str) -> Delta:
+        """What `text` adds, as far as it can be told yet."""
+        if self._plain:
+            return self._add(Delta(content=text))
+        self._text += text
+        if not self._stream or not text:
+            return Delta()
+        reasoning, rest = "", text
+        if self._reasoning is not None:
+            thought, normal = self._reasoning.parse_stream_chunk(text)
+            reasoning, rest = thought or "", normal or ""
+        return self._add(self._parse_calls(rest, reasoning))
+
+    def finish(self) -> Delta:
+        """The rest, once the text is whole."""
+        if self._plain:
+            return Delta()
+        if not self._stream:
+            return self._add(self._whole())
+        reasoning, rest = "", ""
+        if self._reasoning is not None:
+            thought, normal = self._reasoning.parse_stream_end()
+            reasoning, rest = thought or "", normal or ""
+        deltas = [self._add(self._parse_calls(rest, reasoning))]
+        if self._parser is not None:
+            _, items = self._parser.parse_stream_end()
+            deltas.append(self._add(Delta(calls=self._deltas(items))))
+            deltas.append(self._add(self._missing()))
+        return Delta(
+            content="".join(each.content for each in deltas),
+            reasoning="".join(each.reasoning for each in deltas),
+            calls=tuple(call for each in deltas for call in each.calls),
+        )
+
+    @property
+    def message(self) -> Message:
+        """All that was told so far."""
+        return Message("assistant", "".join(self._content), "".join(self._thought), tuple(self._calls))
+
+    def _parse_calls(self, text: str, reasoning: str) -> Delta:
+        if self._parser is None:
+            return Delta(content=text, reasoning=reasoning)
+        if not text:
+            return Delta(reasoning=reasoning)
+        self._to_calls += text
+        content, items = self._parser.parse_stream_chunk(text)
+        if mark := self._parser.detector.bot_token:
+            content = self._before(mark)
+        else:
+            self._told = len(self._to_calls)
+        return Delta(content=content, reasoning=reasoning, calls=self._deltas(items))
+
+    def _before(self, mark: str) -> str:
+        """Content not yet told: up to where a call begins, or might begin. What SGLang's incremental
+        parser takes for content after that is a piece of a call it could not read."""
+        text, start = self._to_calls, self._told
+        at = text.find(mark)
+        if at < 0:
+            at = len(text) - max((n for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+        self._told = max(at, start)
+        return text[start : self._told]
+
+    def _missing(self) -> Delta:
+        """What the incremental parser kept back, by the whole text: the end of a call's arguments, whole
+        calls, or text that was taken for a call and is none."""
+        assert self._parser is not None
+        _, items = self._parser.parse_non_stream(self._to_calls)
+        missing: list[CallDelta] = []
+        for index, item in enumerate(items):
+            if index >= len(self._calls):
+                missing.append(_first(index, item.name or "", item.parameters))
+            elif item.parameters.startswith(told := self._calls[index].arguments) and item.parameters != told:
+                missing.append(CallDelta(index=index, arguments=item.parameters[len(told) :]))
+        content = "" if items or self._calls else self._to_calls[self._told :]
+        return Delta(content=content, calls=self._limited(missing))
+
+    def _whole(self) -> Delta:
+        reasoning, text = "", self._text
+        if self._reasoning is not None:
+            thought, normal = self._reasoning.parse_non_stream(self._text)
+            reasoning, text = thought or "", normal or ""
+        if self._parser is None:
+            return Delta(content=text, reasoning=reasoning)
+        content, items = self._parser.parse_non_stream(text)
+        if not items:
+            content = text
+        calls = [_first(index, item.name or "", item.parameters) for index, item in enumerate(items)]
+        return Delta(content=content, reasoning=reasoning, calls=self._limited(calls))
+
+    def _deltas(self, items: Sequence[Any]) -> tuple[CallDelta, ...]:
+        """SGLang's items: the first of a call has its name, the index is the call's place."""
+        found: list[CallDelta] = []
+        for item in items:
+            if item.name:
+                found.append(_first(self._begun, item.name, item.parameters))
+                self._begun += 1
+            elif self._begun and item.parameters:
+                found.append(CallDelta(index=self._begun - 1, arguments=item.parameters))
+        return self._limited(found)
+
+    def _limited(self, calls: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
+        return tuple(each for each in calls if self._most_calls is None or each.index < self._most_calls)
+
+    def _add(self, delta: Delta) -> Delta:
+        self._content.append(delta.content)
+        self._thought.append(delta.reasoning)
+        for call in delta.calls:
+            if call.index == len(self._calls):
+                self._calls.append(ToolCall(call.id, call.name, call.arguments))
+            else:
+                told = self._calls[call.index]
+                self._calls[call.index] = replace(told, arguments=told.arguments + call.arguments)
+        return delta
+
+
+def _first(index: int, name: str, arguments: str) -> CallDelta:
+    return CallDelta(index=index, id="call_" + secrets.token_hex(12), name=name, arguments=arguments)
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _call_parser(name: str, tools: Sequence[Tool]) -> FunctionCallParser:
+    from sglang.srt.entrypoints.openai.protocol import Tool as SglangTool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    shown = [
+        SglangTool.model_validate(
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": json.loads(tool.parameters or "null"),
+                    "strict": tool.strict,
+                },
+            }
+        )
+        for tool in tools
+    ]
+    return FunctionCallParser(shown, name)
+
+
+def _reasoning_parser(name: str, *, thinks: bool) -> ReasoningParser:
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    return ReasoningParser(name, stream_reasoning=True, force_reasoning=thinks)
