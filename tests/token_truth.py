@@ -30,7 +30,9 @@ from typing import Any
 import numpy as np
 from engine_tap import Generation
 
-_COLUMNS = "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, messages"
+_COLUMNS = (
+    "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, messages, tools"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +102,7 @@ def stored_turns(path: Path) -> list[StoredTurn]:
     with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as db:
         rows = db.execute(f"SELECT {_COLUMNS} FROM turns ORDER BY seq").fetchall()
     turns = []
-    for turn_id, session, parent, context, sampled, logprobs, spans, finish, raw in rows:
-        kept = json.loads(raw)
-        kept = kept if isinstance(kept, dict) else {"messages": kept}
+    for turn_id, session, parent, context, sampled, logprobs, spans, finish, messages, tools in rows:
         turns.append(
             StoredTurn(
                 id=turn_id,
@@ -113,8 +113,8 @@ def stored_turns(path: Path) -> list[StoredTurn]:
                 logprobs=np.frombuffer(logprobs, np.float32).tolist(),
                 spans=[(int(one["version"]), one["start"], one["end"]) for one in json.loads(spans)],
                 finish_reason=finish,
-                messages=kept["messages"],
-                tools=kept.get("tools") or [],
+                messages=json.loads(messages),
+                tools=json.loads(tools),
             )
         )
     return turns
@@ -257,8 +257,9 @@ def _judge_sent(
         return verdict.mismatches.append((sent.turn_id, "unrecorded", ""))
     kept = [message for one in _path(turn, stored) for message in one.messages][:-1]
     asked = [_shown(_flat(message)) for message in sent.messages]
-    if [_shown(message) for message in kept] != asked:
-        verdict.mismatches.append((turn.id, "messages", f"{kept} {asked}"))
+    tools = [_tool(tool) for tool in _path(turn, stored)[0].tools]
+    if [_shown(message) for message in kept] != asked or tools != [_tool(tool) for tool in sent.tools]:
+        verdict.mismatches.append((turn.id, "messages", f"{kept} {tools} {asked}"))
     wire = passed.get(turn.id)
     if wire is None:
         return None  # `missing`
@@ -276,9 +277,9 @@ def _judge_sent(
 
 
 def _with_calls(text: str) -> tuple[str, list[tuple[str, dict]]]:
-    """Hermes' form, read on our own: the text outside of calls, and the whole calls."""
+    """Hermes' form, read on our own: whole calls, and the text outside of them (a call cut short is text)."""
     calls = [json.loads(one) for one in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
-    outside = re.sub(r"<tool_call>.*?(</tool_call>|$)", "", text, flags=re.DOTALL)
+    outside = re.sub(r"<tool_call>.*?</tool_call>", "", text, flags=re.DOTALL)
     return outside, [(call["name"], call["arguments"]) for call in calls]
 
 
@@ -320,6 +321,7 @@ def _tool(tool: Mapping) -> dict:
     if "function" in tool:
         return dict(tool)
     parameters = tool.get("parameters")
+    parameters = json.loads(parameters or "null") if isinstance(parameters, str) else parameters
     parameters = {"type": "object", "properties": {}} if parameters is None else parameters
     function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": parameters}
     return {"type": "function", "function": function}

@@ -127,6 +127,8 @@ async def _gateway(
         "model_name": MODEL_NAME,
         "store_path": str(folder / "run.sqlite"),
         "max_new_tokens": 2048,
+        "tool_call_parser": "auto",
+        "reasoning_parser": "auto",
         **changes,
     }
     settings = GatewaySettings.model_validate(values)
