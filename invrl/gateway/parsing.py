@@ -7,6 +7,7 @@ reply is lost: what is no call of a known tool is content. Made by the gateway's
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -108,25 +109,18 @@ class Parsers:
         reasoning = _reasoning_parser(self.reasoning, thinks=thinks) if self.reasoning else None
         return ReplyParser(reasoning, calls, most_calls=None if parallel else 1, stream=stream)
 
-    def constraint(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> Mapping[str, Json]:
+    def constraint(
+        self, tools: tuple[Tool, ...], choice: ToolChoice, *, parallel: bool
+    ) -> Mapping[str, Json]:
         """SGLang's sampling parameters that force a call; empty where the model chooses. SessionError 400
         if the tools cannot be made a grammar."""
         if choice.mode not in ("required", "named"):
             return {}
-        from sglang.srt.entrypoints.openai.protocol import ToolChoice as SglangChoice
-
-        if choice.mode == "named":
-            tools = [tool for tool in tools if tool.name == choice.name]
-        tools = [replace(tool, strict=True) for tool in tools]  # forced calls keep to their schemas
-        wanted = "required" if choice.mode == "required" else SglangChoice.model_validate(_named(choice.name))
-        parser = _call_parser(self.tool_calls, tools)
-        found = parser.get_structure_constraint(wanted, parallel_tool_calls=parallel)
-        if found is None:
-            reason = "these tools cannot be forced: their schemas make no grammar"
-            raise SessionError(reason, status=400, code="invalid_value", param="tools")
-        kind, value = found
-        shown = value.model_dump(by_alias=True) if isinstance(value, BaseModel) else value
-        return {kind: shown if isinstance(shown, str) else json.dumps(shown)}
+        try:
+            return {"ebnf": _forced_call(self.tool_calls, tools, choice, parallel)}
+        except (RuntimeError, ValueError) as error:  # xgrammar's and SGLang's words for a schema of no use
+            reason = f"these tools cannot be forced: {error}"
+            raise SessionError(reason, status=400, code="invalid_value", param="tools") from None
 
 
 class ReplyParser:
@@ -278,8 +272,50 @@ def _first(index: int, name: str, arguments: str) -> CallDelta:
     return CallDelta(index=index, id="call_" + secrets.token_hex(12), name=name, arguments=arguments)
 
 
-def _named(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
+@functools.lru_cache(maxsize=256)
+def _forced_call(parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, parallel: bool) -> str:
+    """The grammar of a reply that calls, as EBNF: of the ways to say it, the one that sglang-router 0.3.2
+    passes on (it drops structural tags)."""
+    from sglang.srt.entrypoints.openai.protocol import ToolChoice as SglangChoice
+    from xgrammar import Grammar
+
+    if choice.mode == "named":
+        tools = tuple(tool for tool in tools if tool.name == choice.name)
+    tools = tuple(replace(tool, strict=True) for tool in tools)  # forced calls keep to their schemas
+    named = SglangChoice.model_validate({"function": {"name": choice.name}})
+    parser = _call_parser(parser_name, tools)
+    found = parser.get_structure_constraint(
+        "required" if choice.mode == "required" else named, parallel_tool_calls=parallel
+    )
+    if found is None:
+        raise ValueError("their schemas make no grammar")
+    kind, value = found
+    if isinstance(value, BaseModel):
+        value = value.model_dump(by_alias=True)
+    if (
+        kind != "structural_tag"
+    ):  # then a forced call looks otherwise than a free one, and is parsed otherwise
+        raise ValueError(f"the parser {parser_name} has no grammar of its calls")
+    tag = json.loads(value) if isinstance(value, str) else value
+    if "structures" in tag:  # SGLang's older form
+        tag = _triggered(tag["structures"], tag["triggers"], once=not parallel)
+    return str(Grammar.from_structural_tag(tag))
+
+
+def _triggered(
+    structures: Sequence[Mapping[str, Any]], triggers: Sequence[str], *, once: bool
+) -> dict[str, Any]:
+    tags = [
+        {
+            "type": "tag",
+            "begin": each["begin"],
+            "content": {"type": "json_schema", "json_schema": each["schema"]},
+            "end": each["end"],
+        }
+        for each in structures
+    ]
+    calls = {"type": "triggered_tags", "triggers": list(triggers), "tags": tags}
+    return {"type": "structural_tag", "format": {**calls, "at_least_one": True, "stop_after_first": once}}
 
 
 def _call_parser(name: str, tools: Sequence[Tool]) -> FunctionCallParser:

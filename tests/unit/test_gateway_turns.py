@@ -19,6 +19,7 @@ from tiny_model import make_tiny_model
 
 from invrl.gateway.app import make_app
 from invrl.gateway.model_folder import load_renderer
+from invrl.gateway.parsing import Parsers
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.settings import GatewaySettings
 from invrl.process import free_port
@@ -82,7 +83,9 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(tmp_path: Path, model: Path, renderer: Renderer, **changes) -> AsyncIterator[Running]:
+async def running(
+    tmp_path: Path, model: Path, renderer: Renderer, parsers: Parsers | None = None, **changes
+) -> AsyncIterator[Running]:
     async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=30) as http:
         settings = GatewaySettings.model_validate(
             {
@@ -104,7 +107,14 @@ async def running(tmp_path: Path, model: Path, renderer: Renderer, **changes) ->
         client = SglangClient(
             settings.router_url, limits=limits, generate_deadline_s=settings.generate_timeout_s
         )
-        app = make_app(settings, engine=client, renderer=renderer, store=store, on_shutdown=client.close)
+        app = make_app(
+            settings,
+            engine=client,
+            renderer=renderer,
+            parsers=parsers or Parsers(),
+            store=store,
+            on_shutdown=client.close,
+        )
         config = uvicorn.Config(app, port=settings.port, log_level="warning", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())

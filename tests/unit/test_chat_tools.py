@@ -1,0 +1,259 @@
+"""Tools, reasoning, several choices and schemas in chat completions, through the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+from test_gateway_turns import Running, running
+from tiny_model import make_tiny_model
+
+from invrl.gateway.message import MatchLevel
+from invrl.gateway.model_folder import load_renderer
+from invrl.gateway.parsing import Parsers
+from invrl.gateway.rendering import Renderer
+from invrl.types import FailedRollout, RolloutSummary
+
+END = 2
+PARSERS = Parsers(tool_calls="qwen25", reasoning="qwen3")
+ASK = {"role": "user", "content": "What is 12*13?"}
+CALC = {
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "description": "Computes.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+SHELL = {"type": "function", "function": {"name": "shell"}}
+ONE = 'Sure.\n<tool_call>\n{"name": "calc", "arguments": {"a": 12, "b": "x"}}\n</tool_call>'
+TWO = ONE + '\n<tool_call>\n{"name": "shell", "arguments": {"cmd": "ls"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def renderer(model: Path) -> Renderer:
+    return load_renderer(str(model), 512)
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+    async with running(tmp_path, model, renderer, PARSERS, max_new_tokens=256) as made:
+        yield made
+
+
+def say(gateway: Running, renderer: Renderer, *texts: str) -> None:
+    """The engine's next replies; the last one is repeated."""
+    left = list(texts)
+
+    def reply(_: object) -> list[int]:
+        return [*renderer.encode(left.pop(0) if len(left) > 1 else left[0]), END]
+
+    gateway.engine.script = reply
+
+
+async def ask(client: openai.AsyncOpenAI, messages: list, *, stream: bool, **options):
+    """(choice, usage) whole or put together from a stream."""
+    if not stream:
+        answer = await client.chat.completions.create(model="tiny", messages=messages, **options)
+        return answer.choices[0].message.model_dump(exclude_none=True), answer.choices[0].finish_reason
+    message: dict = {"role": "assistant", "content": ""}
+    finish = None
+    async for chunk in await client.chat.completions.create(
+        model="tiny", messages=messages, stream=True, **options
+    ):
+        delta = chunk.choices[0].delta
+        finish = chunk.choices[0].finish_reason or finish
+        message["content"] += delta.content or ""
+        if reasoning := getattr(delta, "reasoning_content", None):
+            message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
+        for call in delta.tool_calls or []:
+            calls = message.setdefault("tool_calls", [])
+            if call.index == len(calls):
+                calls.append(
+                    {
+                        "id": call.id,
+                        "type": "function",
+                        "function": {"name": call.function.name, "arguments": ""},
+                    }
+                )
+            calls[call.index]["function"]["arguments"] += call.function.arguments or ""
+    return message, finish
+
+
+def path_is_whole(gateway: Running, session) -> None:
+    """Each prompt is the ids of the turn's path, then its context."""
+    turns = {turn.id: turn for turn in gateway.turns(session)}
+    for request in gateway.engine.requests:
+        turn, ids = turns[request["rid"]], []
+        parent = turn.parent_id
+        while parent:
+            ids = [*turns[parent].context_ids_T.tolist(), *turns[parent].sampled_ids_T.tolist(), *ids]
+            parent = turns[parent].parent_id
+        assert request["input_ids"] == [*ids, *turn.context_ids_T.tolist()]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_loop_goes_on_with_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):
+    say(gateway, renderer, "<think>12*13 is\nhard</think>\n\n" + TWO, "It is 156.")
+    [session] = await gateway.open()
+    client, options = gateway.client(session), {"stream": stream, "tools": [CALC, SHELL]}
+    message, finish = await ask(client, [ASK], **options)
+    assert finish == "tool_calls"
+    assert message["content"].strip() == "Sure."
+    assert message["reasoning_content"].strip() == "12*13 is\nhard"
+    assert [
+        (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]
+    ] == [
+        ("calc", {"a": 12, "b": "x"}),
+        ("shell", {"cmd": "ls"}),
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": text}
+        for call, text in zip(message["tool_calls"], ("156", "a b"), strict=True)
+    ]
+    last, finish = await ask(client, [ASK, message, *results], **options)
+    assert (last["content"], finish) == ("It is 156.", "stop")
+    first, second = gateway.turns(session)
+    assert (second.parent_id, second.fork_reason) == (first.id, "")
+    path_is_whole(gateway, session)
+    assert not first.constrained
+    tail = renderer._tokenizer.decode(second.context_ids_T.tolist(), special=True)
+    assert tail.startswith("\n<|im_start|>tool\n156<|im_end|>")
+    assert tail.endswith("<|im_start|>assistant\n")
+
+
+async def test_what_agents_do_to_history_still_matches(gateway: Running, renderer: Renderer):
+    say(gateway, renderer, "<think>hm</think>" + ONE, "156.")
+    [session] = await gateway.open()
+    client = gateway.client(session)
+    message, _ = await ask(client, [ASK], stream=False, tools=[CALC])
+    del message["reasoning_content"]
+    message["content"] = message["content"].strip() + "\n"
+    message["tool_calls"][0] |= {"id": "mine"}
+    message["tool_calls"][0]["function"]["arguments"] = '{"b":"x","a":12}'
+    result = {"role": "tool", "tool_call_id": "mine", "content": "156"}
+    await ask(client, [ASK, message, result], stream=False, tools=[CALC])
+    first, second = gateway.turns(session)
+    assert (second.parent_id, second.fork_reason) == (first.id, "")
+    metrics = (await gateway.env("/metrics")).json()
+    assert metrics["matches"] == {MatchLevel.WITHOUT_REASONING.name.lower(): 1}
+
+
+async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
+    gateway: Running, renderer: Renderer
+):
+    say(gateway, renderer, ONE)
+    named = {"type": "function", "function": {"name": "calc"}}
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    asked = [
+        {"tools": [CALC], "tool_choice": "required"},
+        {"tools": [CALC], "tool_choice": named},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"response_format": {"type": "json_object"}},
+    ]
+    [session, mixed] = await gateway.open(2)
+    for options in asked:
+        await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], **options)
+    sent = [request["sampling_params"] for request in gateway.engine.requests]
+    assert all('"calc' in each["ebnf"] or "calc" in each["ebnf"] for each in sent[:2])
+    assert json.loads(sent[2]["json_schema"]) == schema
+    assert json.loads(sent[3]["json_schema"]) == {"type": "object"}
+    assert all(turn.constrained for turn in gateway.turns(session))
+    failed = await gateway.finish(session)
+    assert isinstance(failed, FailedRollout)
+    assert failed.reason == "empty"
+    client = gateway.client(mixed)
+    message, _ = await ask(client, [ASK], stream=False, **asked[0])
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "156"}
+    await ask(client, [ASK, message, result], stream=False, tools=[CALC])
+    forced, free = gateway.turns(mixed)
+    summary = await gateway.finish(mixed)
+    assert isinstance(summary, RolloutSummary)
+    assert (forced.constrained, free.constrained, free.parent_id) == (True, False, forced.id)
+    assert summary.trained_tokens == len(free.sampled_ids_T) < summary.sampled_tokens
+
+
+async def test_without_parallel_calls_one_is_shown(gateway: Running, renderer: Renderer):
+    say(gateway, renderer, TWO)
+    [session] = await gateway.open()
+    for stream in (False, True):
+        message, _ = await ask(
+            gateway.client(session), [ASK], stream=stream, tools=[CALC, SHELL], parallel_tool_calls=False
+        )
+        [call] = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": 12, "b": "x"}
+
+
+async def test_with_tool_choice_none_the_reply_is_text(gateway: Running, renderer: Renderer):
+    say(gateway, renderer, ONE)
+    [session] = await gateway.open()
+    message, finish = await ask(
+        gateway.client(session), [ASK], stream=False, tools=[CALC], tool_choice="none"
+    )
+    assert (message["content"], finish) == (ONE, "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_n_choices_are_n_siblings(gateway: Running, stream: bool):
+    [session] = await gateway.open()
+    client = gateway.client(session)
+    options = {"model": "tiny", "messages": [ASK], "n": 3}
+    if stream:
+        texts = ["", "", ""]
+        usage = None
+        made = await client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+        async for chunk in made:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    else:
+        answer = await client.chat.completions.create(**options)
+        texts, usage = [choice.message.content for choice in answer.choices], answer.usage
+    turns = gateway.turns(session)
+    assert len({turn.sampled_ids_T.tobytes() for turn in turns}) == 3 == len(set(texts))
+    assert [turn.parent_id for turn in turns] == [None] * 3
+    assert usage.completion_tokens == sum(len(turn.sampled_ids_T) for turn in turns)
+    await gateway.finish(session)
+    assert all(turn.delivered for turn in gateway.turns(session)), "each choice reached the client"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [CALC, CALC]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "custom"}]}, "tools[0]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [CALC], "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools[0].function.parameters",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+    ],
+)
+async def test_bad_tools_are_refused(gateway: Running, options: dict, param: str):
+    [session] = await gateway.open()
+    with pytest.raises(openai.BadRequestError) as caught:
+        await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], **options)
+    assert caught.value.param == param
