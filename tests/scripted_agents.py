@@ -27,7 +27,7 @@ def calculating(prompt: str) -> str:
     while messages and (result := _result(*messages[-1])) is not None:
         results.insert(0, result)
         messages.pop()
-    asked = messages[-1][1] if messages else ""
+    asked = messages[-1][1].rpartition("New task:")[2] if messages else ""
     if results:
         if '"final_answer"' in prompt:
             return call("final_answer", {"answer": results[-1]})
@@ -55,6 +55,6 @@ def _result(role: str, text: str) -> str | None:
         found := re.search(r"<tool_response>\n?(.*?)\n?</tool_response>", text, re.DOTALL)
     ):
         return found[1].strip()
-    if role == "user" and text.startswith("Observation"):  # smolagents
+    if role == "user" and text.startswith("Observation") and "New task:" not in text:  # smolagents
         return text.partition("\n")[2].strip()
     return None

@@ -31,7 +31,8 @@ import numpy as np
 from engine_tap import Generation
 
 _COLUMNS = (
-    "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, messages, tools"
+    "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, messages, tools, "
+    "constrained"
 )
 
 
@@ -49,6 +50,7 @@ class StoredTurn:
     finish_reason: str
     messages: list[dict]
     tools: list[dict]
+    constrained: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class Verdict:
     """Turns sampled under more than one version."""
     seen_by_clients: int = 0
     unrecorded: int = 0
+    constrained: int = 0
     mismatches: list[tuple[str, str, str]] = field(default_factory=list)
 
     @property
@@ -102,7 +105,19 @@ def stored_turns(path: Path) -> list[StoredTurn]:
     with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as db:
         rows = db.execute(f"SELECT {_COLUMNS} FROM turns ORDER BY seq").fetchall()
     turns = []
-    for turn_id, session, parent, context, sampled, logprobs, spans, finish, messages, tools in rows:
+    for (
+        turn_id,
+        session,
+        parent,
+        context,
+        sampled,
+        logprobs,
+        spans,
+        finish,
+        messages,
+        tools,
+        constrained,
+    ) in rows:
         turns.append(
             StoredTurn(
                 id=turn_id,
@@ -115,6 +130,7 @@ def stored_turns(path: Path) -> list[StoredTurn]:
                 finish_reason=finish,
                 messages=json.loads(messages),
                 tools=json.loads(tools),
+                constrained=bool(constrained),
             )
         )
     return turns
@@ -190,6 +206,7 @@ def _judge_turn(
         verdict.mismatches.append((turn.id, what, str(detail)[:2000]))
 
     verdict.turns += 1
+    verdict.constrained += turn.constrained
     verdict.sampled_tokens += len(turn.sampled_ids)
     verdict.versions.update(version for version, _, _ in turn.spans)
     verdict.crossed += len(turn.spans) > 1
@@ -277,10 +294,18 @@ def _judge_sent(
 
 
 def _with_calls(text: str) -> tuple[str, list[tuple[str, dict]]]:
-    """Hermes' form, read on our own: whole calls, and the text outside of them (a call cut short is text)."""
-    calls = [json.loads(one) for one in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
-    outside = re.sub(r"<tool_call>.*?</tool_call>", "", text, flags=re.DOTALL)
-    return outside, [(call["name"], call["arguments"]) for call in calls]
+    """Hermes' form, read on our own: whole calls, and the text outside of them (what is no call is text)."""
+    calls: list[tuple[str, dict]] = []
+
+    def taken(block: re.Match) -> str:
+        try:
+            call = json.loads(block[1])
+            calls.append((call["name"], call["arguments"]))
+        except (ValueError, KeyError, TypeError):
+            return block[0]
+        return ""
+
+    return re.sub(r"<tool_call>(.*?)</tool_call>", taken, text, flags=re.DOTALL), calls
 
 
 def _flat(message: Mapping) -> dict:

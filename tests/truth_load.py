@@ -58,6 +58,8 @@ class Load:
     at_once: int = 24
     session_turns: int = 8
     tools: bool = False
+    forced: bool = False
+    """Some requests with tools force a call."""
     max_tokens: int | None = None
     """Of each request; None: a small one now and then."""
     sent: list[Sent] = field(default_factory=list)
@@ -177,6 +179,8 @@ class _Talk:
             body["stop"] = [self.random.choice(["e", "13", "ü"])]
         if self.tools:
             body["tools"] = self.tools
+            if self.load.forced and self.random.random() < 0.3:
+                body["tool_choice"] = "required"
         return body
 
     async def send(
@@ -186,6 +190,7 @@ class _Talk:
         load = self.load
         load.did["asked"] += 1
         load.did["streamed"] += bool(body["stream"])
+        load.did["forced"] += "tool_choice" in body
         given = {"authorization": f"Bearer {self.session['key']}", **(headers or {})}
         url = self.session["base_url"] + "/chat/completions"
         async with self.http.post(url, json=body, headers=given) as answer:
@@ -245,5 +250,5 @@ def _evaluate(call: Mapping) -> str:
     try:
         left, right = json.loads(call["function"]["arguments"])["expression"].split("*")
         return str(int(left) * int(right))
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"error: {error!r}"

@@ -47,10 +47,10 @@ class Talk:
 
     async def judged(self, session: dict, *, turns: int = 3) -> None:
         """The session's end: 0 mismatches, and one conversation that only went on."""
-        summary = await self.stack.finish(session)
+        self.summary = await self.stack.finish(session)
         self.verdict = await self.stack.verdict(session_ids=[session["id"]])
         assert self.verdict.mismatches == []
-        assert self.verdict.turns == summary["num_turns"] >= turns
+        assert self.verdict.turns == self.summary.get("num_turns", self.verdict.turns) >= turns
         assert (self.verdict.aborted, self.verdict.unrecorded) == (0, 0)
 
     @property
@@ -111,11 +111,16 @@ async def test_an_agent_of_the_openai_agents_sdk(talk: Talk, flags: list[str], m
     assert (talk.one_path, talk.verdict.turns) == (True, 5)
 
 
+@pytest.mark.parametrize("more", [[], ["--auto"]])
 @pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
-async def test_a_smolagents_agent(talk: Talk, flags: list[str]):
-    """It writes its calls into the history as text of its own, so its conversations fork."""
-    seen = await talk.run("smolagents_agent.py", *flags)
+async def test_a_smolagents_agent(talk: Talk, flags: list[str], more: list[str]):
+    """It writes its calls into the history as text of its own, so its conversations fork; and it forces its
+    calls, so that none of its tokens may be trained unless it is told otherwise."""
+    seen = await talk.run("smolagents_agent.py", *flags, *more)
     assert (seen["answers"], seen["results"]) == (["156", "99"], ["156", "99"])
+    assert (talk.verdict.roots, talk.verdict.turns) == (4, 4)
+    assert talk.verdict.constrained == (0 if more else 4)
+    assert talk.summary["outcome"] == ("finished" if more else "failed")
 
 
 @pytest.mark.parametrize("more", [[], ["--messages"]])
