@@ -146,8 +146,8 @@ class Tap:
                 for pump in pumps:
                     pump.cancel()
                 await asyncio.gather(*pumps, return_exceptions=True)
-        except OSError:
-            pass
+        except (OSError, asyncio.CancelledError):
+            pass  # nobody there, or the tap is closed
         finally:
             for exchange in waiting:
                 self.ended(exchange)
