@@ -1,7 +1,8 @@
 """The official `anthropic` client on messages: tools, several turns, whole or streamed, tokens counted.
 
-`python anthropic_messages.py BASE_URL KEY [--stream]` prints one JSON line of what it saw. The client adds
-`/v1` by itself.
+`python anthropic_messages.py BASE_URL KEY [--stream] [--forced]` prints one JSON line of what it saw. The
+client adds `/v1` by itself. `--forced`: the first answer to each question must be a call, of one of three
+expressions; the next must not.
 """
 
 import json
@@ -28,6 +29,9 @@ def calculator(expression: str) -> str:
 
 def main() -> None:
     url, key, stream = sys.argv[1].removesuffix("/v1"), sys.argv[2], "--stream" in sys.argv
+    forced = "--forced" in sys.argv
+    if forced:
+        TOOL["input_schema"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
     client = Anthropic(base_url=url, api_key=key, max_retries=0)
     messages: list = []
     answers, results, stops, counted, inputs, events_seen = [], [], [], [], [], 0
@@ -40,6 +44,8 @@ def main() -> None:
                 "messages": messages,
                 "tools": [TOOL],
             }
+            if forced:
+                given["tool_choice"] = {"type": "any" if messages[-1]["content"] == question else "none"}
             counted.append(client.messages.count_tokens(**given).input_tokens)
             if stream:
                 with client.messages.stream(**given, max_tokens=512) as events:

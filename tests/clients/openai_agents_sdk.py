@@ -1,14 +1,17 @@
 """An agent of the OpenAI Agents SDK: its own loop, a calculator, chat completions or responses.
 
-`python openai_agents_sdk.py BASE_URL KEY [--stream] [--responses]` prints one JSON line of what it saw.
+`python openai_agents_sdk.py BASE_URL KEY [--stream] [--responses] [--forced]` prints one JSON line of what it
+saw. `--forced`: the first answer to each question must be a call; afterwards the SDK leaves it to the model.
 """
 
 import asyncio
 import json
 import sys
+from typing import Literal
 
 from agents import (
     Agent,
+    ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
     Runner,
@@ -22,7 +25,7 @@ RESULTS = []
 
 
 @function_tool
-def calculator(expression: str) -> str:
+def calculator(expression: Literal["12*13", "7*8", "9*11"]) -> str:
     """Evaluates an arithmetic expression."""
     left, right = expression.split("*")
     RESULTS.append(str(int(left) * int(right)))
@@ -38,6 +41,7 @@ async def main() -> None:
         name="calculating",
         instructions="Use the calculator.",
         tools=[calculator],
+        model_settings=ModelSettings(tool_choice="required" if "--forced" in sys.argv else None),
         model=kind(model="scripted", openai_client=client),
     )
     answers, items, events = [], [], 0

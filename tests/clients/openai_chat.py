@@ -1,6 +1,7 @@
 """The official `openai` client on chat completions: tools, several turns, whole or streamed.
 
-`python openai_chat.py BASE_URL KEY [--stream]` prints one JSON line of what it saw.
+`python openai_chat.py BASE_URL KEY [--stream] [--forced]` prints one JSON line. `--forced`: the
+first answer to each question must be a call, of one of three expressions; the next must not.
 """
 
 import json
@@ -28,8 +29,10 @@ def calculator(expression: str) -> str:
     return str(int(left) * int(right))
 
 
-def ask(client: OpenAI, messages: list, stream: bool):
+def ask(client: OpenAI, messages: list, stream: bool, forced: bool):
     given = {"model": "scripted", "messages": messages, "tools": [TOOL]}
+    if forced:
+        given["tool_choice"] = "required" if messages[-1]["role"] == "user" else "none"
     if not stream:
         answer = client.chat.completions.create(**given)
         return answer.choices[0], answer.usage
@@ -41,14 +44,16 @@ def ask(client: OpenAI, messages: list, stream: bool):
 
 
 def main() -> None:
-    url, key, stream = sys.argv[1], sys.argv[2], "--stream" in sys.argv
+    url, key, stream, forced = sys.argv[1], sys.argv[2], "--stream" in sys.argv, "--forced" in sys.argv
+    if forced:
+        TOOL["function"]["parameters"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
     client = OpenAI(base_url=url, api_key=key, max_retries=0)
     messages: list = [{"role": "system", "content": "Use the calculator."}]
     answers, results, finishes, tokens = [], [], [], 0
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         while True:
-            choice, usage = ask(client, messages, stream)
+            choice, usage = ask(client, messages, stream, forced)
             tokens += usage.completion_tokens
             finishes.append(choice.finish_reason)
             messages.append(

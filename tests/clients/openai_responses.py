@@ -1,7 +1,8 @@
 """The official `openai` client on responses: function tools, several turns, whole or streamed.
 
-`python openai_responses.py BASE_URL KEY [--stream] [--previous]` prints one JSON line of what it saw.
-`--previous`: continue by `previous_response_id` instead of by sending all items again.
+`python openai_responses.py BASE_URL KEY [--stream] [--previous] [--forced]` prints one JSON line of what
+it saw. `--previous`: continue by `previous_response_id`, without sending all items again. `--forced`: the
+first answer to each question must be a call, of one of three expressions; the next must not.
 """
 
 import json
@@ -29,6 +30,9 @@ def calculator(expression: str) -> str:
 
 def main() -> None:
     url, key, stream, previous = sys.argv[1], sys.argv[2], "--stream" in sys.argv, "--previous" in sys.argv
+    forced = "--forced" in sys.argv
+    if forced:
+        TOOL["parameters"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
     client = OpenAI(base_url=url, api_key=key, max_retries=0)
     items: list = []
     answers, results, last, deltas = [], [], None, 0
@@ -41,6 +45,8 @@ def main() -> None:
                 "input": items,
                 "tools": [TOOL],
             }
+            if forced:
+                given["tool_choice"] = "required" if items[-1].get("role") == "user" else "none"
             if previous and last is not None:
                 given["previous_response_id"] = last.id
             if stream:

@@ -11,11 +11,20 @@ import client_programs
 import pytest
 from scripted_agents import calculating
 from tiny_model import make_tiny_model
-from truth_stack import Stack, scripted_stack
+from token_truth import Reference, stored_turns
+from truth_stack import Stack, real_stack, scripted_stack
+
+from invrl.rollout.fleet import Fleet
 
 ANSWERS = ["The result is 156. ✓", "The result is 56 and 99. ✓", "You are wélcome 🙂"]
 RESULTS = ["156", "56", "99"]
 WHOLE_AND_STREAMED = [[], ["--stream"]]
+FORCED = {
+    "openai_chat.py": [],
+    "openai_responses.py": ["--previous"],
+    "anthropic_messages.py": [],
+    "openai_agents_sdk.py": [],
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +38,15 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
 @pytest.fixture(scope="module")
 def python() -> Path:
     return client_programs.python()
+
+
+@pytest.fixture(scope="module")
+async def real(
+    tiny_fleet: Fleet, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stack]:
+    folder = tmp_path_factory.mktemp("clients-real")
+    async with real_stack(folder, tiny_model, tiny_fleet, max_new_tokens=80) as running:
+        yield running
 
 
 class Talk:
@@ -52,10 +70,26 @@ class Talk:
         assert self.verdict.mismatches == []
         assert self.verdict.turns == self.summary.get("num_turns", self.verdict.turns) >= turns
         assert (self.verdict.aborted, self.verdict.unrecorded) == (0, 0)
+        turns_of_session = [one.id for one in stored_turns(self.store) if one.session_id == session["id"]]
+        last = next(one for one in self.stack.tap.generations if one.rid == turns_of_session[-1])
+        self.last_prompt = Reference(self.stack.model).tokenizer.decode(last.input_ids)
+
+    @property
+    def store(self) -> Path:
+        return Path(self.stack.settings.store_path)
 
     @property
     def one_path(self) -> bool:
         return (self.verdict.roots, self.verdict.continued) == (1, self.verdict.turns - 1)
+
+
+def assert_whole(prompt: str) -> None:
+    """The prompt on the wire holds all that was said, in its order."""
+    said = ["calculator", "What is 12*13?", "<tool_call>", "156", ANSWERS[0], "And 7*8, and 9*11?"]
+    said += ["<tool_call>", "<tool_call>", "56", "99", ANSWERS[1], "Thank you 🙂"]
+    at = 0
+    for text in said:
+        at = prompt.index(text, at) + len(text)
 
 
 @pytest.fixture
@@ -69,6 +103,7 @@ async def test_openai_chat(talk: Talk, flags: list[str]):
     assert (seen["answers"], seen["results"], seen["models"]) == (ANSWERS, RESULTS, ["scripted"])
     assert seen["finishes"] == ["tool_calls", "stop", "tool_calls", "stop", "stop"]
     assert (talk.one_path, talk.verdict.turns, talk.verdict.sampled_tokens) == (True, 5, seen["tokens"])
+    assert_whole(talk.last_prompt)
 
 
 @pytest.mark.parametrize("more", [[], ["--previous"]])
@@ -77,6 +112,7 @@ async def test_openai_responses(talk: Talk, flags: list[str], more: list[str]):
     seen = await talk.run("openai_responses.py", *flags, *more)
     assert (seen["answers"], seen["results"], seen["status"]) == (ANSWERS, RESULTS, "completed")
     assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
     assert (seen["deltas"] > 20) is bool(flags)
 
 
@@ -93,6 +129,7 @@ async def test_anthropic_messages(talk: Talk, flags: list[str]):
     assert (seen["answers"], seen["results"]) == (ANSWERS, RESULTS)
     assert seen["stops"] == ["tool_use", "end_turn", "tool_use", "end_turn", "end_turn"]
     assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
 
 
 @pytest.mark.parametrize("more", [[], ["--responses"]])
@@ -101,6 +138,7 @@ async def test_a_langgraph_agent(talk: Talk, flags: list[str], more: list[str]):
     seen = await talk.run("langgraph_agent.py", *flags, *more)
     assert (seen["answers"], sorted(seen["results"])) == (ANSWERS, sorted(RESULTS))
     assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
 
 
 @pytest.mark.parametrize("more", [[], ["--responses"]])
@@ -109,6 +147,7 @@ async def test_an_agent_of_the_openai_agents_sdk(talk: Talk, flags: list[str], m
     seen = await talk.run("openai_agents_sdk.py", *flags, *more)
     assert (seen["answers"], sorted(seen["results"])) == (ANSWERS, sorted(RESULTS))
     assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
 
 
 @pytest.mark.parametrize("more", [[], ["--auto"]])
@@ -129,6 +168,7 @@ async def test_litellm(talk: Talk, flags: list[str], more: list[str]):
     seen = await talk.run("litellm_client.py", *flags, *more)
     assert (seen["answers"], seen["results"]) == (ANSWERS, RESULTS)
     assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="Codex CLI comes from npm, and there is no npm")
@@ -142,3 +182,17 @@ async def test_codex(talk: Talk, stack: Stack, tmp_path: Path):
     assert (tmp_path / "work/answer.txt").read_text() == "156\n"
     assert "The result is" in ended.out
     await talk.judged(session, turns=2)
+
+
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("program", FORCED)
+async def test_forced_calls_of_a_real_engine(
+    real: Stack, python: Path, tmp_path: Path, program: str, flags: list[str]
+):
+    """The same conversations, where a random model must call: its grammar leaves it three expressions."""
+    talk = Talk(real, python, tmp_path)
+    seen = await talk.run(program, "--forced", *FORCED[program], *flags)
+    assert len(seen["results"]) >= 3
+    assert set(seen["results"]) <= set(RESULTS)
+    assert talk.verdict.constrained >= 3
+    assert talk.verdict.turns >= 6
