@@ -249,7 +249,9 @@ def _judge_tail(
     messages = [message for one in path for message in one.messages][:-1]  # the last one is the reply
     tools = path[0].tools
     try:
-        if turn.parent_id is None:
+        if turn.messages[0]["role"] == "text":  # a completion: no template, the text that is new
+            expected = reference.ids(turn.messages[0]["content"])
+        elif turn.parent_id is None:
             expected = reference.ids(reference.text(messages, tools, head=True))
         else:
             depth = len(messages) + 1 - len(turn.messages)
