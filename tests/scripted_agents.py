@@ -23,6 +23,8 @@ _SHELLS = {
 
 def calculating(prompt: str) -> str:
     messages = [found.groups() for found in _MESSAGE.finditer(prompt)][:-1]  # the last is the reply's head
+    if "<|im_start|>" not in prompt:  # a completion
+        return "there was a number, and after it another one, and more and more of them came along."
     results: list[str] = []
     while messages and (result := _result(*messages[-1])) is not None:
         results.insert(0, result)

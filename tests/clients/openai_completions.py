@@ -14,7 +14,7 @@ def main() -> None:
     client = OpenAI(base_url=url, api_key=key, max_retries=0)
     text, finishes, added = "Once upon a time ünïcödé 🙂", [], []
     for _ in range(4):
-        given = {"model": "scripted", "prompt": text, "max_tokens": 24}
+        given = {"model": "scripted", "prompt": text, "max_tokens": 16}
         if stream:
             chunks = list(client.completions.create(**given, stream=True))
             piece = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
