@@ -59,9 +59,10 @@ class Serving:
         await asyncio.to_thread(self.gateway.wait_ready, deadline_s=_GATEWAY_START_S)
 
     async def watch(self) -> None:
-        """Never returns; raises ServerError once the gateway, the router or the last engine is gone."""
+        """Never returns; raises ServerError once the router or the last engine is gone, or a gateway that was
+        started again and again."""
         while True:
-            self.gateway.process.check_alive()
+            self.gateway.check_alive()
             self.fleet.check()
             await asyncio.sleep(_WATCH_EVERY_S)
 
@@ -97,6 +98,7 @@ def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> Gatewa
         "run_id": folder.path.name,
         "host": config.gateway.gateway_host,
         "port": config.gateway.gateway_port or free_port(),
+        "workers": config.gateway.gateway_workers,
         "public_url": config.gateway.gateway_public_url,
         "router_url": fleet.router_url,
         "router_api_key": fleet.router_api_key,

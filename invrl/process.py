@@ -13,6 +13,7 @@ import secrets
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
@@ -37,11 +38,31 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class RestartLimit:
+    """How often what died is started again: `most` times in any minute. More means that it cannot live."""
+
+    def __init__(self, most: int) -> None:
+        self._at: deque[float] = deque(maxlen=most)
+
+    def allows(self) -> bool:
+        """Counts one more restart; False where it is one too many."""
+        now = time.monotonic()
+        full = len(self._at) == self._at.maxlen and now - self._at[0] < 60.0
+        self._at.append(now)
+        return not full
+
+
 class ServerProcess:
-    """A server in its own process, with its log file."""
+    """A server in its own process, with its log file. `keep`: open files of ours that it inherits."""
 
     def __init__(
-        self, name: str, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        keep: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.log = log
@@ -49,7 +70,13 @@ class ServerProcess:
         variables = {**os.environ, **(env or {})}
         with log.open("ab") as out:
             self._process = Popen(
-                command, stdin=DEVNULL, stdout=out, stderr=STDOUT, env=variables, preexec_fn=die_with_parent
+                command,
+                stdin=DEVNULL,
+                stdout=out,
+                stderr=STDOUT,
+                env=variables,
+                pass_fds=keep,
+                preexec_fn=die_with_parent,
             )
 
     @property

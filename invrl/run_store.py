@@ -1,7 +1,8 @@
 """The run's store: sessions, turns and the outbox, in one SQLite file.
 
-The gateway alone writes sessions, turns and outbox rows (`RunStoreWriter`: one thread, group commit);
-the buffer actor and the loop read in their own processes (`RunStore`). Invariants: a closed session's
+The gateway alone writes sessions, turns and outbox rows (`RunStoreWriter`: one thread in each of its workers,
+group commit); the buffer actor and the loop read in their own processes (`RunStore`), and so does a gateway
+worker that takes up what its predecessor left. Invariants: a closed session's
 final state and its outbox row are one transaction, so the two cannot disagree; what a future of the
 writer reports as done survives kill -9 of the process (WAL; an operating-system crash may lose the
 last commits, never the file). Session keys are stored hashed. The ledger's tables are here too
@@ -15,7 +16,7 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ import numpy as np
 from invrl.types import (
     FailedRollout,
     Outcome,
-    Purpose,
     Rollout,
     RolloutSummary,
     Sampling,
@@ -40,6 +40,7 @@ CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, key_hash BLOB NOT NULL UNIQUE, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
   member INTEGER NOT NULL, attempt INTEGER NOT NULL, purpose TEXT NOT NULL, sampling BLOB NOT NULL,
   opened_at REAL NOT NULL, state TEXT NOT NULL, reward REAL, components BLOB, outcome BLOB);
+CREATE INDEX IF NOT EXISTS open_sessions ON sessions (id) WHERE state='open';
 CREATE TABLE IF NOT EXISTS turns (
   seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL, parent_id TEXT,
   context_ids BLOB NOT NULL, sampled_ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans BLOB NOT NULL,
@@ -64,10 +65,27 @@ _TURN_FIELDS = tuple(each.name for each in fields(Turn))
 _TURN_COLUMNS = ", ".join(name.removesuffix("_T") for name in _TURN_FIELDS)
 _TURN_ARRAYS = {"context_ids_T": np.int32, "sampled_ids_T": np.int32, "logprobs_T": np.float32}
 
+_SESSION_COLUMNS = (
+    "id, task_id, group_id, member, attempt, purpose, sampling, "
+    "key_hash, opened_at, state, reward, components, outcome"
+)
 _encode = msgspec.json.encode
 _Statement = tuple[str, tuple[object, ...]]
 _Work = tuple[tuple[_Statement, ...], Future[None]]
 """Statements that belong into one transaction, and who waits for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSession:
+    """A session as it was committed. Its key is not in the store: `session.key` and its URL are empty."""
+
+    session: Session
+    key_hash: bytes
+    opened_at: float
+    state: str
+    reward: float | None
+    components: Mapping[str, float]
+    outcome: Outcome | None
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -207,16 +225,20 @@ class RunStore:
         sql = f"SELECT {_TURN_COLUMNS} FROM turns WHERE session_id=? ORDER BY seq"
         return [_turn(row) for row in self._db.execute(sql, (session_id,))]
 
+    def recorded_turns(self, session_id: str) -> list[tuple[Turn, bytes, bytes]]:
+        """As `turns`, each with the messages and tools that `RunStoreWriter.add_turn` was given."""
+        sql = f"SELECT {_TURN_COLUMNS}, messages, tools FROM turns WHERE session_id=? ORDER BY seq"
+        return [(_turn(row[:-2]), row[-2], row[-1]) for row in self._db.execute(sql, (session_id,))]
+
     def rollout(self, session_id: str) -> Rollout:
         """A finished session with its branches. KeyError if it is unknown, open, or failed."""
         sql = "SELECT outcome FROM sessions WHERE id=? AND state='finished'"
         row = self._db.execute(sql, (session_id,)).fetchone()
         if row is None:
             raise KeyError(f"no finished session {session_id}")
-        try:
-            summary = msgspec.json.decode(row[0], type=RolloutSummary)
-        except msgspec.ValidationError:
-            raise KeyError(f"session {session_id} finished without a usable reward") from None
+        summary = _outcome(row[0])
+        if isinstance(summary, FailedRollout):
+            raise KeyError(f"session {session_id} finished without a usable reward")
         return Rollout(summary=summary, trajectories=branches(self.turns(session_id)))
 
     def rollouts(self, session_ids: Sequence[str]) -> list[Rollout]:
@@ -229,11 +251,17 @@ class RunStore:
             raise KeyError(f"no session {session_id}")
         return str(row[0])
 
-    def open_sessions(self) -> list[tuple[bytes, Purpose, Sampling]]:
-        """(key hash, purpose, sampling) of the sessions still open: what a restarted gateway would take
-        up again."""
-        rows = self._db.execute("SELECT key_hash, purpose, sampling FROM sessions WHERE state='open'")
-        return [(key, purpose, msgspec.json.decode(body, type=Sampling)) for key, purpose, body in rows]
+    def open_sessions(self, prefix: str = "") -> list[StoredSession]:
+        """Sessions still open whose id begins with `prefix`, in the order of their opening."""
+        sql = f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE state='open' AND id GLOB ? ORDER BY rowid"
+        return [_session(row) for row in self._db.execute(sql, (prefix + "*",))]
+
+    def closed_session(self, name: str | bytes) -> StoredSession | None:
+        """A session with an outcome, by its id or by its key's hash."""
+        column = "id" if isinstance(name, str) else "key_hash"
+        sql = f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE {column}=? AND outcome IS NOT NULL"
+        row = self._db.execute(sql, (name,)).fetchone()
+        return None if row is None else _session(row)
 
     def close(self) -> None:
         self._db.close()
@@ -253,6 +281,28 @@ def branches(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
             path.append(by_id[path[-1].parent_id])
         paths.append(Trajectory(turns=tuple(reversed(path))))
     return tuple(paths)
+
+
+def _session(row: tuple[Any, ...]) -> StoredSession:
+    *place, sampling, key_hash, opened_at, state, reward, components, outcome = row
+    names = ("id", "task_id", "group_id", "index", "attempt", "purpose")
+    values: dict[str, Any] = dict(zip(names, place, strict=True)) | {"key": "", "base_url": ""}
+    return StoredSession(
+        session=Session(**values, sampling=msgspec.json.decode(sampling, type=Sampling)),
+        key_hash=key_hash,
+        opened_at=opened_at,
+        state=state,
+        reward=reward,
+        components=msgspec.json.decode(components, type=dict[str, float]) if components else {},
+        outcome=None if outcome is None else _outcome(outcome),
+    )
+
+
+def _outcome(body: bytes) -> Outcome:
+    try:
+        return msgspec.json.decode(body, type=RolloutSummary)
+    except msgspec.ValidationError:
+        return msgspec.json.decode(body, type=FailedRollout)
 
 
 def _turn(row: tuple[Any, ...]) -> Turn:

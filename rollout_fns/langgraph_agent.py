@@ -9,6 +9,7 @@ import os
 import sys
 
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.graph.state import CompiledStateGraph
@@ -57,7 +58,7 @@ def make_agent(
 
 async def answer(agent: CompiledStateGraph, question: str) -> list[AnyMessage]:
     """The conversation: the question, calls, results, and last the answer."""
-    options = {"recursion_limit": MOST_STEPS}
+    options: RunnableConfig = {"recursion_limit": MOST_STEPS}
     return (await agent.ainvoke({"messages": [HumanMessage(question)]}, options))["messages"]
 
 

@@ -51,6 +51,8 @@ class FakeEngine:
         """So many requests are cut off before an answer."""
         self.abort_next = False
         self.requests: list[dict] = []
+        self.replies: dict[str, list[int]] = {}
+        """What each request was answered with, whole."""
         self.cancelled: list[str] = []
         self.running: set[str] = set()
         self.url = ""
@@ -98,6 +100,7 @@ class FakeEngine:
         prompt = body["input_ids"]
         params = body["sampling_params"]
         reply, finish = self._reply(prompt, params)
+        self.replies[body["rid"]] = reply
         cached = max((_common(prompt, seen) for seen in self._cache), default=0)
         cached = min(cached, len(prompt) - 1)
         spans: list[dict] = []

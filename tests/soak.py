@@ -1,8 +1,9 @@
 """`invrl soak`: a real run in which processes are killed, at random or by plan, until the time is over.
 
 Each fault is kill -9 of one role's process in one phase of the loop. The run must train on: by itself
-(a worker), after a restart from its checkpoint, or, when the driver was killed, when its command is repeated.
-At the end the run is brought to its last step and its ledger and turns are checked. Called by `cli.py`.
+(a worker, the gateway), after a restart from its checkpoint, or, when the driver was killed, when its command
+is repeated. At the end the run is brought to its last step and its ledger and turns are checked. Called by
+`cli.py`.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Soak:
                 now = self._phase()
                 if now.get("phase") == phase:
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(pids[0], signal.SIGKILL)
+                        os.kill(random.choice(pids), signal.SIGKILL)
                         return int(now["step"])
                 time.sleep(_LOOK_S)
         raise DeadlineError(f"a {role} process in phase {phase}", _CATCH_S + _PROGRESS_S)

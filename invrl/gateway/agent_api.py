@@ -91,7 +91,7 @@ class AgentEndpoint:
                 stack.enter_context(generation.attached())
             serve = self._stream if request.turn.stream else self._whole
             answering = asyncio.create_task(serve(client, request, generations, headers))
-            delivered = await _unless_gone(client, answering)
+            delivered = await client.unless_gone(answering)
             if delivered:
                 for generation in generations:
                     self.turns.deliver(conversation, generation)
@@ -185,16 +185,3 @@ async def _interleaved(generations: Sequence[Generation]) -> AsyncIterator[tuple
     finally:
         for task in running:
             task.cancel()
-
-
-async def _unless_gone(client: ClientConnection, answering: asyncio.Task[bool]) -> bool:
-    """Its result; False as soon as the client has disconnected."""
-    gone = asyncio.create_task(client.gone.wait())
-    try:
-        await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
-        return answering.done() and answering.result()
-    finally:
-        gone.cancel()
-        answering.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([answering])

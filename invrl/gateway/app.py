@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -19,17 +20,20 @@ from invrl.errors import SessionError
 from invrl.gateway.agent_api import AgentEndpoint, retry_after, session_keys
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.dialects.dialect import Dialect
+from invrl.gateway.forwarder import Forwarder
 from invrl.gateway.generation import Engine
 from invrl.gateway.lifecycle import Lifecycle
 from invrl.gateway.loop_lag import LoopLag
 from invrl.gateway.message import MatchLevel
 from invrl.gateway.parsing import Parsers
+from invrl.gateway.peers import Peers
+from invrl.gateway.recovery import restored_record
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.session_api import KeyRing, session_routes
-from invrl.gateway.sessions import SessionRegistry
+from invrl.gateway.sessions import SessionRecord, SessionRegistry, WorkerPlace
 from invrl.gateway.settings import GatewaySettings
 from invrl.gateway.turns import Turns
-from invrl.run_store import RunStoreWriter
+from invrl.run_store import RunStore, RunStoreWriter
 from invrl.types import Sampling
 
 _log = logging.getLogger(__name__)
@@ -43,17 +47,20 @@ def make_app(
     renderer: Renderer,
     parsers: Parsers = Parsers(),  # noqa: B008 - a constant
     store: RunStoreWriter,
+    place: WorkerPlace | None = None,
     on_shutdown: Callable[[], object] = lambda: None,
 ) -> FastAPI:
-    """`on_shutdown` runs after the last request; an awaitable that it returns is awaited."""
-    most, ttl_s = settings.max_open_sessions, settings.session_ttl_s
-    registry = SessionRegistry(max_open=most, ttl_s=ttl_s, public_url=settings.url)
+    """`place`: which of the gateway's workers this is. What it holds in the store goes on. `on_shutdown` runs
+    after the last request; an awaitable that it returns is awaited."""
+    peers, reader = Peers(place or WorkerPlace()), RunStore(Path(settings.store_path))
+    registry = _registry(settings, peers.place, reader)
     limit, seed = settings.context_length, settings.sampling_seed
     turns = Turns(
         engine=engine,
         renderer=renderer,
         parsers=parsers,
         store=store,
+        reader=reader,
         context_length=limit,
         run_seed=seed,
         match_level=MatchLevel[settings.match_level.upper()],
@@ -74,10 +81,14 @@ def make_app(
         last = on_shutdown()
         if asyncio.iscoroutine(last):
             await last
+        await peers.close()
+        reader.close()
 
-    def metrics() -> dict[str, object]:
+    async def metrics(of_all: bool) -> Mapping[str, object]:
         measured = {"sessions": registry.counts(), "loop_lag_ms": lag.summary()}
-        return {"run_id": settings.run_id, **measured, **turns.metrics()}
+        measured["workers"] = {str(peers.place.number): {"starts": peers.place.starts, **lag.summary()}}
+        own = {"run_id": settings.run_id, **measured, **turns.metrics()}
+        return await peers.metrics(own, settings.env_key.get_secret_value()) if of_all else own
 
     app = FastAPI(title="invrl gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
 
@@ -98,7 +109,28 @@ def make_app(
     keys = KeyRing(settings.env_key.get_secret_value(), registry)
     app.include_router(session_routes(keys=keys, lifecycle=lifecycle, turns=turns, metrics=metrics))
     _add_error_handlers(app, chat)
+    if len(peers.place.urls) > 1:
+        app.add_middleware(Forwarder, peers=peers, settings=settings, refusal=chat.error)
     return app
+
+
+def _registry(settings: GatewaySettings, place: WorkerPlace, reader: RunStore) -> SessionRegistry:
+    """With the sessions of this worker that are open in the store."""
+
+    def recall(name: str | bytes) -> SessionRecord | None:
+        stored = reader.closed_session(name)
+        return None if stored is None else restored_record(stored)
+
+    registry = SessionRegistry(
+        max_open=settings.max_open_sessions,
+        ttl_s=settings.session_ttl_s,
+        public_url=settings.url,
+        secret=settings.env_key.get_secret_value().encode(),
+        place=place,
+        recall=recall,
+    )
+    registry.restore(map(restored_record, reader.open_sessions(f"ses-{place.mark}")))
+    return registry
 
 
 def _add_error_handlers(app: FastAPI, dialect: ChatDialect) -> None:

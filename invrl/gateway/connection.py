@@ -2,11 +2,12 @@
 
 Invariant: an answer counts as delivered only if the client was still there after its last byte was
 written. The body's end is sent apart from its last bytes, because from then on the server reports
-every connection as gone. Used by `agent_api.py`."""
+every connection as gone. Used by `agent_api.py` and `forwarder.py`."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 
 from starlette.types import Message, Receive, Scope, Send
@@ -43,11 +44,16 @@ class ClientConnection:
 
     async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
         """Sends a whole answer; True if the client was there to the end."""
-        await self._start(status, {**headers, "content-length": str(len(body))})
+        await self.start(status, {**headers, "content-length": str(len(body))})
         return await self.end(body)
 
     async def start_stream(self, headers: Mapping[str, str]) -> None:
-        await self._start(200, {**headers, **_EVENT_STREAM})
+        await self.start(200, {**headers, **_EVENT_STREAM})
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.started = True
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def write(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -58,6 +64,18 @@ class ClientConnection:
         delivered = not self.gone.is_set()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         return delivered
+
+    async def unless_gone(self, answering: asyncio.Task[bool]) -> bool:
+        """Its result; False as soon as the client has disconnected, which cancels it."""
+        gone = asyncio.create_task(self.gone.wait())
+        try:
+            await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
+            return answering.done() and answering.result()
+        finally:
+            gone.cancel()
+            answering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([answering])
 
     def release(self) -> None:
         """The exchange is over."""
@@ -82,8 +100,3 @@ class ClientConnection:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.gone.set()
-
-    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
-        self.started = True
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 
-from invrl.gateway.forest import Forest
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.gateway.forest import Forest, Node
 from invrl.gateway.generation import Generation
 from invrl.gateway.message import MatchLevel
 from invrl.gateway.sessions import SessionRecord
@@ -28,6 +32,8 @@ class Conversation:
         self.delivered: set[str] = set()
         self.asked: Counter[bytes] = Counter()
         """Generations begun so far, by the digest of their prompt."""
+        self.recorded: dict[str, Node] = {}
+        """Restored turns by the digest of the request that they answer, until it is asked again."""
         self.closing = False
         self.closed = asyncio.Lock()
         """Held while the session is being closed."""
@@ -57,14 +63,29 @@ class Conversation:
         earlier = self._generations.get(digest)
         if earlier is None or earlier.failed:
             return None
-        if retry is None:
-            retry = self.record.session.purpose != "serve"
         undelivered = not earlier.running and not earlier.delivered
-        return earlier if retry or undelivered else None
+        return earlier if self._is_retry(retry) or undelivered else None
+
+    def replayed(self, digest: str, retry: bool | None) -> Node | None:
+        """As `retried`, of what a worker before this one recorded."""
+        node = self.recorded.get(digest)
+        if node is None or not (self._is_retry(retry) or node.turn.id not in self.delivered):
+            return None
+        return node
+
+    def count_prompt(self, ids_T: NDArray[np.int32]) -> tuple[bytes, int]:
+        """Counts a generation from these ids: their digest, and the how manieth it is."""
+        prompt = hashlib.blake2b(ids_T.tobytes(), digest_size=16).digest()
+        self.asked[prompt] += 1
+        return prompt, self.asked[prompt]
 
     def start(self, digest: str, generation: Generation) -> None:
         self._generations[digest] = generation
+        self.recorded.pop(digest, None)
         self._running = {other for other in self._running if other.running} | {generation}
+
+    def _is_retry(self, said: bool | None) -> bool:
+        return self.record.session.purpose != "serve" if said is None else said
 
     async def settle(self, deadline_s: float) -> None:
         """Ends what is being sampled and lets answers on their way out arrive."""

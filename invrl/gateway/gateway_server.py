@@ -1,34 +1,49 @@
-"""The gateway's OS process, and what others hold of it.
+"""The gateway's processes, and what others hold of them.
 
-`python -m invrl.gateway.gateway_server --settings FILE` serves; `GatewayServer` starts such a process
-and ends it. Importing this module loads no tokenizer and no web framework."""
+`python -m invrl.gateway.gateway_server --settings FILE --sockets FD,...` supervises the workers
+(`supervisor.py`); `GatewayServer` starts such a process, starts it again when it dies, and ends it.
+Invariant: the sockets are of the process that holds `GatewayServer`, so what connects while the gateway is
+dead waits for its successor. Importing this module loads no tokenizer and no web framework."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
 import os
+import socket
 import sys
 import urllib.request
 from pathlib import Path
 
+from invrl.errors import ServerError
 from invrl.gateway.settings import GatewaySettings
-from invrl.process import ServerProcess
+from invrl.process import RestartLimit, ServerProcess
+
+_log = logging.getLogger(__name__)
+_RESTARTS_PER_MINUTE = 5
+_BACKLOG = 4096
+_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Nothing may start a thread before the workers are forked."""
 
 
 class GatewayServer:
-    """A gateway in its own process. The settings file in `folder` holds keys: only its owner reads it."""
+    """A gateway in processes of its own. The settings file in `folder` holds keys: only its owner reads it.
+    Raises ServerError where it cannot listen."""
+
+    module = "invrl.gateway.gateway_server"
 
     def __init__(self, settings: GatewaySettings, *, folder: Path, log: Path) -> None:
-        self._settings = settings
+        self._settings, self._log_file = settings, log
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "gateway.json"
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+        self._file = folder / "gateway.json"
+        with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             out.write(settings.to_json())
-        command = [sys.executable, "-m", "invrl.gateway.gateway_server", "--settings", str(file)]
-        self.process = ServerProcess("gateway", command, log=log, env={"OMP_NUM_THREADS": "1"})
+        self._sockets = [_listen(settings.host, settings.port)]
+        if settings.workers > 1:
+            self._sockets += [_listen("127.0.0.1", 0) for _ in range(settings.workers)]
+        self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
+        self.process = self._start()
 
     @property
     def url(self) -> str:
@@ -40,8 +55,26 @@ class GatewayServer:
         """Seconds until it answers. Raises ServerError, DeadlineError."""
         return self.process.wait_ready(self._answers, deadline_s=deadline_s)
 
+    def check_alive(self) -> None:
+        """Starts it again if it has died: from the thread that started it, which it dies with. Raises
+        ServerError where it dies again and again."""
+        if self.process.alive():
+            return
+        if not self._restarts.allows():
+            self.process.check_alive()
+        _log.warning("the gateway died and is started again, see %s", self._log_file)
+        self.process = self._start()
+
     def stop(self) -> None:
         self.process.stop()
+        for one in self._sockets:
+            one.close()
+
+    def _start(self) -> ServerProcess:
+        files = [one.fileno() for one in self._sockets]
+        command = [sys.executable, "-m", self.module, "--settings", str(self._file)]
+        command += ["--sockets", ",".join(map(str, files))]
+        return ServerProcess("gateway", command, log=self._log_file, env=_ENV, keep=files)
 
     def _answers(self) -> bool:
         try:
@@ -51,64 +84,24 @@ class GatewayServer:
             return False
 
 
-def serve(settings: GatewaySettings) -> None:
-    """Runs until it is told to stop; every accepted turn is committed when this returns."""
-    import uvicorn
-
-    from invrl.gateway.app import make_app
-    from invrl.gateway.model_folder import chat_template_source, load_renderer
-    from invrl.gateway.parsing import choose_parsers
-    from invrl.rollout.sglang_client import EngineLimits, SglangClient
-    from invrl.run_store import RunStoreWriter
-
-    path, template = settings.model_path, settings.chat_template_path
-    keep = settings.keep_thinking
-    renderer = load_renderer(path, settings.vocab_size, chat_template=template, keep_thinking=keep)
-    source = chat_template_source(path, template)
-    parsers = choose_parsers(settings.tool_call_parser, settings.reasoning_parser, template=source)
-    parsers.preload()
-    store = RunStoreWriter(Path(settings.store_path))
-    router_key = settings.router_api_key.get_secret_value() if settings.router_api_key else ""
-
-    async def run() -> None:
-        limits = EngineLimits(vocab_size=settings.vocab_size, context_length=settings.context_length)
-        url, key, deadline_s = settings.router_url, router_key, settings.generate_timeout_s
-        engine = SglangClient(
-            url, limits=limits, api_key=key, name="the fleet", generate_deadline_s=deadline_s
-        )
-        app = make_app(
-            settings,
-            engine=engine,
-            renderer=renderer,
-            parsers=parsers,
-            store=store,
-            on_shutdown=engine.close,
-        )
-        config = uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            access_log=False,
-            log_level="warning",
-            timeout_graceful_shutdown=3,
-            timeout_keep_alive=75,
-            backlog=4096,
-        )
-        await uvicorn.Server(config).serve()
-
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
-    store.close()
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ServerError(f"the gateway cannot listen on {host}:{port}: {error}") from error
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the gateway of a run")
     parser.add_argument("--settings", required=True, type=Path, help="JSON file of GatewaySettings")
+    parser.add_argument("--sockets", required=True, help="inherited: the public one, then one per worker")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    serve(GatewaySettings.model_validate(json.loads(arguments.settings.read_text())))
+    from invrl.gateway.supervisor import supervise
+
+    listener, *own = [socket.socket(fileno=int(each)) for each in arguments.sockets.split(",")]
+    supervise(GatewaySettings.model_validate(json.loads(arguments.settings.read_text())), listener, own)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,11 @@ class Lifecycle:
             )
             raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
         now = time.time()
+        if earlier := self.registry.reopened(group):
+            await asyncio.wrap_future(
+                self.store.open_sessions([], [], now)
+            )  # after the commit that holds them
+            return earlier
         records = self.registry.open(group, now)
         for record in records:
             self.turns.open(record)

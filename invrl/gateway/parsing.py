@@ -8,8 +8,8 @@ reply is lost: what is no call of a known tool is content. Made by the gateway's
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -99,15 +99,24 @@ class Parsers:
                 raise ConfigError(f"gateway.{field}", name, str(error), fix) from None
 
     def reply(
-        self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool, prompt_text: str, stream: bool
+        self,
+        turn_id: str,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        *,
+        parallel: bool,
+        prompt_text: str,
+        stream: bool,
     ) -> ReplyParser:
-        """For one reply to the prompt that ends like `prompt_text`."""
+        """For the reply of a turn to the prompt that ends like `prompt_text`."""
         if not (self.reasoning or (self.tool_calls and tools)):
             return ReplyParser()
         calls = _call_parser(self.tool_calls, tools) if tools and choice.mode != "none" else None
         thinks = prompt_text.rstrip().endswith("<think>")
         reasoning = _reasoning_parser(self.reasoning, thinks=thinks) if self.reasoning else None
-        return ReplyParser(reasoning, calls, most_calls=None if parallel else 1, stream=stream)
+        return ReplyParser(
+            reasoning, calls, turn_id=turn_id, most_calls=None if parallel else 1, stream=stream
+        )
 
     def constraint(
         self, tools: tuple[Tool, ...], choice: ToolChoice, *, parallel: bool
@@ -131,11 +140,12 @@ class ReplyParser:
         reasoning: ReasoningParser | None = None,
         calls: FunctionCallParser | None = None,
         *,
+        turn_id: str = "",
         most_calls: int | None = None,
         stream: bool = True,
     ) -> None:
         self._reasoning, self._parser, self._most_calls = reasoning, calls, most_calls
-        self._stream = stream
+        self._turn_id, self._stream = turn_id, stream
         self._plain = reasoning is None and calls is None
         self._text = ""
         self._to_calls = ""
@@ -223,7 +233,7 @@ class ReplyParser:
         missing: list[CallDelta] = []
         for index, item in enumerate(items):
             if index >= len(self._calls):
-                missing.append(_first(index, item.name or "", item.parameters))
+                missing.append(self._first(index, item.name or "", item.parameters))
             elif item.parameters.startswith(told := self._calls[index].arguments) and item.parameters != told:
                 missing.append(CallDelta(index=index, arguments=item.parameters[len(told) :]))
         content = "" if items or self._calls else self._to_calls[self._told :]
@@ -239,7 +249,7 @@ class ReplyParser:
         content, items = self._parser.parse_non_stream(text)
         if not items:
             content = text
-        calls = [_first(index, item.name or "", item.parameters) for index, item in enumerate(items)]
+        calls = [self._first(index, item.name or "", item.parameters) for index, item in enumerate(items)]
         return Delta(content=content, reasoning=reasoning, calls=self._limited(calls))
 
     def _deltas(self, items: Sequence[Any]) -> tuple[CallDelta, ...]:
@@ -247,11 +257,16 @@ class ReplyParser:
         found: list[CallDelta] = []
         for item in items:
             if item.name:
-                found.append(_first(self._begun, item.name, item.parameters))
+                found.append(self._first(self._begun, item.name, item.parameters))
                 self._begun += 1
             elif self._begun and item.parameters:
                 found.append(CallDelta(index=self._begun - 1, arguments=item.parameters))
         return self._limited(found)
+
+    def _first(self, index: int, name: str, arguments: str) -> CallDelta:
+        """Ids are the turn's and the place's: a turn that is told again has the same."""
+        made = hashlib.blake2b(f"{self._turn_id}.{index}".encode(), digest_size=12).hexdigest()
+        return CallDelta(index=index, id=f"call_{made}", name=name, arguments=arguments)
 
     def _limited(self, calls: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
         return tuple(each for each in calls if self._most_calls is None or each.index < self._most_calls)
@@ -266,10 +281,6 @@ class ReplyParser:
                 told = self._calls[call.index]
                 self._calls[call.index] = replace(told, arguments=told.arguments + call.arguments)
         return delta
-
-
-def _first(index: int, name: str, arguments: str) -> CallDelta:
-    return CallDelta(index=index, id="call_" + secrets.token_hex(12), name=name, arguments=arguments)
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -46,6 +46,8 @@ class OpenBody(Section):
     members: list[MemberBody] = Field(min_length=1, max_length=4096)
     purpose: Purpose = "train"
     sampling: SamplingBody | None = None
+    request_id: _Name = ""
+    """Makes opening safe to try again: the same id, the same sessions."""
 
 
 class RewardBody(Section):
@@ -89,9 +91,13 @@ class KeyRing:
 
 
 def session_routes(
-    *, keys: KeyRing, lifecycle: Lifecycle, turns: Turns, metrics: Callable[[], Mapping[str, object]]
+    *,
+    keys: KeyRing,
+    lifecycle: Lifecycle,
+    turns: Turns,
+    metrics: Callable[[bool], Awaitable[Mapping[str, object]]],
 ) -> APIRouter:
-    """`/sessions…` and `/metrics`."""
+    """`/sessions…` and `/metrics` (`metrics(True)`: those of all workers)."""
     api = APIRouter()
 
     @api.post("/sessions", status_code=201)
@@ -103,6 +109,7 @@ def session_routes(
             members=[GroupMember(index=member.index, attempt=member.attempt) for member in body.members],
             purpose=body.purpose,
             sampling=Sampling(**body.sampling.model_dump()) if body.sampling else lifecycle.sampling,
+            request_id=body.request_id,
         )
         records = await lifecycle.open(group)
         return _json({"sessions": [record.session for record in records]}, status=201)
@@ -135,7 +142,7 @@ def session_routes(
     @api.get("/metrics")
     async def show_metrics(request: Request) -> Response:
         keys.check_environment(request)
-        return _json(metrics())
+        return _json(await metrics(request.query_params.get("worker") != "own"))
 
     return api
 

@@ -1,28 +1,62 @@
 """The registry of sessions: who may sample, in which session, until when. Pure and in memory.
 
-Invariants: a key opens its own session and nothing else; keys are kept as hashes and compared in
-constant time; admission happens only when a session opens, so an admitted session is never refused
-mid-way. The session API opens and closes sessions here, the agent API looks keys up."""
+Invariants: a key opens its own session and nothing else; keys are kept as hashes and compared in constant
+time; admission happens only when a session opens, so an admitted session is never refused mid-way; a key and
+an id begin with the number of the worker that holds the session. The session API opens and closes sessions
+here, the agent API looks keys up."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
+import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, TypeVar
 
 from invrl.errors import SessionError
 from invrl.types import GroupMember, Outcome, Purpose, Sampling, Session
 
 SessionState = Literal["open", "finished", "aborted", "expired"]
 
+Name = TypeVar("Name", str, bytes)
+
+_NAME = re.compile(r"(?:isk|ses)-([0-9a-f]{2})")
 _RETRY_AFTER_S = 1.0
 _CLOSED_KEPT = 8192
 """Closed sessions that still answer with their outcome; older ones are forgotten (the store has them)."""
+
+
+def _no_others() -> memoryview:
+    return memoryview(bytearray(8)).cast("Q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkerPlace:
+    """Which worker this is. As it stands: the only one."""
+
+    number: int = 0
+    urls: Sequence[str] = ("",)
+    """Each worker's own address."""
+    open_sessions: memoryview = field(default_factory=_no_others)
+    """How many each worker holds (uint64), in memory that all of them share."""
+    starts: int = 1
+    """How often this worker has been started."""
+
+    @property
+    def mark(self) -> str:
+        """What names of this worker's sessions begin with, after `isk-` or `ses-`."""
+        return f"{self.number:02x}"
+
+    def owner(self, name: str) -> int | None:
+        """The worker that a session's key or id names."""
+        found = _NAME.match(name)
+        number = int(found[1], 16) if found else len(self.urls)
+        return number if number < len(self.urls) else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,13 +88,26 @@ class Opening:
     members: Sequence[GroupMember]
     purpose: Purpose
     sampling: Sampling
+    request_id: str = ""
+    """Who asks again under the same id gets the same sessions."""
 
 
 class SessionRegistry:
-    """All sessions this gateway knows."""
+    """The sessions of one worker. `recall`: a closed one by its id or its key's hash, from the store.
+    `secret`: what ids and keys of requests with an id are made from, so that the store need not hold keys."""
 
-    def __init__(self, *, max_open: int, ttl_s: float, public_url: str) -> None:
+    def __init__(
+        self,
+        *,
+        max_open: int,
+        ttl_s: float,
+        public_url: str,
+        secret: bytes = b"",
+        place: WorkerPlace | None = None,
+        recall: Callable[[str | bytes], SessionRecord | None] = lambda _: None,
+    ) -> None:
         self._max_open, self._ttl_s, self._public_url = max_open, ttl_s, public_url.rstrip("/")
+        self._secret, self._recall, self._worker = secret, recall, place or WorkerPlace()
         self._by_id: dict[str, SessionRecord] = {}
         self._by_key: dict[bytes, SessionRecord] = {}
         self._open: dict[str, SessionRecord] = {}
@@ -69,15 +116,15 @@ class SessionRegistry:
 
     def open(self, group: Opening, now: float) -> list[SessionRecord]:
         """All members of a group, or none: SessionError 429 when they do not fit."""
-        held, more = len(self._open), len(group.members)
+        held, more = sum(self._worker.open_sessions), len(group.members)
         if held + more > self._max_open:
             full = f"{held} sessions are open; {more} more would pass {self._max_open}"
             raise SessionError(full, status=429, code="too_many_sessions", retry_after_s=_RETRY_AFTER_S)
         records = []
-        for member in group.members:
-            key = "isk-" + secrets.token_urlsafe(24)
+        for at, member in enumerate(group.members):
+            session_id, key = self._names(group, at)
             session = Session(
-                id="ses-" + secrets.token_hex(8),
+                id=session_id,
                 key=key,
                 base_url=f"{self._public_url}/s/{key}/v1",
                 task_id=group.task_id,
@@ -88,10 +135,33 @@ class SessionRegistry:
                 sampling=group.sampling,
             )
             record = SessionRecord(session=session, key_hash=hash_key(key), opened_at=now)
-            self._by_id[session.id] = self._open[session.id] = self._by_key[record.key_hash] = record
-            self._counts["open"] += 1
             records.append(record)
+        self.restore(records)
         return records
+
+    def reopened(self, group: Opening) -> list[SessionRecord]:
+        """The sessions that an earlier try of the same request opened; none if there was none. SessionError
+        409 if that was another request."""
+        names = [self._names(group, at) for at in range(len(group.members))] if group.request_id else []
+        found = [(record, key) for name, key in names if (record := self._find(self._by_id, name))]
+        for record, key in found:
+            session = record.session
+            record.session = replace(session, key=key, base_url=f"{self._public_url}/s/{key}/v1")
+        records = [record for record, _ in found]
+        asked = [(group.task_id, group.group_id, m.index, m.attempt) for m in group.members]
+        held = [(s.task_id, s.group_id, s.index, s.attempt) for s in (record.session for record in records)]
+        if held and held != asked:
+            reason = f"request_id {group.request_id!r} has opened other sessions"
+            raise SessionError(reason, status=409, code="request_id_reused", param="request_id")
+        return records
+
+    def restore(self, records: Iterable[SessionRecord]) -> None:
+        """Open sessions, from the oldest to the newest."""
+        for record in records:
+            self._by_id[record.session.id] = self._open[record.session.id] = record
+            self._by_key[record.key_hash] = record
+            self._counts["open"] += 1
+        self._worker.open_sessions[self._worker.number] = len(self._open)
 
     def by_key(self, keys: Sequence[str]) -> SessionRecord:
         """The open session that all of `keys` name. SessionError 401: none given, unknown, closed, or
@@ -101,7 +171,7 @@ class SessionRegistry:
         hashes = [hash_key(key) for key in keys]
         if not all(hmac.compare_digest(hashes[0], other) for other in hashes):
             raise _unauthorized("the key in the path and the key in the headers differ")
-        record = self._by_key.get(hashes[0])
+        record = self._find(self._by_key, hashes[0])
         if record is None or not hmac.compare_digest(record.key_hash, hashes[0]):
             raise _unauthorized("unknown session key")
         if record.state != "open":
@@ -109,7 +179,7 @@ class SessionRegistry:
         return record
 
     def by_id(self, session_id: str) -> SessionRecord:
-        record = self._by_id.get(session_id)
+        record = self._find(self._by_id, session_id)
         if record is None:
             raise SessionError(f"no session {session_id!r}", status=404, code="session_not_found")
         return record
@@ -125,7 +195,25 @@ class SessionRegistry:
         self._counts[record.state] -= 1
         self._counts[state] += 1
         record.state, record.outcome = state, outcome
-        self._closed[record.session.id] = self._open.pop(record.session.id)
+        self._keep_closed(self._open.pop(record.session.id))
+        self._worker.open_sessions[self._worker.number] = len(self._open)
+
+    def _names(self, group: Opening, at: int) -> tuple[str, str]:
+        """Id and key of the session of member `at`: random, or the same for each try of one request."""
+        place = f"{group.request_id}\0{at}".encode()
+        bits = hmac.digest(self._secret, place, "sha512") if group.request_id else secrets.token_bytes(32)
+        key = base64.urlsafe_b64encode(bits[:24]).decode()
+        return f"ses-{self._worker.mark}{bits[24:32].hex()}", f"isk-{self._worker.mark}{key}"
+
+    def _find(self, held: Mapping[Name, SessionRecord], name: Name) -> SessionRecord | None:
+        record = held.get(name)
+        if record is None and (record := self._recall(name)) is not None:
+            self._by_id[record.session.id] = self._by_key[record.key_hash] = record
+            self._keep_closed(record)
+        return record
+
+    def _keep_closed(self, record: SessionRecord) -> None:
+        self._closed[record.session.id] = record
         if len(self._closed) > _CLOSED_KEPT:
             oldest = self._closed.pop(next(iter(self._closed)))
             del self._by_id[oldest.session.id], self._by_key[oldest.key_hash]

@@ -17,6 +17,7 @@ class GatewaySettings(Section):
     run_id: str = ""
     host: str = "127.0.0.1"
     port: PositiveInt
+    workers: PositiveInt = Field(1, le=256)
     public_url: str = Field("", description="URL agents reach the gateway at; empty: http://host:port")
     router_url: str
     router_api_key: SecretStr | None = None

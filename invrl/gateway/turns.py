@@ -6,7 +6,6 @@ them. Invariant: a turn joins the forest only when its tokens are durable and wh
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,11 +21,12 @@ from invrl.gateway.forest import ADVICE, ForkReason, Node
 from invrl.gateway.generation import Engine, Generation, Proposal
 from invrl.gateway.message import MatchLevel, Message, Prompt, Tool, ToolChoice
 from invrl.gateway.parsing import Parsers, ReplyParser
+from invrl.gateway.recovery import replay, restore
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.sampling import ClientSampling, resolve, sampling_seed
 from invrl.gateway.sessions import SessionRecord
 from invrl.rollout.sglang_client import GenerateRequest
-from invrl.run_store import RunStoreWriter
+from invrl.run_store import RunStore, RunStoreWriter
 from invrl.types import Json, Sampling, Turn
 
 _ENGINE_MARGIN = 8
@@ -81,6 +81,8 @@ class Turns:
     renderer: Renderer
     parsers: Parsers = field(default_factory=Parsers)
     store: RunStoreWriter
+    reader: RunStore
+    """Of the same store: what a worker before this one committed."""
     context_length: int
     run_seed: int | None = None
     match_level: MatchLevel = MatchLevel.WITHOUT_REASONING
@@ -96,13 +98,15 @@ class Turns:
 
     def conversation(self, record: SessionRecord) -> Conversation:
         """SessionError 401 once the session is being closed."""
-        conversation = self._conversations.get(record.session.id)
+        conversation = self._held(record)
         if conversation is None or conversation.closing:
             raise SessionError("the session is closed", status=401, code="session_closed")
         return conversation
 
     def conversation_to_close(self, record: SessionRecord) -> Conversation:
-        return self._conversations[record.session.id]
+        conversation = self._held(record)
+        assert conversation is not None, "an open session has a conversation"
+        return conversation
 
     def close(self, record: SessionRecord) -> None:
         self._conversations.pop(record.session.id, None)
@@ -111,12 +115,20 @@ class Turns:
         """The generation that answers `request`, and the sampling parameters that are overridden for
         the first time in this session. SessionError 400 if the request cannot be rendered or fits not."""
         earlier = conversation.retried(request.digest, request.retry)
+        if earlier is None and (node := conversation.replayed(request.digest, request.retry)):
+            parser = self._parser(request, node.turn.context_ids_T.tolist(), node.turn.id)
+            earlier = replay(
+                node, stop=request.stop, stream=request.stream, renderer=self.renderer, parser=parser
+            )
+            conversation.start(request.digest, earlier)
         if earlier is not None:
             self.counts["retries_answered"] += 1
             return earlier, ()
         record, session = conversation.record, conversation.record.session
         forced = self._constraint(request)
         place = self._place(conversation, self._prompt(conversation, request))
+        if place.parent is not None:  # who goes on from an answer has it, whatever became of its delivery
+            self._delivered(conversation, place.parent.turn.id)
         input_ids = [*(place.parent.ids() if place.parent else ()), *place.context_ids]
         ids_T = np.asarray(input_ids, np.int32)
         chosen = resolve(session.purpose, session.sampling, request.sampling)
@@ -127,10 +139,11 @@ class Turns:
         record.overridden.update(news)
         self.overridden.update(news)
         extra = {**self._seed(conversation, ids_T), **chosen.extra, **forced}
+        turn_id = "turn-" + secrets.token_hex(12)
         generation = Generation(
             Proposal(
                 request=GenerateRequest(
-                    rid="turn-" + secrets.token_hex(12),
+                    rid=turn_id,
                     input_ids_T=ids_T,
                     sampling=sampling,
                     stop=request.stop,
@@ -149,7 +162,7 @@ class Turns:
             ),
             engine=self.engine,
             renderer=self.renderer,
-            parser=self._parser(request, place.context_ids),
+            parser=self._parser(request, place.context_ids, turn_id),
             commit=lambda turn, proposal, reply: self._commit(conversation, turn, proposal, reply),
         )
         conversation.start(request.digest, generation)
@@ -163,7 +176,9 @@ class Turns:
     def deliver(self, conversation: Conversation, generation: Generation) -> None:
         """The answer has left whole: the turn may be trained."""
         generation.delivered = True
-        turn_id = generation.proposal.request.rid
+        self._delivered(conversation, generation.proposal.request.rid)
+
+    def _delivered(self, conversation: Conversation, turn_id: str) -> None:
         if turn_id not in conversation.delivered:
             conversation.delivered.add(turn_id)
             self.store.mark_delivered(turn_id)
@@ -171,7 +186,7 @@ class Turns:
 
     def overview(self, record: SessionRecord) -> list[dict[str, str | int | bool | None]]:
         """One line per turn of an open session; one that forked says why, and what helps."""
-        if (conversation := self._conversations.get(record.session.id)) is None:
+        if (conversation := self._held(record)) is None:
             return []
         return [
             {name: getattr(turn, name) for name in _SHOWN}
@@ -214,6 +229,16 @@ class Turns:
             messages = (Message("system", request.instructions, instructions=True), *messages)
         return Prompt(messages=messages, tools=request.tools, thinking=request.thinking)
 
+    def _held(self, record: SessionRecord) -> Conversation | None:
+        """A session that a worker before this one opened is read from the store when it is first needed."""
+        conversation = self._conversations.get(record.session.id)
+        if conversation is None and record.state == "open":
+            recorded = self.reader.recorded_turns(record.session.id)
+            conversation = Conversation(record, self.match_level)
+            restore(conversation, recorded, self.renderer)
+            self._conversations[record.session.id] = conversation
+        return conversation
+
     def _place(self, conversation: Conversation, prompt: Prompt) -> _Place:
         match = conversation.forest.match(prompt.messages, prompt.tools)
         fork = match.fork
@@ -228,8 +253,9 @@ class Turns:
         ids = self.renderer.first(prompt)
         return _Place(parent=None, depth=0, context_ids=ids, fork=fork, prompt=prompt)
 
-    def _parser(self, request: TurnRequest, context_ids: Sequence[int]) -> ReplyParser:
+    def _parser(self, request: TurnRequest, context_ids: Sequence[int], turn_id: str) -> ReplyParser:
         return self.parsers.reply(
+            turn_id,
             request.tools,
             request.tool_choice,
             parallel=request.parallel_tool_calls,
@@ -240,9 +266,7 @@ class Turns:
     def _seed(self, conversation: Conversation, ids_T: NDArray[np.int32]) -> Mapping[str, Json]:
         if self.run_seed is None:
             return {}
-        prompt = hashlib.blake2b(ids_T.tobytes(), digest_size=16).digest()
-        conversation.asked[prompt] += 1
-        nth = conversation.asked[prompt]
+        prompt, nth = conversation.count_prompt(ids_T)
         return {"sampling_seed": sampling_seed(self.run_seed, conversation.record.session, prompt, nth)}
 
     def _fit(self, sampling: Sampling, prompt: int) -> Sampling:

@@ -1,15 +1,16 @@
 """The gateway's session API as any outside environment uses it: open, reward, finish, abort.
 
 Invariants: every call ends within its deadline and says what it waited for; a gateway that is full (429),
-restarting (503) or unreachable is asked again until then, with its Retry-After honoured; any other refusal is
-a SessionError at once. Opening takes the environment key; the rest is done with the session's own key, so who
-runs a rollout needs no more than its session. Used by the dispatcher, the evaluation and the rollout workers.
-"""
+restarting (503) or unreachable is asked again until then, with its Retry-After honoured (every call may be
+repeated without harm); any other refusal is a SessionError at once. Opening takes the environment key; the
+rest is done with the session's own key, so who runs a rollout needs no more than its session. Used by the
+dispatcher, the evaluation and the rollout workers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -61,7 +62,7 @@ class SessionClient:
         """One session per member of the lease, in order. Waits while the gateway admits no more.
         Raises SessionError, DeadlineError."""
         body = {"task_id": lease.task.id, "group_id": lease.group_id, "members": lease.members}
-        body |= {"purpose": purpose, "sampling": sampling}
+        body |= {"purpose": purpose, "sampling": sampling, "request_id": secrets.token_hex(16)}
         what = f"the gateway to open {len(lease.members)} sessions of group {lease.group_id}"
         answer = await self._post("/sessions", body, self._env_key, what, deadline_s)
         sessions = _decoded(answer, _Opened, what).sessions

@@ -1,0 +1,67 @@
+"""One worker of the gateway: the application on the sockets that it inherited. Forked by `supervisor.py`;
+threads, event loop and store exist only from here on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from invrl.gateway.app import make_app
+from invrl.gateway.parsing import Parsers
+from invrl.gateway.rendering import Renderer
+from invrl.gateway.sessions import WorkerPlace
+from invrl.gateway.settings import GatewaySettings
+from invrl.rollout.sglang_client import EngineLimits, SglangClient
+from invrl.run_store import RunStoreWriter
+
+
+def serve(
+    settings: GatewaySettings,
+    renderer: Renderer,
+    parsers: Parsers,
+    place: WorkerPlace,
+    sockets: list[socket.socket],
+) -> None:
+    """Runs until SIGTERM (blocked by who calls, awaited from here on); every accepted turn is committed when
+    this returns."""
+    # uvicorn raises the signal that ended it once more, for the handler that was there before its own.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    store = RunStoreWriter(Path(settings.store_path))
+    engine = SglangClient(
+        settings.router_url,
+        limits=EngineLimits(vocab_size=settings.vocab_size, context_length=settings.context_length),
+        api_key=settings.router_api_key.get_secret_value() if settings.router_api_key else "",
+        name="the fleet",
+        generate_deadline_s=settings.generate_timeout_s,
+    )
+
+    async def run() -> None:
+        config = uvicorn.Config(
+            make_app(
+                settings,
+                engine=engine,
+                renderer=renderer,
+                parsers=parsers,
+                store=store,
+                place=place,
+                on_shutdown=engine.close,
+            ),
+            access_log=False,
+            log_level="warning",
+            timeout_graceful_shutdown=3,
+            timeout_keep_alive=75,
+            backlog=4096,
+        )
+        # Once uvicorn has its handler, which it sets before its first await.
+        unblock = signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM}
+        asyncio.get_running_loop().call_soon(*unblock)
+        await uvicorn.Server(config).serve(sockets)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    store.close()

@@ -1,0 +1,109 @@
+"""What a gateway worker takes up after the death of its predecessor, from the run's store alone.
+
+Open sessions are known at once; a conversation is read when it is first asked for. Invariants: a restored
+forest holds exactly the committed ids; aborted turns are never continued; the retry of a request whose turn
+was committed is answered with that turn. Called by `turns.py` and `app.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import fields
+
+import msgspec
+import numpy as np
+
+from invrl.gateway.conversation import Conversation
+from invrl.gateway.forest import Node
+from invrl.gateway.generation import Generation, Proposal
+from invrl.gateway.message import Message, Tool
+from invrl.gateway.parsing import ReplyParser
+from invrl.gateway.rendering import Renderer
+from invrl.gateway.sessions import SessionRecord
+from invrl.rollout.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
+from invrl.run_store import StoredSession
+from invrl.types import Sampling, Turn
+
+
+def restored_record(stored: StoredSession) -> SessionRecord:
+    return SessionRecord(**{field.name: getattr(stored, field.name) for field in fields(stored)})
+
+
+def restore(
+    conversation: Conversation, recorded: Sequence[tuple[Turn, bytes, bytes]], renderer: Renderer
+) -> None:
+    """`recorded`: the session's turns in the order of their commits, each with its messages and tools."""
+    nodes: dict[str | None, Node] = {}
+    for turn, messages, tools in recorded:
+        conversation.turns.append(turn)
+        if turn.delivered:
+            conversation.delivered.add(turn.id)
+        parent = nodes.get(turn.parent_id)
+        path = parent.ids() if parent else []
+        conversation.count_prompt(np.asarray([*path, *turn.context_ids_T.tolist()], np.int32))
+        if turn.finish_reason != "abort":
+            node = Node(
+                turn=turn,
+                parent=parent,
+                messages=tuple(msgspec.json.decode(messages, type=list[Message])),
+                closed=renderer.is_closed(turn.sampled_ids_T.tolist()),
+                tools=tuple(msgspec.json.decode(tools, type=list[Tool])),
+            )
+            nodes[turn.id] = node
+            conversation.forest.add(node)
+            conversation.recorded[turn.request_digest] = node
+
+
+def replay(
+    node: Node, *, stop: tuple[str, ...], stream: bool, renderer: Renderer, parser: ReplyParser
+) -> Generation:
+    """The recorded turn of `node` as the generation that a retry joins."""
+    turn, prompt = node.turn, [*(node.parent.ids() if node.parent else ()), *node.turn.context_ids_T.tolist()]
+    sampling = Sampling(temperature=turn.temperature, top_p=1.0, max_new_tokens=len(turn.sampled_ids_T))
+    ids_T, of = np.asarray(prompt, np.int32), turn.session_id
+    proposal = Proposal(
+        request=GenerateRequest(rid=turn.id, input_ids_T=ids_T, sampling=sampling, stop=stop, routing_key=of),
+        stream=stream,
+        parent=node.parent,
+        context_ids=turn.context_ids_T.tolist(),
+        messages=node.messages[:-1],
+        tools=node.tools,
+        constrained=turn.constrained,
+        fork_reason=turn.fork_reason,
+        digest=turn.request_digest,
+    )
+    generation = Generation(
+        proposal, engine=_Recorded(turn), renderer=renderer, parser=parser, commit=_committed
+    )
+    generation.started_at = turn.started_at
+    return generation
+
+
+class _Recorded:
+    """The engine of a turn that was sampled before: says it again, at once."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        turn = self._turn
+        return GenerateResult(
+            ids_T=turn.sampled_ids_T,
+            logprobs_T=turn.logprobs_T,
+            spans=turn.spans,
+            finish_reason=turn.finish_reason,
+            matched_stop=None,
+            prompt_tokens=turn.prompt_tokens,
+            cached_tokens=turn.cached_tokens,
+        )
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateResult, None]:
+        whole = await self.generate(request)
+        yield GenerateChunk(ids_T=whole.ids_T, logprobs_T=whole.logprobs_T, spans=whole.spans)
+        yield whole
+
+
+def _committed(turn: Turn, proposal: Proposal, reply: Message) -> asyncio.Future[None]:
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    done.set_result(None)
+    return done

@@ -1,0 +1,255 @@
+"""The gateway's processes under kill -9: every session goes on with its exact tokens, no acknowledged turn is
+missing, and what connects meanwhile only waits. The engine is scripted; its own log of ids is the tap."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from fakes import FakeEngine, random_reply
+
+from invrl.gateway.gateway_server import GatewayServer
+from invrl.gateway.model_folder import load_renderer
+from invrl.gateway.settings import GatewaySettings
+from invrl.process import free_port
+from invrl.rollout.session_client import SessionClient
+from invrl.run_store import RunStore
+from invrl.types import GroupLease, GroupMember, RolloutSummary, Session, Task
+
+ENV_KEY = "env-0123456789abcdef"
+SESSIONS, GROUP, TURNS = 200, 8, 5
+BROKEN = (openai.APIConnectionError, httpx.TransportError)
+
+
+def settings_for(engine: FakeEngine, model: Path, folder: Path, **changes: object) -> GatewaySettings:
+    values = {
+        "port": free_port(),
+        "router_url": engine.url,
+        "env_key": ENV_KEY,
+        "model_path": str(model),
+        "model_name": "tiny",
+        "store_path": str(folder / "run.db"),
+        "max_new_tokens": 64,
+        "context_length": 4096,
+        "vocab_size": 512,
+        **changes,
+    }
+    return GatewaySettings.model_validate(values)
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: GatewaySettings, folder: Path) -> AsyncIterator[GatewayServer]:
+    """Watched as the cluster does it."""
+    server = GatewayServer(settings, folder=folder / "private", log=folder / "gateway.log")
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(0.2)
+            server.check_alive()
+
+    watching = asyncio.create_task(watch())
+    try:
+        await asyncio.to_thread(server.wait_ready, deadline_s=120)
+        yield server
+        assert not watching.done(), watching.exception()
+    finally:
+        watching.cancel()
+        await asyncio.to_thread(server.stop)
+
+
+def workers(server: GatewayServer) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children()
+
+
+async def open_sessions(server: GatewayServer, count: int) -> list[Session]:
+    client, sessions = SessionClient(server.url, env_key=ENV_KEY), []
+    for number in range(count // GROUP):
+        members = tuple(GroupMember(index=index, attempt=0) for index in range(GROUP))
+        lease = GroupLease(group_id=f"g{number}", task=Task(id=f"t{number}", payload={}), members=members)
+        sessions += await client.open(lease)
+    await client.close()
+    return sessions
+
+
+class Agent:
+    """A conversation of `TURNS` turns with the official client and its own retries; a stream that breaks off
+    is asked for again, as any agent does."""
+
+    def __init__(self, number: int, session: Session, http: httpx.AsyncClient) -> None:
+        self.number, self.session, self.stream = number, session, number % 2 == 0
+        self.client = openai.AsyncOpenAI(
+            base_url=session.base_url, api_key=session.key, http_client=http, timeout=60
+        )
+        self.messages: list = []
+        self.acknowledged: list[str] = []
+        self.broken = 0
+
+    async def run(self) -> None:
+        for turn in range(TURNS):
+            self.messages.append({"role": "user", "content": f"session {self.number}, question {turn}"})
+            turn_id, text = await self._ask()
+            self.acknowledged.append(turn_id.removeprefix("chatcmpl-"))
+            self.messages.append({"role": "assistant", "content": text})
+
+    async def _ask(self) -> tuple[str, str]:
+        create = self.client.chat.completions.create
+        if not self.stream:
+            answer = await create(model="tiny", messages=self.messages)
+            return answer.id, answer.choices[0].message.content or ""
+        while True:
+            try:
+                events = [
+                    event async for event in await create(model="tiny", messages=self.messages, stream=True)
+                ]
+            except BROKEN:
+                self.broken += 1
+                assert self.broken < 5
+                continue
+            return events[0].id, "".join(event.choices[0].delta.content or "" for event in events)
+
+
+async def until(condition, seconds: float = 60.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def check_exact(agent: Agent, engine: FakeEngine, store: RunStore, encode) -> None:
+    """What the engine was sent and answered, against what agent and store hold."""
+    prompts = {body["rid"].removesuffix("-again"): body["input_ids"] for body in engine.requests}
+    replies = {rid.removesuffix("-again"): reply for rid, reply in engine.replies.items()}
+    assert len(set(agent.acknowledged)) == TURNS
+    recorded = {turn.id: turn for turn in store.turns(agent.session.id)}
+    before: list[int] = []
+    for place, turn_id in enumerate(agent.acknowledged):
+        question = f"session {agent.number}, question {place}"
+        tail = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        if place:
+            tail = ("\n" if before[-1] == 2 else "<|im_end|>\n") + tail
+        assert prompts[turn_id] == before + encode(tail)
+        before = prompts[turn_id] + replies[turn_id]
+        turn = recorded[turn_id]
+        assert turn.delivered
+        assert turn.sampled_ids_T.tolist() == replies[turn_id]
+
+
+async def test_two_hundred_live_sessions_outlive_a_worker_and_the_supervisor(
+    tiny_model: Path, tmp_path: Path
+):
+    limits = httpx.Limits(max_connections=None)
+    async with FakeEngine(random_reply(tokens=14), token_delay_s=0.08) as engine:
+        settings = settings_for(engine, tiny_model, tmp_path, workers=2)
+        async with serving(settings, tmp_path) as server, httpx.AsyncClient(limits=limits) as http:
+            sessions = await open_sessions(server, SESSIONS)
+            assert {session.id[4:6] for session in sessions} == {"00", "01"}
+            agents = [Agent(number, session, http) for number, session in enumerate(sessions)]
+            running = asyncio.gather(*(agent.run() for agent in agents))
+
+            def everyone_has(turns: int) -> bool:
+                return running.done() or all(len(agent.acknowledged) >= turns for agent in agents)
+
+            await until(lambda: everyone_has(1))
+            [victim, other] = workers(server)
+            victim.kill()
+            await until(lambda: everyone_has(2))
+            assert other.is_running()
+            assert len(workers(server)) == 2
+            old = server.process.pid
+            os.kill(old, signal.SIGKILL)
+            async with asyncio.timeout(120):
+                await running
+            assert server.process.pid != old
+            store = RunStore(tmp_path / "run.db")
+            encode = load_renderer(str(tiny_model), 512)._tokenizer.encode
+            for agent in agents:
+                check_exact(agent, engine, store, encode)
+            assert any(agent.broken for agent in agents), "the kills must have met streams"
+            metrics = await http.get(server.url + "/metrics", headers={"authorization": f"Bearer {ENV_KEY}"})
+            assert metrics.json()["sessions"]["open"] == SESSIONS
+            client = SessionClient(server.url)
+            for agent in agents:
+                outcome = await client.finish(agent.session, 1.0)
+                assert isinstance(outcome, RolloutSummary)
+                sampled = sum(len(engine.replies[turn_id]) for turn_id in agent.acknowledged)
+                assert (outcome.forks, outcome.trained_tokens) == (0, sampled)
+            victim = workers(server)[0]
+            victim.kill()
+            assert await client.finish(agents[0].session) == await client.finish(agents[0].session)
+            await client.close()
+    place = str(tmp_path)
+    left = [p for p in psutil.process_iter(["cmdline"]) if place in " ".join(p.info["cmdline"] or [])]
+    assert left == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_committed_just_before_the_worker_dies_is_the_one_its_client_gets(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+):
+    monkeypatch.setattr(GatewayServer, "module", "dying_gateway")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]]))
+    monkeypatch.setenv("DIED_ONCE", str(tmp_path / "died"))
+    async with FakeEngine(random_reply(tokens=6)) as engine:
+        settings = settings_for(engine, tiny_model, tmp_path)
+        async with serving(settings, tmp_path) as server:
+            [session, *_] = await open_sessions(server, GROUP)
+            async with httpx.AsyncClient() as http:
+                agent = Agent(0, session, http)
+                agent.stream = stream
+                await agent.run()
+            assert (tmp_path / "died").exists()
+            [first, *_] = RunStore(tmp_path / "run.db").turns(session.id)
+            assert agent.acknowledged[0] == first.id
+            assert len(engine.requests) == TURNS
+            store, encode = (
+                RunStore(tmp_path / "run.db"),
+                load_renderer(str(tiny_model), 512)._tokenizer.encode,
+            )
+            check_exact(agent, engine, store, encode)
+
+
+async def test_a_gateway_that_cannot_live_says_so(tiny_model: Path, tmp_path: Path):
+    async with FakeEngine(random_reply()) as engine:
+        settings = settings_for(engine, tmp_path / "no-model", tmp_path)
+        server = GatewayServer(settings, folder=tmp_path, log=tmp_path / "gateway.log")
+        try:
+            with pytest.raises(Exception, match=r"tokenizer\.json"):
+                await asyncio.to_thread(server.wait_ready, deadline_s=120)
+        finally:
+            await asyncio.to_thread(server.stop)
+
+
+async def test_nothing_outlives_whoever_started_the_gateway(tiny_model: Path, tmp_path: Path):
+    async with FakeEngine(random_reply()) as engine:
+        (tmp_path / "settings.json").write_text(
+            settings_for(engine, tiny_model, tmp_path, workers=2).to_json()
+        )
+        program = textwrap.dedent(f"""
+            import json, pathlib, time
+            from invrl.gateway.gateway_server import GatewayServer, GatewaySettings
+            folder = pathlib.Path({str(tmp_path)!r})
+            settings = GatewaySettings.model_validate(json.loads((folder / "settings.json").read_text()))
+            server = GatewayServer(settings, folder=folder, log=folder / "gateway.log")
+            server.wait_ready(deadline_s=120)
+            print(server.process.pid, flush=True)
+            time.sleep(600)
+        """)
+        holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert holder.stdout is not None
+        supervisor = psutil.Process(int(await asyncio.to_thread(holder.stdout.readline)))
+        family = [supervisor, *supervisor.children()]
+        assert len(family) == 3
+        holder.kill()
+        holder.wait(10)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=10)
+        assert alive == []

@@ -1,0 +1,186 @@
+"""A gateway that starts again goes on from the run's store: exact ids, recorded answers, old outcomes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+from test_gateway_turns import ASK, MORE, Running, eventually, running
+from test_gateway_turns import model as model
+from test_gateway_turns import renderer as renderer
+
+from invrl.gateway.rendering import Renderer
+from invrl.process import RestartLimit
+from invrl.types import FailedRollout, FailureReason, RolloutSummary, Session
+
+
+class Life:
+    """The same store and key under one gateway after the other."""
+
+    def __init__(self, folder: Path, model: Path, renderer: Renderer, **settings: object) -> None:
+        self._of, self._settings = (folder, model, renderer), settings
+
+    @contextlib.asynccontextmanager
+    async def again(self, **changes: object):
+        async with running(*self._of, **(self._settings | changes)) as gateway:
+            yield gateway
+
+
+@pytest.fixture
+def life(tmp_path: Path, model: Path, renderer: Renderer) -> Life:
+    return Life(tmp_path, model, renderer, sampling_seed=7)
+
+
+async def ask(gateway: Running, session: Session, messages: list, *, retry: bool | None = None, **more):
+    """`retry`: what the client says of its request; None: its first try."""
+    client = gateway.client(session, base_url=f"{gateway.url}/s/{session.key}/v1")
+    if retry is not None:
+        more["extra_headers"] = {"x-stainless-retry-count": str(int(retry))}
+    return await client.chat.completions.create(model="tiny", messages=messages, **more)
+
+
+def reply(answer) -> dict:
+    return {"role": "assistant", "content": answer.choices[0].message.content}
+
+
+async def test_a_session_goes_on_with_its_exact_ids(life: Life, renderer: Renderer):
+    async with life.again() as gateway:
+        [session] = await gateway.open()
+        first = await ask(gateway, session, [ASK])
+        second = await ask(gateway, session, [ASK, reply(first), MORE], max_tokens=3)
+        await gateway.env(f"/sessions/{session.id}/reward", {"reward": 0.25, "components": {"a": 1.0}})
+        before = gateway.turns(session)
+    async with life.again() as gateway:
+        messages = [ASK, reply(first), MORE, reply(second), MORE]
+        await ask(gateway, session, messages)
+        tail = f"<|im_end|>\n<|im_start|>user\n{MORE['content']}<|im_end|>\n<|im_start|>assistant\n"
+        path = [ids for turn in before for ids in (turn.context_ids_T, turn.sampled_ids_T)]
+        expected = [int(token) for ids in path for token in ids] + renderer._tokenizer.encode(tail)
+        assert gateway.engine.requests[0]["input_ids"] == expected
+        shown = (await gateway.env(f"/sessions/{session.id}")).json()
+        assert (shown["state"], shown["reward"], len(shown["turns"])) == ("open", 0.25, 3)
+        answer = await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)
+        outcome = answer.json()
+        assert (outcome["num_turns"], outcome["forks"], outcome["reward"]) == (3, 0, 0.25)
+        assert outcome["trained_tokens"] == outcome["sampled_tokens"]
+    async with life.again() as gateway:
+        assert (await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)).json() == outcome
+        refused = await gateway.env("/v1/chat/completions", {}, key=session.key)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "session_closed")
+        assert (await gateway.env("/sessions/ses-00no/finish", {})).status_code == 404
+        assert [o.session_id for _, o in gateway.store.outbox_after(0)] == [session.id]
+
+
+async def test_a_retry_gets_the_turn_that_was_recorded(life: Life, renderer: Renderer):
+    stop = renderer._tokenizer.encode("abc STOP")
+    asked = {"stop": "STOP", "logprobs": True, "max_tokens": len(stop)}
+    async with life.again() as gateway:
+        gateway.engine.script = lambda _: stop
+        [session] = await gateway.open(purpose="serve")
+        first = await ask(gateway, session, [ASK], **asked)
+    async with life.again() as gateway:
+        answer = await ask(gateway, session, [ASK], retry=True, **asked)
+        assert gateway.engine.requests == []
+        assert answer.model_dump() == first.model_dump()
+        again = await ask(gateway, session, [ASK], retry=False, **asked)
+        assert again.id != first.id  # delivered, and asked on purpose
+
+
+async def test_a_streamed_answer_is_replayed_as_a_stream(life: Life):
+    async def events(gateway: Running, retry: bool) -> tuple[str, str, list[float]]:
+        stream = await ask(gateway, session, [ASK], retry=retry, stream=True, logprobs=True)
+        found = [event async for event in stream]
+        text = "".join(event.choices[0].delta.content or "" for event in found)
+        logprobs = [t.logprob for e in found if e.choices[0].logprobs for t in e.choices[0].logprobs.content]
+        return found[0].id, text, logprobs
+
+    async with life.again() as gateway:
+        [session] = await gateway.open()
+        first = await events(gateway, retry=False)
+    async with life.again() as gateway:
+        assert await events(gateway, retry=True) == first
+        assert gateway.engine.requests == []
+
+
+async def test_what_was_aborted_is_never_continued_nor_replayed(life: Life):
+    async with life.again() as gateway:
+        gateway.engine.token_delay_s = 0.02
+        [session] = await gateway.open()
+        call = asyncio.create_task(ask(gateway, session, [ASK], stream=True))
+        async for _ in await call:
+            break
+        await call.result().close()
+        await eventually(lambda: [t.finish_reason for t in gateway.turns(session)] == ["abort"])
+    async with life.again() as gateway:
+        answer = await ask(gateway, session, [ASK], retry=True, stream=True)
+        assert [event async for event in answer]
+        aborted, whole = gateway.turns(session)
+        assert whole.id != aborted.id
+        summary = await gateway.finish(session)
+        assert isinstance(summary, RolloutSummary)
+        assert (summary.num_turns, summary.trained_tokens) == (2, len(whole.sampled_ids_T))
+
+
+async def test_an_undelivered_turn_is_replayed_to_whoever_asks_for_it_and_its_prompt_keeps_its_count(
+    life: Life,
+):
+    async with life.again() as gateway:
+        [session] = await gateway.open(purpose="serve")
+        first = await ask(gateway, session, [ASK])
+        await ask(gateway, session, [MORE])
+        seeds = [request["sampling_params"]["sampling_seed"] for request in gateway.engine.requests]
+        await eventually(lambda: all(turn.delivered for turn in gateway.turns(session)))
+    gateway.store._db.execute("PRAGMA query_only=0")
+    gateway.store._db.execute("UPDATE turns SET delivered=0 WHERE seq=1")
+    async with life.again() as gateway:
+        assert (await ask(gateway, session, [ASK], retry=False)).id == first.id
+        await eventually(lambda: gateway.turns(session)[0].delivered)
+        assert (await ask(gateway, session, [ASK], retry=False)).id != first.id
+        later = gateway.engine.requests[0]["sampling_params"]["sampling_seed"]
+        assert later not in seeds
+
+
+async def test_who_goes_on_from_an_answer_has_it(life: Life):
+    async with life.again() as gateway:
+        [session] = await gateway.open()
+        first = await ask(gateway, session, [ASK])
+        await eventually(lambda: gateway.turns(session)[0].delivered)
+    gateway.store._db.execute("PRAGMA query_only=0")
+    gateway.store._db.execute("UPDATE turns SET delivered=0")
+    async with life.again() as gateway:
+        await ask(gateway, session, [ASK, reply(first), MORE])
+        await eventually(lambda: [turn.delivered for turn in gateway.turns(session)] == [True, True])
+
+
+async def test_sessions_of_the_life_before_still_expire_and_still_fill_the_gateway(life: Life):
+    async with life.again(max_open_sessions=2) as gateway:
+        sessions = await gateway.open(members=2)
+    async with life.again(max_open_sessions=2) as gateway:
+        body = {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}
+        assert (await gateway.env("/sessions", body)).status_code == 429
+    async with life.again(max_open_sessions=2, session_ttl_s=0.5) as gateway:
+        await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
+        for session, (_, outcome) in zip(sessions, gateway.store.outbox_after(0), strict=True):
+            assert isinstance(outcome, FailedRollout)
+            assert (outcome.session_id, outcome.reason) == (session.id, FailureReason.TIMEOUT)
+            assert gateway.store.session_state(session.id) == "expired"
+
+
+async def test_opening_is_the_same_after_a_restart(life: Life):
+    async with life.again() as gateway:
+        before = await gateway.open(members=2, request_id="one")
+    async with life.again() as gateway:
+        after = await gateway.open(members=2, request_id="one")
+        assert [(s.id, s.key) for s in after] == [(s.id, s.key) for s in before]
+        assert (await ask(gateway, after[0], [ASK])).id
+
+
+def test_restarts_are_limited(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr("invrl.process.time.monotonic", lambda: now)
+    limit = RestartLimit(2)
+    assert [limit.allows() for _ in range(3)] == [True, True, False]
+    now = 61.0
+    assert limit.allows()

@@ -1,0 +1,274 @@
+"""Several workers of one gateway: any connection serves any session, and no answer comes from another one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from fakes import FakeEngine, random_reply
+from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually
+from test_gateway_turns import model as model
+from test_gateway_turns import renderer as renderer
+
+from invrl.gateway import forwarder
+from invrl.gateway.app import make_app
+from invrl.gateway.peers import merged
+from invrl.gateway.rendering import Renderer
+from invrl.gateway.sessions import WorkerPlace
+from invrl.gateway.settings import GatewaySettings
+from invrl.process import free_port
+from invrl.rollout.sglang_client import EngineLimits, SglangClient
+from invrl.run_store import RunStore, RunStoreWriter
+from invrl.types import RolloutSummary
+
+
+class Workers:
+    """`at[n]` is worker n as a client that reached it sees it; `stop(n)` ends one."""
+
+    def __init__(self, engine: FakeEngine, http: httpx.AsyncClient, folder: Path) -> None:
+        self.engine, self.folder, self.at = (
+            engine,
+            folder,
+            [Running("", engine, RunStore(folder / "run.db"), http) for _ in range(2)],
+        )
+        self.urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+        self._shared = memoryview(bytearray(16)).cast("Q")
+        self._servers: list[uvicorn.Server | None] = [None, None]
+        self._ends = contextlib.AsyncExitStack()
+
+    async def start(self, number: int, model: Path, renderer: Renderer, **changes: object) -> None:
+        url = self.at[number].url = self.urls[number]
+        values = {
+            "port": int(url.rpartition(":")[2]),
+            "router_url": self.engine.url,
+            "env_key": ENV_KEY,
+            "model_path": str(model),
+            "model_name": "tiny",
+            "store_path": str(self.folder / "run.db"),
+            "context_length": 1024,
+            "vocab_size": 512,
+            **changes,
+        }
+        settings = GatewaySettings.model_validate(values)
+        store = RunStoreWriter(Path(settings.store_path))
+        client = SglangClient(settings.router_url, limits=EngineLimits(vocab_size=512, context_length=1024))
+        place = WorkerPlace(number=number, urls=self.urls, open_sessions=self._shared)
+        parts = {"engine": client, "renderer": renderer, "store": store, "on_shutdown": client.close}
+        app = make_app(settings, **parts, place=place)
+        config = uvicorn.Config(app, port=settings.port, log_level="critical", timeout_graceful_shutdown=1)
+        server = self._servers[number] = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve())
+        self._ends.callback(store.close)
+        self._ends.push_async_callback(asyncio.wait, [serving])
+        await eventually(lambda: server.started, 20)
+
+    async def stop(self) -> None:
+        for server in self._servers:
+            if server is not None:
+                server.should_exit = True
+        await self._ends.aclose()
+
+
+@pytest.fixture
+async def workers(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Workers]:
+    async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=30) as http:
+        both = Workers(engine, http, tmp_path)
+        try:
+            for number in range(2):
+                await both.start(number, model, renderer, max_body_bytes=20_000, max_open_sessions=6)
+            yield both
+        finally:
+            await both.stop()
+
+
+async def test_any_worker_serves_any_session(workers: Workers):
+    for owner in range(2):
+        [session] = await workers.at[owner].open()
+        assert session.id.startswith(f"ses-0{owner}")
+        assert session.key.startswith(f"isk-0{owner}")
+        messages: list = [ASK]
+        for turn in range(4):
+            url = f"{workers.urls[turn % 2]}/s/{session.key}/v1"
+            client = workers.at[0].client(session, base_url=url)
+            if turn < 2:
+                stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
+                text = "".join([event.choices[0].delta.content or "" async for event in stream])
+            else:
+                answer = await client.chat.completions.create(model="tiny", messages=messages)
+                text = answer.choices[0].message.content or ""
+            messages += [{"role": "assistant", "content": text}, MORE]
+        bearer = workers.at[0].client(session, base_url=workers.urls[1 - owner] + "/v1", api_key=session.key)
+        assert [card.id for card in (await bearer.models.list()).data] == ["tiny"]
+        other = workers.at[1 - owner]
+        assert len((await other.env(f"/sessions/{session.id}")).json()["turns"]) == 4
+        summary = await other.finish(session)
+        assert isinstance(summary, RolloutSummary)
+        assert (summary.num_turns, summary.forks, summary.trained_tokens) == (4, 0, summary.sampled_tokens)
+
+
+async def test_a_forwarded_stream_carries_tokens_as_they_are_sampled(workers: Workers):
+    workers.engine.token_delay_s = 0.02
+    [session] = await workers.at[1].open()
+    client = workers.at[0].client(session, base_url=f"{workers.urls[0]}/s/{session.key}/v1")
+    at_work = 0
+    async for _ in await client.chat.completions.create(model="tiny", messages=[ASK], stream=True):
+        at_work += bool(workers.engine.running)
+    assert at_work > 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_disconnect_reaches_the_owner(workers: Workers, stream: bool):
+    workers.engine.token_delay_s = 0.05
+    workers.engine.script = lambda _: list(range(10, 60))
+    [session] = await workers.at[1].open()
+    client = workers.at[0].client(session, base_url=f"{workers.urls[0]}/s/{session.key}/v1")
+    call = asyncio.create_task(client.chat.completions.create(model="tiny", messages=[ASK], stream=stream))
+    await eventually(lambda: bool(workers.engine.running))
+    if stream:
+        await anext(aiter(await call))
+    call.cancel()
+    await client.close()
+    await eventually(lambda: bool(workers.engine.cancelled))
+    await workers.at[1].finish(session)
+    assert not any(turn.delivered for turn in workers.at[1].turns(session))
+
+
+async def test_what_is_refused_keeps_its_shape_on_the_way(workers: Workers):
+    [session], [other] = await workers.at[1].open(), await workers.at[0].open()
+    client = workers.at[0].client(session, base_url=f"{workers.urls[0]}/s/{session.key}/v1")
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.chat.completions.create(model="other", messages=[ASK])
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.APIStatusError) as large:
+        await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x" * 30_000}]
+        )
+    assert (large.value.status_code, large.value.code) == (413, "request_too_large")
+    with pytest.raises(openai.AuthenticationError):
+        await client.with_options(api_key=other.key).chat.completions.create(model="tiny", messages=[ASK])
+    for guess in ("isk-ff" + session.key[6:], "isk-01guess", "isk-zz", "isk-"):
+        wrong = workers.at[0].client(session, base_url=workers.urls[0] + "/v1", api_key=guess)
+        with pytest.raises(openai.AuthenticationError):
+            await wrong.chat.completions.create(model="tiny", messages=[ASK])
+    answer = await workers.at[0].env(f"/sessions/{session.id}/finish", {"reward": 1.0}, key=other.key)
+    assert answer.status_code == 401
+
+
+async def test_opening_again_under_one_id_gets_the_same_sessions(
+    workers: Workers, model: Path, renderer: Renderer
+):
+    opened = await workers.at[0].open(members=2, request_id="first")
+    assert await workers.at[1].open(members=2, request_id="first") == opened
+    answer = await workers.at[1].env(
+        "/sessions", {"task_id": "t", "group_id": "h", "members": [{"index": 0}], "request_id": "first"}
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "request_id_reused")
+    owners = {
+        (await workers.at[0].open(request_id=name))[0].id[:6] for name in ("one", "two", "three", "four")
+    }
+    assert owners == {"ses-00", "ses-01"}
+    again = await workers.at[0].open(members=2, request_id="first")
+    assert again == opened  # a full gateway answers a retry
+
+
+async def test_admission_counts_the_sessions_of_all_workers(workers: Workers):
+    await workers.at[0].open(members=4)
+    body = {"task_id": "t", "group_id": "g", "members": [{"index": n} for n in range(3)]}
+    assert (await workers.at[1].env("/sessions", body)).status_code == 429
+    [session, *_] = await workers.at[1].open(members=2)
+    assert (await workers.at[0].env("/sessions", body)).status_code == 429
+    await workers.at[1].finish(session)
+    await workers.at[0].open()
+
+
+async def test_metrics_are_those_of_all_workers(workers: Workers):
+    for owner, count in ((0, 1), (1, 3)):
+        sessions = await workers.at[owner].open(members=count)
+        for session in sessions:
+            await workers.at[owner].client(session).chat.completions.create(model="tiny", messages=[ASK])
+    metrics = (await workers.at[0].env("/metrics")).json()
+    assert (metrics["sessions"]["open"], metrics["turns"]["stop"]) == (4, 4)
+    assert metrics["workers"].keys() == {"0", "1"}
+    assert (await workers.at[1].env("/metrics?worker=own")).json()["turns"]["stop"] == 3
+    assert (await workers.at[1].env("/metrics", key="guess")).status_code == 401
+
+
+def test_merging_adds_up_but_for_lag():
+    parts = [
+        {"run_id": "r", "loop_lag_ms": {"max": lag}, "turns": {"stop": 1, name: 2}}
+        for lag, name in ((1.5, "length"), (0.5, "abort"))
+    ]
+    expected = {"run_id": "r", "loop_lag_ms": {"max": 1.5}, "turns": {"stop": 2, "length": 2, "abort": 2}}
+    assert merged(parts) == expected
+
+
+class DyingOwner:
+    """Listens where worker 1 would: hangs up on the first requests, then does what `last` says."""
+
+    def __init__(self, deaths: int, last: bytes) -> None:
+        self.deaths, self.last, self.heard = deaths, last, list[bytes]()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        self.heard.append(await reader.readexactly(length))
+        if len(self.heard) > self.deaths:
+            writer.write(self.last)
+            await writer.drain()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def a_worker_beside(owner: DyingOwner, folder: Path, model: Path, renderer: Renderer):
+    async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=30) as http:
+        both = Workers(engine, http, folder)
+        listening = await asyncio.start_server(owner, "127.0.0.1", int(both.urls[1].rpartition(":")[2]))
+        try:
+            await both.start(0, model, renderer)
+            yield both
+        finally:
+            listening.close()
+            await both.stop()
+
+
+async def test_what_a_dead_owner_did_not_answer_goes_to_its_successor(
+    tmp_path: Path, model: Path, renderer: Renderer
+):
+    owner = DyingOwner(2, b"HTTP/1.1 207 Fine\r\ncontent-length: 2\r\nx-own: 1\r\ndate: then\r\n\r\nok")
+    async with a_worker_beside(owner, tmp_path, model, renderer) as both:
+        answer = await both.at[0].env("/sessions/ses-01abc/finish", {"reward": 1.0})
+        assert (answer.status_code, answer.text, answer.headers["x-own"]) == (207, "ok", "1")
+        assert owner.heard == [b'{"reward":1.0}'] * 3
+        assert "then" not in answer.headers.get_list("date")
+
+
+async def test_an_answer_that_breaks_off_at_the_owner_breaks_off(
+    tmp_path: Path, model: Path, renderer: Renderer
+):
+    owner = DyingOwner(0, b"HTTP/1.1 200 Fine\r\ncontent-length: 99\r\n\r\nhalf")
+    async with a_worker_beside(owner, tmp_path, model, renderer) as both:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await both.at[0].env("/sessions/ses-01abc/finish", {"reward": 1.0})
+        assert len(owner.heard) == 1
+
+
+async def test_an_owner_that_stays_dead_is_a_503_that_clients_retry(
+    tmp_path: Path, model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(forwarder, "_SUCCESSOR_S", 0.2)
+    async with a_worker_beside(DyingOwner(10**9, b""), tmp_path, model, renderer) as both:
+        answer = await both.at[0].env("/s/isk-01abc/v1/chat/completions", {})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "gateway_unavailable")
+
+
+def test_the_place_reads_names():
+    place = WorkerPlace(number=1, urls=("a", "b"))
+    assert [place.owner(name) for name in ("isk-01x", "ses-00", "isk-02x", "isk-zz", "", "01")] == [
+        1, 0, None, None, None, None,
+    ]  # fmt: skip
