@@ -19,7 +19,9 @@ from starlette.routing import Route
 from invrl.errors import SessionError
 from invrl.gateway.agent_api import AgentEndpoint, retry_after, session_keys
 from invrl.gateway.dialects.chat import ChatDialect
+from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
+from invrl.gateway.dialects.responses import ResponsesDialect
 from invrl.gateway.forwarder import Forwarder
 from invrl.gateway.generation import Engine
 from invrl.gateway.lifecycle import Lifecycle
@@ -68,8 +70,13 @@ def make_app(
     drawn = {"temperature": settings.temperature, "top_p": settings.top_p}
     sampling = Sampling(**drawn, max_new_tokens=settings.max_new_tokens)
     lifecycle = Lifecycle(registry=registry, turns=turns, store=store, sampling=sampling)
-    name, vocab_size = settings.model_name, settings.vocab_size
-    chat = ChatDialect(model=name, vocab_size=vocab_size, token_text=renderer.token_text)
+    name, vocab_size, token_text = settings.model_name, settings.vocab_size, renderer.token_text
+    chat = ChatDialect(model=name, vocab_size=vocab_size, token_text=token_text)
+    dialects: list[Dialect[Any]] = [
+        chat,
+        CompletionsDialect(model=name, vocab_size=vocab_size, token_text=token_text),
+        ResponsesDialect(model=name, vocab_size=vocab_size, token_text=token_text),
+    ]
     lag = LoopLag()
 
     @contextlib.asynccontextmanager
@@ -100,7 +107,6 @@ def make_app(
         registry.by_key(session_keys(request.path_params.get("key"), dict(request.headers)))
         return Response(chat.models(), media_type="application/json")
 
-    dialects: list[Dialect[Any]] = [chat]
     for prefix in _AGENT_PREFIXES:
         for dialect in dialects:
             endpoint = AgentEndpoint(dialect=dialect, registry=registry, turns=turns, settings=settings)

@@ -58,6 +58,8 @@ class Node:
     """The sampled ids end with the template's own end-of-turn token."""
     tools: tuple[Tool, ...] = ()
     """What the path's beginning was rendered with."""
+    text: str = ""
+    """Of a prompt without a template: all that the path's ids stand for."""
 
     def path(self) -> list[Node]:
         """From the root to this node."""
@@ -125,6 +127,21 @@ class Forest:
     def turn(self, turn_id: str) -> Node | None:
         """The node of a turn; None if it is unknown or never became whole."""
         return self._by_turn.get(turn_id)
+
+    def match_text(self, prompt: str | tuple[int, ...]) -> Node | None:
+        """The node of the longest text, or ids, that a prompt without a template begins with."""
+        found: tuple[int, Node | None] = (0, None)
+        for node in self._by_turn.values():
+            if isinstance(prompt, str):
+                size = len(node.text)
+                begins = prompt.startswith(node.text)
+            else:
+                sampled = tuple(node.turn.sampled_ids_T.tolist())
+                size = node.turn.prompt_tokens + len(sampled)
+                begins = prompt[size - len(sampled) : size] == sampled and prompt[:size] == tuple(node.ids())
+            if begins and node.text and size > found[0]:
+                found = size, node
+        return found[1]
 
     def match(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Match:
         """The deepest node that `messages` continue. With a node, `fork` tells that a later reply on

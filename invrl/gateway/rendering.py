@@ -95,6 +95,10 @@ class Renderer:
         ids = sampled_ids[:-1] if sampled_ids and sampled_ids[-1] in self.end_ids else sampled_ids
         return self._tokenizer.decode(ids, special=special)
 
+    def shown(self, ids: Sequence[int]) -> str:
+        """All that the ids stand for, special tokens too."""
+        return self._tokenizer.decode(ids, special=True)
+
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], special=False)
 

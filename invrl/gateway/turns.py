@@ -51,8 +51,8 @@ class TurnRequest:
     """Turn that this request goes on from; its conversation comes before `messages`."""
     instructions: str | None = None
     """A system message for this request alone, before everything else."""
-    text: str | None = None
-    """A prompt that no template wraps (completions); `messages` are empty then."""
+    text: str | tuple[int, ...] | None = None
+    """A prompt that no template wraps (completions), or its token ids; `messages` are empty then."""
     sampling: ClientSampling
     stop: tuple[str, ...]
     stream: bool
@@ -126,7 +126,7 @@ class Turns:
             return earlier, ()
         record, session = conversation.record, conversation.record.session
         forced = self._constraint(request)
-        place = self._place(conversation, self._prompt(conversation, request))
+        place = self._place(conversation, request)
         if place.parent is not None:  # who goes on from an answer has it, whatever became of its delivery
             self._delivered(conversation, place.parent.turn.id)
         input_ids = [*(place.parent.ids() if place.parent else ()), *place.context_ids]
@@ -170,7 +170,7 @@ class Turns:
 
     def count_tokens(self, conversation: Conversation, request: TurnRequest) -> int:
         """Prompt tokens that `begin` would send for this request."""
-        place = self._place(conversation, self._prompt(conversation, request))
+        place = self._place(conversation, request)
         return len(place.parent.ids() if place.parent else ()) + len(place.context_ids)
 
     def deliver(self, conversation: Conversation, generation: Generation) -> None:
@@ -219,7 +219,7 @@ class Turns:
         messages = request.messages
         if request.after:
             node = conversation.forest.turn(request.after)
-            if node is None:
+            if node is None or node.text:
                 reason = f"the previous response {request.after!r} is not of this session, or was not whole"
                 raise SessionError(
                     reason, status=400, code="previous_response_not_found", param="previous_response_id"
@@ -239,7 +239,10 @@ class Turns:
             self._conversations[record.session.id] = conversation
         return conversation
 
-    def _place(self, conversation: Conversation, prompt: Prompt) -> _Place:
+    def _place(self, conversation: Conversation, request: TurnRequest) -> _Place:
+        if request.text is not None:
+            return self._place_text(conversation, request.text)
+        prompt = self._prompt(conversation, request)
         match = conversation.forest.match(prompt.messages, prompt.tools)
         fork = match.fork
         if (node := match.node) is not None:
@@ -253,7 +256,23 @@ class Turns:
         ids = self.renderer.first(prompt)
         return _Place(parent=None, depth=0, context_ids=ids, fork=fork, prompt=prompt)
 
+    def _place_text(self, conversation: Conversation, text: str | tuple[int, ...]) -> _Place:
+        """A prompt without a template: what follows the longest recorded text that it begins with."""
+        forest = conversation.forest
+        node = forest.match_text(text)
+        if isinstance(text, str):
+            rest = text[len(node.text) if node else 0 :]
+            ids = self.renderer.encode(rest)
+        else:
+            ids = list(text[len(node.ids()) if node else 0 :])
+            rest = self.renderer.shown(ids)
+        fork = ForkReason.NEW_CONVERSATION if forest.size and node is None else None
+        prompt = Prompt(messages=(Message("text", rest),))
+        return _Place(parent=node, depth=0, context_ids=ids, fork=fork, prompt=prompt)
+
     def _parser(self, request: TurnRequest, context_ids: Sequence[int], turn_id: str) -> ReplyParser:
+        if request.text is not None:
+            return ReplyParser()
         return self.parsers.reply(
             turn_id,
             request.tools,
@@ -296,9 +315,17 @@ class Turns:
         shown, tools = msgspec.json.encode(messages), msgspec.json.encode(proposal.tools)
         durable = asyncio.wrap_future(self.store.add_turn(turn, shown, tools), loop=loop)
         if turn.finish_reason != "abort":
-            closed = self.renderer.is_closed(turn.sampled_ids_T.tolist())
+            parent, ids = proposal.parent, turn.sampled_ids_T.tolist()
+            text = ""
+            if messages[0].role == "text":
+                text = (parent.text if parent else "") + messages[0].content + self.renderer.shown(ids)
             node = Node(
-                turn=turn, parent=proposal.parent, messages=messages, closed=closed, tools=proposal.tools
+                turn=turn,
+                parent=parent,
+                messages=messages,
+                closed=self.renderer.is_closed(ids),
+                tools=proposal.tools,
+                text=text,
             )
             durable.add_done_callback(lambda done: _join(conversation, node, done))
         return durable

@@ -19,8 +19,7 @@ Any other field is refused as unknown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -28,28 +27,35 @@ import msgspec
 from invrl.errors import SessionError
 from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
 from invrl.gateway.dialects.wire import (
+    MOST_CHOICES,
     NO_JSON,
     Count,
-    Unit,
+    OpenAIDialect,
+    Part,
+    SamplingFields,
+    StreamOptions,
     bad,
     check_model,
+    check_refused,
     check_tools,
+    client_sampling,
     decode,
     digest,
-    finite,
     make_tool,
+    plain_choice,
     schema_text,
     sent,
     stop_strings,
+    text_of,
+    token_logprobs,
     unread,
     unsupported,
+    usage,
 )
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.gateway.parsing import CallDelta
-from invrl.gateway.sampling import ClientSampling
 from invrl.gateway.turns import TurnRequest
-from invrl.types import Turn
 
 _REFUSED = {
     "functions": (None, []),
@@ -66,15 +72,6 @@ _CACHE = ("prompt_cache_key", "prompt_cache_retention")
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", *_CACHE)
 _IGNORED_IN_MESSAGES = ("refusal", "annotations", "provider_specific_fields")
 _ROLES = {each: each for each in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-_MOST_CHOICES = 16
-
-_Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-
-
-class _Part(msgspec.Struct):
-    type: str
-    text: str | None = None
 
 
 class _CalledFunction(msgspec.Struct):
@@ -126,12 +123,12 @@ class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _UnreadOfMessage = unread("_UnreadOfMessage", *_REFUSED_IN_MESSAGES, *_IGNORED_IN_MESSAGES)
-_UnreadOfBody = unread("_UnreadOfBody", *_REFUSED, *_IGNORED)
+_UnreadOfBody = unread("_UnreadOfBody", *_REFUSED, *_IGNORED, base=SamplingFields)
 
 
 class _Message(_UnreadOfMessage, forbid_unknown_fields=True):
     role: str
-    content: str | list[_Part] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
@@ -139,36 +136,25 @@ class _Message(_UnreadOfMessage, forbid_unknown_fields=True):
     reasoning: str | None = None
 
 
-class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
-    include_obfuscation: bool | None = None
-
-
 class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     messages: list[_Message]
     model: str
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     stop: str | list[str] | None = None
     logprobs: bool | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=_MOST_CHOICES)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Choice | None = None
     parallel_tool_calls: bool | None = None
     response_format: _Format | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: _TemplateOptions | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    min_p: Unit | None = None
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
-    sampling_seed: _Seed | None = msgspec.field(default=None, name="seed")
+
+
+_DECODER = msgspec.json.Decoder(_Body)
 
 
 class ChatRequest(Asked, frozen=True, kw_only=True):
@@ -178,21 +164,16 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
     include_usage: bool
 
 
-class ChatDialect:
+class ChatDialect(OpenAIDialect):
     """The wire format of chat completions for one served model."""
 
     path = "/chat/completions"
 
-    def __init__(self, *, model: str, vocab_size: int, token_text: Callable[[int], str]) -> None:
-        self.model, self._vocab_size, self._token_text = model, vocab_size, token_text
-        self._decoder = msgspec.json.Decoder(_Body)
-
     def parse(self, raw: bytes, *, retry: bool | None) -> ChatRequest:
         """SessionError 400 (404 for another model) that names the field."""
-        body = decode(self._decoder, raw)
+        body = decode(_DECODER, raw)
         self._check(body)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        asked = msgspec.convert(body, ClientSampling, from_attributes=True)  # the fields of both
         form = body.response_format
         schema = form.json_schema.schema if form and form.json_schema else NO_JSON
         turn = TurnRequest(
@@ -202,7 +183,7 @@ class ChatDialect:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             schema=schema_text(form.type, schema, "response_format") if form else "",
             thinking=_thinking(body),
-            sampling=replace(asked, max_new_tokens=limit),
+            sampling=client_sampling(body, max_new_tokens=limit, vocab_size=self.vocab_size),
             stop=stop_strings(body.stop),
             stream=bool(body.stream),
             digest=digest(b"chat", raw),
@@ -229,13 +210,6 @@ class ChatDialect:
     def stream(self, request: ChatRequest, begun: Sequence[Begun]) -> AnswerStream:
         return _ChatStream(self, request, begun)
 
-    def error(self, error: SessionError) -> bytes:
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-            error.status, "invalid_request_error" if error.status < 500 else "server_error"
-        )
-        detail = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-        return msgspec.json.encode({"error": detail})
-
     def models(self) -> bytes:
         """The answer of `/v1/models`."""
         card = {"id": self.model, "object": "model", "created": 0, "owned_by": "invrl"}
@@ -245,34 +219,15 @@ class ChatDialect:
         return {"id": f"chatcmpl-{turn_id}", "object": kind, "created": int(created), "model": self.model}
 
     def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    "token": (text := self._token_text(token_id)),
-                    "logprob": finite(logprob),
-                    "bytes": list(text.encode()),
-                    "top_logprobs": [],
-                }
-                for piece in pieces
-                for token_id, logprob in zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True)
-            ],
-            "refusal": None,
-        }
+        return {"content": token_logprobs(pieces, self.token_text), "refusal": None}
 
     def _check(self, body: _Body) -> None:
         check_model(body.model, self.model)
-        for name, neutral in _REFUSED.items():
-            if getattr(body, name) not in neutral:
-                raise unsupported(name)
+        check_refused(body, _REFUSED)
         if not body.messages:
             raise bad("`messages` must not be empty", param="messages")
         if body.stream_options is not None and not body.stream:
             raise bad("`stream_options` needs `stream`", param="stream_options")
-        if body.top_k == 0:
-            raise bad("`top_k` must be -1 (off) or at least 1", param="top_k")
-        for token in body.logit_bias or ():
-            if not token.isdecimal() or int(token) >= self._vocab_size:
-                raise bad(f"`logit_bias` names no token: {token!r}", param="logit_bias")
 
 
 class _ChatStream:
@@ -330,17 +285,6 @@ def finish_reason(answer: Answer) -> str:
     return "tool_calls" if called else answer.turn.finish_reason
 
 
-def usage(turns: Sequence[Turn]) -> dict[str, Any]:
-    """Of one prompt and all its answers."""
-    prompt, sampled = turns[0].prompt_tokens, sum(len(turn.sampled_ids_T) for turn in turns)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": turns[0].cached_tokens},
-    }
-
-
 def _shown(message: Message) -> dict[str, Any]:
     shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
     if message.reasoning:
@@ -387,19 +331,11 @@ def _message(message: _Message, at: int) -> Message:
         raise bad(f"{param}.tool_calls: only the assistant calls", param=f"{param}.tool_calls")
     return Message(
         role,
-        message.content if isinstance(message.content, str) else _text(message.content or (), param),
+        text_of(message.content or "", f"{param}.content"),
         message.reasoning_content or message.reasoning or "",
         tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()),
         message.tool_call_id or "",
     )
-
-
-def _text(parts: Sequence[_Part], param: str) -> str:
-    for part in parts:
-        if part.type not in ("text", "input_text", "output_text", "refusal") or part.text is None:
-            reason = f"{param}.content: {part.type!r} is refused, this model takes text only"
-            raise bad(reason, param=f"{param}.content", code="unsupported_content")
-    return "".join(part.text or "" for part in parts)
 
 
 def _tool(tool: _Tool, at: int) -> Tool:
@@ -412,12 +348,8 @@ def _tool(tool: _Tool, at: int) -> Tool:
 
 
 def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
-    if choice is None or choice == "auto":
-        return ToolChoice()
-    if choice == "none":
-        return ToolChoice(mode="none")
-    if choice == "required":
-        return ToolChoice(mode="required")
+    if plain := plain_choice(choice):
+        return plain
     if isinstance(choice, _Choice) and choice.type == "function" and choice.function:
         return ToolChoice(mode="named", name=choice.function.name)
     raise bad("`tool_choice` must be auto, none, required, or name a function", param="tool_choice")

@@ -6,25 +6,60 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from invrl.errors import SessionError
-from invrl.gateway.message import Tool
+from invrl.gateway.generation import Piece
+from invrl.gateway.message import Tool, ToolChoice
+from invrl.gateway.sampling import ClientSampling
+from invrl.types import Turn
 
 Body = TypeVar("Body")
 NO_JSON = msgspec.Raw(b"")
 Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
-_MOST_STOPS, _MOST_TOOLS = 16, 128
+_Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+MOST_CHOICES, _MOST_STOPS, _MOST_TOOLS = 16, 16, 128
 _NO_SCHEMA = '{"type": "object"}'
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What OpenAI's dialects name alike, and the extensions that servers of open models share."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: Unit | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
+    sampling_seed: _Seed | None = msgspec.field(default=None, name="seed")
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
 
 
 def decode(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
     """SessionError 400 that names the field."""
     try:
+        raw.decode()  # msgspec does not look into what it skips
         return decoder.decode(raw)
     except RecursionError:
         raise bad("the request's JSON is nested too deeply") from None
@@ -36,9 +71,9 @@ def decode(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
         raise bad(message, param=param) from None
 
 
-def unread(name: str, *fields: str) -> type[msgspec.Struct]:
-    """Optional fields of any shape: taken, so that they are not refused as unknown."""
-    return msgspec.defstruct(name, [(field, Any, None) for field in fields], kw_only=True)
+def unread(name: str, *fields: str, base: type[msgspec.Struct] = msgspec.Struct) -> type[msgspec.Struct]:
+    """Optional fields of any shape, and those of `base`: taken, so that they are not refused as unknown."""
+    return msgspec.defstruct(name, [(field, Any, None) for field in fields], bases=(base,), kw_only=True)
 
 
 def bad(message: str, *, param: str | None = None, code: str = "invalid_request") -> SessionError:
@@ -54,6 +89,24 @@ def check_model(asked: str, served: str) -> None:
     if asked != served:
         reason = f"The model `{asked}` does not exist; this server has `{served}`."
         raise SessionError(reason, status=404, code="model_not_found", param="model")
+
+
+def client_sampling(body: msgspec.Struct, *, max_new_tokens: int | None, vocab_size: int) -> ClientSampling:
+    """Of a body with `SamplingFields`. SessionError 400 for what their types do not say."""
+    asked = msgspec.convert(body, ClientSampling, from_attributes=True)  # the fields of both
+    if asked.top_k == 0:
+        raise bad("`top_k` must be -1 (off) or at least 1", param="top_k")
+    for token in asked.logit_bias or ():
+        if not token.isdecimal() or int(token) >= vocab_size:
+            raise bad(f"`logit_bias` names no token: {token!r}", param="logit_bias")
+    return replace(asked, max_new_tokens=max_new_tokens)
+
+
+def check_refused(body: msgspec.Struct, refused: Mapping[str, Sequence[object]]) -> None:
+    """`refused`: fields that are not supported, with the values that ask for nothing."""
+    for name, neutral in refused.items():
+        if getattr(body, name) not in neutral:
+            raise unsupported(name)
 
 
 def stop_strings(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:
@@ -76,8 +129,10 @@ def json_object(raw: msgspec.Raw, param: str) -> str:
     text = bytes(raw).decode()
     if text in ("", "null"):
         return ""
-    if not text.startswith("{"):
-        raise bad(f"{param} must be a JSON object", param=param)
+    try:
+        msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise bad(f"{param} must be a JSON object", param=param) from None
     return text
 
 
@@ -86,6 +141,26 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     if len(names) > _MOST_TOOLS or len(set(names)) != len(names):
         raise bad(f"`tools` takes up to {_MOST_TOOLS} tools, each name once", param="tools")
     return tuple(tools)
+
+
+def plain_choice(choice: object) -> ToolChoice | None:
+    """A tool choice that names no tool; None for others."""
+    if choice is None or choice == "auto":
+        return ToolChoice()
+    if choice == "none":
+        return ToolChoice(mode="none")
+    return ToolChoice(mode="required") if choice == "required" else None
+
+
+def text_of(content: str | Sequence[Part], param: str) -> str:
+    """SessionError 400 for parts that are no text."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in _TEXTS or (part.text is None and part.refusal is None):
+            reason = f"{param}: {part.type!r} is refused, this model takes text only"
+            raise bad(reason, param=param, code="unsupported_content")
+    return "".join(part.text or part.refusal or "" for part in content)
 
 
 def schema_text(kind: str, schema: msgspec.Raw, param: str) -> str:
@@ -109,7 +184,49 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
+def token_logprobs(pieces: Sequence[Piece], token_text: Callable[[int], str]) -> list[dict[str, Any]]:
+    """Of every sampled token, as chat completions and responses show them."""
+    return [
+        {
+            "token": (text := token_text(token_id)),
+            "logprob": finite(logprob),
+            "bytes": list(text.encode()),
+            "top_logprobs": [],
+        }
+        for piece in pieces
+        for token_id, logprob in zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True)
+    ]
+
+
+def usage(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Of one prompt and all its answers."""
+    prompt, sampled = turns[0].prompt_tokens, sum(len(turn.sampled_ids_T) for turn in turns)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": turns[0].cached_tokens},
+    }
+
+
 def sent(event: Any, name: str = "") -> bytes:
     """A server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+class OpenAIDialect:
+    """What the dialects of OpenAI's API share."""
+
+    def __init__(self, *, model: str, vocab_size: int, token_text: Callable[[int], str]) -> None:
+        self.model, self.vocab_size, self.token_text = model, vocab_size, token_text
+
+    def error(self, error: SessionError) -> bytes:
+        return msgspec.json.encode({"error": self.told(error)})
+
+    def told(self, error: SessionError) -> dict[str, str | None]:
+        """What stands under `error` in every body."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+            error.status, "invalid_request_error" if error.status < 500 else "server_error"
+        )
+        return {"message": error.message, "type": kind, "param": error.param, "code": error.code}

@@ -1,0 +1,412 @@
+"""`/v1/responses`: only the wire, in both directions. Pure.
+
+Every field of the API stands in exactly one of these lists:
+- honoured: `input` (text, or items: messages with text parts, `function_call`, `function_call_output`,
+  `reasoning`; items of one reply become one message again), `model` (must be ours), `instructions`,
+  `previous_response_id` (a response of this session, whatever `store` said), `stream`,
+  `max_output_tokens` (bounded by the session's max_new_tokens), `tools` (functions, also in a
+  `namespace`: the model knows them as `namespace.name`), `tool_choice`, `parallel_tool_calls` (false:
+  calls after the first are not shown), `text.format`, `reasoning.effort` (none: no thinking; others:
+  thinking), `include: message.output_text.logprobs` (in the message: every token sampled before its end).
+- the run's: the sampling parameters of `chat.py`, under the same names and rules.
+- ignored, for they change no token: `store`, `metadata`, `user`, `service_tier`, `safety_identifier`,
+  `prompt_cache_*`, `client_metadata`, `max_tool_calls` (of built-in tools), `background_options`,
+  `access_programs`, `image`, `text.verbosity`, `stream_options`, `reasoning` but for its effort (reasoning
+  is shown itself, not summarized nor encrypted), `include` of what is never made; in items all but what
+  is named above; in tools `strict` where the model chooses freely, `defer_loading`, `output_schema`.
+- ignored tools, which Codex CLI offers unasked: `web_search`, `image_generation`.
+- refused with 400: see `_REFUSED`; `truncation` auto; other tools and items; images, audio, files.
+Any other field is refused as unknown. Reasoning tokens are counted up to the mark `</think>`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from invrl.errors import SessionError
+from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
+from invrl.gateway.dialects.response_output import Event, ResponseOutput
+from invrl.gateway.dialects.wire import (
+    NO_JSON,
+    Count,
+    OpenAIDialect,
+    Part,
+    SamplingFields,
+    bad,
+    check_model,
+    check_refused,
+    check_tools,
+    client_sampling,
+    decode,
+    digest,
+    make_tool,
+    plain_choice,
+    schema_text,
+    sent,
+    text_of,
+    token_logprobs,
+    unread,
+)
+from invrl.gateway.generation import Answer, Piece
+from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
+from invrl.gateway.parsing import CallDelta, Delta
+from invrl.gateway.turns import TurnRequest
+
+_REFUSED = {
+    "background": (None, False),
+    "conversation": (None,),
+    "context_management": (None, []),
+    "moderation": (None,),
+    "prompt": (None,),
+    "top_logprobs": (None, 0),
+    "truncation": (None, "disabled"),
+}
+"""Fields not supported, with the values that ask for nothing."""
+_CACHE = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
+_OPTIONS = ("background_options", "access_programs", "image", "stream_options", "client_metadata")
+_IGNORED = ("store", "metadata", "user", "service_tier", "safety_identifier", "max_tool_calls")
+_IGNORED_TOOLS = ("web_search", "image_generation")
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (
+    _LOGPROBS,
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+_ROLES = {each: each for each in ("system", "user", "assistant")} | {"developer": "system"}
+_ID = "resp_"
+
+
+class _Item(msgspec.Struct):
+    type: str = ""
+    role: str = ""
+    content: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    call_id: str | None = None
+    namespace: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: msgspec.Raw = NO_JSON
+    strict: bool | None = None
+    tools: list[_Tool] | None = None
+    """Of a namespace."""
+
+
+class _Choice(msgspec.Struct):
+    type: str
+    name: str = ""
+    namespace: str | None = None
+    mode: str = "auto"
+    tools: list[_Choice] | None = None
+
+
+class _Format(msgspec.Struct):
+    type: str
+    schema: msgspec.Raw = NO_JSON
+
+
+class _Text(msgspec.Struct, forbid_unknown_fields=True):
+    format: _Format | None = None
+    verbosity: str | None = None
+
+
+class _Reasoning(msgspec.Struct):
+    effort: str | None = None
+
+
+_UnreadOfBody = unread("_UnreadOfBody", *_REFUSED, *_IGNORED, *_CACHE, *_OPTIONS, base=SamplingFields)
+
+
+class _Body(_UnreadOfBody, forbid_unknown_fields=True):
+    model: str
+    input: str | list[_Item]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Count | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: str | _Choice | None = None
+    parallel_tool_calls: bool | None = None
+    text: _Text | None = None
+    reasoning: _Reasoning | None = None
+    include: list[str] | None = None
+
+
+_ECHOED = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id")),
+    **dict.fromkeys(("prompt_cache_key", "safety_identifier", "temperature", "top_p", "user")),
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+}
+"""Settings of the request that its response repeats, and what it says where the request said nothing."""
+_CONSTANT = {"background": False, "service_tier": "default", "top_logprobs": 0, "truncation": "disabled"}
+
+
+_DECODER = msgspec.json.Decoder(_Body)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class ResponsesRequest(Asked, frozen=True, kw_only=True):
+    """A parsed request, and how its answer is shown."""
+
+    logprobs: bool
+    functions: dict[str, tuple[str, str]]
+    """Namespace and name of the functions in namespaces, by the name that the model knows."""
+    echo: dict[str, Any]
+
+
+class ResponsesDialect(OpenAIDialect):
+    """The wire format of the responses API for one served model."""
+
+    path = "/responses"
+
+    def parse(self, raw: bytes, *, retry: bool | None) -> ResponsesRequest:
+        """SessionError 400 (404 for another model) that names the field."""
+        body = decode(_DECODER, raw)
+        check_model(body.model, self.model)
+        check_refused(body, _REFUSED)
+        for name in body.include or ():
+            if name not in _INCLUDABLE:
+                raise bad(f"`include`: {name!r} is unknown", param="include")
+        messages = _messages(body.input)
+        if not messages:
+            raise bad("`input` must not be empty", param="input")
+        functions = {
+            f"{group.name}.{tool.name}": (group.name, tool.name)
+            for group in body.tools or ()
+            for tool in group.tools or ()
+        }
+        tools = check_tools(list(_tools(body.tools or ())))
+        form, effort = body.text and body.text.format, body.reasoning and body.reasoning.effort
+        turn = TurnRequest(
+            messages=messages,
+            tools=tools,
+            tool_choice=_tool_choice(body.tool_choice, tools),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            schema=schema_text(form.type, form.schema, "text.format") if form else "",
+            thinking=None if effort is None else effort not in ("none", "minimal"),
+            after=_turn_id(body.previous_response_id),
+            instructions=body.instructions or None,
+            sampling=client_sampling(body, max_new_tokens=body.max_output_tokens, vocab_size=self.vocab_size),
+            stop=(),
+            stream=bool(body.stream),
+            digest=digest(b"responses", raw),
+            retry=retry,
+        )
+        said = {name: value for name, value in _FIELDS.decode(raw).items() if bytes(value) != b"null"}
+        echo = {name: said.get(name, unset) for name, unset in _ECHOED.items()}
+        logprobs = _LOGPROBS in (body.include or ())
+        return ResponsesRequest(turn=turn, logprobs=logprobs, functions=functions, echo=echo)
+
+    def answer(self, request: ResponsesRequest, answers: Sequence[Answer]) -> bytes:
+        """The body of a whole answer."""
+        [answer] = answers
+        output, message = ResponseOutput(answer.turn.id, request.functions), answer.message
+        calls = [
+            CallDelta(index=n, id=c.id, name=c.name, arguments=c.arguments)
+            for n, c in enumerate(message.tool_calls)
+        ]
+        delta = Delta(content=message.content, reasoning=message.reasoning, calls=tuple(calls))
+        output.add(delta, self.logprobs(request, answer.pieces))
+        output.close(complete=answer.turn.finish_reason == "stop")
+        return msgspec.json.encode(self.ended(request, answer, output))
+
+    def stream(self, request: ResponsesRequest, begun: Sequence[Begun]) -> AnswerStream:
+        return _ResponseStream(self, request, begun[0])
+
+    def logprobs(self, request: ResponsesRequest, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        return token_logprobs(pieces, self.token_text) if request.logprobs else []
+
+    def response(
+        self, request: ResponsesRequest, turn_id: str, created: float, **more: Any
+    ) -> dict[str, Any]:
+        """A response object; `more` has its status, and what is not as it is at the beginning."""
+        head = {"id": _ID + turn_id, "object": "response", "created_at": int(created), "model": self.model}
+        begun = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+        return {**head, **request.echo, **_CONSTANT, **begun, **more}
+
+    def ended(self, request: ResponsesRequest, answer: Answer, output: ResponseOutput) -> dict[str, Any]:
+        """The response object of an answer that is whole."""
+        turn = answer.turn
+        state: dict[str, Any] = {"status": "completed", "completed_at": int(turn.finished_at)}
+        if turn.finish_reason != "stop":
+            state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        sampled = len(turn.sampled_ids_T)
+        usage = {
+            "input_tokens": turn.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens(answer)},
+            "total_tokens": turn.prompt_tokens + sampled,
+        }
+        return self.response(request, turn.id, turn.started_at, **state, output=output.items, usage=usage)
+
+    def _reasoning_tokens(self, answer: Answer) -> int:
+        if not answer.message.reasoning:
+            return 0
+        end = ""
+        for count, token_id in enumerate(answer.turn.sampled_ids_T.tolist(), 1):
+            end = (end + self.token_text(token_id))[-64:]
+            if "</think>" in end:
+                return count
+        return len(answer.turn.sampled_ids_T)
+
+
+class _ResponseStream:
+    """One streamed response."""
+
+    keep_alive = b": waiting\n\n"
+
+    def __init__(self, dialect: ResponsesDialect, request: ResponsesRequest, begun: Begun) -> None:
+        self._dialect, self._request, self._begun = dialect, request, begun
+        self._output = ResponseOutput(begun.turn_id, request.functions)
+        self._sent = 0
+        self._logprobs: list[dict[str, Any]] = []
+        """Of tokens whose text is held back, or is none of the message."""
+
+    def head(self) -> bytes:
+        response = self._response(status="in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return self._events([{"type": kind, "response": response} for kind in kinds])
+
+    def piece(self, choice: int, piece: Piece) -> bytes:
+        self._logprobs += self._dialect.logprobs(self._request, (piece,))
+        logprobs: list[dict[str, Any]] = []
+        if piece.delta.content:
+            logprobs, self._logprobs = self._logprobs, []
+        return self._events(self._output.add(piece.delta, logprobs))
+
+    def tail(self, answers: Sequence[Answer]) -> bytes:
+        [answer] = answers
+        events = self._output.add(Delta(), self._logprobs)
+        events += self._output.close(complete=answer.turn.finish_reason == "stop")
+        response = self._dialect.ended(self._request, answer, self._output)
+        events.append({"type": f"response.{response['status']}", "response": response})
+        return self._events(events)
+
+    def error(self, error: SessionError) -> bytes:
+        """Clients raise the first of the two events, or act on the second."""
+        told = self._dialect.told(error)
+        code = "server_error" if error.status >= 500 else error.code
+        failed = self._response(
+            status="failed", error={"code": code, "message": error.message}, output=self._output.items
+        )
+        return self._events(
+            [{**told, "type": "error", "error": told}, {"type": "response.failed", "response": failed}]
+        )
+
+    def _response(self, **more: Any) -> dict[str, Any]:
+        return self._dialect.response(self._request, self._begun.turn_id, self._begun.created, **more)
+
+    def _events(self, events: Sequence[Event]) -> bytes:
+        numbered = [{**event, "sequence_number": n} for n, event in enumerate(events, self._sent)]
+        self._sent += len(numbered)
+        return b"".join(sent(event, event["type"]) for event in numbered)
+
+
+def _turn_id(response_id: str | None) -> str:
+    if not response_id:
+        return ""
+    if not response_id.startswith(_ID):
+        reason = f"`previous_response_id` must be the id of a response, which begins with {_ID}"
+        raise bad(reason, param="previous_response_id")
+    return response_id.removeprefix(_ID)
+
+
+def _messages(items: str | Sequence[_Item]) -> tuple[Message, ...]:
+    """Adjacent items of the assistant are one reply, until one comes that begins another."""
+    if isinstance(items, str):
+        return (Message("user", items),)
+    messages: list[Message] = []
+    for at, item in enumerate(items):
+        message, last = _message(item, f"input[{at}]"), messages[-1] if messages else None
+        if (
+            last
+            and last.role == message.role == "assistant"
+            and (message.tool_calls or last.tool_calls or not last.content)
+        ):
+            messages[-1] = Message(
+                "assistant",
+                last.content + message.content,
+                last.reasoning + message.reasoning,
+                last.tool_calls + message.tool_calls,
+            )
+        else:
+            messages.append(message)
+    return tuple(messages)
+
+
+def _message(item: _Item, param: str) -> Message:
+    kind = item.type or ("message" if item.role else "item_reference")
+    if kind == "message":
+        role = _ROLES.get(item.role)
+        if role is None:
+            known = ", ".join(_ROLES)
+            raise bad(f"{param}.role: {item.role!r} is not one of {known}", param=f"{param}.role")
+        if item.content is None:
+            raise bad(f"{param}.content must be text", param=f"{param}.content")
+        return Message(role, text_of(item.content, f"{param}.content"))
+    if kind == "reasoning":
+        return Message("assistant", reasoning=text_of(item.content or item.summary or "", f"{param}.content"))
+    if kind == "function_call":
+        if not item.call_id or not item.name:
+            raise bad(f"{param} needs `call_id` and `name`", param=param)
+        call = ToolCall(item.call_id, _known_as(item.namespace, item.name), item.arguments or "{}")
+        return Message("assistant", tool_calls=(call,))
+    if kind == "function_call_output":
+        if not item.call_id or item.output is None:
+            raise bad(f"{param} needs `call_id` and `output`", param=param)
+        return Message("tool", text_of(item.output, f"{param}.output"), tool_call_id=item.call_id)
+    reason = f"{param}: items of type {kind!r} are not supported"
+    raise bad(reason, param=f"{param}.type", code="unsupported_item")
+
+
+def _known_as(namespace: str | None, name: str) -> str:
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _tools(tools: Sequence[_Tool], namespace: str = "") -> Iterator[Tool]:
+    for at, tool in enumerate(tools):
+        param = f"tools[{at}]"
+        if tool.type == "namespace" and not namespace:
+            yield from _tools(tool.tools or (), tool.name)
+        elif tool.type == "function":
+            name = _known_as(namespace, tool.name)
+            yield make_tool(name, tool.description, tool.parameters, bool(tool.strict), param)
+        elif tool.type not in _IGNORED_TOOLS:
+            raise bad(f"{param}: only functions are supported, not {tool.type!r}", param=param)
+
+
+def _tool_choice(choice: str | _Choice | None, tools: Sequence[Tool]) -> ToolChoice:
+    if plain := plain_choice(choice):
+        return plain
+    if isinstance(choice, _Choice) and choice.type == "function":
+        return ToolChoice(mode="named", name=_known_as(choice.namespace, choice.name))
+    if isinstance(choice, _Choice) and choice.type == "allowed_tools":
+        allowed = {_known_as(tool.namespace, tool.name) for tool in choice.tools or ()}
+        if allowed == {tool.name for tool in tools} and choice.mode in ("auto", "required"):
+            return ToolChoice(mode="auto" if choice.mode == "auto" else "required")
+        if len(allowed) == 1 and choice.mode == "required":
+            return ToolChoice(mode="named", name=allowed.pop())
+        reason = "`tool_choice`: allow all tools, or require one; leave others out of `tools`"
+        raise bad(reason, param="tool_choice", code="unsupported_value")
+    reason = "`tool_choice` must be auto, none, required, allowed_tools, or name a function"
+    raise bad(reason, param="tool_choice")

@@ -1,0 +1,316 @@
+"""`/v1/responses` as its clients see it, over HTTP, on a fake engine that says what it is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import openai
+import pytest
+from openai.types.responses import Response
+from test_gateway_turns import Running, eventually, running
+from tiny_model import make_tiny_model
+
+from invrl.gateway.model_folder import load_renderer
+from invrl.gateway.parsing import Parsers
+from invrl.gateway.rendering import Renderer
+from invrl.types import RolloutSummary
+
+END = 2
+TOOL = {
+    "type": "function",
+    "name": "calc",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    "strict": False,
+}
+CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": %d}}\n</tool_call>'
+THOUGHT = "<think>12 plus 13</think>"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def renderer(model: Path) -> Renderer:
+    return load_renderer(str(model), 512)
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    async with running(
+        tmp_path, model, renderer, parsers=parsers, context_length=4096, max_new_tokens=512
+    ) as made:
+        yield made
+
+
+def say(gateway: Running, renderer: Renderer, *texts: str) -> None:
+    """The engine's replies, in order; the last one again and again."""
+    left = [[*renderer.encode(text), END] for text in texts]
+    gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
+
+
+def check_exact(gateway: Running, turns: Sequence, *, parents: Sequence[int | None]) -> None:
+    """Every prompt that the engine got is the ids of the turn's path and what the turn adds, no others."""
+    by_id = {turn.id: turn for turn in turns}
+    assert [turn.parent_id for turn in turns] == [None if at is None else turns[at].id for at in parents]
+    for turn, request in zip(turns, gateway.engine.requests, strict=True):
+        path, at = turn.context_ids_T.tolist(), turn.parent_id
+        while at is not None:
+            before = by_id[at]
+            path = [*before.context_ids_T.tolist(), *before.sampled_ids_T.tolist(), *path]
+            at = before.parent_id
+        assert request["input_ids"] == path
+
+
+async def test_a_chain_of_previous_responses_is_one_branch(gateway: Running, renderer: Renderer):
+    say(gateway, renderer, "156.", "Yes.", "Bye.")
+    [session] = await gateway.open()
+    create = gateway.client(session).responses.create
+    first = await create(model="tiny", input="12*13?", instructions="Be brief.", metadata={"a": "b"})
+    assert (first.status, first.output_text, first.error) == ("completed", "156.", None)
+    assert (first.metadata, first.instructions, first.tools) == ({"a": "b"}, "Be brief.", [])
+    assert first.output[0].type == "message"
+    assert first.usage is not None
+    turns = gateway.turns(session)
+    assert first.id == f"resp_{turns[0].id}"
+    assert first.usage.output_tokens == len(turns[0].sampled_ids_T)
+    assert first.usage.input_tokens == turns[0].prompt_tokens
+    second = await create(
+        model="tiny", input="Sure?", instructions="Be brief.", previous_response_id=first.id, store=False
+    )
+    third = await create(
+        model="tiny",
+        input=[{"role": "user", "content": [{"type": "input_text", "text": "Bye"}]}],
+        instructions="Be brief.",
+        previous_response_id=second.id,
+    )
+    assert (third.output_text, third.previous_response_id) == ("Bye.", second.id)
+    assert third.usage is not None
+    assert third.usage.input_tokens_details.cached_tokens > first.usage.input_tokens
+    other = await create(model="tiny", input="Sure?", previous_response_id=first.id)
+    check_exact(gateway, gateway.turns(session), parents=[None, 0, 1, None])
+    prompt = renderer._tokenizer.decode(gateway.engine.requests[-1]["input_ids"], special=True)
+    assert "Be brief." not in prompt  # instructions are for one request alone
+    assert "156.<|im_end|>\n<|im_start|>user\nSure?" in prompt
+    assert other.output_text == "Bye."
+    assert isinstance(await gateway.finish(session), RolloutSummary)
+    assert all(turn.delivered for turn in gateway.turns(session))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tools_loop_sent_back_as_items_is_one_branch(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    calls = "Let me see." + CALL % 12 + "\n" + CALL % 13
+    say(gateway, renderer, THOUGHT + calls, THOUGHT + "25.")
+    [session] = await gateway.open()
+    client = gateway.client(session)
+    items: list = [{"role": "user", "content": "12+13?"}]
+
+    async def ask() -> Response:
+        settings = {"model": "tiny", "input": items, "tools": [TOOL], "store": False}
+        if not stream:
+            return await client.responses.create(**settings)
+        async with client.responses.stream(**settings) as events:
+            async for event in events:
+                assert event.type
+            return await events.get_final_response()
+
+    first = await ask()
+    assert [item.type for item in first.output] == [
+        "reasoning", "message", "function_call", "function_call"
+    ]  # fmt: skip
+    reasoning, message, *called = [item.model_dump() for item in first.output]
+    assert reasoning["content"][0]["text"] == "12 plus 13"
+    assert message["content"][0]["text"] == "Let me see."
+    assert [json.loads(call["arguments"]) for call in called] == [{"x": 12}, {"x": 13}]
+    assert first.usage is not None
+    thought = len(renderer.encode(THOUGHT))
+    assert first.usage.output_tokens_details.reasoning_tokens == thought
+    items += [item.model_dump(exclude_unset=True) for item in first.output]
+    items += [
+        {"type": "function_call_output", "call_id": called[0]["call_id"], "output": "12"},
+        {
+            "type": "function_call_output",
+            "call_id": called[1]["call_id"],
+            "output": [{"type": "input_text", "text": "13"}],
+        },
+    ]
+    second = await ask()
+    assert second.output_text == "25."
+    items += [item.model_dump(exclude_unset=True) for item in second.output]
+    items.append({"role": "user", "content": "Thanks"})
+    await ask()
+    turns = gateway.turns(session)
+    check_exact(gateway, turns, parents=[None, 0, 1])
+    assert [turn.fork_reason for turn in turns] == ["", "", ""]
+    sent = renderer._tokenizer.decode(turns[1].context_ids_T.tolist(), special=True)
+    assert sent == "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>tool\n13<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_the_stream_tells_the_whole_in_order(gateway: Running, renderer: Renderer):
+    gateway.engine.token_delay_s = 0.002
+    say(gateway, renderer, THOUGHT + "Hello 漢字🙂" + CALL % 1 + CALL % 2)
+    [session] = await gateway.open()
+    stream = await gateway.client(session).responses.create(
+        model="tiny", input="Hi", tools=[TOOL], stream=True, include=["message.output_text.logprobs"]
+    )
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    order = [kind for at, kind in enumerate(kinds) if at == 0 or kinds[at - 1] != kind]
+    assert order[:2] == ["created", "in_progress"]
+    text_part = ["output_item.added", "content_part.added", "{0}.delta", "{0}.done", "content_part.done"]
+    assert order[2:14] == [
+        kind.format(name)
+        for name in ("reasoning_text", "output_text")
+        for kind in [*text_part, "output_item.done"]
+    ]
+    call = ["output_item.added", "function_call_arguments.delta"]
+    done = ["function_call_arguments.done", "output_item.done"]
+    assert order[14:] == [*call, *call, *done, *done, "completed"]
+    final = events[-1].response
+    for at, item in enumerate(final.output):
+        own = [event for event in events if getattr(event, "output_index", None) == at]
+        told = "".join(event.delta for event in own if event.type.endswith(".delta"))
+        assert told == (item.arguments if item.type == "function_call" else item.content[0].text)
+        assert own[-1].item == item
+    [turn] = gateway.turns(session)
+    shown = final.output[1].content[0].logprobs
+    assert [each.logprob for each in shown] == pytest.approx(turn.logprobs_T.tolist()[: len(shown)], abs=1e-6)
+    assert "".join(each.token for each in shown).startswith(THOUGHT + "Hello ")
+    await eventually(lambda: gateway.turns(session)[0].delivered)
+
+
+async def test_functions_in_namespaces_go_by_both_names(gateway: Running, renderer: Renderer):
+    """Codex CLI offers some so, and `web_search`, which is left out."""
+    say(gateway, renderer, '<tool_call>\n{"name": "agents.calc", "arguments": {}}\n</tool_call>', "Done.")
+    [session] = await gateway.open()
+    tools = [{"type": "namespace", "name": "agents", "description": "", "tools": [TOOL]}]
+    settings = {"model": "tiny", "tools": [*tools, {"type": "web_search", "external_web_access": False}]}
+    create = gateway.client(session).responses.create
+    extra = {"client_metadata": {"thread": "x"}}
+    first = await create(input="Hi", extra_body=extra, **settings)
+    [call] = [item.model_dump(exclude_unset=True) for item in first.output]
+    assert (call["name"], call["namespace"]) == ("calc", "agents")
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "1"}
+    await create(input=[{"role": "user", "content": "Hi"}, call, output], extra_body=extra, **settings)
+    check_exact(gateway, gateway.turns(session), parents=[None, 0])
+
+
+async def test_settings_reach_the_turn(gateway: Running, renderer: Renderer):
+    say(gateway, renderer, "one two three four five", "{}")
+    [session] = await gateway.open(purpose="serve")
+    create = gateway.client(session).responses.create
+    cut = await create(model="tiny", input="Count", max_output_tokens=3, temperature=0.5, top_p=0.9)
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details is not None
+    assert (cut.incomplete_details.reason, cut.output[0].status) == ("max_output_tokens", "incomplete")
+    params = gateway.engine.requests[-1]["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["max_new_tokens"]) == (0.5, 0.9, 3)
+    assert (cut.temperature, cut.top_p, cut.max_output_tokens) == (0.5, 0.9, 3)
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    form = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    shaped = await create(model="tiny", input="Count", text=form, reasoning={"effort": "none"})
+    assert json.loads(gateway.engine.requests[-1]["sampling_params"]["json_schema"]) == schema
+    assert shaped.text is not None
+    assert shaped.text.format is not None
+    assert shaped.text.format.type == "json_schema"
+    await create(model="tiny", input="Count", tools=[TOOL], tool_choice={"type": "function", "name": "calc"})
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "calc"}]}
+    await create(model="tiny", input="Count", tools=[TOOL], tool_choice=allowed)
+    assert [turn.constrained for turn in gateway.turns(session)[-2:]] == [True, True]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_aborts_is_an_error(gateway: Running, stream: bool):
+    [session] = await gateway.open()
+    gateway.engine.abort_next = True
+    raw = await gateway.http.post(
+        session.base_url + "/responses", json={"model": "tiny", "input": "Hi", "stream": stream}
+    )
+    if not stream:
+        assert (raw.status_code, raw.json()["error"]["code"]) == (503, "engine_unavailable")
+        return
+    events = [json.loads(line[6:]) for line in raw.text.splitlines() if line.startswith("data: ")]
+    assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
+    failed = events[-1]["response"]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+    gateway.engine.abort_next = True
+    with pytest.raises(openai.APIError, match="abort"):
+        async for _ in await gateway.client(session).responses.create(model="tiny", input="Yo", stream=True):
+            pass
+
+
+USER = {"role": "user", "content": "x"}
+BAD_FIELDS = {
+    "no input": {"input": None},
+    "empty input": {"input": []},
+    "unknown field": {"temprature": 1},
+    "unknown role": {"input": [{"role": "robot", "content": "x"}]},
+    "image": {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+    "item_reference": {"input": [{"type": "item_reference", "id": "msg_1"}]},
+    "bare reference": {"input": [{"id": "msg_1"}]},
+    "other item": {"input": [USER, {"type": "local_shell_call", "call_id": "c"}]},
+    "call without id": {"input": [USER, {"type": "function_call", "name": "f", "arguments": "{}"}]},
+    "output without id": {"input": [USER, {"type": "function_call_output", "output": "1"}]},
+    "file output": {
+        "input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}]
+    },
+    "custom tool": {"tools": [{"type": "custom", "name": "f"}]},
+    "shell tool": {"tools": [{"type": "local_shell"}]},
+    "tool name": {"tools": [{"type": "function", "name": "a b"}]},
+    "tools twice": {"tools": [TOOL, TOOL]},
+    "schema": {"tools": [{"type": "function", "name": "f", "parameters": 3}]},
+    "tool choice": {"tool_choice": "sometimes"},
+    "unknown function": {"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}},
+    "built-in choice": {"tool_choice": {"type": "web_search"}},
+    "some tools": {
+        "tools": [TOOL, TOOL | {"name": "b"}],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "b"}],
+        },
+    },
+    "foreign response": {"previous_response_id": "resp_turn-0"},
+    "not a response": {"previous_response_id": "chatcmpl-1"},
+    "max_output_tokens": {"max_output_tokens": 0},
+    "temperature": {"temperature": 3},
+    "include": {"include": ["everything"]},
+    "format": {"text": {"format": {"type": "xml"}}},
+    "schema format": {"text": {"format": {"type": "json_schema", "name": "x"}}},
+    "top_logprobs": {"top_logprobs": 3},
+    "background": {"background": True},
+    "truncation": {"truncation": "auto"},
+    "conversation": {"conversation": "conv_1"},
+}
+
+
+async def test_every_bad_body_is_a_400_in_openais_shape(gateway: Running):
+    [session] = await gateway.open()
+    bodies = {
+        name: json.dumps({"model": "tiny", "input": "x"} | fields) for name, fields in BAD_FIELDS.items()
+    }
+    for name, body in {**bodies, "not json": "{", "list": "[]", "bomb": '{"input": ' + "[" * 100_000}.items():
+        answer = await gateway.http.post(session.base_url + "/responses", content=body)
+        assert answer.status_code == 400, (name, answer.text)
+        error = answer.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+    assert gateway.engine.requests == []
+    with pytest.raises(openai.NotFoundError):
+        await gateway.client(session).responses.create(model="gpt-9", input="x")
+
+
+async def test_a_response_of_another_session_is_not_found(gateway: Running):
+    one, other = await gateway.open(2)
+    first = await gateway.client(one).responses.create(model="tiny", input="secret")
+    with pytest.raises(openai.BadRequestError) as refused:
+        await gateway.client(other).responses.create(model="tiny", input="x", previous_response_id=first.id)
+    assert refused.value.code == "previous_response_not_found"
