@@ -45,7 +45,8 @@ def main() -> None:
                 "tools": [TOOL],
             }
             if forced:
-                given["tool_choice"] = {"type": "any" if messages[-1]["content"] == question else "none"}
+                calling = {"type": "any", "disable_parallel_tool_use": True}
+                given["tool_choice"] = calling if messages[-1]["content"] == question else {"type": "none"}
             counted.append(client.messages.count_tokens(**given).input_tokens)
             if stream:
                 with client.messages.stream(**given, max_tokens=512) as events:

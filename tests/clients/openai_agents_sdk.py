@@ -37,11 +37,14 @@ async def main() -> None:
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
     kind = OpenAIResponsesModel if "--responses" in sys.argv else OpenAIChatCompletionsModel
+    settings = ModelSettings()
+    if "--forced" in sys.argv:
+        settings = ModelSettings(tool_choice="required", parallel_tool_calls=False)
     agent = Agent(
         name="calculating",
         instructions="Use the calculator.",
         tools=[calculator],
-        model_settings=ModelSettings(tool_choice="required" if "--forced" in sys.argv else None),
+        model_settings=settings,
         model=kind(model="scripted", openai_client=client),
     )
     answers, items, events = [], [], 0

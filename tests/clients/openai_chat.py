@@ -7,7 +7,7 @@ first answer to each question must be a call, of one of three expressions; the n
 import json
 import sys
 
-from openai import OpenAI
+from openai import LengthFinishReasonError, OpenAI
 
 TOOL = {
     "type": "function",
@@ -33,13 +33,17 @@ def ask(client: OpenAI, messages: list, stream: bool, forced: bool):
     given = {"model": "scripted", "messages": messages, "tools": [TOOL]}
     if forced:
         given["tool_choice"] = "required" if messages[-1]["role"] == "user" else "none"
+        given["parallel_tool_calls"] = False
     if not stream:
         answer = client.chat.completions.create(**given)
         return answer.choices[0], answer.usage
-    with client.chat.completions.stream(**given, stream_options={"include_usage": True}) as events:
-        for _ in events:
-            pass
-        answer = events.get_final_completion()
+    try:
+        with client.chat.completions.stream(**given, stream_options={"include_usage": True}) as events:
+            for _ in events:
+                pass
+            answer = events.get_final_completion()
+    except LengthFinishReasonError as cut:
+        answer = cut.completion
     return answer.choices[0], answer.usage
 
 

@@ -46,13 +46,16 @@ def main() -> None:
                 "tools": [TOOL],
             }
             if forced:
+                given["parallel_tool_calls"] = False
                 given["tool_choice"] = "required" if items[-1].get("role") == "user" else "none"
             if previous and last is not None:
                 given["previous_response_id"] = last.id
             if stream:
                 with client.responses.stream(**given) as events:
-                    deltas += sum(event.type.endswith(".delta") for event in events)
-                    last = events.get_final_response()
+                    for event in events:
+                        deltas += event.type.endswith(".delta")
+                        if event.type in ("response.completed", "response.incomplete"):
+                            last = event.response
             else:
                 last = client.responses.create(**given)
             items = (

@@ -45,7 +45,7 @@ async def real(
     tiny_fleet: Fleet, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stack]:
     folder = tmp_path_factory.mktemp("clients-real")
-    async with real_stack(folder, tiny_model, tiny_fleet, max_new_tokens=80) as running:
+    async with real_stack(folder, tiny_model, tiny_fleet, max_new_tokens=160) as running:
         yield running
 
 
