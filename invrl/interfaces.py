@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Endpoint(Protocol):
-    """What a rollout function is given: an OpenAI endpoint of its own (one session)."""
+    """What a rollout function is given: an OpenAI and Anthropic endpoint of its own (one session)."""
 
     @property
     def base_url(self) -> str: ...
@@ -34,6 +34,10 @@ class Endpoint(Protocol):
     def model(self) -> str: ...
     def openai(self) -> AsyncOpenAI:
         """A ready client; its retries and deadline are set for this session."""
+        ...
+
+    def anthropic(self) -> Any:
+        """As `openai`, an `anthropic.AsyncAnthropic`. ImportError where that package is missing."""
         ...
 
 

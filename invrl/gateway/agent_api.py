@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from invrl.errors import DeadlineError, ServerError, SessionError
 from invrl.gateway.connection import ClientConnection
-from invrl.gateway.dialects.dialect import Asked, Begun, Dialect
+from invrl.gateway.dialects.dialect import Asked, Begun, CountingDialect, Dialect
 from invrl.gateway.generation import Generation, Piece
 from invrl.gateway.sessions import SessionRecord, SessionRegistry
 from invrl.gateway.settings import GatewaySettings
@@ -83,7 +83,8 @@ class AgentEndpoint:
         with conversation.call(), contextlib.ExitStack() as stack:
             begun = [self.turns.begin(conversation, turn) for turn in _choices(request)]
             generations = [generation for generation, _ in begun]
-            headers = {"x-request-id": generations[0].proposal.request.rid}
+            rid = generations[0].proposal.request.rid
+            headers = {"x-request-id": rid, "request-id": rid}  # OpenAI's name, Anthropic's
             if overridden := begun[0][1]:
                 headers["x-invrl-overridden"] = names = ",".join(overridden)
                 _log.info("session %s: the run overrides %s", record.session.id, names)
@@ -141,6 +142,18 @@ class AgentEndpoint:
             await client.end(client.error_event(error))
         else:
             await client.answer(error.status, {**_JSON, **retry_after(error)}, self.dialect.error(error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CountEndpoint(AgentEndpoint):
+    """One dialect's route that counts the tokens of a request's prompt; nothing is sampled."""
+
+    dialect: CountingDialect[Any]
+
+    async def _serve(self, client: ClientConnection, record: SessionRecord, raw: bytes) -> None:
+        request = self.dialect.parse_count(raw)
+        tokens = self.turns.count_tokens(self.turns.conversation(record), request)
+        await client.answer(200, _JSON, self.dialect.counted(tokens))
 
 
 def _choices(request: Asked) -> list[TurnRequest]:

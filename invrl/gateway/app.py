@@ -15,12 +15,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from starlette.types import Scope
 
 from invrl.errors import SessionError
-from invrl.gateway.agent_api import AgentEndpoint, retry_after, session_keys
+from invrl.gateway.agent_api import AgentEndpoint, CountEndpoint, retry_after, session_keys
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
+from invrl.gateway.dialects.messages import MessagesDialect
 from invrl.gateway.dialects.responses import ResponsesDialect
 from invrl.gateway.forwarder import Forwarder
 from invrl.gateway.generation import Engine
@@ -70,13 +72,6 @@ def make_app(
     drawn = {"temperature": settings.temperature, "top_p": settings.top_p}
     sampling = Sampling(**drawn, max_new_tokens=settings.max_new_tokens)
     lifecycle = Lifecycle(registry=registry, turns=turns, store=store, sampling=sampling)
-    name, vocab_size, token_text = settings.model_name, settings.vocab_size, renderer.token_text
-    chat = ChatDialect(model=name, vocab_size=vocab_size, token_text=token_text)
-    dialects: list[Dialect[Any]] = [
-        chat,
-        CompletionsDialect(model=name, vocab_size=vocab_size, token_text=token_text),
-        ResponsesDialect(model=name, vocab_size=vocab_size, token_text=token_text),
-    ]
     lag = LoopLag()
 
     @contextlib.asynccontextmanager
@@ -103,20 +98,16 @@ def make_app(
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    async def models(request: Request) -> Response:
-        registry.by_key(session_keys(request.path_params.get("key"), dict(request.headers)))
-        return Response(chat.models(), media_type="application/json")
-
-    for prefix in _AGENT_PREFIXES:
-        for dialect in dialects:
-            endpoint = AgentEndpoint(dialect=dialect, registry=registry, turns=turns, settings=settings)
-            app.router.routes.append(Route(prefix + dialect.path, endpoint))
-        app.router.routes.append(Route(prefix + "/models", models, methods=["GET"]))
+    spoken = _add_agent_routes(app, registry, turns, settings)
     keys = KeyRing(settings.env_key.get_secret_value(), registry)
     app.include_router(session_routes(keys=keys, lifecycle=lifecycle, turns=turns, metrics=metrics))
-    _add_error_handlers(app, chat)
+    _add_error_handlers(app, spoken)
     if len(peers.place.urls) > 1:
-        app.add_middleware(Forwarder, peers=peers, settings=settings, refusal=chat.error)
+
+        def refusal(scope: Scope, error: SessionError) -> bytes:
+            return spoken(Request(scope)).error(error)
+
+        app.add_middleware(Forwarder, peers=peers, settings=settings, refusal=refusal)
     return app
 
 
@@ -139,31 +130,66 @@ def _registry(settings: GatewaySettings, place: WorkerPlace, reader: RunStore) -
     return registry
 
 
-def _add_error_handlers(app: FastAPI, dialect: ChatDialect) -> None:
+def _add_agent_routes(
+    app: FastAPI, registry: SessionRegistry, turns: Turns, settings: GatewaySettings
+) -> Callable[[Request], ChatDialect | MessagesDialect]:
+    """Returns what a client expects of routes that are no dialect's own, by its request."""
+    name, vocab_size, token_text = settings.model_name, settings.vocab_size, turns.renderer.token_text
+    openais = {"model": name, "vocab_size": vocab_size, "token_text": token_text}
+    chat, messages = ChatDialect(**openais), MessagesDialect(model=name)
+    dialects: list[Dialect[Any]] = [
+        chat,
+        CompletionsDialect(**openais),
+        ResponsesDialect(**openais),
+        messages,
+    ]
+
+    def spoken(request: Request) -> ChatDialect | MessagesDialect:
+        anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
+        return messages if anthropic else chat
+
+    async def models(request: Request) -> Response:
+        registry.by_key(session_keys(request.path_params.get("key"), dict(request.headers)))
+        return Response(spoken(request).models(), media_type="application/json")
+
+    served = {"registry": registry, "turns": turns, "settings": settings}
+    for prefix in _AGENT_PREFIXES:
+        routes = [Route(prefix + each.path, AgentEndpoint(dialect=each, **served)) for each in dialects]
+        routes.append(
+            Route(f"{prefix}{messages.path}/count_tokens", CountEndpoint(dialect=messages, **served))
+        )
+        routes.append(Route(prefix + "/models", models, methods=["GET"]))
+        app.router.routes.extend(routes)
+    return spoken
+
+
+def _add_error_handlers(app: FastAPI, spoken: Callable[[Request], ChatDialect | MessagesDialect]) -> None:
     """Every refusal has the shape that agents' clients know."""
 
-    def refusal(error: SessionError) -> Response:
-        body, headers = dialect.error(error), retry_after(error)
+    def refusal(request: Request, error: SessionError) -> Response:
+        body, headers = spoken(request).error(error), retry_after(error)
         return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
     @app.exception_handler(SessionError)
-    async def refused(_: Request, error: SessionError) -> Response:
-        return refusal(error)
+    async def refused(request: Request, error: SessionError) -> Response:
+        return refusal(request, error)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"][1:])
         message = f"{place}: {first['msg']}" if place else str(first["msg"])
-        return refusal(SessionError(message, status=400, code="invalid_request", param=place or None))
+        return refusal(
+            request, SessionError(message, status=400, code="invalid_request", param=place or None)
+        )
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path.partition('/s/')[0] or '/s/…'}: {error.detail}"
         code = "not_found" if error.status_code == 404 else "invalid_request"
-        return refusal(SessionError(message, status=error.status_code, code=code))
+        return refusal(request, SessionError(message, status=error.status_code, code=code))
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> Response:
+    async def failed(request: Request, error: Exception) -> Response:
         _log.error("a request failed inside of the gateway", exc_info=error)
-        return refusal(SessionError("internal error", status=500, code="internal_error"))
+        return refusal(request, SessionError("internal error", status=500, code="internal_error"))

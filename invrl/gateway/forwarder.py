@@ -36,7 +36,7 @@ class _Opening(msgspec.Struct):
 
 
 class Forwarder:
-    """`refusal`: the body of an error."""
+    """`refusal`: the body of an error, as the request's client expects it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Forwarder:
         *,
         peers: Peers,
         settings: GatewaySettings,
-        refusal: Callable[[SessionError], bytes],
+        refusal: Callable[[Scope, SessionError], bytes],
     ) -> None:
         self._app, self._peers, self._settings, self._refusal = app, peers, settings, refusal
         # An answer that is not streamed comes after its generation, which is asked for twice at most.
@@ -72,7 +72,7 @@ class Forwarder:
         except SessionError as error:
             if not client.gone.is_set():
                 headers = {"content-type": "application/json"}
-                await client.answer(error.status, headers, self._refusal(error))
+                await client.answer(error.status, headers, self._refusal(scope, error))
         finally:
             client.release()
 

@@ -65,6 +65,8 @@ class Answer:
     message: Message
     """The reply taken apart."""
     pieces: tuple[Piece, ...]
+    stop: str = ""
+    """The client's stop string that ended it, if one did."""
 
 
 Commit = Callable[[Turn, Proposal, Message], "asyncio.Future[None]"]
@@ -160,7 +162,8 @@ class Generation:
         await asyncio.shield(durable)
         if result.finish_reason == "abort":
             raise ServerError("the engine aborted this generation")
-        return Answer(turn=turn, message=self._parser.message, pieces=tuple(self._pieces))
+        stop = result.matched_stop if isinstance(result.matched_stop, str) else ""
+        return Answer(turn=turn, message=self._parser.message, pieces=tuple(self._pieces), stop=stop)
 
     async def _sample(self) -> GenerateResult:
         """Asks once more if the fleet fails before the first token."""

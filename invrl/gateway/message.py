@@ -103,11 +103,16 @@ def tools_digest(tools: Sequence[Tool]) -> bytes:
 
 
 def canonical_json(text: str) -> str:
-    """JSON with sorted keys and one layout; other text as it is."""
+    """JSON with sorted keys and one layout, 2.0 as the 2 that JavaScript makes of it; other text as it is."""
     try:
-        return json.dumps(json.loads(text), sort_keys=True)
-    except ValueError:
+        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
+    except (ValueError, RecursionError):
         return text.strip()
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def _parts(message: Message, level: MatchLevel, calls: dict[str, str]) -> list[str]:

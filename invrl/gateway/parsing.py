@@ -231,7 +231,7 @@ class ReplyParser:
         assert self._parser is not None
         _, items = self._parser.parse_non_stream(self._to_calls)
         missing: list[CallDelta] = []
-        for index, item in enumerate(items):
+        for index, item in enumerate(_sayable(items)):
             if index >= len(self._calls):
                 missing.append(self._first(index, item.name or "", item.parameters))
             elif item.parameters.startswith(told := self._calls[index].arguments) and item.parameters != told:
@@ -247,6 +247,7 @@ class ReplyParser:
         if self._parser is None:
             return Delta(content=text, reasoning=reasoning)
         content, items = self._parser.parse_non_stream(text)
+        items = _sayable(items)
         if not items:
             content = text
         calls = [self._first(index, item.name or "", item.parameters) for index, item in enumerate(items)]
@@ -255,7 +256,7 @@ class ReplyParser:
     def _deltas(self, items: Sequence[Any]) -> tuple[CallDelta, ...]:
         """SGLang's items: the first of a call has its name, the index is the call's place."""
         found: list[CallDelta] = []
-        for item in items:
+        for item in _sayable(items):
             if item.name:
                 found.append(self._first(self._begun, item.name, item.parameters))
                 self._begun += 1
@@ -303,14 +304,19 @@ def _forced_call(parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, 
     kind, value = found
     if isinstance(value, BaseModel):
         value = value.model_dump(by_alias=True)
-    if (
-        kind != "structural_tag"
-    ):  # then a forced call looks otherwise than a free one, and is parsed otherwise
+    if kind != "structural_tag":  # a forced call would look otherwise than a free one, and parse otherwise
         raise ValueError(f"the parser {parser_name} has no grammar of its calls")
     tag = json.loads(value) if isinstance(value, str) else value
     if "structures" in tag:  # SGLang's older form
         tag = _triggered(tag["structures"], tag["triggers"], once=not parallel)
     return str(Grammar.from_structural_tag(tag))
+
+
+def _sayable(items: Sequence[Any]) -> Sequence[Any]:
+    """SGLang's items, without what UTF-8 cannot say: half of an escaped pair in the arguments."""
+    for item in items:
+        item.parameters = item.parameters.encode(errors="replace").decode()
+    return items
 
 
 def _triggered(

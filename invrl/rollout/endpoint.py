@@ -1,4 +1,4 @@
-"""What a rollout function is given: its session as an OpenAI endpoint.
+"""What a rollout function is given: its session as an OpenAI and an Anthropic endpoint.
 
 The connections of all sessions of a worker are one pool (a TLS context and connection per rollout
 would cost more than the request). Each client is the session's own: closing it closes nothing of
@@ -7,7 +7,7 @@ the others. Made by the rollout worker."""
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -54,6 +54,22 @@ class SessionEndpoint:
             max_retries=_MAX_RETRIES,
             timeout=timeout,
             http_client=httpx.AsyncClient(transport=transport, timeout=timeout, follow_redirects=True),
+        )
+
+    def anthropic(self) -> Any:
+        """A ready `anthropic.AsyncAnthropic`, with connections of its own: its newer releases take none of
+        httpx's. ImportError if the package, which is no dependency of ours, is not installed."""
+        try:
+            import anthropic  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError("endpoint.anthropic() needs a package: pip install anthropic") from error
+
+        return anthropic.AsyncAnthropic(
+            base_url=self.base_url.removesuffix("/v1"),  # the client adds it
+            api_key=self.api_key,
+            max_retries=_MAX_RETRIES,
+            timeout=self._timeout_s,
+            http_client=anthropic.DefaultAsyncHttpxClient(trust_env=False),
         )
 
 

@@ -1,0 +1,432 @@
+"""Anthropic's messages over HTTP on a fake engine: bodies in, blocks and events out, ids behind them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from pydantic_core import from_json
+from test_gateway_turns import Running, model, renderer, running  # noqa: F401
+
+from invrl.gateway.parsing import Parsers
+from invrl.gateway.rendering import Renderer
+from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
+from invrl.types import Session
+
+ASK = {"role": "user", "content": "What is 12*13?"}
+CALC = {
+    "name": "calc",
+    "description": "Calculates",
+    "input_schema": {"type": "object", "properties": {"x": {"type": "string"}}},
+}
+THINK = {"type": "enabled", "budget_tokens": 1024}
+CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "12*13"}}\n</tool_call>'
+TWO = CALL + '\n<tool_call>\n{"name": "calc", "arguments": {"x": "é", "deep": {"b": [1, 2.0]}}}\n</tool_call>'
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:  # noqa: F811
+    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    async with running(tmp_path, model, renderer, parsers=parsers, max_new_tokens=200) as made:
+        yield made
+
+
+def says(gateway: Running, renderer: Renderer, *replies: str) -> None:  # noqa: F811
+    """The engine's next replies, each ended by the end-of-turn token; the last one stays."""
+    left = [[*renderer.encode(text), 2] for text in replies]
+    gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
+
+
+async def post(gateway: Running, session: Session, path: str = "", **body: Any) -> httpx.Response:
+    url = session.base_url.removesuffix("/v1") + "/v1/messages" + path
+    headers = {"x-api-key": session.key, "anthropic-version": "2023-06-01"}
+    body = {"model": "tiny", **({} if path else {"max_tokens": 200}), **body}
+    return await gateway.http.post(url, json=body, headers=headers)
+
+
+async def ask(gateway: Running, session: Session, messages: list[Any], **body: Any) -> dict[str, Any]:
+    """The answer's message; streamed and put together by its events if `stream` is set."""
+    answer = await post(gateway, session, messages=messages, **body)
+    assert answer.status_code == 200, answer.text
+    if not body.get("stream"):
+        return answer.json()
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return assembled(answer.text)
+
+
+def assembled(text: str) -> dict[str, Any]:
+    """The message that a stream tells, as clients put it together. Blocks come one after another."""
+    message: dict[str, Any] = {}
+    texts: list[str] = []
+    open_block, ended = None, False
+    for event in text.strip().split("\n\n"):
+        name, _, data = event.partition("\n")
+        told = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {told['type']}"
+        assert not ended
+        match told["type"]:
+            case "message_start":
+                message = told["message"]
+                assert (message["content"], message["stop_reason"]) == ([], None)
+            case "content_block_start":
+                assert (open_block, told["index"]) == (None, len(message["content"]))
+                open_block = told["index"]
+                message["content"].append(told["content_block"])
+                texts.append("")
+            case "content_block_delta":
+                block, delta = message["content"][told["index"]], told["delta"]
+                match delta["type"]:
+                    case "text_delta":
+                        block["text"] += delta["text"]
+                    case "thinking_delta":
+                        block["thinking"] += delta["thinking"]
+                    case "signature_delta":
+                        block["signature"] = delta["signature"]
+                    case "input_json_delta":
+                        texts[told["index"]] += delta["partial_json"]
+            case "content_block_stop":
+                assert open_block == told["index"]
+                open_block = None
+            case "message_delta":
+                assert open_block is None
+                message |= told["delta"]
+                message["usage"] |= told["usage"]
+            case "message_stop":
+                ended = True
+            case other:
+                assert other == "ping"
+    assert ended
+    for block, arguments in zip(message["content"], texts, strict=True):
+        if arguments:
+            block["input"] = from_json(arguments, allow_partial=True)  # as the clients do
+    return message
+
+
+def results(answer: Mapping[str, Any], **more: object) -> list[dict[str, Any]]:
+    calls = [block for block in answer["content"] if block["type"] == "tool_use"]
+    return [{"type": "tool_result", "tool_use_id": call["id"], "content": "156", **more} for call in calls]
+
+
+def assert_exact(gateway: Running, session: Session) -> None:
+    """Every prompt after the first is the ids before it and a tail; nothing forked."""
+    turns = gateway.turns(session)
+    sent = {request["rid"]: request["input_ids"] for request in gateway.engine.requests}
+    assert [turn.fork_reason for turn in turns] == [""] * len(turns)
+    path: list[int] = []
+    for turn in turns:
+        path += turn.context_ids_T.tolist()
+        assert sent[turn.id] == path
+        path += turn.sampled_ids_T.tolist()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_loop_goes_on_with_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):  # noqa: F811
+    [session] = await gateway.open()
+    says(gateway, renderer, "<think>multiply</think>Let me see." + CALL, TWO, "It is 156.")
+    options = {"tools": [CALC], "thinking": THINK, "stream": stream, "system": "Be brief."}
+    first = await ask(gateway, session, [ASK], **options)
+    thought, text, call = first["content"]
+    assert (first["type"], first["role"], first["model"], first["stop_reason"]) == (
+        "message",
+        "assistant",
+        "tiny",
+        "tool_use",
+    )
+    assert (thought["thinking"], text["text"]) == ("multiply", "Let me see.")
+    assert thought["signature"]
+    assert (call["name"], call["input"]) == ("calc", {"x": "12*13"})
+    [turn] = gateway.turns(session)
+    assert first["id"] == f"msg_{turn.id}"
+    history = [ASK, {"role": "assistant", "content": first["content"]}]
+    history.append({"role": "user", "content": [*results(first), {"type": "text", "text": "And é?"}]})
+    second = await ask(gateway, session, history, **options)
+    assert [block["input"] for block in second["content"]] == [
+        {"x": "12*13"},
+        {"x": "é", "deep": {"b": [1, 2.0]}},
+    ]
+    dropped = [block for block in first["content"] if block["type"] != "thinking"]
+    history[1] = {"role": "assistant", "content": dropped}
+    second["content"][1]["input"] = {"deep": {"b": [1, 2]}, "x": "é"}  # as JavaScript may hand it back
+    history += [{"role": "assistant", "content": [block]} for block in second["content"]]
+    texts = [{"type": "text", "text": "156", "cache_control": {"type": "ephemeral"}}]
+    history.append({"role": "user", "content": results(second, is_error=True)})
+    history[-1]["content"][0]["content"] = texts
+    last = await ask(gateway, session, history, **options)
+    assert (last["content"], last["stop_reason"]) == ([{"type": "text", "text": "It is 156."}], "end_turn")
+    assert_exact(gateway, session)
+    assert len(gateway.turns(session)) == 3
+    seen = renderer.reply_text(gateway.engine.requests[1]["input_ids"], special=True)
+    assert "<|im_start|>tool\n156<|im_end|>\n<|im_start|>user\nAnd é?<|im_end|>" in seen
+
+
+async def test_what_a_stream_tells_is_the_whole_answer(gateway: Running, renderer: Renderer):  # noqa: F811
+    replies = [
+        "plain ünïcödé 🙂",
+        "<think>hm\n</think>\n\nSo.",
+        "<think>only",
+        "A <tool_call> that is none",
+        "So:" + TWO,
+        '<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "calc", "arguments": {"x": "\\ud800!"}}\n</tool_call>',
+        '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>',
+        "",
+    ]
+    for reply in replies:
+        variants = (THINK, {"type": "adaptive", "display": "omitted"}, {"type": "disabled"}, None)
+        for thinking in variants if "<think>" in reply else variants[:1]:
+            answers = []
+            for stream in (False, True):
+                [session] = await gateway.open()
+                says(gateway, renderer, reply)
+                thinks = {"thinking": thinking} if thinking else {}
+                answer = await ask(gateway, session, [ASK], tools=[CALC], stream=stream, **thinks)
+                for block in answer["content"]:
+                    block.pop("id", None)
+                    assert block.pop("signature", True)
+                answers.append(
+                    answer | {"id": "", "usage": {**answer["usage"], "cache_read_input_tokens": 0}}
+                )
+                answers[-1]["usage"].pop("input_tokens")
+            assert answers[0] == answers[1], (reply, thinking)
+            kinds = [block["type"] for block in answers[0]["content"]]
+            assert ("thinking" in kinds) == ("<think>" in reply and bool(answer_shows(thinking)))
+            if thinking and thinking.get("display") == "omitted" and "thinking" in kinds:
+                assert answers[0]["content"][0]["thinking"] == ""
+
+
+def answer_shows(thinking: Mapping[str, object] | None) -> bool:
+    return thinking is not None and thinking["type"] != "disabled"
+
+
+async def test_usage_and_count_tokens(gateway: Running, renderer: Renderer):  # noqa: F811
+    [session] = await gateway.open()
+    says(gateway, renderer, "<think>hm</think>Yes.")
+    history: list[Any] = [ASK]
+    for turn in range(3):
+        asked = {"messages": history, "system": [{"type": "text", "text": "Be brief."}], "tools": [CALC]}
+        counted = await post(gateway, session, "/count_tokens", **asked)
+        assert counted.status_code == 200, counted.text
+        assert len(gateway.engine.requests) == turn
+        answer = await ask(gateway, session, **asked, stream=turn == 1)
+        used = answer["usage"]
+        assert used["cache_creation_input_tokens"] == 0
+        prompt = len(gateway.engine.requests[-1]["input_ids"])
+        assert used["input_tokens"] + used["cache_read_input_tokens"] == prompt
+        assert counted.json() == {"input_tokens": prompt}
+        recorded = gateway.turns(session)[-1]
+        assert used["cache_read_input_tokens"] == recorded.cached_tokens
+        assert used["output_tokens"] == len(recorded.sampled_ids_T)
+        history = [*history, {"role": "assistant", "content": answer["content"]}, ASK]
+    assert gateway.turns(session)[-1].cached_tokens
+    assert_exact(gateway, session)
+
+
+async def test_reasons_to_stop(gateway: Running, renderer: Renderer, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    [session] = await gateway.open()
+    says(gateway, renderer, "one two three STOP four")
+    cut = await ask(gateway, session, [ASK], max_tokens=3)
+    assert (cut["stop_reason"], cut["stop_sequence"], cut["usage"]["output_tokens"]) == (
+        "max_tokens",
+        None,
+        3,
+    )
+    ids = renderer.encode("one two three STOP")
+    monkeypatch.setattr(gateway.engine, "_reply", lambda *_: (ids, {"type": "stop", "matched": "STOP"}))
+    for stream in (False, True):
+        stopped = await ask(gateway, session, [ASK], stop_sequences=["X", "STOP"], stream=stream)
+        assert gateway.engine.requests[-1]["sampling_params"]["stop"] == ["X", "STOP"]
+        assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "STOP")
+        assert stopped["content"] == [{"type": "text", "text": "one two three "}]
+
+
+async def test_what_a_request_asks_of_the_engine(gateway: Running, renderer: Renderer):  # noqa: F811
+    [session] = await gateway.open(purpose="serve")
+    says(gateway, renderer, '{"x": 1}')
+    await ask(gateway, session, [ASK], temperature=0.25, top_p=0.5, top_k=7, metadata={"user_id": "u"})
+    params = gateway.engine.requests[-1]["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.25, 0.5, 7)
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    form = {"type": "json_schema", "schema": schema}
+    for body in ({"output_format": form}, {"output_config": {"format": form, "effort": "low"}}):
+        await ask(gateway, session, [ASK], **body)
+        assert json.loads(gateway.engine.requests[-1]["sampling_params"]["json_schema"]) == schema
+    for choice in ({"type": "any"}, {"type": "tool", "name": "calc", "disable_parallel_tool_use": True}):
+        await ask(gateway, session, [ASK], tools=[CALC], tool_choice=choice)
+        params = gateway.engine.requests[-1]["sampling_params"]
+        assert params.keys() & {"json_schema", "structural_tag", "ebnf"}
+    says(gateway, renderer, TWO)
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    for stream in (False, True):
+        answer = await ask(gateway, session, [ASK], tools=[CALC], tool_choice=one, stream=stream)
+        assert [block["type"] for block in answer["content"]] == ["tool_use"]
+        answer = await ask(gateway, session, [ASK], tools=[CALC], tool_choice={"type": "none"}, stream=stream)
+        assert [block["type"] for block in answer["content"]] == ["text"]
+
+
+async def test_how_messages_reach_the_template(gateway: Running, renderer: Renderer):  # noqa: F811
+    [session] = await gateway.open()
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc;"}
+    parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in ("a", "b")]
+    said = [{"type": "redacted_thinking", "data": "?"}, {"type": "text", "text": "c"}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": "d"},
+        {"role": "system", "content": "now"},
+        ASK,
+    ]
+    await ask(gateway, session, messages, system=[billing, *parts], context_management={"edits": []})
+    shown = renderer.reply_text(gateway.engine.requests[-1]["input_ids"], special=True)
+    turns = ["system\na\nb", "user\na\nb\nmore", "assistant\ncd", "system\nnow", "user\nWhat is 12*13?"]
+    whole = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
+    assert shown == whole
+
+
+async def test_a_call_that_was_cut_off_shows_what_can_be_read(gateway: Running, renderer: Renderer):  # noqa: F811
+    from invrl.gateway.dialects.messages import _input
+
+    assert _input('{"x": [1, 2], "y": "cu') == {"x": [1, 2]}
+    assert [_input(text) for text in ("", "{", "[1", "5", "no", '{"x": NaN}', "[" * 100_000)] == [{}] * 7
+    assert bytes(_input('{"x":  1.0}')) == b'{"x":  1.0}'  # pyright: ignore[reportArgumentType]
+    [session] = await gateway.open()
+    says(gateway, renderer, CALL[: CALL.index("13") + 1])
+    message = await ask(gateway, session, [ASK], tools=[CALC], stream=True, max_tokens=40)
+    assert message["stop_reason"] in ("end_turn", "tool_use")
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_event(gateway: Running, renderer: Renderer):  # noqa: F811
+    [session] = await gateway.open()
+    says(gateway, renderer, "Hello")
+    gateway.engine.abort_next = True
+    answer = await post(gateway, session, messages=[ASK], stream=True)
+    *_, last = answer.text.strip().split("\n\n")
+    name, _, data = last.partition("\n")
+    assert name == "event: error"
+    error = json.loads(data.removeprefix("data: "))
+    assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
+    assert "abort" in error["error"]["message"]
+
+
+_CONTENT: dict[str, list[Any]] = {
+    "image": [{"type": "image", "source": {"type": "url", "url": "http://x"}}],
+    "document": [{"type": "document", "source": {}}],
+    "thinking of a user": [{"type": "thinking", "thinking": "x", "signature": ""}],
+    "call of a user": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}],
+    "no text": [{"type": "text"}],
+    "no tool_use_id": [{"type": "tool_result", "content": "x"}],
+    "image result": [
+        {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image", "source": {}}]}
+    ],
+    "untyped": [{"text": "x"}],
+}
+_BAD: dict[str, dict[str, Any]] = {
+    **{name: {"messages": [{"role": "user", "content": content}]} for name, content in _CONTENT.items()},
+    "no max_tokens": {"max_tokens": None},
+    "max_tokens": {"max_tokens": 0},
+    "empty messages": {"messages": []},
+    "wrong type": {"messages": "hi"},
+    "prefill": {"messages": [ASK, {"role": "assistant", "content": "It"}]},
+    "arguments": {
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": [1]}]},
+            ASK,
+        ]
+    },
+    "role": {"messages": [{"role": "robot", "content": "x"}]},
+    "unknown field": {"temprature": 1},
+    "unknown field of a message": {"messages": [{**ASK, "name": "x"}]},
+    "temperature": {"temperature": 1.5},
+    "top_p": {"top_p": 0},
+    "top_k": {"top_k": -1},
+    "stop": {"stop_sequences": [""]},
+    "server tool": {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
+    "bash": {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+    "no schema": {"tools": [{"name": "x"}]},
+    "schema": {"tools": [{"name": "x", "input_schema": []}]},
+    "same tools": {"tools": [CALC, CALC]},
+    "choice": {"tools": [CALC], "tool_choice": {"type": "x"}},
+    "text choice": {"tools": [CALC], "tool_choice": "auto"},
+    "unnamed choice": {"tools": [CALC], "tool_choice": {"type": "tool"}},
+    "unknown choice": {"tools": [CALC], "tool_choice": {"type": "tool", "name": "x"}},
+    "choice without tools": {"tool_choice": {"type": "any"}},
+    "thinking": {"thinking": {"type": "deep"}},
+    "budget": {"thinking": {"type": "enabled", "budget_tokens": "many"}},
+    "mcp": {"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]},
+    "container": {"container": "c"},
+    "format": {"output_format": {"type": "xml"}},
+    "too long": {"messages": [{"role": "user", "content": "x " * 3000}]},
+}
+_RAW = {
+    "not json": b"{",
+    "list": b"[]",
+    "not utf-8": b'{"model": "\xff"}',
+    "bomb": b'{"metadata": ' + b"[" * 100_000,
+}
+
+
+async def test_every_bad_body_is_a_400_in_anthropics_shape(gateway: Running):
+    [session] = await gateway.open()
+    good = {"model": "tiny", "max_tokens": 8, "messages": [ASK]}
+    bodies = _RAW | {name: json.dumps(good | change).encode() for name, change in _BAD.items()}
+    for name, body in bodies.items():
+        answer = await gateway.http.post(session.base_url + "/messages", content=body)
+        assert answer.status_code == 400, (name, answer.text)
+        assert answer.json().keys() == {"type", "error", "request_id"}
+        error = answer.json()["error"]
+        assert (answer.json()["type"], error["type"]) == ("error", "invalid_request_error"), name
+        assert error["message"]
+        assert name != "too long" or error["message"].startswith("prompt is too long")
+    assert gateway.engine.requests == []
+
+
+async def test_errors_and_models_as_anthropic_clients_know_them(gateway: Running):
+    [session] = await gateway.open()
+    base = gateway.url + f"/s/{session.key}/v1"
+    version = {"anthropic-version": "2023-06-01"}
+    found = await gateway.http.get(base + "/models", headers=version)
+    assert [(card["type"], card["id"]) for card in found.json()["data"]] == [("model", "tiny")]
+    assert (found.json()["has_more"], found.json()["first_id"]) == (False, "tiny")
+    assert (await gateway.http.get(base + "/models")).json()["object"] == "list"
+    body = {"model": "tiny", "max_tokens": 8, "messages": [ASK]}
+    http, open_url = gateway.http, gateway.url + "/v1/messages"
+    bearer = {"authorization": f"Bearer {session.key}"}
+    for headers in ({"x-api-key": session.key}, bearer):
+        assert (await http.post(open_url, json=body, headers=headers)).status_code == 200
+    refused = {
+        (401, "authentication_error"): await http.post(open_url, json=body, headers={"x-api-key": "isk-x"}),
+        (404, "not_found_error"): await http.post(base + "/messages", json=body | {"model": "claude"}),
+        (404, "not_found_error", ""): await http.post(base + "/messages/batches", json=body),
+        (405, "invalid_request_error"): await http.get(base + "/messages/count_tokens"),
+        (401, "authentication_error", ""): await http.get(gateway.url + "/v1/models", headers=version),
+    }
+    for (status, kind, *_), answer in refused.items():
+        assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind), answer.text
+    gateway.engine.drop_connections = 2
+    lost = await http.post(base + "/messages", json=body | {"max_tokens": 7})
+    assert (lost.status_code, lost.json()["error"]["type"]) == (503, "overloaded_error")
+    await gateway.finish(session)
+    closed = await http.post(base + "/messages/count_tokens", json=body)
+    assert (closed.status_code, closed.json()["error"]["type"]) == (401, "authentication_error")
+
+
+async def test_an_endpoint_has_an_anthropic_client(gateway: Running, monkeypatch: pytest.MonkeyPatch):
+    [session] = await gateway.open()
+    endpoint = SessionEndpoint(session, model="tiny", timeout_s=9.0, pool=ConnectionPool())
+    monkeypatch.setitem(sys.modules, "anthropic", None)
+    with pytest.raises(ImportError, match="pip install anthropic"):
+        endpoint.anthropic()
+    made = SimpleNamespace(AsyncAnthropic=dict, DefaultAsyncHttpxClient=httpx.AsyncClient)
+    monkeypatch.setitem(sys.modules, "anthropic", made)
+    client = endpoint.anthropic()
+    assert (client["base_url"], client["api_key"], client["timeout"]) == (
+        f"{gateway.url}/s/{session.key}",
+        session.key,
+        9.0,
+    )
