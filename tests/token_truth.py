@@ -62,6 +62,8 @@ class Sent:
     tools: Sequence[Mapping]
     text: str
     tool_calls: Sequence[Mapping]
+    trimmed: bool = False
+    """Whitespace around the messages' texts was taken off by the client."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,8 +278,13 @@ def _judge_sent(
         return verdict.mismatches.append((sent.turn_id, "unrecorded", ""))
     kept = [message for one in _path(turn, stored) for message in one.messages][:-1]
     asked = [_shown(_flat(message)) for message in sent.messages]
+    shown = [_shown(message) for message in kept]
+    if sent.trimmed:
+        asked, shown = (
+            [{**one, "content": one["content"].strip()} for one in each] for each in (asked, shown)
+        )
     tools = [_tool(tool) for tool in _path(turn, stored)[0].tools]
-    if [_shown(message) for message in kept] != asked or tools != [_tool(tool) for tool in sent.tools]:
+    if shown != asked or tools != [_tool(tool) for tool in sent.tools]:
         verdict.mismatches.append((turn.id, "messages", f"{kept} {tools} {asked}"))
     wire = passed.get(turn.id)
     if wire is None:

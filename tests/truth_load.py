@@ -1,14 +1,15 @@
 """Many conversations at once, as real agents have them, with what went out and what came back kept.
 
 Each session talks for some turns, whole or streamed. On the way it edits its history, asks in parallel
-branches, repeats a request (after the answer or beside it), cancels a stream, asks something auxiliary, runs
-out of tokens, or uses a stop string. A pure function of its seed, but for what is decided by time. Tools are
-used if `tools`.
+branches, repeats a request (after the answer or beside it), cancels a stream, asks something auxiliary, wants
+two answers, sends replies back re-formatted, runs out of tokens, or uses a stop string. A pure function of
+its seed, but for what is decided by time. Tools are used if `tools`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 from collections import Counter
@@ -87,6 +88,7 @@ class _Talk:
         self.random = random.Random(f"{load.seed}/{number}")
         self.tools = [CALCULATOR] if load.tools and number % 2 else []
         self.messages: list[dict] = []
+        self.trims = False
 
     async def run(self) -> None:
         self.session = await self.load.stack.open(group=f"g{self.number}")
@@ -95,7 +97,7 @@ class _Talk:
             self.messages.append({"role": "system", "content": f"You are agent {self.number}. Be brief."})
         steps: list[Callable[[], Coroutine[Any, Any, None]]] = [
             *[self.plain] * 6, self.edited, self.branches, self.repeated, self.joined, self.cancelled,
-            self.aside,
+            self.aside, self.several, self.reformatted,
         ]  # fmt: skip
         for _ in range(self.load.session_turns):
             self.messages.append(self._question())
@@ -143,6 +145,15 @@ class _Talk:
         await self.ask([{"role": "user", "content": f"A title for talk {self.random.randrange(100)}"}])
         await self.plain()
 
+    async def several(self) -> None:
+        """Two answers to one request; the first one is continued."""
+        await self._answered(await self.send({**self._body(self.messages), "n": 2}))
+
+    async def reformatted(self) -> None:
+        """From here on replies go back trimmed, their calls' arguments laid out otherwise."""
+        self.trims = True
+        await self.plain()
+
     async def ask(self, messages: list[dict]) -> tuple[str, dict] | None:
         return await self.send(self._body(messages))
 
@@ -169,7 +180,8 @@ class _Talk:
         return {"role": "user", "content": " ".join(words) + f" #{self.random.randrange(10**6)}"}
 
     def _body(self, messages: list[dict], *, stream: bool | None = None) -> dict:
-        body: dict = {"model": MODEL_NAME, "messages": [dict(message) for message in messages]}
+        shown = [_trimmed(message) if self.trims else dict(message) for message in messages]
+        body: dict = {"model": MODEL_NAME, "messages": shown}
         body["stream"] = self.random.random() < 0.5 if stream is None else stream
         if self.load.max_tokens:
             body["max_tokens"] = self.load.max_tokens
@@ -208,7 +220,8 @@ class _Talk:
         message = {name: message[name] for name in ("role", "content", "tool_calls") if message.get(name)}
         text, calls = message.get("content", ""), message.get("tool_calls", [])
         tools, messages = body.get("tools", []), body["messages"]
-        load.sent.append(Sent(turn_id=rid, messages=messages, tools=tools, text=text, tool_calls=calls))
+        sent = Sent(turn_id=rid, messages=messages, tools=tools, text=text, tool_calls=calls)
+        load.sent.append(dataclasses.replace(sent, trimmed=self.trims))
         return rid, {"content": "", **message, "role": "assistant"}
 
 
@@ -231,6 +244,8 @@ async def _streamed(answer: aiohttp.ClientResponse, cut_after: int | None) -> di
         if "error" in event:
             raise RuntimeError(f"the stream ended with {event}")
         for choice in event["choices"]:
+            if choice["index"]:
+                continue
             delta = choice["delta"]
             message["content"] += delta.get("content") or ""
             for call in delta.get("tool_calls") or []:
@@ -244,6 +259,25 @@ async def _streamed(answer: aiohttp.ClientResponse, cut_after: int | None) -> di
     for call in message["tool_calls"]:
         call.pop("index", None)
     return message
+
+
+def _trimmed(message: Mapping) -> dict:
+    """Without whitespace around; arguments in another layout."""
+    if message["role"] != "assistant":
+        return dict(message)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _laid_out(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", [])
+    ]
+    more = {"tool_calls": calls} if calls else {}
+    return {**message, "content": (message.get("content") or "").strip(), **more}
+
+
+def _laid_out(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), indent=1)
+    except ValueError:
+        return arguments
 
 
 def _evaluate(call: Mapping) -> str:

@@ -34,7 +34,7 @@ async def recorded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Re
     folder = tmp_path_factory.mktemp("truth")
     model = make_tiny_model(folder / "model", max_positions=32768)
     async with scripted_stack(folder, model, chatter, token_delay_s=0.001) as stack:
-        load = Load(stack=stack, turns=250)
+        load = Load(stack=stack, turns=300, tools=True)
         await load.run()
         verdict = await stack.verdict(load.sent)
         store = Path(stack.settings.store_path)
