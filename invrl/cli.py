@@ -268,6 +268,32 @@ def _prepare_model(arguments: Sequence[str]) -> None:
     print(f"[model] {'ready' if made else 'already there'}", flush=True)
 
 
+def _check_template(arguments: Sequence[str]) -> None:
+    """say which conversations go on exactly with a model's chat template
+
+    usage: invrl check-template MODEL [--chat-template-path FILE] [--no-keep-thinking] [--json]
+    Plays a corpus of conversations (tools, thinking, unicode, cut replies, ...) turn by turn, as the gateway
+    would, and compares with the template's own rendering. Exit code 1 if one comes out wrong: neither exact
+    nor a fork with its reason. Names the parsers that `auto` chooses.
+    """
+    from invrl.gateway.model_folder import chat_template_source, load_renderer
+    from invrl.gateway.parsing import detect_parsers
+    from invrl.gateway.template_check import check_template, report
+
+    own, rest = _own_flags(arguments, ["--chat-template-path"])
+    switches = {"--json", "--no-keep-thinking"} & set(rest)
+    paths = [argument for argument in rest if argument not in switches]
+    if len(paths) != 1:
+        raise ConfigError("check-template", paths, "it takes one model folder", "invrl check-template MODEL")
+    place = (str(Path(paths[0]).expanduser()), own.get("--chat-template-path", ""))
+    keep = "--no-keep-thinking" not in switches
+    renderer = load_renderer(place[0], 2**31, chat_template=place[1], keep_thinking=keep)
+    findings = list(check_template(renderer))
+    print(report(findings, detect_parsers(chat_template_source(*place)), as_json="--json" in switches))
+    if any(finding.outcome == "wrong" for finding in findings):
+        raise _Failed
+
+
 def _show_config(arguments: Sequence[str]) -> None:
     """print the configuration that these flags resolve to, as TOML
 
@@ -395,6 +421,7 @@ COMMANDS = {
     "eval": Command(_eval, takes_config=True),
     "doctor": Command(_doctor, takes_config=True),
     "prepare-model": Command(_prepare_model),
+    "check-template": Command(_check_template),
     "show-config": Command(_show_config, takes_config=True),
     "resume": Command(_resume),
     "replay": Command(_replay),

@@ -27,7 +27,8 @@ def _deviation(values: Sequence[float]) -> float:
 def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
     """Reward, lengths, cache and staleness of the rollouts that are trained in this step.
     `later_cached_fraction` is over the prompts of every turn after the first: what the radix cache
-    saved of a conversation that continues."""
+    saved of a conversation that continues. `forks/<reason>`, `matches/<level>`, `thinking_kept_tokens` and
+    `forked_tokens` are the gateway's counts."""
     rollouts: list[RolloutSummary] = [r for group in taken.groups for r in group.rollouts_G]
     rewards = [r.reward for r in rollouts]
     metrics: dict[str, Metric] = {
@@ -48,6 +49,8 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
         "seconds_mean": _mean([r.finished_at - r.started_at for r in rollouts]),
         "sampled_tokens": Sum(sum(r.sampled_tokens for r in rollouts)),
     }
+    for name in sorted({name for r in rollouts for name in r.counts}):
+        metrics[name] = Sum(sum(r.counts.get(name, 0) for r in rollouts))
     for name in sorted({name for r in rollouts for name in r.reward_components}):
         values = [r.reward_components[name] for r in rollouts if name in r.reward_components]
         metrics[f"reward/{name}"] = _mean(values)

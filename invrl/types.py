@@ -184,6 +184,8 @@ class RolloutSummary(EndedSession):
     oldest_version: WeightVersion
     newest_version: WeightVersion
     forks: int
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Forks by reason, continued turns by match level, ids of kept thinking and of forked prompts."""
     started_at: float
     finished_at: float
 

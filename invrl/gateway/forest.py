@@ -7,7 +7,7 @@ answer is whole become nodes. Used by `conversation.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -58,8 +58,11 @@ class Node:
     """The sampled ids end with the template's own end-of-turn token."""
     tools: tuple[Tool, ...] = ()
     """What the path's beginning was rendered with."""
-    text: str = ""
-    """Of a prompt without a template: all that the path's ids stand for."""
+
+    @property
+    def raw(self) -> bool:
+        """The prompt was rendered by no template (completions): its message is a piece of text."""
+        return self.messages[0].role == "text"
 
     def path(self) -> list[Node]:
         """From the root to this node."""
@@ -107,6 +110,8 @@ class Forest:
         """Digests of conversations that a recorded reply follows, whatever the tools."""
         self._reply_depth: dict[bytes, int] = {}
         """Of each reply by itself: the most messages that came before it."""
+        self._texts: dict[str, str] = {}
+        """Of turns without a template: all that the ids of their paths stand for."""
 
     @property
     def size(self) -> int:
@@ -128,20 +133,28 @@ class Forest:
         """The node of a turn; None if it is unknown or never became whole."""
         return self._by_turn.get(turn_id)
 
-    def match_text(self, prompt: str | tuple[int, ...]) -> Node | None:
-        """The node of the longest text, or ids, that a prompt without a template begins with."""
-        found: tuple[int, Node | None] = (0, None)
-        for node in self._by_turn.values():
+    def match_text(
+        self, prompt: str | tuple[int, ...], shown: Callable[[Sequence[int]], str]
+    ) -> tuple[Node | None, int]:
+        """The node that a prompt without a template goes on from, and how much of the prompt its ids stand
+        for: the most of all whose whole text, or ids, the prompt begins with. `shown`: ids as text."""
+        found: tuple[Node | None, int] = (None, 0)
+        for turn_id, node in self._by_turn.items():
+            if not node.raw:
+                continue
+            sampled = node.turn.sampled_ids_T.tolist()
+            if turn_id not in self._texts:
+                before = self._texts[node.parent.turn.id] if node.parent else ""
+                self._texts[turn_id] = before + node.messages[0].content + shown(sampled)
             if isinstance(prompt, str):
-                size = len(node.text)
-                begins = prompt.startswith(node.text)
+                size = len(self._texts[turn_id])
+                begins = prompt.startswith(self._texts[turn_id])
             else:
-                sampled = tuple(node.turn.sampled_ids_T.tolist())
-                size = node.turn.prompt_tokens + len(sampled)
-                begins = prompt[size - len(sampled) : size] == sampled and prompt[:size] == tuple(node.ids())
-            if begins and node.text and size > found[0]:
-                found = size, node
-        return found[1]
+                size, end = node.turn.prompt_tokens + len(sampled), tuple(sampled)
+                begins = prompt[size - len(end) : size] == end and prompt[:size] == tuple(node.ids())
+            if begins and size > found[1]:
+                found = node, size
+        return found
 
     def match(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Match:
         """The deepest node that `messages` continue. With a node, `fork` tells that a later reply on

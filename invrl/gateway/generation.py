@@ -106,7 +106,10 @@ class Generation:
 
     @property
     def failed(self) -> bool:
-        return self._task.done() and (self._task.cancelled() or self._task.exception() is not None)
+        """There is no answer, or there will be none: it has been cancelled, and may not have ended yet."""
+        if not self._task.done():
+            return self._task.cancelling() > 0
+        return self._task.cancelled() or self._task.exception() is not None
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:

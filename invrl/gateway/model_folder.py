@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,8 @@ class _JinjaTemplate(Template):
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         self._source, self._special = source, special
+        self._started = datetime.now()
+        """The date that templates show: one day for all of a conversation's turns, also over midnight."""
         self._arguments_as_text, self._no_content = False, ""
         call = ToolCall("call-1", "probe_tool", '{"probe_key": 1}')
         probe = Prompt(messages=(Message("user", "x"), Message("assistant", tool_calls=(call,))))
@@ -106,6 +109,7 @@ class _JinjaTemplate(Template):
         from transformers.utils.chat_template_utils import render_jinja_template
 
         variables: dict[str, Any] = {**self._special, "add_generation_prompt": add_generation_prompt}
+        variables["strftime_now"] = self._started.strftime
         if prompt.thinking is not None:
             variables |= {"enable_thinking": prompt.thinking, "thinking": prompt.thinking}
         rendered, _ = render_jinja_template(
@@ -131,7 +135,9 @@ class _JinjaTemplate(Template):
         arguments: Any = call.arguments
         if not self._arguments_as_text:
             with contextlib.suppress(ValueError):
-                arguments = json.loads(call.arguments)
+                read = json.loads(call.arguments)
+                json.dumps(read, ensure_ascii=False).encode()  # half a surrogate pair is no text
+                arguments = read
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ def summarise(
         oldest_version=WeightVersion(min(versions)),
         newest_version=WeightVersion(max(versions)),
         forks=sum(turn.fork_reason != "" for turn in turns),
+        counts=record.counts + Counter(f"forks/{turn.fork_reason}" for turn in turns if turn.fork_reason),
         started_at=record.opened_at,
         finished_at=now,
     )

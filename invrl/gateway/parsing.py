@@ -1,8 +1,9 @@
 """A reply's text taken apart: reasoning, content, tool calls; and the grammar that forces a call.
 
 SGLang's own parsers do it, whole or as the text arrives. Importing them costs seconds and 500 MB (they
-import torch), so that happens only where the chat template has tools or thinking. Invariant: nothing of a
-reply is lost: what is no call of a known tool is content. Made by the gateway's process, used by
+import torch), so that happens only where the chat template has tools or thinking. Invariant: what is no
+call of a known tool is content. A call that was cut short is content too, unless a stream has begun to tell
+it: then it ends where it was. Made by the gateway's process, used by
 `turns.py` and `generation.py`."""
 
 from __future__ import annotations
@@ -26,12 +27,20 @@ if TYPE_CHECKING:
 
 _CALLS_BY_MARK = (
     ("<|python_tag|>", "llama3"),
+    ("ipython", "llama3"),
+    ("｜DSML｜", "deepseekv32"),
     ("<｜tool▁calls▁begin｜>", "deepseekv3"),
     ("[TOOL_CALLS]", "mistral"),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "qwen25"),
 )
-_REASONING_BY_MARK = (("enable_thinking", "qwen3"), ("</think>", "deepseek-r1"))
+_LATE = ("DeepSeekV3",)
+"""SGLang's parsers that lose a call when two arrive in one piece: their calls are told at the end."""
+_REASONING_BY_MARK = (
+    ("enable_thinking", "qwen3"),
+    ("thinking is defined", "deepseek-v3"),
+    ("</think>", "deepseek-r1"),
+)
 
 
 def detect_parsers(template: str) -> tuple[str, str]:
@@ -39,7 +48,7 @@ def detect_parsers(template: str) -> tuple[str, str]:
     calls = (
         next((name for mark, name in _CALLS_BY_MARK if mark in template), "") if "tools" in template else ""
     )
-    if calls == "deepseekv3" and "'<｜tool▁call▁begin｜>' + tool['function']" in template:
+    if calls == "deepseekv3" and "```json" not in template:
         calls = "deepseekv31"
     reasoning = next((name for mark, name in _REASONING_BY_MARK if mark in template), "")
     return calls, reasoning
@@ -146,6 +155,7 @@ class ReplyParser:
     ) -> None:
         self._reasoning, self._parser, self._most_calls = reasoning, calls, most_calls
         self._turn_id, self._stream = turn_id, stream
+        self._late = calls is not None and type(calls.detector).__name__.startswith(_LATE)
         self._plain = reasoning is None and calls is None
         self._text = ""
         self._to_calls = ""
@@ -188,7 +198,7 @@ class ReplyParser:
             reasoning, rest = thought or "", normal or ""
         deltas = [self._add(self._parse_calls(rest, reasoning))]
         if self._parser is not None:
-            _, items = self._parser.parse_stream_end()
+            _, items = ("", []) if self._late else self._parser.parse_stream_end()
             deltas.append(self._add(Delta(calls=self._deltas(items))))
             deltas.append(self._add(self._missing()))
         return Delta(
@@ -208,7 +218,7 @@ class ReplyParser:
         if not text:
             return Delta(reasoning=reasoning)
         self._to_calls += text
-        content, items = self._parser.parse_stream_chunk(text)
+        content, items = ("", []) if self._late else self._parser.parse_stream_chunk(text)
         if mark := self._parser.detector.bot_token:
             content = self._before(mark)
         else:
@@ -218,9 +228,12 @@ class ReplyParser:
     def _before(self, mark: str) -> str:
         """Content not yet told: up to where a call begins, or might begin. What SGLang's incremental
         parser takes for content after that is a piece of a call it could not read."""
+        assert self._parser is not None
         text, start = self._to_calls, self._told
         at = text.find(mark)
-        if at < 0:
+        if at < 0 and self._parser.detector.has_tool_call(text):  # a call in the parser's other form
+            at = start
+        elif at < 0:
             at = len(text) - max((n for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
         self._told = max(at, start)
         return text[start : self._told]
@@ -229,14 +242,19 @@ class ReplyParser:
         """What the incremental parser kept back, by the whole text: the end of a call's arguments, whole
         calls, or text that was taken for a call and is none."""
         assert self._parser is not None
-        _, items = self._parser.parse_non_stream(self._to_calls)
+        whole, items = self._parser.parse_non_stream(self._to_calls)
         missing: list[CallDelta] = []
-        for index, item in enumerate(_sayable(items)):
+        for index, item in enumerate(items):
             if index >= len(self._calls):
                 missing.append(self._first(index, item.name or "", item.parameters))
-            elif item.parameters.startswith(told := self._calls[index].arguments) and item.parameters != told:
-                missing.append(CallDelta(index=index, arguments=item.parameters[len(told) :]))
-        content = "" if items or self._calls else self._to_calls[self._told :]
+            elif (arguments := _escaped(item.parameters)).startswith(known := self._calls[index].arguments):
+                missing.append(CallDelta(index=index, arguments=arguments[len(known) :]))
+        told = self._to_calls[: self._told]
+        content = whole.removeprefix(told.strip()) if items and whole.startswith(told.strip()) else ""
+        if told[-1:].isspace():
+            content = content.lstrip()
+        if not (items or self._calls):
+            content = self._to_calls[self._told :]
         return Delta(content=content, calls=self._limited(missing))
 
     def _whole(self) -> Delta:
@@ -247,7 +265,6 @@ class ReplyParser:
         if self._parser is None:
             return Delta(content=text, reasoning=reasoning)
         content, items = self._parser.parse_non_stream(text)
-        items = _sayable(items)
         if not items:
             content = text
         calls = [self._first(index, item.name or "", item.parameters) for index, item in enumerate(items)]
@@ -256,7 +273,7 @@ class ReplyParser:
     def _deltas(self, items: Sequence[Any]) -> tuple[CallDelta, ...]:
         """SGLang's items: the first of a call has its name, the index is the call's place."""
         found: list[CallDelta] = []
-        for item in _sayable(items):
+        for item in items:
             if item.name:
                 found.append(self._first(self._begun, item.name, item.parameters))
                 self._begun += 1
@@ -270,9 +287,16 @@ class ReplyParser:
         return CallDelta(index=index, id=f"call_{made}", name=name, arguments=arguments)
 
     def _limited(self, calls: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
-        return tuple(each for each in calls if self._most_calls is None or each.index < self._most_calls)
+        most = self._most_calls
+        told = [c for c in calls if (c.name or c.arguments) and (most is None or c.index < most)]
+        return tuple(replace(each, arguments=_escaped(each.arguments)) for each in told)
 
     def _add(self, delta: Delta) -> Delta:
+        """Newlines around the thinking's marks are the template's, not the reply's."""
+        if not any(self._thought):
+            delta = replace(delta, reasoning=delta.reasoning.lstrip("\n"))
+        if (delta.reasoning or any(self._thought)) and not any(self._content):
+            delta = replace(delta, content=delta.content.lstrip("\n"))
         self._content.append(delta.content)
         self._thought.append(delta.reasoning)
         for call in delta.calls:
@@ -312,11 +336,9 @@ def _forced_call(parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, 
     return str(Grammar.from_structural_tag(tag))
 
 
-def _sayable(items: Sequence[Any]) -> Sequence[Any]:
-    """SGLang's items, without what UTF-8 cannot say: half of an escaped pair in the arguments."""
-    for item in items:
-        item.parameters = item.parameters.encode(errors="replace").decode()
-    return items
+def _escaped(arguments: str) -> str:
+    """JSON that can be sent: SGLang writes halves of surrogate pairs, which a model may sample, as such."""
+    return arguments.encode("utf-8", "backslashreplace").decode()
 
 
 def _triggered(

@@ -1,22 +1,27 @@
 """Messages to token ids and sampled ids to text, with a model's own template and tokenizer. Pure.
 
 A first turn is the template's whole rendering. A turn that continues is the exact ids of its path plus
-the rendered tail: template(all messages) must start with template(what the path stands for), and only
-what follows is tokenised. Where the template takes earlier thinking out, the tail is what follows the
-same end of turn, if thinking is kept. Invariant: ids that an engine consumed or emitted are never made
-again from text. Made by `model_folder.py`; used by `turns.py` and `generation.py`."""
+the rendered tail: the rendering of all messages must begin, but for thinking, with the rendering of what
+the path stands for, and only what follows the same end of turn is tokenised. Where the path holds thinking
+that the template takes out, it goes on only if thinking is kept. Invariant: ids that an engine consumed or
+emitted are never made again from text. Made by `model_folder.py`; used by `turns.py`, `generation.py`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from invrl.errors import SessionError
 from invrl.gateway.forest import ForkReason
-from invrl.gateway.message import Message, Prompt
+from invrl.gateway.message import Message, Prompt, ToolCall
 
 _PROBE = "invrl-probe"
+_CALL = Message("assistant", tool_calls=(ToolCall("call-1", "probe", "{}"),))
+_RESULT = Message("tool", "1", tool_call_id="call-1")
+_LOOP = (Message("user", "x"), _CALL, _RESULT, _CALL, _RESULT)
+_THINK, _THOUGHT = "<think>", "</think>"
 _UNFINISHED = "�"
 
 
@@ -39,8 +44,8 @@ class Tail:
 
     ids: list[int]
     fork: ForkReason | None = None
-    kept_thinking: bool = False
-    """The path holds thinking that the template would have taken out."""
+    kept_thinking: int = 0
+    """Ids of thinking in the path that the template would have taken out."""
 
 
 class Renderer:
@@ -57,7 +62,14 @@ class Renderer:
     ) -> None:
         self._template, self._tokenizer, self._vocab_size = template, tokenizer, vocab_size
         self._keep_thinking = keep_thinking
-        self._after_reply, self.end_of_turn, self.end_of_turn_id = self._find_end_of_turn()
+        self.after_reply, self.end_of_turn, self.end_of_turn_id = self._find_end_of_turn()
+        marks = [tokenizer.encode(mark) for mark in (_THINK, _THOUGHT)]
+        self._thinking_ids = [ids[0] for ids in marks] if all(len(ids) == 1 for ids in marks) else []
+        pattern = f"{_THINK}(?:(?!{re.escape(self.end_of_turn or _THINK)}).)*?{_THOUGHT}"
+        self._thinking = re.compile(pattern, re.DOTALL)
+        self._steady = self._takes(*_LOOP, Message("assistant", "y"), Message("assistant", "y"))
+        self.parallel_calls = self._takes(_LOOP[0], replace(_CALL, tool_calls=_CALL.tool_calls * 2))
+        """The template shows more than one call in a reply."""
         self.end_ids = end_ids if self.end_of_turn_id is None else end_ids | {self.end_of_turn_id}
         """Tokens that end a turn; the engine must stop at each."""
 
@@ -65,27 +77,33 @@ class Renderer:
         """The whole conversation and the head of the reply. SessionError 400 if the template refuses."""
         return self.encode(self.text(prompt))
 
-    def tail(self, prompt: Prompt, depth: int, *, closed: bool) -> Tail:
-        """What follows the recorded ids of the first `depth` messages. `closed`: they end with the
-        template's end-of-turn token; otherwise (out of tokens, a stop string) the tail begins with it, as
-        context that was not sampled."""
-        full = self.text(prompt)
+    def tail(self, prompt: Prompt, depth: int, path: Sequence[int]) -> Tail:
+        """What follows `path`, the recorded ids of the first `depth` messages. If they do not end with the
+        template's end-of-turn token (out of tokens, a stop string), the tail begins with it, as context
+        that was not sampled."""
+        full, mark = self.text(prompt), self.end_of_turn or self.after_reply
         earlier = replace(prompt, messages=prompt.messages[:depth])
         recorded = self.text(earlier, add_generation_prompt=False)
-        mark, kept = self.end_of_turn or self._after_reply, False
-        if full.startswith(recorded):
-            end = recorded.rfind(mark)
-        else:
-            thought = any(each.reasoning or "</think>" in each.content for each in earlier.messages)
-            if not (thought and self._keep_thinking and self.end_of_turn):
-                reason = ForkReason.THINKING_STRIPPED if thought else ForkReason.TEMPLATE_CHANGED
-                return Tail(ids=[], fork=reason)
-            end, kept = _nth(full, mark, recorded.count(mark)), True
-        if end < 0:
-            return Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED)
-        return Tail(
-            ids=self.encode(full[end + (len(self.end_of_turn) if closed else 0) :]), kept_thinking=kept
+        shown, changed = (
+            recorded.removesuffix(self.after_reply),
+            Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED),
         )
+        if not recorded.endswith(self.after_reply):
+            return changed
+        if not self._steady:
+            asked = self.text(replace(prompt, messages=prompt.messages[: depth - 1]))
+            if not self._follows(asked, shown):
+                return changed
+        end = len(shown)
+        if not full.startswith(shown + mark):
+            end = _nth(full, mark, shown.count(mark) + 1) if mark else -1
+            if end < 0 or self.unthinking(full[:end]) != self.unthinking(shown):
+                return changed
+        kept = self._left_out(path, earlier.messages, full[:end])
+        if kept and not self._keep_thinking:
+            return Tail(ids=[], fork=ForkReason.THINKING_STRIPPED)
+        closed = len(self.end_of_turn) if self.is_closed(path) else 0
+        return Tail(ids=self.encode(full[end + closed :]), kept_thinking=kept)
 
     def is_closed(self, sampled_ids: Sequence[int]) -> bool:
         return bool(sampled_ids) and sampled_ids[-1] == self.end_of_turn_id
@@ -120,6 +138,39 @@ class Renderer:
             reason = f"token {max(ids)} is outside of the model's vocabulary ({self._vocab_size})"
             raise SessionError(reason, status=400, code="invalid_messages")
         return ids
+
+    def unthinking(self, text: str) -> str:
+        """`text` without thinking and whitespace: templates trim both as they please."""
+        return "".join(self._thinking.sub("", text).split())
+
+    def _follows(self, asked: str, answered: str) -> bool:
+        """Whether a reply stands behind its own prompt, but for thinking that the prompt opens."""
+        head = self.unthinking(asked).removesuffix(_THINK).removesuffix(_THOUGHT)
+        return self.unthinking(answered).startswith(head)
+
+    def _left_out(self, path: Sequence[int], messages: Sequence[Message], head: str) -> int:
+        """Ids of the path's thinking that `head`, the template's rendering of its messages, has not. What
+        templates leave out is the oldest."""
+        if not self._thinking_ids:  # no special tokens of this tokenizer
+            thoughts = [m.reasoning or m.content.rpartition(_THOUGHT)[0] for m in messages]
+            shown = self._tokenizer.decode(path, special=True) if any(thoughts) else ""
+            return sum(len(self._tokenizer.encode(t)) for t in thoughts if t not in head and t in shown)
+        starts, ends = ([at for at, each in enumerate(path) if each == mark] for mark in self._thinking_ids)
+        more = max(len(starts) - head.count(_THINK), len(ends) - head.count(_THOUGHT), 0)
+        lengths = (next((end for end in ends if end > at), len(path) - 1) - at + 1 for at in starts[:more])
+        return max(sum(lengths), more)
+
+    def _takes(self, *messages: Message) -> bool:
+        """Whether the template renders such a conversation, and each reply behind its own prompt."""
+        try:
+            for at in (at for at, message in enumerate(messages) if message.role == "assistant"):
+                asked = self.text(Prompt(messages=messages[:at]))
+                answered = self.text(Prompt(messages=messages[: at + 1]), add_generation_prompt=False)
+                if not self._follows(asked, answered):
+                    return False
+        except SessionError:
+            return False
+        return True
 
     def _find_end_of_turn(self) -> tuple[str, str, int | None]:
         """What the template writes after a reply, and the special token that it begins with (text, id):

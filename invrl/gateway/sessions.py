@@ -72,6 +72,8 @@ class SessionRecord:
     outcome: Outcome | None = None
     overridden: set[str] = field(default_factory=set)
     """Sampling parameters that a client asked for and the run did not grant."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """How its requests went on from what was recorded: match levels, thinking kept, prompt ids of forks."""
 
 
 def hash_key(key: str) -> bytes:

@@ -71,6 +71,8 @@ class _Place:
     context_ids: list[int]
     fork: ForkReason | None
     prompt: Prompt
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """What the place costs, for the metrics."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -135,6 +137,10 @@ class Turns:
         sampling = self._fit(chosen.sampling, len(input_ids))
         if place.fork is not None:
             self.forks[place.fork.value] += 1
+        record.counts.update(place.counted)
+        for name, count in place.counted.items():
+            level = name.removeprefix("matches/")
+            (self.counts if level == name else self.matches)[level] += count
         news = tuple(name for name in chosen.overridden if name not in record.overridden)
         record.overridden.update(news)
         self.overridden.update(news)
@@ -211,7 +217,8 @@ class Turns:
         if choice.mode == "named" and choice.name not in names:
             reason = f"`tool_choice` names {choice.name!r}, `tools` has {', '.join(names)}"
             raise SessionError(reason, status=400, code="invalid_value", param="tool_choice")
-        forced = self.parsers.constraint(request.tools, choice, parallel=request.parallel_tool_calls)
+        parallel = request.parallel_tool_calls and self.renderer.parallel_calls
+        forced = self.parsers.constraint(request.tools, choice, parallel=parallel)
         return {"json_schema": request.schema} if request.schema and not forced else forced
 
     def _prompt(self, conversation: Conversation, request: TurnRequest) -> Prompt:
@@ -219,7 +226,7 @@ class Turns:
         messages = request.messages
         if request.after:
             node = conversation.forest.turn(request.after)
-            if node is None or node.text:
+            if node is None or node.raw:
                 reason = f"the previous response {request.after!r} is not of this session, or was not whole"
                 raise SessionError(
                     reason, status=400, code="previous_response_not_found", param="previous_response_id"
@@ -247,27 +254,32 @@ class Turns:
         fork = match.fork
         if (node := match.node) is not None:
             recorded = replace(prompt, messages=(*node.conversation(), *prompt.messages[match.depth :]))
-            tail = self.renderer.tail(recorded, match.depth, closed=node.closed)
+            tail = self.renderer.tail(recorded, match.depth, node.ids())
             if tail.fork is None:
-                self.matches[match.level.name.lower()] += 1
-                self.counts["thinking_kept"] += tail.kept_thinking
-                return _Place(parent=node, depth=match.depth, context_ids=tail.ids, fork=fork, prompt=prompt)
+                counted = {f"matches/{match.level.name.lower()}": 1}
+                if kept := tail.kept_thinking:
+                    counted |= {"thinking_kept": 1, "thinking_kept_tokens": kept}
+                return _Place(
+                    parent=node,
+                    depth=match.depth,
+                    context_ids=tail.ids,
+                    fork=fork,
+                    prompt=prompt,
+                    counted=counted,
+                )
             fork = tail.fork
         ids = self.renderer.first(prompt)
-        return _Place(parent=None, depth=0, context_ids=ids, fork=fork, prompt=prompt)
+        counted = {"forked_tokens": len(ids)} if fork else {}
+        return _Place(parent=None, depth=0, context_ids=ids, fork=fork, prompt=prompt, counted=counted)
 
     def _place_text(self, conversation: Conversation, text: str | tuple[int, ...]) -> _Place:
         """A prompt without a template: what follows the longest recorded text that it begins with."""
-        forest = conversation.forest
-        node = forest.match_text(text)
-        if isinstance(text, str):
-            rest = text[len(node.text) if node else 0 :]
-            ids = self.renderer.encode(rest)
-        else:
-            ids = list(text[len(node.ids()) if node else 0 :])
-            rest = self.renderer.shown(ids)
+        forest, shown = conversation.forest, self.renderer.shown
+        node, covered = forest.match_text(text, shown)
+        new = text[covered:]
+        ids = self.renderer.encode(new) if isinstance(new, str) else list(new)
         fork = ForkReason.NEW_CONVERSATION if forest.size and node is None else None
-        prompt = Prompt(messages=(Message("text", rest),))
+        prompt = Prompt(messages=(Message("text", new if isinstance(new, str) else shown(ids)),))
         return _Place(parent=node, depth=0, context_ids=ids, fork=fork, prompt=prompt)
 
     def _parser(self, request: TurnRequest, context_ids: Sequence[int], turn_id: str) -> ReplyParser:
@@ -277,7 +289,7 @@ class Turns:
             turn_id,
             request.tools,
             request.tool_choice,
-            parallel=request.parallel_tool_calls,
+            parallel=request.parallel_tool_calls and self.renderer.parallel_calls,
             prompt_text=self.renderer.reply_text(context_ids[-_HEAD_TOKENS:], special=True),
             stream=request.stream,
         )
@@ -315,17 +327,9 @@ class Turns:
         shown, tools = msgspec.json.encode(messages), msgspec.json.encode(proposal.tools)
         durable = asyncio.wrap_future(self.store.add_turn(turn, shown, tools), loop=loop)
         if turn.finish_reason != "abort":
-            parent, ids = proposal.parent, turn.sampled_ids_T.tolist()
-            text = ""
-            if messages[0].role == "text":
-                text = (parent.text if parent else "") + messages[0].content + self.renderer.shown(ids)
+            closed = self.renderer.is_closed(turn.sampled_ids_T.tolist())
             node = Node(
-                turn=turn,
-                parent=parent,
-                messages=messages,
-                closed=self.renderer.is_closed(ids),
-                tools=proposal.tools,
-                text=text,
+                turn=turn, parent=proposal.parent, messages=messages, closed=closed, tools=proposal.tools
             )
             durable.add_done_callback(lambda done: _join(conversation, node, done))
         return durable

@@ -314,6 +314,35 @@ async def test_the_runs_sampling_counts_and_the_override_is_reported_once(gatewa
     assert (params["temperature"], params["top_p"]) == (0.1, 0.5)
 
 
+async def test_a_retry_does_not_join_a_generation_that_is_being_cancelled(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+):
+    """Cancelling takes a while: the engine is told, and what was sampled is recorded."""
+    stream = SglangClient.stream
+
+    async def slow_to_end(self: SglangClient, request):
+        try:
+            async for item in stream(self, request):
+                yield item
+        finally:
+            await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(SglangClient, "stream", slow_to_end)
+    gateway.engine.token_delay_s = 0.05
+    [session] = await gateway.open()
+    client = gateway.client(session)
+    first = await client.chat.completions.create(model="tiny", messages=[ASK], stream=True)
+    await anext(aiter(first))
+    await first.close()
+    await eventually(lambda: bool(gateway.engine.cancelled))
+    retry = {"x-stainless-retry-count": "1"}
+    again = await client.chat.completions.create(
+        model="tiny", messages=[ASK], stream=True, extra_headers=retry
+    )
+    assert [event async for event in again]
+    assert sorted(turn.finish_reason for turn in gateway.turns(session)) == ["abort", "stop"]
+
+
 async def test_a_disconnect_cancels_the_generation_and_leaves_the_turn_undelivered(gateway: Running):
     gateway.engine.token_delay_s = 0.05
     gateway.engine.script = lambda _: list(range(10, 60))

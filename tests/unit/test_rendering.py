@@ -57,13 +57,13 @@ def test_a_first_turn_is_the_whole_rendering(renderer: Renderer):
 
 def test_a_closed_turn_is_continued_after_its_end_token(renderer: Renderer):
     reply = Message("assistant", "calc(12*13)")
-    tail = renderer.tail(chat(ASK, reply, MORE), 2, closed=True)
+    tail = renderer.tail(chat(ASK, reply, MORE), 2, [END])
     assert tail.fork is None
     assert tail.ids == renderer._tokenizer.encode("\n" + chatml([MORE], True))
 
 
 def test_a_turn_that_ran_out_of_tokens_gets_its_end_token_as_context(renderer: Renderer):
-    tail = renderer.tail(chat(ASK, Message("assistant", "calc(12"), MORE), 2, closed=False)
+    tail = renderer.tail(chat(ASK, Message("assistant", "calc(12"), MORE), 2, [9])
     assert tail.ids == renderer._tokenizer.encode("<|im_end|>\n" + chatml([MORE], True))
     assert tail.ids[0] == END
 
@@ -81,7 +81,7 @@ def test_path_and_tail_are_the_templates_own_rendering(renderer: Renderer, conte
         depth -= 2
     head = renderer.first(chat(*messages[: depth - 1]))
     sampled = [*renderer._tokenizer.encode(messages[depth - 1].content), END]
-    tail = renderer.tail(chat(*messages), depth, closed=renderer.is_closed(sampled))
+    tail = renderer.tail(chat(*messages), depth, head + sampled)
     assert head + sampled + tail.ids == renderer._tokenizer.encode(chatml(messages, True))
 
 
@@ -98,13 +98,14 @@ def test_stripped_thinking_and_a_changed_template_fork(renderer: Renderer):
         return f"{len(messages)} messages" + chatml(messages, add_generation_prompt)
 
     thought = Message("assistant", "<think>hm</think>4")
-    stripped = with_template(renderer, strips).tail(chat(ASK, thought, MORE), 2, closed=True)
+    path = [3, 9, 4, 9, END]
+    stripped = with_template(renderer, strips).tail(chat(ASK, thought, MORE), 2, path)
     assert stripped.fork is ForkReason.THINKING_STRIPPED
     plain = chat(ASK, Message("assistant", "4"), MORE)
-    assert with_template(renderer, strips).tail(plain, 2, closed=True).ids
-    kept = with_template(renderer, strips, keep_thinking=True).tail(chat(ASK, thought, MORE), 2, closed=True)
-    assert (kept.ids, kept.kept_thinking) == (renderer._tokenizer.encode("\n" + chatml([MORE], True)), True)
-    changed = with_template(renderer, counts).tail(plain, 2, closed=True)
+    assert with_template(renderer, strips).tail(plain, 2, [END]).ids
+    kept = with_template(renderer, strips, keep_thinking=True).tail(chat(ASK, thought, MORE), 2, path)
+    assert (kept.ids, kept.kept_thinking) == (renderer._tokenizer.encode("\n" + chatml([MORE], True)), 3)
+    changed = with_template(renderer, counts).tail(plain, 2, [END])
     assert changed.fork is ForkReason.TEMPLATE_CHANGED
 
 
@@ -114,7 +115,7 @@ def test_a_template_without_an_end_token_keeps_what_it_writes_after_a_reply(rend
 
     made = with_template(renderer, plain)
     assert made.end_of_turn_id is None
-    tail = made.tail(chat(ASK, Message("assistant", "4"), MORE), 2, closed=False)
+    tail = made.tail(chat(ASK, Message("assistant", "4"), MORE), 2, [9])
     assert tail.ids == renderer._tokenizer.encode(f"\n\nuser: {MORE.content}\n\nassistant: ")
 
 

@@ -267,6 +267,7 @@ BAD_FIELDS = {
     "tool name": {"tools": [{"type": "function", "name": "a b"}]},
     "tools twice": {"tools": [TOOL, TOOL]},
     "schema": {"tools": [{"type": "function", "name": "f", "parameters": 3}]},
+    "half a surrogate": {"tools": [{"type": "function", "name": "f", "parameters": {"a": "\ud800"}}]},
     "tool choice": {"tool_choice": "sometimes"},
     "unknown function": {"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}},
     "built-in choice": {"tool_choice": {"type": "web_search"}},
@@ -303,9 +304,33 @@ async def test_every_bad_body_is_a_400_in_openais_shape(gateway: Running):
         error = answer.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"}
         assert error["type"] == "invalid_request_error"
+    skipped = b'{"model": "tiny", "input": "x", "metadata": {"a": "\xff"}}'
+    assert (await gateway.http.post(session.base_url + "/responses", content=skipped)).status_code == 400
     assert gateway.engine.requests == []
     with pytest.raises(openai.NotFoundError):
         await gateway.client(session).responses.create(model="gpt-9", input="x")
+
+
+async def test_replies_of_little_come_back_whole(gateway: Running, renderer: Renderer):
+    """Nothing; thinking cut off; arguments that are no text; calls that a message follows."""
+    texts = [
+        "",
+        THOUGHT[:-3],
+        '<tool_call>\n{"name": "calc", "arguments": {"x": "\\ud800"}}\n</tool_call>',
+        ".",
+    ]
+    say(gateway, renderer, *texts)
+    [session] = await gateway.open()
+    create = gateway.client(session).responses.create
+    items: list = [USER]
+    for kinds in (["message"], ["reasoning"], ["function_call"], ["message"]):
+        answer = await create(model="tiny", input=items, tools=[TOOL])
+        assert [item.type for item in answer.output] == kinds
+        items += [item.model_dump(exclude_unset=True) for item in answer.output]
+        call_id = items[-1].get("call_id")
+        output = {"type": "function_call_output", "call_id": call_id, "output": "1"}
+        items.append(output if call_id else USER)
+    check_exact(gateway, gateway.turns(session), parents=[None, 0, 1, 2])
 
 
 async def test_a_response_of_another_session_is_not_found(gateway: Running):

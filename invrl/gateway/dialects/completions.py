@@ -12,6 +12,7 @@ prompt and its reply (special tokens and stop string included) goes on with that
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated, Any
 
 import msgspec
@@ -123,7 +124,7 @@ class CompletionsDialect(OpenAIDialect):
         logprobs = None
         if request.logprobs:
             tokens = [self.token_text(token_id) for piece in pieces for token_id in piece.ids_T.tolist()]
-            offsets = [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))]
+            offsets = [*accumulate(map(len, tokens), initial=offset)][:-1]
             values = [finite(value) for piece in pieces for value in piece.logprobs_T.tolist()]
             told = {"tokens": tokens, "token_logprobs": values, "text_offset": offsets}
             logprobs = {**told, "top_logprobs": None}

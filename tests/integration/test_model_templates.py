@@ -1,0 +1,215 @@
+"""Real tokenizers and chat templates: conversations go on exactly, or fork with a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_templates import MODELS, model_folder
+
+from invrl.cli import main
+from invrl.errors import SessionError
+from invrl.gateway.forest import Forest, Node
+from invrl.gateway.message import Message, Prompt, Tool, ToolCall
+from invrl.gateway.model_folder import chat_template_source, load_renderer
+from invrl.gateway.parsing import detect_parsers
+from invrl.gateway.rendering import Renderer
+from invrl.gateway.template_check import CORPUS, check_template
+from invrl.types import Turn, VersionSpan, WeightVersion
+
+CALLS = {name for name, prompt in CORPUS.items() if any(m.tool_calls for m in prompt.messages)}
+THINKING = {name for name in CORPUS if "thinking" in name} | {"thinking, cut short"}
+
+
+@cache
+def renderer(name: str, keep_thinking: bool = True) -> Renderer:
+    return load_renderer(str(model_folder(name)), 2**31, keep_thinking=keep_thinking)
+
+
+def others(name: str, *, keep: bool = True) -> dict[str, set[str]]:
+    """The patterns of each outcome but "exact"."""
+    found: dict[str, set[str]] = {}
+    for finding in check_template(renderer(name, keep)):
+        found.setdefault(finding.outcome, set()).add(finding.pattern)
+    assert found.pop("exact")
+    return found
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_goes_on_exactly_with_each_template(keep: bool):
+    assert others("qwen2.5", keep=keep) == others("smollm2", keep=keep) == {}
+    assert others("llama3.2", keep=keep) == {"refused": {"parallel calls", "parallel calls in turn"}}
+    respelled = {"consecutive replies"}  # the last reply of a conversation gets an empty block of thinking
+    if keep:
+        assert others("qwen3") == {"kept": THINKING | respelled}
+    else:
+        assert others("qwen3", keep=False) == {"forks": THINKING, "kept": respelled}
+    # A lone call has no end of turn, and a second round of calls begins in the middle of the first.
+    with_text = {"text and call", "parallel calls"}
+    forks = {*(CALLS - with_text), "call, cut short", "later system message"}
+    assert others("deepseek-v3", keep=keep) == {"forks": forks}
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "calls", "reasoning", "parallel"),
+    [
+        ("qwen2.5", "<|im_end|>", "qwen25", "", True),
+        ("qwen3", "<|im_end|>", "qwen25", "qwen3", True),
+        ("llama3.2", "<|eot_id|>", "llama3", "", False),
+        ("deepseek-v3", "<｜end▁of▁sentence｜>", "", "", True),  # it has calls, and shows no tools
+        ("smollm2", "<|im_end|>", "", "", True),
+    ],
+)
+def test_what_is_read_off_each_template(name: str, end: str, calls: str, reasoning: str, parallel: bool):
+    made = renderer(name)
+    assert (made.end_of_turn, made.parallel_calls) == (end, parallel)
+    assert made.end_of_turn_id in made.end_ids
+    assert detect_parsers(chat_template_source(str(model_folder(name)))) == (calls, reasoning)
+    prompt = Prompt(messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
+    begin = {"llama3.2": "<|begin_of_text|>", "deepseek-v3": "<｜begin▁of▁sentence｜>"}.get(name)
+    if begin:  # once, by the template
+        [first] = made.encode(begin)
+        ids = made.first(prompt)
+        assert (ids[0], ids.count(first)) == (first, 1)
+
+
+def test_a_conversation_goes_on_past_midnight(monkeypatch: pytest.MonkeyPatch):
+    prompt = Prompt(messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
+    made = renderer("llama3.2")
+    today = made.text(prompt)
+    assert datetime.now().strftime("%d %b %Y") in today
+
+    class Tomorrow(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2099, 1, 1)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+    assert made.text(prompt) == today
+    path = [*made.first(replace(prompt, messages=prompt.messages[:1])), *made.encode("b<|eot_id|>")]
+    assert [*path, *made.tail(prompt, 2, path).ids] == made.first(prompt)
+
+
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]):
+    folder = str(model_folder("deepseek-v3"))
+    assert main(["check-template", folder]) == 0
+    assert re.search(r"later system message +forks: template_changed", capsys.readouterr().out)
+    assert main(["check-template", folder, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {each["pattern"]: each["outcome"] for each in shown["patterns"]}["several turns"] == "exact"
+    assert main(["check-template"]) == 2
+
+
+def test_a_wrong_rendering_is_found_and_fails_the_command(monkeypatch: pytest.MonkeyPatch):
+    tail = Renderer.tail
+
+    def planted(self: Renderer, prompt: Prompt, depth: int, path: Sequence[int]):
+        made = tail(self, prompt, depth, path)
+        return replace(made, ids=[*made.ids[:-1], 42])
+
+    monkeypatch.setattr(Renderer, "tail", planted)
+    assert main(["check-template", str(model_folder("qwen2.5"))]) == 1
+
+
+words = st.sampled_from(
+    ["Hello", "Ünïcödé 漢字 🙂", "<think>", "</think>", "{{ x }}", "a\n\nb", "tool_call", "", "12*13"]
+)
+roles = st.sampled_from(["user", "user", "user", "system"])
+TOOLS = (Tool(name="calc", description="Computes.", parameters='{"type": "object", "properties": {}}'),)
+
+
+@st.composite
+def replies(draw: st.DrawFn, tools: bool, thinks: bool) -> Message:
+    calls = draw(st.integers(0, 2)) if tools else 0
+    made = tuple(ToolCall(f"callid{nth:03}", "calc", json.dumps({"a": draw(words)})) for nth in range(calls))
+    thought = draw(st.sampled_from(["", "", "I see."])) if thinks else ""
+    return Message("assistant", draw(words), thought, made)
+
+
+def spelled(made: Renderer, prompt: Prompt, reply: Message, end: str) -> list[int]:
+    """As the template writes the reply behind its prompt; in words of its own where it does not."""
+    answered = made.text(
+        replace(prompt, messages=(*prompt.messages, reply)), add_generation_prompt=False
+    ).removesuffix(made.after_reply)
+    asked = made.text(prompt)
+    return made.encode((answered.removeprefix(asked) if answered.startswith(asked) else reply.content) + end)
+
+
+def without_thinking(text: str) -> str:
+    return "".join(re.sub(r"<think>\n[^<]*\n</think>\n\n", "", text).split())
+
+
+def turn(name: str, context: Sequence[int], sampled: Sequence[int]) -> Turn:
+    arrays = {"context_ids_T": np.array(context, np.int32), "sampled_ids_T": np.array(sampled, np.int32)}
+    empty = {"session_id": "s", "parent_id": None, "logprobs_T": np.zeros(len(sampled), np.float32)}
+    times = {
+        "started_at": 0.0,
+        "finished_at": 0.0,
+        "prompt_tokens": 0,
+        "cached_tokens": 0,
+        "temperature": 1.0,
+    }
+    spans = (VersionSpan(version=WeightVersion(0), start=0, end=len(sampled)),)
+    ends = {
+        "spans": spans,
+        "finish_reason": "stop",
+        "request_digest": "",
+        "delivered": True,
+        "fork_reason": "",
+    }
+    return Turn(id=name, **arrays, **empty, **times, **ends)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), tools=st.booleans(), thinking=st.sampled_from([None, True, False]))
+def test_random_conversations_go_on_exactly_or_fork(name: str, data: st.DataObject, tools: bool, thinking):
+    """Each request goes on from some earlier reply of a forest, as the gateway would place it."""
+    made, forest, nodes = renderer(name), Forest(), list[Node]()
+    offered = TOOLS if tools else ()
+    for number in range(data.draw(st.integers(2, 5))):
+        start = data.draw(st.sampled_from(nodes)).conversation() if nodes else []
+        results = [
+            Message("tool", data.draw(words), tool_call_id=c.id) for m in start[-1:] for c in m.tool_calls
+        ]
+        asked = [Message(data.draw(roles), data.draw(words))] if not results else []
+        messages = (*start, *results, *asked)
+        prompt = Prompt(messages=messages, tools=offered, thinking=thinking)
+        match = forest.match(messages, offered)
+        try:
+            whole = made.first(prompt)
+            if match.node is None:
+                ids, context, parent, depth = whole, whole, None, 0
+            else:
+                tail = made.tail(prompt, match.depth, match.node.ids())
+                forked = tail.fork is not None
+                parent, depth = (None, 0) if forked else (match.node, match.depth)
+                context = whole if forked else tail.ids
+                ids = [*(parent.ids() if parent else ()), *context]
+            reply = data.draw(replies(tools, thinking is not False))
+            sampled = spelled(made, prompt, reply, data.draw(st.sampled_from([made.end_of_turn, ""])))
+        except SessionError:  # refused by the template: the agent gets a 400
+            continue
+        if not sampled:
+            continue
+        texts = [made.reply_text([*each, 0][:-1], special=True) for each in (ids, whole)]
+        if name == "qwen3":
+            texts = [without_thinking(text) for text in texts]
+        assert texts[0] == texts[1], (match, ids, whole)
+        path = Node(
+            turn=turn(str(number), context, sampled),
+            parent=parent,
+            messages=(*messages[depth:], reply),
+            closed=made.is_closed(sampled),
+            tools=offered,
+        )
+        nodes.append(path)
+        forest.add(path)

@@ -1,0 +1,84 @@
+"""Every reason why a request departs from what was recorded: listed with its advice, counted, summed up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_gateway_turns import ASK, MORE, running
+from tiny_model import make_tiny_model
+
+from invrl.gateway.forest import ADVICE, ForkReason
+from invrl.gateway.model_folder import load_renderer
+from invrl.gateway.parsing import Parsers
+from invrl.step_metrics import rollout_metrics
+from invrl.types import Group, RolloutSummary, TakenBatch, WeightVersion
+
+STRIPS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+COUNTS = "{{ messages | length }} messages" + STRIPS
+REPLY, OTHER = "<think>hm</think>4", {"role": "assistant", "content": "another"}
+SAID = {"role": "assistant", "content": REPLY}
+CALC = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
+
+TEMPLATES = {ForkReason.THINKING_STRIPPED: STRIPS, ForkReason.TEMPLATE_CHANGED: COUNTS}
+REQUESTS = {
+    ForkReason.NEW_CONVERSATION: ([ASK], [{"role": "user", "content": "A title, please."}], {}),
+    ForkReason.HISTORY_EDITED: ([ASK], [ASK, OTHER, MORE], {}),
+    ForkReason.COMPACTED: ([ASK, OTHER, MORE], [{"role": "user", "content": "so far: ..."}, SAID, MORE], {}),
+    ForkReason.TOOLS_CHANGED: ([ASK], [ASK, SAID, MORE], {"tools": [CALC]}),
+    ForkReason.THINKING_STRIPPED: ([ASK], [ASK, SAID, MORE], {}),
+    ForkReason.TEMPLATE_CHANGED: ([ASK], [ASK, SAID, MORE], {}),
+}
+"""By reason: a request, and the next one that departs from it."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.parametrize("reason", ForkReason)
+async def test_a_fork_is_listed_with_its_advice_and_reaches_the_metrics(
+    tmp_path: Path, model: Path, reason: ForkReason
+):
+    first, second, options = REQUESTS[reason]
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATES.get(reason, ""))
+    source = str(template) if reason in TEMPLATES else ""
+    renderer = load_renderer(str(model), 512, chat_template=source, keep_thinking=False)
+    async with running(tmp_path, model, renderer, Parsers(tool_calls="qwen25")) as gateway:
+        gateway.engine.script = lambda _: [*renderer.encode(REPLY), 2]
+        [session] = await gateway.open()
+        client = gateway.client(session)
+        for messages, extra in ((first, {}), (second, options)):
+            await client.chat.completions.create(model="tiny", messages=messages, **extra)
+        begun, forked = (await gateway.env(f"/sessions/{session.id}")).json()["turns"]
+        assert "advice" not in begun
+        assert (forked["fork_reason"], forked["advice"]) == (reason.value, ADVICE[reason])
+        assert (await gateway.env("/metrics")).json()["forks"] == {reason.value: 1}
+        summary = await gateway.finish(session)
+    assert isinstance(summary, RolloutSummary)
+    assert summary.counts == {f"forks/{reason.value}": 1, "forked_tokens": forked["prompt_tokens"]}
+    group = Group(id="g", task_id="t", rollouts_G=(summary,))
+    taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
+    assert rollout_metrics(taken)[f"forks/{reason.value}"].value() == 1.0
+
+
+async def test_kept_thinking_is_counted_in_ids(tmp_path: Path, model: Path):
+    template = tmp_path / "template.jinja"
+    template.write_text(STRIPS)
+    renderer = load_renderer(str(model), 512, chat_template=str(template))
+    async with running(tmp_path, model, renderer) as gateway:
+        gateway.engine.script = lambda _: [*renderer.encode(REPLY), 2]
+        [session] = await gateway.open()
+        client = gateway.client(session)
+        for messages in ([ASK], [ASK, SAID, MORE]):
+            await client.chat.completions.create(model="tiny", messages=messages)
+        summary = await gateway.finish(session)
+    assert isinstance(summary, RolloutSummary)
+    thought = len(renderer.encode("<think>hm</think>"))
+    assert summary.counts == {"matches/exact": 1, "thinking_kept": 1, "thinking_kept_tokens": thought}
