@@ -93,14 +93,15 @@ async def run_program(
 
 
 async def run_codex(task: str, session: Mapping[str, str], *, folder: Path) -> Ended:
-    """`codex exec` in `folder`/work, at our responses API by a provider of its own settings. Its sandbox is
-    off: it wants kernel features that containers lack, and the script's only command is ours."""
+    """`codex exec` in `folder`/work, at our responses API by a provider of its own settings, in its own
+    sandbox (only the work folder can be written)."""
     provider = {"name": "invrl", "base_url": session["base_url"], "env_key": "INVRL_KEY"}
-    settings = {"model": "scripted", "model_provider": "invrl"}
+    settings: dict[str, str | bool] = {"model": "scripted", "model_provider": "invrl"}
     settings |= {f"model_providers.invrl.{name}": value for name, value in provider.items()}
     settings["model_providers.invrl.wire_api"] = "responses"
+    settings |= {"analytics.enabled": False, "check_for_update_on_startup": False}
     (folder / "work").mkdir()
-    command = [str(codex()), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    command = [str(codex()), "exec", "--skip-git-repo-check", "--sandbox", "workspace-write"]
     command += [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
     env = {"INVRL_KEY": session["key"], "CODEX_HOME": str(folder / "codex")}
     (folder / "codex").mkdir()
