@@ -109,13 +109,13 @@ class Parsers:
 
     def reply(
         self,
-        turn_id: str,
         tools: Sequence[Tool],
         choice: ToolChoice,
         *,
         parallel: bool,
         prompt_text: str,
         stream: bool,
+        turn_id: str = "",
     ) -> ReplyParser:
         """For the reply of a turn to the prompt that ends like `prompt_text`."""
         if not (self.reasoning or (self.tool_calls and tools)):

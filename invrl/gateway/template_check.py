@@ -139,7 +139,8 @@ def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False
     except SessionError as error:
         return Finding(pattern=pattern, outcome="refused", reason=error.message)
     not_shown = tuple(_not_shown(prompt, renderer.text(prompt)))
-    outcome: Outcome = next((each for each in ("wrong", "forks", "kept") if each in found), "exact")
+    worst: tuple[Outcome, ...] = ("wrong", "forks", "kept")
+    outcome: Outcome = next((each for each in worst if each in found), "exact")
     reason = found.get(outcome, "")
     advice = _FORKS[reason] if outcome == "forks" else ""
     return Finding(pattern=pattern, outcome=outcome, reason=reason, advice=advice, not_shown=not_shown)

@@ -286,12 +286,12 @@ class Turns:
         if request.text is not None:
             return ReplyParser()
         return self.parsers.reply(
-            turn_id,
             request.tools,
             request.tool_choice,
             parallel=request.parallel_tool_calls and self.renderer.parallel_calls,
             prompt_text=self.renderer.reply_text(context_ids[-_HEAD_TOKENS:], special=True),
             stream=request.stream,
+            turn_id=turn_id,
         )
 
     def _seed(self, conversation: Conversation, ids_T: NDArray[np.int32]) -> Mapping[str, Json]:

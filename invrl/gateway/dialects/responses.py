@@ -338,11 +338,8 @@ def _messages(items: str | Sequence[_Item]) -> tuple[Message, ...]:
     messages: list[Message] = []
     for at, item in enumerate(items):
         message, last = _message(item, f"input[{at}]"), messages[-1] if messages else None
-        if (
-            last
-            and last.role == message.role == "assistant"
-            and (message.tool_calls or last.tool_calls or not last.content)
-        ):
+        same = last is not None and last.role == message.role == "assistant"
+        if last and same and (message.tool_calls or last.tool_calls or not last.content):
             messages[-1] = Message(
                 "assistant",
                 last.content + message.content,
@@ -369,7 +366,8 @@ def _message(item: _Item, param: str) -> Message:
     if kind == "function_call":
         if not item.call_id or not item.name:
             raise bad(f"{param} needs `call_id` and `name`", param=param)
-        call = ToolCall(item.call_id, _known_as(item.namespace, item.name), item.arguments or "{}")
+        arguments = "{}" if item.arguments is None else item.arguments
+        call = ToolCall(item.call_id, _known_as(item.namespace, item.name), arguments)
         return Message("assistant", tool_calls=(call,))
     if kind == "function_call_output":
         if not item.call_id or item.output is None:
