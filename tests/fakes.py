@@ -61,8 +61,7 @@ class FakeEngine:
 
     async def __aenter__(self) -> FakeEngine:
         app = web.Application(client_max_size=2**28)
-        app.router.add_post("/generate", self._generate)
-        app.router.add_get("/health", self._health)
+        app.add_routes(self.routes())
         self._runner = web.AppRunner(app, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -73,6 +72,9 @@ class FakeEngine:
     async def __aexit__(self, *_: object) -> None:
         assert self._runner is not None
         await self._runner.cleanup()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/generate", self._generate), web.get("/health", self._health)]
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({})

@@ -1,15 +1,19 @@
-"""`/generate` as the gateway uses it: the same expectations of the fake engine and of real SGLang
-behind the real router."""
+"""`/generate` as the gateway uses it: the same expectations of the fake engine, of the scripted one, and of
+real SGLang behind the real router."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_tap import EngineTap
 from fakes import FakeEngine, reply_by_prompt
+from scripted_engine import ScriptedEngine, text_by_prompt
+from tokenizers import Tokenizer
 
 from invrl.errors import ServerError, SessionError
 from invrl.rollout.fleet import Fleet
@@ -25,20 +29,24 @@ from invrl.types import Sampling, VersionSpan
 END = 2
 
 
-@pytest.fixture(params=["fake", "real"])
-def fleet(request: pytest.FixtureRequest) -> Fleet | None:
-    """The real fleet, or None for the fake engine."""
-    return request.getfixturevalue("tiny_fleet") if request.param == "real" else None
+@pytest.fixture(params=["fake", "scripted", "scripted behind a tap", "real"])
+def fleet(request: pytest.FixtureRequest) -> Fleet | str:
+    """The real fleet, or the name of a stand-in."""
+    return request.getfixturevalue("tiny_fleet") if request.param == "real" else request.param
 
 
 @pytest.fixture
-async def client(fleet: Fleet | None) -> AsyncIterator[SglangClient]:
+async def client(fleet: Fleet | str, tiny_model: Path) -> AsyncIterator[SglangClient]:
     async with contextlib.AsyncExitStack() as stack:
-        if fleet is not None:
+        if isinstance(fleet, Fleet):
             url, key, limits = fleet.router_url, fleet.router_api_key, fleet.limits
         else:
-            engine = await stack.enter_async_context(FakeEngine(reply_by_prompt(tokens=100)))
+            scripted = ScriptedEngine(text_by_prompt, tiny_model)
+            engine = FakeEngine(reply_by_prompt(tokens=100)) if fleet == "fake" else scripted
+            await stack.enter_async_context(engine)
             url, key, limits = engine.url, "", EngineLimits(vocab_size=512, context_length=2048)
+            if fleet.endswith("tap"):
+                url = (await stack.enter_async_context(EngineTap(url))).url
         yield await stack.enter_async_context(SglangClient(url, limits=limits, api_key=key))
 
 
@@ -97,6 +105,31 @@ async def test_an_end_token_ends_the_answer_and_is_in_it(client: SglangClient, s
     else:
         result = await client.generate(request)
     assert (result.finish_reason, result.matched_stop, result.ids_T.tolist()) == ("stop", end, [end])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
+    client: SglangClient, fleet: Fleet | str, tiny_model: Path, stream: bool
+):
+    if fleet == "fake":
+        pytest.skip("the fake engine knows no text")
+    text = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).decode
+    greedy = Sampling(temperature=0.0, max_new_tokens=20)
+    ids = (await client.generate(ask([5, 6, 7, 8], sampling=greedy))).ids_T.tolist()
+    shown = text(ids, skip_special_tokens=False)
+    stop = next((one for one in shown[2:] if one.isascii() and one.isprintable()), None)
+    if stop is None:
+        pytest.skip("this random model says nothing printable")
+    request = ask([5, 6, 7, 8], sampling=greedy, stop=(stop,))
+    [*_, result] = (
+        [item async for item in client.stream(request)] if stream else [await client.generate(request)]
+    )
+    assert isinstance(result, GenerateResult)
+    assert (result.finish_reason, result.matched_stop) == ("stop", stop)
+    got = result.ids_T.tolist()
+    assert got == ids[: len(got)]
+    assert stop in text(got, skip_special_tokens=False)
+    assert stop not in text(got[:-1], skip_special_tokens=False)
 
 
 async def test_a_path_that_goes_on_is_found_in_the_cache(client: SglangClient):

@@ -12,7 +12,8 @@ Every field of the API stands in exactly one of these lists:
   refused in serving, because the router would drop it.
 - ignored, for they change no token: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`,
   `prompt_cache_key`, `prompt_cache_retention`, `verbosity`, `stream_options.include_obfuscation`; in
-  messages `name`, `refusal`, `annotations`; in tools `strict` where the model chooses freely.
+  messages `name`, `refusal`, `annotations`, `provider_specific_fields` (litellm's); in tools `strict`
+  where the model chooses freely.
 - refused with 400: see `_REFUSED`; in messages audio, images, files.
 Any other field is refused as unknown."""
 
@@ -69,7 +70,7 @@ _REFUSED = {
 _REFUSED_IN_MESSAGES = ("function_call", "audio")
 _CACHE = ("prompt_cache_key", "prompt_cache_retention")
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", *_CACHE)
-_IGNORED_IN_MESSAGES = ("refusal", "annotations")
+_IGNORED_IN_MESSAGES = ("refusal", "annotations", "provider_specific_fields")
 _ROLES = {each: each for each in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 
 

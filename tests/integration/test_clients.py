@@ -1,0 +1,198 @@
+"""Unmodified clients, each its own conversation with a calculator, only base URL and key given; then every
+token is compared with the wire (`token_truth.py`). The scripted engine says what a small model cannot."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import client_programs
+import pytest
+from scripted_agents import calculating
+from tiny_model import make_tiny_model
+from token_truth import Reference, stored_turns
+from truth_stack import Stack, real_stack, scripted_stack
+
+from invrl.rollout.fleet import Fleet
+
+ANSWERS = ["The result is 156. ✓", "The result is 56 and 99. ✓", "You are wélcome 🙂"]
+RESULTS = ["156", "56", "99"]
+WHOLE_AND_STREAMED = [[], ["--stream"]]
+FORCED = {
+    "openai_chat.py": [],
+    "openai_responses.py": ["--previous"],
+    "anthropic_messages.py": [],
+    "openai_agents_sdk.py": [],
+}
+
+
+@pytest.fixture(scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    folder = tmp_path_factory.mktemp("clients")
+    model = make_tiny_model(folder / "model", max_positions=200_000)
+    async with scripted_stack(folder, model, calculating) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    return client_programs.python()
+
+
+@pytest.fixture(scope="module")
+async def real(
+    tiny_fleet: Fleet, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stack]:
+    folder = tmp_path_factory.mktemp("clients-real")
+    async with real_stack(folder, tiny_model, tiny_fleet, max_new_tokens=160) as running:
+        yield running
+
+
+class Talk:
+    """One program's session, from its start to the verdict."""
+
+    def __init__(self, stack: Stack, python: Path, folder: Path) -> None:
+        self.stack, self.python, self.folder = stack, python, folder
+
+    async def run(self, name: str, *flags: str) -> dict:
+        session = await self.stack.open()
+        program = str(client_programs.PROGRAMS / name)
+        command = [str(self.python), program, session["base_url"], session["key"], *flags]
+        seen = (await client_programs.run_program(command, folder=self.folder)).seen
+        await self.judged(session)
+        return seen
+
+    async def judged(self, session: dict, *, turns: int = 3) -> None:
+        """The session's end: 0 mismatches, and one conversation that only went on."""
+        self.summary = await self.stack.finish(session)
+        self.verdict = await self.stack.verdict(session_ids=[session["id"]])
+        assert self.verdict.mismatches == []
+        assert self.verdict.turns == self.summary.get("num_turns", self.verdict.turns) >= turns
+        assert (self.verdict.aborted, self.verdict.unrecorded) == (0, 0)
+        turns_of_session = [one.id for one in stored_turns(self.store) if one.session_id == session["id"]]
+        last = next(one for one in self.stack.tap.generations if one.rid == turns_of_session[-1])
+        self.last_prompt = Reference(self.stack.model).tokenizer.decode(last.input_ids)
+
+    @property
+    def store(self) -> Path:
+        return Path(self.stack.settings.store_path)
+
+    @property
+    def one_path(self) -> bool:
+        return (self.verdict.roots, self.verdict.continued) == (1, self.verdict.turns - 1)
+
+
+def assert_whole(prompt: str) -> None:
+    """The prompt on the wire holds all that was said, in its order."""
+    said = ["calculator", "What is 12*13?", "<tool_call>", "156", ANSWERS[0], "And 7*8, and 9*11?"]
+    said += ["<tool_call>", "<tool_call>", "56", "99", ANSWERS[1], "Thank you 🙂"]
+    at = 0
+    for text in said:
+        at = prompt.index(text, at) + len(text)
+
+
+@pytest.fixture
+def talk(stack: Stack, python: Path, tmp_path: Path) -> Talk:
+    return Talk(stack, python, tmp_path)
+
+
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+async def test_openai_chat(talk: Talk, flags: list[str]):
+    seen = await talk.run("openai_chat.py", *flags)
+    assert (seen["answers"], seen["results"], seen["models"]) == (ANSWERS, RESULTS, ["scripted"])
+    assert seen["finishes"] == ["tool_calls", "stop", "tool_calls", "stop", "stop"]
+    assert (talk.one_path, talk.verdict.turns, talk.verdict.sampled_tokens) == (True, 5, seen["tokens"])
+    assert_whole(talk.last_prompt)
+
+
+@pytest.mark.parametrize("more", [[], ["--previous"]])
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+async def test_openai_responses(talk: Talk, flags: list[str], more: list[str]):
+    seen = await talk.run("openai_responses.py", *flags, *more)
+    assert (seen["answers"], seen["results"], seen["status"]) == (ANSWERS, RESULTS, "completed")
+    assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
+    assert (seen["deltas"] > 20) is bool(flags)
+
+
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+async def test_openai_completions(talk: Talk, flags: list[str]):
+    seen = await talk.run("openai_completions.py", *flags)
+    assert all(seen["answers"])
+    assert (talk.one_path, talk.verdict.turns) == (True, 4)
+
+
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+async def test_anthropic_messages(talk: Talk, flags: list[str]):
+    seen = await talk.run("anthropic_messages.py", *flags)
+    assert (seen["answers"], seen["results"]) == (ANSWERS, RESULTS)
+    assert seen["stops"] == ["tool_use", "end_turn", "tool_use", "end_turn", "end_turn"]
+    assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
+
+
+@pytest.mark.parametrize("more", [[], ["--responses"]])
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+async def test_a_langgraph_agent(talk: Talk, flags: list[str], more: list[str]):
+    seen = await talk.run("langgraph_agent.py", *flags, *more)
+    assert (seen["answers"], sorted(seen["results"])) == (ANSWERS, sorted(RESULTS))
+    assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
+
+
+@pytest.mark.parametrize("more", [[], ["--responses"]])
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+async def test_an_agent_of_the_openai_agents_sdk(talk: Talk, flags: list[str], more: list[str]):
+    seen = await talk.run("openai_agents_sdk.py", *flags, *more)
+    assert (seen["answers"], sorted(seen["results"])) == (ANSWERS, sorted(RESULTS))
+    assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
+
+
+@pytest.mark.parametrize("more", [[], ["--auto"]])
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+async def test_a_smolagents_agent(talk: Talk, flags: list[str], more: list[str]):
+    """It writes its calls into the history as text of its own, so its conversations fork; and it forces its
+    calls, so that none of its tokens may be trained unless it is told otherwise."""
+    seen = await talk.run("smolagents_agent.py", *flags, *more)
+    assert (seen["answers"], seen["results"]) == (["156", "99"], ["156", "99"])
+    assert (talk.verdict.roots, talk.verdict.turns) == (4, 4)
+    assert talk.verdict.constrained == (0 if more else 4)
+    assert talk.summary["outcome"] == ("finished" if more else "failed")
+
+
+@pytest.mark.parametrize("more", [[], ["--messages"]])
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+async def test_litellm(talk: Talk, flags: list[str], more: list[str]):
+    seen = await talk.run("litellm_client.py", *flags, *more)
+    assert (seen["answers"], seen["results"]) == (ANSWERS, RESULTS)
+    assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="Codex CLI comes from npm, and there is no npm")
+async def test_codex(talk: Talk, stack: Stack, tmp_path: Path):
+    """A small task through its own shell tool: it must leave a file."""
+    session = await stack.open()
+    ended = await client_programs.run_codex(
+        "Write the result of 12*13 into answer.txt.", session, folder=tmp_path
+    )
+    assert ended.code == 0, ended.err[-3000:]
+    assert (tmp_path / "work/answer.txt").read_text() == "156\n"
+    assert "The result is" in ended.out
+    await talk.judged(session, turns=2)
+
+
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+@pytest.mark.parametrize("program", FORCED)
+async def test_forced_calls_of_a_real_engine(
+    real: Stack, python: Path, tmp_path: Path, program: str, flags: list[str]
+):
+    """The same conversations, where a random model must call: its grammar leaves it three expressions."""
+    talk = Talk(real, python, tmp_path)
+    seen = await talk.run(program, "--forced", *FORCED[program], *flags)
+    assert len(seen["results"]) >= 3
+    assert set(seen["results"]) <= set(RESULTS)
+    assert talk.verdict.constrained >= 3
+    assert talk.verdict.turns >= 6

@@ -1,0 +1,125 @@
+"""Token truth over a short load on a scripted engine and on a real one; and that it finds what is planted."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_tap import Generation
+from tiny_model import make_tiny_model
+from token_truth import Reference, StoredTurn, judge, stored_turns
+from truth_load import Load, chatter
+from truth_stack import real_stack, scripted_stack
+
+from invrl.rollout.fleet import Fleet
+
+
+@dataclasses.dataclass(slots=True)
+class Recorded:
+    """What a load left behind."""
+
+    load: Load
+    store: Path
+    turns: list[StoredTurn]
+    wire: list[Generation]
+    reference: Reference
+
+
+@pytest.fixture(scope="module")
+async def recorded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Recorded]:
+    folder = tmp_path_factory.mktemp("truth")
+    model = make_tiny_model(folder / "model", max_positions=32768)
+    async with scripted_stack(folder, model, chatter, token_delay_s=0.001) as stack:
+        load = Load(stack=stack, turns=300, tools=True)
+        await load.run()
+        verdict = await stack.verdict(load.sent)
+        store = Path(stack.settings.store_path)
+        assert (verdict.mismatches, load.errors) == ([], [])
+        yield Recorded(load, store, stored_turns(store), stack.tap.generations, Reference(model))
+
+
+def kinds(recorded: Recorded, **changed) -> set[str]:
+    given = {"turns": recorded.turns, "wire": recorded.wire, "sent": recorded.load.sent, **changed}
+    sent = given.pop("sent")
+    return set(judge(given["turns"], given["wire"], recorded.reference, sent=sent).kinds)
+
+
+def test_the_load_did_what_agents_do(recorded: Recorded):
+    did = recorded.load.did
+    for step in (
+        "plain",
+        "edited",
+        "branches",
+        "repeated",
+        "joined",
+        "cancelled",
+        "aside",
+        "cut",
+        "streamed",
+    ):
+        assert did[step] > 2, step
+    verdict = judge(recorded.turns, recorded.wire, recorded.reference, sent=recorded.load.sent)
+    assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == ({}, True, True)
+    assert verdict.unrecorded <= did["cut"]
+    # the spelling is not the tokenizer's own: ids made again from text would differ
+    again = [recorded.reference.ids(recorded.reference.tokenizer.decode(one.ids)) for one in recorded.wire]
+    assert sum(ids != one.ids for ids, one in zip(again, recorded.wire, strict=True)) > 20
+
+
+def test_one_token_changed_in_the_store_is_found(recorded: Recorded, tmp_path: Path):
+    copy = tmp_path / "run.sqlite"
+    with sqlite3.connect(recorded.store) as source, sqlite3.connect(copy) as target:
+        source.backup(target)
+        [(turn_id, blob)] = target.execute(
+            "SELECT id, sampled_ids FROM turns WHERE parent_id IS NOT NULL AND finish_reason='stop' LIMIT 1"
+        )
+        ids = np.frombuffer(blob, np.int32).copy()
+        ids[len(ids) // 2] ^= 1
+        target.execute("UPDATE turns SET sampled_ids=? WHERE id=?", (ids.tobytes(), turn_id))
+    verdict = judge(stored_turns(copy), recorded.wire, recorded.reference)
+    assert [(who, what) for who, what, _ in verdict.mismatches] == [(turn_id, "ids")]
+
+
+@pytest.mark.parametrize("field", ["ids", "logprobs", "spans", "input_ids"])
+def test_one_value_changed_on_the_wire_is_found(recorded: Recorded, field: str):
+    rid = next(turn.id for turn in recorded.turns if turn.finish_reason == "stop")
+    at = next(n for n, one in enumerate(recorded.wire) if one.rid == rid)
+    value = list(getattr(recorded.wire[at], field))
+    value[-2:] = [(value[0][0] + 1, *value[0][1:])] if field == "spans" else [value[-2] + 1, value[-1]]
+    wire = [*recorded.wire]
+    wire[at] = dataclasses.replace(wire[at], **{field: value})
+    found = kinds(recorded, wire=wire)
+    assert {"input_ids": "prompt"}.get(field, field) in found
+
+
+def test_other_plants_are_found(recorded: Recorded):
+    at = next(n for n, turn in enumerate(recorded.turns) if turn.parent_id and turn.finish_reason == "stop")
+    turn = recorded.turns[at]
+    tail = [*turn.context_ids[:-1], turn.context_ids[-1] ^ 1]
+
+    def with_turn(**changes) -> list[StoredTurn]:
+        return [*recorded.turns[:at], dataclasses.replace(turn, **changes), *recorded.turns[at + 1 :]]
+
+    assert {"prompt", "tail"} <= kinds(recorded, turns=with_turn(context_ids=tail))
+    other = [{**turn.messages[0], "content": "another question"}, *turn.messages[1:]]
+    assert {"tail", "messages"} <= kinds(recorded, turns=with_turn(messages=other))
+    assert "finish" in kinds(recorded, turns=with_turn(finish_reason="length"))
+    leaf = next(n for n in range(len(recorded.turns) - 1, 0, -1) if recorded.turns[n].finish_reason == "stop")
+    assert "unrecorded" in kinds(recorded, turns=[*recorded.turns[:leaf], *recorded.turns[leaf + 1 :]])
+    assert "missing" in kinds(recorded, wire=[one for one in recorded.wire if one.rid != turn.id])
+    sent = [dataclasses.replace(one, text=one.text + "x") for one in recorded.load.sent]
+    assert "text" in kinds(recorded, sent=sent)
+
+
+async def test_a_real_engine_through_the_real_router(tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path):
+    async with real_stack(tmp_path, tiny_model, tiny_fleet) as stack:
+        load = Load(stack=stack, turns=40, at_once=8, session_turns=4, max_tokens=12)
+        await load.run()
+        verdict = await stack.verdict(load.sent)
+    assert (verdict.mismatches, load.errors) == ([], [])
+    assert verdict.turns >= 30
+    assert verdict.unrecorded <= load.did["cut"]

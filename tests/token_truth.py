@@ -1,0 +1,375 @@
+"""Every recorded turn against the wire, and every prompt against the ids before it plus a re-rendered tail.
+
+Three witnesses that share no code: the store (what the gateway kept), the tap (what passed between router and
+engine), and transformers' own `apply_chat_template` and tokenizer. For each turn:
+
+- `ids`, `logprobs`, `spans`: the store's are the tap's. Of an aborted turn they are a beginning of the tap's:
+  what the gateway had read when it was cancelled.
+- `prompt`: the prompt on the wire is the parent's prompt and reply on the wire, then the turn's own context.
+- `tail`: that context is what transformers renders and tokenises for the messages that are new (for a root:
+  for all of them).
+- `missing`: a turn that never passed the tap.
+- where the client's side is known (`Sent`), `messages`, `text` and `unrecorded`: the stored conversation is
+  what the client sent; what it was shown is the text of the ids on the wire; a turn it was given whole is
+  stored.
+
+An answer that passed whole and is in no turn is counted (`unrecorded`): only who cancelled may be its client.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from engine_tap import Generation
+
+_COLUMNS = (
+    "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, messages, tools, "
+    "constrained"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTurn:
+    """A row of the store's table, read with sqlite alone."""
+
+    id: str
+    session_id: str
+    parent_id: str | None
+    context_ids: list[int]
+    sampled_ids: list[int]
+    logprobs: list[float]
+    spans: list[tuple[int, int, int]]
+    finish_reason: str
+    messages: list[dict]
+    tools: list[dict]
+    constrained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One request and its whole answer as the client had them, in the form of chat completions."""
+
+    turn_id: str
+    messages: Sequence[Mapping]
+    tools: Sequence[Mapping]
+    text: str
+    tool_calls: Sequence[Mapping]
+    trimmed: bool = False
+    """Whitespace around the messages' texts was taken off by the client."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """What was compared, and what differed: (turn, what, details)."""
+
+    turns: int = 0
+    aborted: int = 0
+    roots: int = 0
+    continued: int = 0
+    sampled_tokens: int = 0
+    versions: set[int] = field(default_factory=set)
+    crossed: int = 0
+    """Turns sampled under more than one version."""
+    seen_by_clients: int = 0
+    unrecorded: int = 0
+    constrained: int = 0
+    mismatches: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> Counter[str]:
+        return Counter(what for _, what, _ in self.mismatches)
+
+    def shown(self) -> dict[str, object]:
+        names = (
+            "turns",
+            "aborted",
+            "roots",
+            "continued",
+            "sampled_tokens",
+            "crossed",
+            "seen_by_clients",
+            "unrecorded",
+        )
+        counts = {name: getattr(self, name) for name in names}
+        return {**counts, "versions": len(self.versions), "mismatches": dict(self.kinds)}
+
+
+def stored_turns(path: Path) -> list[StoredTurn]:
+    """All turns of a run's store, oldest first."""
+    with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as db:
+        rows = db.execute(f"SELECT {_COLUMNS} FROM turns ORDER BY seq").fetchall()
+    turns = []
+    for (
+        turn_id,
+        session,
+        parent,
+        context,
+        sampled,
+        logprobs,
+        spans,
+        finish,
+        messages,
+        tools,
+        constrained,
+    ) in rows:
+        turns.append(
+            StoredTurn(
+                id=turn_id,
+                session_id=session,
+                parent_id=parent,
+                context_ids=np.frombuffer(context, np.int32).tolist(),
+                sampled_ids=np.frombuffer(sampled, np.int32).tolist(),
+                logprobs=np.frombuffer(logprobs, np.float32).tolist(),
+                spans=[(int(one["version"]), one["start"], one["end"]) for one in json.loads(spans)],
+                finish_reason=finish,
+                messages=json.loads(messages),
+                tools=json.loads(tools),
+                constrained=bool(constrained),
+            )
+        )
+    return turns
+
+
+class Reference:
+    """A model folder's template and tokenizer as transformers has them."""
+
+    def __init__(self, model: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
+        self.end = str(self.tokenizer.eos_token)
+        self.end_id = int(self.tokenizer.eos_token_id)
+
+    def text(self, messages: Sequence[Mapping], tools: Sequence[Mapping], *, head: bool) -> str:
+        shown = self.tokenizer.apply_chat_template(
+            [_shown(message) for message in messages],
+            tools=[_tool(tool) for tool in tools] or None,
+            add_generation_prompt=head,
+            tokenize=False,
+        )
+        assert isinstance(shown, str)
+        return shown
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def tail(
+        self, messages: Sequence[Mapping], depth: int, tools: Sequence[Mapping], *, closed: bool
+    ) -> list[int]:
+        """Ids that follow the reply that is the last of `messages[:depth]`."""
+        whole, before = self.text(messages, tools, head=True), self.text(messages[:depth], tools, head=False)
+        if not whole.startswith(before):
+            raise ValueError("the template re-writes what came before")
+        after_reply = before[before.rindex(self.end) + (len(self.end) if closed else 0) :]
+        return self.ids(after_reply + whole[len(before) :])
+
+
+def judge(
+    turns: Iterable[StoredTurn],
+    wire: Iterable[Generation],
+    reference: Reference,
+    *,
+    sent: Iterable[Sent] = (),
+    all_turns: bool = True,
+) -> Verdict:
+    """The verdict over `turns`, which come with their parents. `all_turns`: there are no others."""
+    verdict = Verdict()
+    stored = {turn.id: turn for turn in turns}
+    seen: dict[str, list[Generation]] = {}
+    for generation in wire:
+        seen.setdefault(generation.rid.removesuffix("-again"), []).append(generation)
+    passed = {rid: _best(several) for rid, several in seen.items()}
+    for turn in stored.values():
+        _judge_turn(verdict, turn, stored, passed, reference)
+    if all_turns:
+        whole = [rid for rid, one in passed.items() if one.finish in ("stop", "length")]
+        verdict.unrecorded = sum(rid.startswith("turn-") and rid not in stored for rid in whole)
+    for one in sent:
+        _judge_sent(verdict, one, stored, passed, reference)
+    return verdict
+
+
+def _judge_turn(
+    verdict: Verdict,
+    turn: StoredTurn,
+    stored: Mapping[str, StoredTurn],
+    passed: Mapping[str, Generation],
+    reference: Reference,
+) -> None:
+    def differ(what: str, detail: object = "") -> None:
+        verdict.mismatches.append((turn.id, what, str(detail)[:2000]))
+
+    verdict.turns += 1
+    verdict.constrained += turn.constrained
+    verdict.sampled_tokens += len(turn.sampled_ids)
+    verdict.versions.update(version for version, _, _ in turn.spans)
+    verdict.crossed += len(turn.spans) > 1
+    wire = passed.get(turn.id)
+    if wire is None:
+        return differ("missing")
+    count = len(turn.sampled_ids)
+    if aborted := turn.finish_reason == "abort":
+        verdict.aborted += 1
+    elif turn.finish_reason != wire.finish:
+        differ("finish", (turn.finish_reason, wire.finish))
+    kept = count if aborted else len(wire.ids)
+    if turn.sampled_ids != wire.ids[:kept]:
+        differ("ids", (turn.sampled_ids, wire.ids[:kept]))
+    if not np.array_equal(np.array(turn.logprobs, np.float32), np.array(wire.logprobs[:kept], np.float32)):
+        differ("logprobs", (turn.logprobs, wire.logprobs[:kept]))
+    spans = [(version, start, min(end, kept)) for version, start, end in wire.spans if start < kept]
+    if turn.spans != spans:
+        differ("spans", (turn.spans, spans))
+    path = _path(turn, stored)
+    before: list[int] = []
+    if turn.parent_id is None:
+        verdict.roots += 1
+    else:
+        verdict.continued += 1
+        parent = passed.get(turn.parent_id)
+        if parent is None:
+            return differ("prompt", "the parent never passed")
+        before = parent.input_ids + parent.ids
+    if wire.input_ids != before + turn.context_ids:
+        differ("prompt", (wire.input_ids, before + turn.context_ids))
+    _judge_tail(turn, path, before, reference, differ)
+    return None
+
+
+def _judge_tail(
+    turn: StoredTurn, path: Sequence[StoredTurn], before: Sequence[int], reference: Reference, differ: Any
+):
+    """The turn's own context against transformers' rendering."""
+    messages = [message for one in path for message in one.messages][:-1]  # the last one is the reply
+    tools = path[0].tools
+    try:
+        if turn.messages[0]["role"] == "text":  # a completion: no template, the text that is new
+            expected = reference.ids(turn.messages[0]["content"])
+        elif turn.parent_id is None:
+            expected = reference.ids(reference.text(messages, tools, head=True))
+        else:
+            depth = len(messages) + 1 - len(turn.messages)
+            expected = reference.tail(messages, depth, tools, closed=before[-1] == reference.end_id)
+    except Exception as error:  # templates raise what they like
+        return differ("tail", repr(error))
+    if turn.context_ids != expected:
+        differ("tail", (turn.context_ids, expected))
+    return None
+
+
+def _judge_sent(
+    verdict: Verdict,
+    sent: Sent,
+    stored: Mapping[str, StoredTurn],
+    passed: Mapping[str, Generation],
+    reference: Reference,
+) -> None:
+    verdict.seen_by_clients += 1
+    turn = stored.get(sent.turn_id)
+    if turn is None:
+        return verdict.mismatches.append((sent.turn_id, "unrecorded", ""))
+    kept = [message for one in _path(turn, stored) for message in one.messages][:-1]
+    asked = [_shown(_flat(message)) for message in sent.messages]
+    shown = [_shown(message) for message in kept]
+    if sent.trimmed:
+        asked, shown = (
+            [{**one, "content": one["content"].strip()} for one in each] for each in (asked, shown)
+        )
+    tools = [_tool(tool) for tool in _path(turn, stored)[0].tools]
+    if shown != asked or tools != [_tool(tool) for tool in sent.tools]:
+        verdict.mismatches.append((turn.id, "messages", f"{kept} {tools} {asked}"))
+    wire = passed.get(turn.id)
+    if wire is None:
+        return None  # `missing`
+    ids = wire.ids[:-1] if wire.ids and wire.ids[-1] == reference.end_id else wire.ids
+    # As SGLang does: with tools, special tokens are shown, for calls may be made of them.
+    text = reference.tokenizer.decode(ids, skip_special_tokens=not sent.tools)
+    text = text.partition(wire.matched)[0] if isinstance(wire.matched, str) else text
+    if sent.tool_calls or "<tool_call>" in text:
+        shown, calls = _with_calls(text)
+        functions = [one["function"] for one in sent.tool_calls]
+        got = [(one["name"], _arguments(one["arguments"])) for one in functions]
+        if wire.finish == "length" and got and isinstance(got[-1][1], str):  # streamed, and cut short
+            rest = text[text.rindex("<tool_call>") :]
+            if got[-1][0] not in rest or got[-1][1].strip() not in rest:
+                verdict.mismatches.append((turn.id, "text", f"{got} {text}"))
+        elif (sent.text.strip(), got) != (shown.strip(), calls):
+            verdict.mismatches.append((turn.id, "text", f"{(sent.text, got)} {(shown, calls)}"))
+    elif sent.text != text:
+        verdict.mismatches.append((turn.id, "text", f"{sent.text!r} {text!r}"))
+    return None
+
+
+def _with_calls(text: str) -> tuple[str, list[tuple[str, dict]]]:
+    """Hermes' form, read on our own: whole calls, and the text outside of them (what is no call is text)."""
+    calls: list[tuple[str, dict]] = []
+
+    def taken(block: re.Match) -> str:
+        try:
+            call = json.loads(block[1])
+            calls.append((call["name"], call["arguments"]))
+        except (ValueError, KeyError, TypeError):
+            return block[0]
+        return ""
+
+    return re.sub(r"<tool_call>(.*?)</tool_call>", taken, text, flags=re.DOTALL), calls
+
+
+def _flat(message: Mapping) -> dict:
+    """A message of chat completions in the store's form."""
+    calls = [one["function"] for one in message.get("tool_calls") or ()]
+    return {**message, "tool_calls": calls}
+
+
+def _path(turn: StoredTurn, stored: Mapping[str, StoredTurn]) -> list[StoredTurn]:
+    path = [turn]
+    while path[-1].parent_id is not None:
+        path.append(stored[path[-1].parent_id])
+    return path[::-1]
+
+
+def _best(several: Sequence[Generation]) -> Generation:
+    """Of a generation that was asked for again: the one that answered."""
+    return max(several, key=lambda one: (bool(one.finish), len(one.ids)))
+
+
+def _shown(message: Mapping) -> dict:
+    """A stored message as transformers wants it."""
+    shown: dict = {"role": message["role"], "content": message.get("content") or ""}
+    if message.get("reasoning"):
+        shown["reasoning_content"] = message["reasoning"]
+    if message.get("tool_call_id"):
+        shown["tool_call_id"] = message["tool_call_id"]
+    if message.get("tool_calls"):
+        calls = [
+            {"name": call["name"], "arguments": _arguments(call["arguments"])}
+            for call in message["tool_calls"]
+        ]
+        shown["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return shown
+
+
+def _arguments(text: str) -> object:
+    """As an object, or as they are where they are no JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _tool(tool: Mapping) -> dict:
+    if "function" in tool:
+        return dict(tool)
+    parameters = tool.get("parameters")
+    parameters = json.loads(parameters or "null") if isinstance(parameters, str) else parameters
+    parameters = {"type": "object", "properties": {}} if parameters is None else parameters
+    function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": parameters}
+    return {"type": "function", "function": function}

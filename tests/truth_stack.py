@@ -1,0 +1,140 @@
+"""A gateway whose engine is tapped: gateway process -> real router -> tap -> scripted or real engine.
+
+`scripted_stack` starts all of it; `real_stack` puts the tap before the engine of a fleet that runs. Both
+yield a `Stack`, which opens sessions and at the end gives the verdict of `token_truth.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from engine_tap import EngineTap
+from scripted_engine import ScriptedEngine, TextScript
+from token_truth import Reference, Sent, Verdict, judge, stored_turns
+
+from invrl.gateway.gateway_server import GatewayServer
+from invrl.gateway.settings import GatewaySettings
+from invrl.process import free_port
+from invrl.rollout.fleet import Fleet
+from invrl.rollout.router_server import RouterServer
+
+ENV_KEY = "env-0123456789abcdef"
+MODEL_NAME = "scripted"
+
+
+@dataclass(slots=True, kw_only=True)
+class Stack:
+    """A running gateway, and what stands behind it."""
+
+    settings: GatewaySettings
+    tap: EngineTap
+    engine: ScriptedEngine | None
+    """None: a real one."""
+    model: Path
+
+    @property
+    def url(self) -> str:
+        return self.settings.url
+
+    async def env(self, path: str, body: Mapping[str, object]) -> dict:
+        headers = {"authorization": f"Bearer {ENV_KEY}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(self.url + path, json=body) as answer,
+        ):
+            assert answer.status in (200, 201), await answer.text()
+            return dict(await answer.json())
+
+    async def open(self, *, group: str = "g", **body: object) -> dict:
+        """The session as the API shows it: `id`, `key`, `base_url`."""
+        payload = {"task_id": "t", "group_id": group, "members": [{"index": 0, "attempt": 0}], **body}
+        return (await self.env("/sessions", payload))["sessions"][0]
+
+    async def finish(self, session: Mapping, reward: float = 1.0) -> dict:
+        return await self.env(f"/sessions/{session['id']}/finish", {"reward": reward})
+
+    async def verdict(self, sent: Collection[Sent] = (), *, session_ids: Collection[str] = ()) -> Verdict:
+        """Over all turns so far, or those of some sessions. Waits until the wire is quiet."""
+        await asyncio.sleep(0.2)
+        assert self.tap.unreadable == []
+        turns = stored_turns(Path(self.settings.store_path))
+        if session_ids:
+            turns = [turn for turn in turns if turn.session_id in session_ids]
+        wire = self.tap.generations
+        return await asyncio.to_thread(
+            judge, turns, wire, Reference(self.model), sent=sent, all_turns=not session_ids
+        )
+
+
+@contextlib.asynccontextmanager
+async def scripted_stack(
+    folder: Path,
+    model: Path,
+    script: TextScript,
+    *,
+    token_delay_s: float = 0.0,
+    **changes: object,
+) -> AsyncIterator[Stack]:
+    """`changes`: of the gateway's settings."""
+    async with contextlib.AsyncExitStack() as stack:
+        engine = ScriptedEngine(script, model, token_delay_s=token_delay_s)
+        await stack.enter_async_context(engine)
+        tap = await stack.enter_async_context(EngineTap(engine.url))
+        router = RouterServer(run_folder=folder, start_timeout_s=60)
+        stack.push_async_callback(asyncio.to_thread, router.stop)
+        router.start()
+        await router.wait_ready()
+        await router.register(tap.url, api_key="engine-key")
+        tokens = {"context_length": 200_000, "vocab_size": engine.vocab_size}
+        async with _gateway(folder, model, router, **{**tokens, **changes}) as settings:
+            yield Stack(settings=settings, tap=tap, engine=engine, model=model)
+
+
+@contextlib.asynccontextmanager
+async def real_stack(
+    folder: Path, model: Path, fleet: Fleet, name: str = "engine-0", **changes: object
+) -> AsyncIterator[Stack]:
+    """The router reaches the engine through the tap for as long as this lasts."""
+    engine, router = fleet.engines[name].server, fleet._router
+    limits = {"context_length": fleet.limits.context_length, "vocab_size": fleet.limits.vocab_size}
+    async with EngineTap(engine.url) as tap:
+        await router.unregister(engine.url)
+        await router.register(tap.url, api_key=engine.api_key)
+        try:
+            async with _gateway(folder, model, router, **{**limits, **changes}) as settings:
+                yield Stack(settings=settings, tap=tap, engine=None, model=model)
+        finally:
+            await router.unregister(tap.url)
+            await router.register(engine.url, api_key=engine.api_key)
+
+
+@contextlib.asynccontextmanager
+async def _gateway(
+    folder: Path, model: Path, router: RouterServer, **changes: object
+) -> AsyncIterator[GatewaySettings]:
+    values = {
+        "run_id": "truth",
+        "port": free_port(),
+        "router_url": router.url,
+        "router_api_key": router.api_key,
+        "env_key": ENV_KEY,
+        "model_path": str(model),
+        "model_name": MODEL_NAME,
+        "store_path": str(folder / "run.sqlite"),
+        "max_new_tokens": 2048,
+        "tool_call_parser": "auto",
+        "reasoning_parser": "auto",
+        **changes,
+    }
+    settings = GatewaySettings.model_validate(values)
+    server = GatewayServer(settings, folder=folder / "private", log=folder / "gateway.log")
+    try:
+        await asyncio.to_thread(server.wait_ready, deadline_s=120)
+        yield settings
+    finally:
+        await asyncio.to_thread(server.stop)
