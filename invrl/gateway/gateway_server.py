@@ -21,13 +21,15 @@ from invrl.process import ServerProcess
 class GatewayServer:
     """A gateway in its own process. The settings file in `folder` holds keys: only its owner reads it."""
 
+    module = "invrl.gateway.gateway_server"
+
     def __init__(self, settings: GatewaySettings, *, folder: Path, log: Path) -> None:
         self._settings = settings
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "gateway.json"
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             out.write(settings.to_json())
-        command = [sys.executable, "-m", "invrl.gateway.gateway_server", "--settings", str(file)]
+        command = [sys.executable, "-m", self.module, "--settings", str(file)]
         self.process = ServerProcess("gateway", command, log=log, env={"OMP_NUM_THREADS": "1"})
 
     @property
