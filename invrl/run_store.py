@@ -39,7 +39,14 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, key_hash BLOB NOT NULL UNIQUE, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
   member INTEGER NOT NULL, attempt INTEGER NOT NULL, purpose TEXT NOT NULL, sampling BLOB NOT NULL,
-  opened_at REAL NOT NULL, state TEXT NOT NULL, reward REAL, components BLOB, outcome BLOB);
+  opened_at REAL NOT NULL, state TEXT NOT NULL, reward REAL, components BLOB, outcome BLOB,
+  parent_id TEXT NOT NULL, limits BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS rewards (
+  session_id TEXT NOT NULL, of TEXT NOT NULL, turn_id TEXT NOT NULL, reward REAL NOT NULL, components BLOB,
+  PRIMARY KEY (session_id, of, turn_id));
+CREATE TABLE IF NOT EXISTS leases (
+  group_id TEXT NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, seq INTEGER NOT NULL,
+  task BLOB NOT NULL, taken_at REAL, PRIMARY KEY (group_id, member, attempt));
 CREATE TABLE IF NOT EXISTS turns (
   seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL, parent_id TEXT,
   context_ids BLOB NOT NULL, sampled_ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans BLOB NOT NULL,
@@ -80,9 +87,10 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def abandon_open_sessions(path: Path) -> None:
-    """Before a run goes on: the processes that held its open sessions are gone."""
+    """Before a run goes on: the processes that held its open sessions are gone, and its leases with them."""
     with contextlib.closing(connect(path)) as db:
         db.execute("UPDATE sessions SET state='lost' WHERE state='open'")
+        db.execute("DELETE FROM leases")
 
 
 class RunStoreWriter:
@@ -98,11 +106,12 @@ class RunStoreWriter:
     def open_sessions(
         self, sessions: Sequence[Session], key_hashes: Sequence[bytes], opened_at: float
     ) -> Future[None]:
-        sql = "INSERT INTO sessions VALUES (?,?,?,?,?,?,?,?,?,'open',NULL,NULL,NULL)"
+        sql = "INSERT INTO sessions VALUES (?,?,?,?,?,?,?,?,?,'open',NULL,NULL,NULL,?,?)"
         statements: list[_Statement] = []
         for one, key in zip(sessions, key_hashes, strict=True):
             place = (one.task_id, one.group_id, one.index, one.attempt, one.purpose)
-            statements.append((sql, (one.id, key, *place, _encode(one.sampling), opened_at)))
+            family = (one.parent_id, _encode(one.limits))
+            statements.append((sql, (one.id, key, *place, _encode(one.sampling), opened_at, *family)))
         return self._submit(statements)
 
     def add_turn(self, turn: Turn, messages: bytes) -> Future[None]:
@@ -117,7 +126,20 @@ class RunStoreWriter:
     def mark_delivered(self, turn_id: str) -> Future[None]:
         return self._submit([("UPDATE turns SET delivered=1 WHERE id=?", (turn_id,))])
 
-    def set_reward(self, session_id: str, reward: float, components: Mapping[str, float]) -> Future[None]:
+    def set_reward(
+        self,
+        session_id: str,
+        reward: float,
+        components: Mapping[str, float],
+        *,
+        turn: str = "",
+        branch: str = "",
+    ) -> Future[None]:
+        """The final one, or that of a turn or of the branches through one."""
+        if turn or branch:
+            sql = "INSERT OR REPLACE INTO rewards VALUES (?,?,?,?,?)"
+            of = ("turn", turn) if turn else ("branch", branch)
+            return self._submit([(sql, (session_id, *of, reward, _encode(components)))])
         sql = "UPDATE sessions SET reward=?, components=? WHERE id=?"
         return self._submit([(sql, (reward, _encode(components), session_id))])
 
@@ -213,7 +235,8 @@ class RunStore:
             summary = msgspec.json.decode(row[0], type=RolloutSummary)
         except msgspec.ValidationError:
             raise KeyError(f"session {session_id} finished without a usable reward") from None
-        return Rollout(summary=summary, trajectories=branches(self.turns(session_id)))
+        turns = [turn for one in (session_id, *summary.child_rewards) for turn in self.turns(one)]
+        return Rollout(summary=summary, trajectories=branches(turns))
 
     def rollouts(self, session_ids: Sequence[str]) -> list[Rollout]:
         return [self.rollout(session_id) for session_id in session_ids]

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -16,19 +17,22 @@ from starlette.routing import Route
 
 from invrl.errors import SessionError
 from invrl.gateway.agent_api import AgentEndpoint, retry_after, session_keys
+from invrl.gateway.bounded_route import bounded_route
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.generation import Engine
 from invrl.gateway.lifecycle import Lifecycle
 from invrl.gateway.loop_lag import LoopLag
 from invrl.gateway.rendering import Renderer
-from invrl.gateway.session_api import KeyRing, session_routes
+from invrl.gateway.session_api import KeyRing, SessionRoutes
 from invrl.gateway.sessions import SessionRegistry
 from invrl.gateway.settings import GatewaySettings
 from invrl.gateway.turns import Turns
+from invrl.lease_store import LeaseStore
 from invrl.run_store import RunStoreWriter
 from invrl.types import Sampling
 
 _log = logging.getLogger(__name__)
+_CODES = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "request_too_large"}
 _AGENT_PREFIXES = ("/v1", "/s/{key}/v1")
 
 
@@ -47,7 +51,9 @@ def make_app(
     turns = Turns(engine=engine, renderer=renderer, store=store, context_length=limit, run_seed=seed)
     drawn = {"temperature": settings.temperature, "top_p": settings.top_p}
     sampling = Sampling(**drawn, max_new_tokens=settings.max_new_tokens)
-    lifecycle = Lifecycle(registry=registry, turns=turns, store=store, sampling=sampling)
+    leases = LeaseStore(Path(settings.store_path)) if settings.leases else None
+    parts = {"registry": registry, "turns": turns, "store": store, "leases": leases}
+    lifecycle = Lifecycle(**parts, sampling=sampling, policy=settings)
     name, vocab_size = settings.model_name, settings.vocab_size
     chat = ChatDialect(model=name, vocab_size=vocab_size, token_text=renderer.token_text)
     lag = LoopLag()
@@ -63,7 +69,7 @@ def make_app(
             await last
 
     def metrics() -> dict[str, object]:
-        measured = {"sessions": registry.counts(), "loop_lag_ms": lag.summary()}
+        measured = {**lifecycle.metrics(), "sessions": registry.counts(), "loop_lag_ms": lag.summary()}
         return {"run_id": settings.run_id, **measured, **turns.metrics()}
 
     app = FastAPI(title="invrl gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -81,7 +87,9 @@ def make_app(
         app.router.routes.append(Route(prefix + chat.path, sampling_route))
         app.router.routes.append(Route(prefix + "/models", models, methods=["GET"]))
     keys = KeyRing(settings.env_key.get_secret_value(), registry)
-    app.include_router(session_routes(keys=keys, lifecycle=lifecycle, turns=turns, metrics=metrics))
+    routes = SessionRoutes(keys=keys, lifecycle=lifecycle, turns=turns, metrics=metrics)
+    bounded = bounded_route(limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s)
+    app.include_router(routes.router(bounded))
     _add_error_handlers(app, chat)
     return app
 
@@ -90,6 +98,7 @@ def _add_error_handlers(app: FastAPI, dialect: ChatDialect) -> None:
     """Every refusal has the shape that agents' clients know."""
 
     def refusal(error: SessionError) -> Response:
+        error.message = error.message.encode(errors="replace").decode()  # no JSON carries lone surrogates
         body, headers = dialect.error(error), retry_after(error)
         return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
@@ -107,7 +116,7 @@ def _add_error_handlers(app: FastAPI, dialect: ChatDialect) -> None:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path.partition('/s/')[0] or '/s/…'}: {error.detail}"
-        code = "not_found" if error.status_code == 404 else "invalid_request"
+        code = _CODES.get(error.status_code, "invalid_request")
         return refusal(SessionError(message, status=error.status_code, code=code))
 
     @app.exception_handler(Exception)

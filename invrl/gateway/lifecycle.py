@@ -1,25 +1,31 @@
-"""Opening, rewarding and closing sessions: the registry, the live conversations and the store, kept
-in step. Invariant: a session is closed once; who closes it again gets the same outcome. Called by the
-session API, and by itself when a session's time is up."""
+"""Opening, rewarding and closing sessions: the registry, the live conversations and the store, kept in
+step. Invariants: a session is closed once; who closes it again gets the same outcome. Freeze, snapshot,
+build: once a close has begun, no call, delivery or reward changes what the session hands over. A session's
+children end with it at the latest and are part of its outcome. Called by the session API, and by itself
+when a session's time is up."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from invrl.errors import SessionError
-from invrl.gateway.outcome import failed, summarise
-from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, SessionState
+from invrl.gateway.config import SessionPolicy
+from invrl.gateway.outcome import failed, summarise, token_counts
+from invrl.gateway.sessions import Opening, Reward, SessionRecord, SessionRegistry, SessionState
 from invrl.gateway.turns import Turns
+from invrl.lease_store import LeaseStore
 from invrl.run_store import RunStoreWriter
-from invrl.types import FailureReason, Outcome, Sampling
+from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Sampling, SessionLimits, Turn
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
 _EXPIRY_INTERVAL_S = 1.0
+_REQUESTS_KEPT = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,11 +37,65 @@ class Lifecycle:
     store: RunStoreWriter
     sampling: Sampling
     """For sessions that are opened without one."""
+    policy: SessionPolicy
+    leases: LeaseStore | None = None
+    """Where training sessions need a lease: in runs whose environments lease tasks."""
+    tokens: Counter[str] = field(default_factory=Counter, init=False)
+    """Sampled, delivered and trained ones, over closed sessions."""
+    _requests: dict[str, tuple[Opening, asyncio.Task[list[SessionRecord]]]] = field(
+        default_factory=dict, init=False
+    )
 
-    async def open(self, group: Opening) -> list[SessionRecord]:
-        """All members or none. SessionError 429 when they do not fit, 400 where tokens sampled so could
-        not be trained."""
-        if group.purpose == "train" and (group.sampling.temperature <= 0 or group.sampling.top_p != 1):
+    @property
+    def limits(self) -> SessionLimits:
+        """The most that a session may be granted."""
+        policy = self.policy
+        return SessionLimits(
+            max_turns=policy.session_max_turns,
+            max_sampled_tokens=policy.session_max_tokens,
+            timeout_s=policy.session_ttl_s,
+            max_concurrent_calls=policy.session_max_calls,
+        )
+
+    async def open(self, group: Opening, *, request_id: str | None = None) -> list[SessionRecord]:
+        """All members or none; the same request again gets the same sessions. SessionError 429 when they do
+        not fit, 400 where tokens sampled so could not be trained, 409 for places that are not leased."""
+        if request_id is None:
+            return await self._open(group)
+        before, task = self._requests.get(request_id, (group, None))
+        if before != group:
+            reason = "this request_id came with another request"
+            raise SessionError(reason, status=409, code="request_id_reused", param="request_id")
+        if task is None or (task.done() and task.exception() is not None):
+            task = asyncio.create_task(self._open(group))
+            self._requests[request_id] = group, task
+            if len(self._requests) > _REQUESTS_KEPT:
+                del self._requests[next(iter(self._requests))]
+        return await asyncio.shield(task)
+
+    async def open_child(
+        self, parent: SessionRecord, limits: SessionLimits, *, request_id: str | None = None
+    ) -> SessionRecord:
+        """A session for a sub-agent, in its parent's place. SessionError as `open`, 409 once the parent is
+        closed."""
+        if parent.frozen:
+            reason = f"session {parent.session.id} is closed"
+            raise SessionError(reason, status=409, code="session_closed")
+        of = parent.session
+        place = [GroupMember(index=of.index, attempt=of.attempt)]
+        same = {
+            "task_id": of.task_id,
+            "group_id": of.group_id,
+            "purpose": of.purpose,
+            "sampling": of.sampling,
+        }
+        child = Opening(**same, members=place, limits=limits, parent=parent)
+        own_id = None if request_id is None else f"{of.id}/{request_id}"
+        return (await self.open(child, request_id=own_id))[0]
+
+    async def _open(self, group: Opening) -> list[SessionRecord]:
+        training = group.purpose == "train"
+        if training and (group.sampling.temperature <= 0 or group.sampling.top_p != 1):
             reason = (
                 "training needs temperature > 0 and top_p = 1: the log-probs of other samplings are not "
                 "those of the policy"
@@ -43,6 +103,12 @@ class Lifecycle:
             raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
         now = time.time()
         records = self.registry.open(group, now)
+        if self.leases is not None and training and group.parent is None:
+            claimed = await asyncio.to_thread(self.leases.claim, group.group_id, group.task_id, group.members)
+            if not claimed:
+                self.registry.forget(records)
+                reason = f"not all of these members of group {group.group_id!r} are leased: lease tasks first"
+                raise SessionError(reason, status=409, code="not_leased", param="members")
         for record in records:
             self.turns.open(record)
         hashes = [record.key_hash for record in records]
@@ -50,43 +116,104 @@ class Lifecycle:
         await asyncio.wrap_future(stored)
         return records
 
-    async def reward(self, record: SessionRecord, reward: float, components: Mapping[str, float]) -> None:
-        self.registry.reward(record, reward, components)
-        await asyncio.wrap_future(self.store.set_reward(record.session.id, reward, components))
+    async def reward(self, record: SessionRecord, reward: Reward) -> None:
+        """The final reward, or that of a turn or branch of this session. SessionError 404 if it has no such
+        turn, 409 once the session is closed. An unrewarded session ends with its final reward."""
+        named, conversation = reward.turn or reward.branch, self.turns.find(record)
+        if named and (conversation is None or named not in {turn.id for turn in conversation.turns}):
+            reason = f"session {record.session.id} has no turn {named!r}"
+            raise SessionError(reason, status=404, code="turn_not_found", param="turn")
+        self.registry.reward(record, reward)
+        of = {"turn": reward.turn, "branch": reward.branch}
+        stored = self.store.set_reward(record.session.id, reward.value, reward.components, **of)
+        await asyncio.wrap_future(stored)
+        if record.state == "unrewarded" and not named:
+            await self._close(record, "finished")
 
-    async def finish(self, record: SessionRecord) -> Outcome:
-        return await self._close(record, "finished", None)
+    async def finish(self, record: SessionRecord, reward: Reward | None = None) -> Outcome | None:
+        """None while the session waits for its reward."""
+        if reward is not None and (not record.frozen or record.state == "unrewarded"):
+            await self.reward(record, reward)
+        return await self._close(record, "finished")
 
     async def abort(
         self, record: SessionRecord, reason: FailureReason, detail: str, *, state: SessionState = "aborted"
     ) -> Outcome:
-        return await self._close(record, state, failed(record, reason, detail))
+        outcome = await self._close(record, state, (reason, detail))
+        assert outcome is not None, "an aborted session waits for nothing"
+        return outcome
 
     async def expire_forever(self) -> None:
-        """Aborts sessions whose time is up."""
+        """Ends sessions whose time is up."""
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
             for record in self.registry.expired(time.time()):
-                detail = "the session was open for longer than session_ttl_s"
                 try:
-                    await self.abort(record, FailureReason.TIMEOUT, detail, state="expired")
+                    await self._expire(record)
                 except Exception:  # the next round tries again; other sessions must not wait for it
                     _log.exception("cannot expire session %s", record.session.id)
 
-    async def _close(self, record: SessionRecord, state: SessionState, outcome: Outcome | None) -> Outcome:
-        """`outcome` None: what the session's turns and reward say."""
+    def metrics(self) -> Mapping[str, object]:
+        """Fractions are of the tokens sampled in closed sessions."""
+        sampled = max(self.tokens["sampled"], 1)
+        shares = {f"{name}_fraction": self.tokens[name] / sampled for name in ("delivered", "trained")}
+        return {"tokens": dict(self.tokens), **shares}
+
+    async def _expire(self, record: SessionRecord) -> None:
+        if record.state == "unrewarded":
+            detail = f"no reward came within reward_deadline_s = {self.policy.reward_deadline_s:g}"
+            await self.abort(record, FailureReason.BAD_REWARD, detail, state="expired")
+        elif record.state == "open" and self.policy.late_reward == "accept" and record.parent is None:
+            await self._close(record, "finished")
+        elif record.state == "open":
+            detail = "the session was open for longer than its timeout_s"
+            await self.abort(record, FailureReason.TIMEOUT, detail, state="expired")
+
+    async def _close(
+        self, record: SessionRecord, state: SessionState, failure: tuple[FailureReason, str] | None = None
+    ) -> Outcome | None:
+        """Without a `failure` the outcome is what the session's turns and reward say."""
         if record.outcome is not None:
             return record.outcome
         conversation = self.turns.conversation_to_close(record)
         async with conversation.closed:
-            if record.outcome is not None:
-                return record.outcome
-            await conversation.settle(_SETTLE_S)
-            if outcome is None:
-                outcome = summarise(record, conversation.turns, conversation.delivered, time.time())
-            hand_over = record.session.purpose == "train"
-            stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
-            await asyncio.wrap_future(stored)
-            self.registry.close(record, state, outcome)
-            self.turns.close(record)
-            return outcome
+            if not record.frozen:
+                record.frozen = True
+                children = [self._close(child, state, failure) for child in record.children]
+                await asyncio.gather(conversation.settle(_SETTLE_S), *children)
+                conversation.freeze()
+            if record.outcome is None:
+                await self._conclude(record, state, failure)
+            return record.outcome
+
+    async def _conclude(
+        self, record: SessionRecord, state: SessionState, failure: tuple[FailureReason, str] | None
+    ) -> None:
+        family = [self.turns.conversation_to_close(one) for one in record.family(finished=True)]
+        turns = [turn for one in family for turn in one.turns]
+        delivered = {turn_id for one in family for turn_id in one.delivered}
+        outcome = failed(record, *failure) if failure else self._summary(record, turns, delivered)
+        trains, top = record.session.purpose == "train", record.parent is None
+        if failure is None and trains and top and self._may_wait(record, turns, delivered):
+            if record.state == "open":
+                self.registry.wait(record, time.time() + self.policy.reward_deadline_s)
+            return
+        hand_over = trains and top
+        stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
+        await asyncio.wrap_future(stored)
+        self.registry.close(record, state, outcome)
+        if top:
+            self.tokens.update(token_counts(turns, delivered, outcome))
+            for one in record.family():
+                self.turns.close(one)
+
+    def _summary(self, record: SessionRecord, turns: Sequence[Turn], delivered: Collection[str]) -> Outcome:
+        auxiliary = self.policy.train_auxiliary_roots
+        return summarise(record, turns, delivered, time.time(), train_auxiliary=auxiliary)
+
+    def _may_wait(self, record: SessionRecord, turns: Sequence[Turn], delivered: Collection[str]) -> bool:
+        """Whether the reward is all that is missing."""
+        if record.reward is not None or not self.policy.reward_deadline_s:
+            return False
+        rewarded = replace(record, reward=0.0)
+        return not isinstance(self._summary(rewarded, turns, delivered), FailedRollout)

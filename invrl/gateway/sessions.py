@@ -10,34 +10,65 @@ import hashlib
 import hmac
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Literal
 
 from invrl.errors import SessionError
-from invrl.types import GroupMember, Outcome, Purpose, Sampling, Session
+from invrl.types import GroupMember, Outcome, Purpose, Sampling, Session, SessionLimits
 
-SessionState = Literal["open", "finished", "aborted", "expired"]
+SessionState = Literal["open", "unrewarded", "finished", "aborted", "expired"]
+"""`unrewarded`: finished, but for its reward, which it waits for. `expired`: its time was up."""
 
 _RETRY_AFTER_S = 1.0
 _CLOSED_KEPT = 8192
 """Closed sessions that still answer with their outcome; older ones are forgotten (the store has them)."""
+_MAX_FAMILY = 64
+"""Sessions that may descend from one."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A reward and its named parts, for the session or for one of its turns or branches (by turn id)."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    turn: str = ""
+    branch: str = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class SessionRecord:
     """A session and what became of it."""
 
     session: Session
     key_hash: bytes
     opened_at: float
+    deadline: float = float("inf")
+    """Unix seconds: of the session, or of its reward while it waits for that."""
+    parent: SessionRecord | None = field(default=None, repr=False)
+    children: list[SessionRecord] = field(default_factory=list, repr=False)
     state: SessionState = "open"
+    frozen: bool = False
+    """Finish or abort has begun: nothing that comes now changes what the session hands over."""
     reward: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: dict[str, Reward] = field(default_factory=dict)
+    branch_rewards: dict[str, Reward] = field(default_factory=dict)
     outcome: Outcome | None = None
     overridden: set[str] = field(default_factory=set)
     """Sampling parameters that a client asked for and the run did not grant."""
+
+    def top(self) -> SessionRecord:
+        """The session that this one descends from: the one whose outcome counts."""
+        return self if self.parent is None else self.parent.top()
+
+    def family(self, *, finished: bool = False) -> Iterator[SessionRecord]:
+        """This session and its descendants; `finished`: without those that were aborted or expired."""
+        yield self
+        for child in self.children:
+            if not finished or child.state == "finished":
+                yield from child.family(finished=finished)
 
 
 def hash_key(key: str) -> bytes:
@@ -54,6 +85,8 @@ class Opening:
     members: Sequence[GroupMember]
     purpose: Purpose
     sampling: Sampling
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    parent: SessionRecord | None = None
 
 
 class SessionRegistry:
@@ -73,6 +106,11 @@ class SessionRegistry:
         if held + more > self._max_open:
             full = f"{held} sessions are open; {more} more would pass {self._max_open}"
             raise SessionError(full, status=429, code="too_many_sessions", retry_after_s=_RETRY_AFTER_S)
+        parent = group.parent
+        if parent is not None and len(list(parent.top().family())) > _MAX_FAMILY:
+            raise SessionError(
+                f"{_MAX_FAMILY} sessions descend from one", status=403, code="too_many_children"
+            )
         records = []
         for member in group.members:
             key = "isk-" + secrets.token_urlsafe(24)
@@ -86,12 +124,23 @@ class SessionRegistry:
                 attempt=member.attempt,
                 purpose=group.purpose,
                 sampling=group.sampling,
+                limits=group.limits,
+                parent_id=parent.session.id if parent else "",
             )
-            record = SessionRecord(session=session, key_hash=hash_key(key), opened_at=now)
+            record = SessionRecord(session=session, key_hash=hash_key(key), opened_at=now, parent=parent)
+            record.deadline = now + min(self._ttl_s, group.limits.timeout_s)
             self._by_id[session.id] = self._open[session.id] = self._by_key[record.key_hash] = record
             self._counts["open"] += 1
             records.append(record)
+        if parent is not None:
+            parent.children += records
         return records
+
+    def forget(self, records: Sequence[SessionRecord]) -> None:
+        """Sessions whose opening came to nothing; nobody has their keys."""
+        for record in records:
+            del self._open[record.session.id], self._by_id[record.session.id], self._by_key[record.key_hash]
+            self._counts["open"] -= 1
 
     def by_key(self, keys: Sequence[str]) -> SessionRecord:
         """The open session that all of `keys` name. SessionError 401: none given, unknown, closed, or
@@ -100,12 +149,13 @@ class SessionRegistry:
             raise _unauthorized("no session key: give it in the path, as bearer or as x-api-key")
         hashes = [hash_key(key) for key in keys]
         if not all(hmac.compare_digest(hashes[0], other) for other in hashes):
-            raise _unauthorized("the key in the path and the key in the headers differ")
+            raise _unauthorized("the request carries two session keys that differ", code="conflicting_keys")
         record = self._by_key.get(hashes[0])
         if record is None or not hmac.compare_digest(record.key_hash, hashes[0]):
             raise _unauthorized("unknown session key")
         if record.state != "open":
-            raise _unauthorized(f"the session is {record.state}", code="session_closed")
+            code = "session_timeout" if record.state == "expired" else "session_closed"
+            raise _unauthorized(f"the session is {record.state}", code=code)
         return record
 
     def by_id(self, session_id: str) -> SessionRecord:
@@ -114,25 +164,40 @@ class SessionRegistry:
             raise SessionError(f"no session {session_id!r}", status=404, code="session_not_found")
         return record
 
-    def reward(self, record: SessionRecord, reward: float, components: Mapping[str, float]) -> None:
-        """The last value wins until the session closes; SessionError 409 after that."""
-        if record.state != "open":
-            reason = f"session {record.session.id} is {record.state}"
-            raise SessionError(reason, status=409, code="session_closed")
-        record.reward, record.components = reward, dict(components)
+    def reward(self, record: SessionRecord, reward: Reward) -> None:
+        """The last value wins until the session is finished; a child's until its parent is. SessionError
+        409 after that."""
+        top = record.top()
+        late = top.frozen and top.state != "unrewarded"
+        if late or record.state in ("aborted", "expired"):
+            code = "reward_too_late" if record.state == "expired" else "session_closed"
+            state = "being closed" if record.state == "open" else record.state
+            raise SessionError(f"session {record.session.id} is {state}", status=409, code=code)
+        if reward.turn:
+            record.turn_rewards[reward.turn] = reward
+        elif reward.branch:
+            record.branch_rewards[reward.branch] = reward
+        else:
+            record.reward, record.components = reward.value, dict(reward.components)
+
+    def wait(self, record: SessionRecord, deadline: float) -> None:
+        """A finished session without a reward waits for one."""
+        self._counts[record.state] -= 1
+        record.state, record.deadline = "unrewarded", deadline
+        self._counts["unrewarded"] += 1
 
     def close(self, record: SessionRecord, state: SessionState, outcome: Outcome) -> None:
         self._counts[record.state] -= 1
         self._counts[state] += 1
-        record.state, record.outcome = state, outcome
+        record.state, record.outcome, record.frozen = state, outcome, True
         self._closed[record.session.id] = self._open.pop(record.session.id)
         if len(self._closed) > _CLOSED_KEPT:
             oldest = self._closed.pop(next(iter(self._closed)))
             del self._by_id[oldest.session.id], self._by_key[oldest.key_hash]
 
     def expired(self, now: float) -> list[SessionRecord]:
-        """Open sessions past their time to live. Sessions open in the order of time."""
-        return list(takewhile(lambda record: now - record.opened_at > self._ttl_s, self._open.values()))
+        """Open sessions past their time to live, and unrewarded ones past their reward's deadline."""
+        return [record for record in self._open.values() if now > record.deadline]
 
     def counts(self) -> Mapping[SessionState, int]:
         """Sessions by state since the start."""

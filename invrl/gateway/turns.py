@@ -83,6 +83,10 @@ class Turns:
     def conversation_to_close(self, record: SessionRecord) -> Conversation:
         return self._conversations[record.session.id]
 
+    def find(self, record: SessionRecord) -> Conversation | None:
+        """None once the session's outcome has been handed over."""
+        return self._conversations.get(record.session.id)
+
     def close(self, record: SessionRecord) -> None:
         self._conversations.pop(record.session.id, None)
 
@@ -97,7 +101,7 @@ class Turns:
         place = self._place(conversation, request.messages)
         input_ids = [*(place.parent.ids() if place.parent else ()), *place.context_ids]
         ids_T = np.asarray(input_ids, np.int32)
-        chosen = resolve(session.purpose, session.sampling, request.sampling)
+        chosen = resolve(session.purpose, conversation.admit(), request.sampling)
         sampling = self._fit(chosen.sampling, len(input_ids))
         if place.fork is not None:
             self.forks[place.fork.value] += 1
@@ -133,13 +137,15 @@ class Turns:
         """The answer has left whole: the turn may be trained."""
         generation.delivered = True
         turn_id = generation.proposal.request.rid
-        if turn_id not in conversation.delivered:
+        if conversation.frozen:
+            self.counts["delivered_too_late"] += 1
+        elif turn_id not in conversation.delivered:
             conversation.delivered.add(turn_id)
             self.store.mark_delivered(turn_id)
             self.counts["delivered"] += 1
 
     def overview(self, record: SessionRecord) -> list[dict[str, str | int | bool | None]]:
-        """One line per turn of an open session."""
+        """One line per turn of a session that is not closed."""
         if (conversation := self._conversations.get(record.session.id)) is None:
             return []
         return [
@@ -187,7 +193,7 @@ class Turns:
         tokens = {"prompt_tokens": turn.prompt_tokens, "cached_tokens": turn.cached_tokens}
         self.counts.update({**tokens, "sampled_tokens": sampled})
         loop = asyncio.get_running_loop()
-        if not sampled or conversation.record.state != "open":
+        if not sampled or conversation.frozen:
             done: asyncio.Future[None] = loop.create_future()
             done.set_result(None)
             return done

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -58,10 +59,11 @@ class SessionClient:
         sampling: Sampling | None = None,
         deadline_s: float | None = None,
     ) -> list[Session]:
-        """One session per member of the lease, in order. Waits while the gateway admits no more.
+        """One session per member of the lease, in order, once however often an answer is lost. Waits while
+        the gateway admits no more.
         Raises SessionError, DeadlineError."""
         body = {"task_id": lease.task.id, "group_id": lease.group_id, "members": lease.members}
-        body |= {"purpose": purpose, "sampling": sampling}
+        body |= {"purpose": purpose, "sampling": sampling, "request_id": secrets.token_hex(16)}
         what = f"the gateway to open {len(lease.members)} sessions of group {lease.group_id}"
         answer = await self._post("/sessions", body, self._env_key, what, deadline_s)
         sessions = _decoded(answer, _Opened, what).sessions

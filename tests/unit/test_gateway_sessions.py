@@ -10,7 +10,7 @@ from test_run_store import turn
 from invrl.errors import SessionError
 from invrl.gateway.outcome import failed, summarise
 from invrl.gateway.sampling import ClientSampling, resolve
-from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry
+from invrl.gateway.sessions import Opening, Reward, SessionRecord, SessionRegistry
 from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, RolloutSummary, Sampling
 
 MEMBERS = [GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2)]
@@ -61,7 +61,7 @@ def test_a_closed_session_is_refused_and_keeps_its_outcome():
         book.by_key([record.session.key])
     assert (caught.value.status, caught.value.code) == (401, "session_closed")
     with pytest.raises(SessionError) as late:
-        book.reward(record, 1.0, {})
+        book.reward(record, Reward(value=1.0))
     assert late.value.status == 409
     assert book.by_id(record.session.id).outcome == outcome
 
