@@ -46,7 +46,7 @@ class LeaseStore:
         members = sorted((index, attempt) for _, index, attempt, _ in rows)
         return GroupLease(
             group_id=rows[0][0],
-            task=msgspec.json.decode(rows[0][3], type=Task),
+            task=_task(rows[0][3]),
             members=tuple(GroupMember(index=index, attempt=attempt) for index, attempt in members),
         )
 
@@ -57,7 +57,7 @@ class LeaseStore:
         with contextlib.suppress(_Refused), self._transaction() as db:
             for member in members:
                 row = db.execute(sql, (group_id, member.index, member.attempt)).fetchone()
-                if row is None or msgspec.json.decode(row[0], type=Task).id != task_id:
+                if row is None or _task(row[0]).id != task_id:
                     raise _Refused
             return True
         return False
@@ -70,7 +70,7 @@ class LeaseStore:
         return [
             FailedRollout(
                 session_id="",
-                task_id=msgspec.json.decode(task, type=Task).id,
+                task_id=_task(task).id,
                 group_id=group_id,
                 index=index,
                 attempt=attempt,
@@ -97,3 +97,7 @@ class LeaseStore:
 
 class _Refused(Exception):
     pass
+
+
+def _task(body: bytes) -> Task:
+    return Task(**msgspec.json.decode(body))  # msgspec does not know recursive types such as its payload's

@@ -7,6 +7,7 @@ every connection as gone. Used by `agent_api.py`."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 
 from starlette.types import Message, Receive, Scope, Send
@@ -14,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from invrl.errors import SessionError
 
 _EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+_DRAIN_S, _DRAIN_BYTES = 1.0, 65_536
 
 
 class ClientConnection:
@@ -40,7 +42,12 @@ class ClientConnection:
         return body
 
     async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
-        """Sends a whole answer; True if the client was there to the end."""
+        """Sends a whole answer; True if the client was there to the end. The rest of a small body is read
+        first: a connection that is closed on unread bytes is reset, perhaps before its answer is read."""
+        if self._watch is None:
+            with contextlib.suppress(TimeoutError, SessionError):
+                async with asyncio.timeout(_DRAIN_S):
+                    await self._read(_DRAIN_BYTES)
         await self._start(status, {**headers, "content-length": str(len(body))})
         return await self.end(body)
 

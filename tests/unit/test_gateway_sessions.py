@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import string
 from dataclasses import replace
 
 import pytest
@@ -38,6 +40,21 @@ def test_a_key_opens_its_own_session_only():
         with pytest.raises(SessionError) as caught:
             book.by_key(keys)
         assert caught.value.status == 401
+
+
+def test_ten_thousand_guessed_keys_open_nothing():
+    """Random ones, and every key one character away from a real one."""
+    book = registry()
+    [key, other] = [record.session.key for record in opened(book)]
+    letters = string.ascii_letters + string.digits + "-_"
+    near = {key[:at] + letter + key[at + 1 :] for at in range(len(key)) for letter in letters} - {key}
+    guesses = [*near, key[:-1], key + "=", key.upper(), key + "\0", "", other[:18] + key[18:]]
+    guesses += ["isk-" + secrets.token_urlsafe(24) for _ in range(10_000 - len(guesses))]
+    for guess in guesses:
+        with pytest.raises(SessionError) as caught:
+            book.by_key([guess])
+        assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    assert book.by_key([key]).session.key == key
 
 
 def test_admission_takes_a_whole_group_or_none():
