@@ -6,14 +6,15 @@ import secrets
 import string
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from test_run_store import turn
 
 from invrl.errors import SessionError
-from invrl.gateway.outcome import failed, summarise
+from invrl.gateway.outcome import auxiliary_roots, failed, summarise
 from invrl.gateway.sampling import ClientSampling, resolve
 from invrl.gateway.sessions import Opening, Reward, SessionRecord, SessionRegistry
-from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, RolloutSummary, Sampling
+from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, RolloutSummary, Sampling, Turn
 
 MEMBERS = [GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2)]
 
@@ -149,3 +150,34 @@ def test_the_run_samples_in_training_and_the_client_in_serving():
     assert (bounded.sampling.max_new_tokens, bounded.overridden) == (20, ("max_new_tokens",))
     neutral = ClientSampling(temperature=1.0, top_k=-1, frequency_penalty=0.0, logit_bias={})
     assert resolve("train", pinned, neutral).overridden == ()
+
+
+def rooted(name: str, context: list[int], *, sampled: int, fork: str = "", session: str = "a") -> Turn:
+    ids_T = np.array(context, np.int32)
+    return replace(turn(name, session, sampled=sampled), context_ids_T=ids_T, fork_reason=fork)
+
+
+def test_the_main_conversation_has_the_most_tokens_its_forks_included():
+    """The main conversation is re-rooted by a client that strips thinking: alone each root is small."""
+    new = "new_conversation"
+    title = rooted("title", [1, 2, 9, 9], sampled=5)
+    turns = [
+        title,
+        rooted("main", [1, 2, 3, 4], sampled=3, fork=new),
+        rooted("again", [1, 2, 3, 4, 5, 6], sampled=3, fork="thinking_stripped"),
+        rooted("summary", [7, 7], sampled=2, fork=new),
+        rooted("retitled", [1, 2, 9, 9, 9], sampled=2, fork="history_edited"),
+        rooted("more", [1, 2, 3, 4, 5, 7], sampled=3, fork="history_edited"),
+        rooted("child", [1, 2], sampled=1, session="b"),
+    ]
+    assert auxiliary_roots(turns) == ("title", "summary", "retitled")
+    assert auxiliary_roots([]) == ()
+    record = opened(registry())[0]
+    record.reward = 1.0
+    delivered = {one.id for one in turns}
+    trained = [summarise(record, turns, delivered, 0.0, train_auxiliary=train) for train in (True, False)]
+    assert [
+        (one.trained_tokens, one.auxiliary_tokens, one.untrained_roots)
+        for one in trained
+        if isinstance(one, RolloutSummary)
+    ] == [(19, 9, ()), (10, 9, ("title", "summary", "retitled"))]

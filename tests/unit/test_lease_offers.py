@@ -1,4 +1,4 @@
-"""Leases on offer: each is taken once, claimed once, or comes back as a failure that the buffer leases again."""
+"""Leases on offer: each is taken once, claimed once, or comes back as a failure and is leased again."""
 
 from __future__ import annotations
 
