@@ -103,6 +103,6 @@ class Conversation:
                 await self._idle.wait()
 
     def freeze(self) -> None:
-        """`turns` and `delivered` are a snapshot from here on; what is only for going on is let go."""
-        self.frozen, self.forest = True, Forest()
+        """`turns` and `delivered` are a snapshot from here on."""
+        self.frozen = True
         self._generations.clear()

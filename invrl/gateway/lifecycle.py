@@ -25,7 +25,6 @@ from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Samp
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
 _EXPIRY_INTERVAL_S = 1.0
-_REQUESTS_KEPT = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,9 +41,8 @@ class Lifecycle:
     """Where training sessions need a lease: in runs whose environments lease tasks."""
     tokens: Counter[str] = field(default_factory=Counter, init=False)
     """Sampled, delivered and trained ones, over closed sessions."""
-    _requests: dict[str, tuple[Opening, asyncio.Task[list[SessionRecord]]]] = field(
-        default_factory=dict, init=False
-    )
+    _opening: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held while sessions are opened: a retry must not see them before they are leased and stored."""
 
     @property
     def limits(self) -> SessionLimits:
@@ -57,43 +55,9 @@ class Lifecycle:
             max_concurrent_calls=policy.session_max_calls,
         )
 
-    async def open(self, group: Opening, *, request_id: str | None = None) -> list[SessionRecord]:
+    async def open(self, group: Opening) -> list[SessionRecord]:
         """All members or none; the same request again gets the same sessions. SessionError 429 when they do
         not fit, 400 where tokens sampled so could not be trained, 409 for places that are not leased."""
-        if request_id is None:
-            return await self._open(group)
-        before, task = self._requests.get(request_id, (group, None))
-        if before != group:
-            reason = "this request_id came with another request"
-            raise SessionError(reason, status=409, code="request_id_reused", param="request_id")
-        if task is None or (task.done() and task.exception() is not None):
-            task = asyncio.create_task(self._open(group))
-            self._requests[request_id] = group, task
-            if len(self._requests) > _REQUESTS_KEPT:
-                del self._requests[next(iter(self._requests))]
-        return await asyncio.shield(task)
-
-    async def open_child(
-        self, parent: SessionRecord, limits: SessionLimits, *, request_id: str | None = None
-    ) -> SessionRecord:
-        """A session for a sub-agent, in its parent's place. SessionError as `open`, 409 once the parent is
-        closed."""
-        if parent.frozen:
-            reason = f"session {parent.session.id} is closed"
-            raise SessionError(reason, status=409, code="session_closed")
-        of = parent.session
-        place = [GroupMember(index=of.index, attempt=of.attempt)]
-        same = {
-            "task_id": of.task_id,
-            "group_id": of.group_id,
-            "purpose": of.purpose,
-            "sampling": of.sampling,
-        }
-        child = Opening(**same, members=place, limits=limits, parent=parent)
-        own_id = None if request_id is None else f"{of.id}/{request_id}"
-        return (await self.open(child, request_id=own_id))[0]
-
-    async def _open(self, group: Opening) -> list[SessionRecord]:
         training = group.purpose == "train"
         if training and (group.sampling.temperature <= 0 or group.sampling.top_p != 1):
             reason = (
@@ -101,20 +65,42 @@ class Lifecycle:
                 "those of the policy"
             )
             raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
-        now = time.time()
-        records = self.registry.open(group, now)
-        if self.leases is not None and training and group.parent is None:
-            claimed = await asyncio.to_thread(self.leases.claim, group.group_id, group.task_id, group.members)
-            if not claimed:
-                self.registry.forget(records)
-                reason = f"not all of these members of group {group.group_id!r} are leased: lease tasks first"
-                raise SessionError(reason, status=409, code="not_leased", param="members")
-        for record in records:
-            self.turns.open(record)
-        hashes = [record.key_hash for record in records]
-        stored = self.store.open_sessions([record.session for record in records], hashes, now)
+        now, leased = time.time(), self.leases if training and group.parent is None else None
+        async with self._opening:
+            records = self.registry.reopened(group)
+            new = [] if records else self.registry.open(group, now)
+            if new and leased is not None:
+                members = group.members
+                if not await asyncio.to_thread(leased.claim, group.group_id, group.task_id, members):
+                    self.registry.forget(new)
+                    reason = f"not all of these members of group {group.group_id!r} are leased"
+                    raise SessionError(reason, status=409, code="not_leased", param="members")
+            for record in new:
+                self.turns.open(record)
+            hashes = [record.key_hash for record in new]
+            stored = self.store.open_sessions([record.session for record in new], hashes, now)
         await asyncio.wrap_future(stored)
-        return records
+        return records or new
+
+    async def open_child(
+        self, parent: SessionRecord, limits: SessionLimits, request_id: str
+    ) -> SessionRecord:
+        """A session for a sub-agent, in its parent's place. SessionError as `open`, 409 once the parent is
+        closed."""
+        of = parent.session
+        if parent.frozen:
+            raise SessionError(f"session {of.id} is closed", status=409, code="session_closed")
+        child = Opening(
+            task_id=of.task_id,
+            group_id=of.group_id,
+            members=[GroupMember(index=of.index, attempt=of.attempt)],
+            purpose=of.purpose,
+            sampling=of.sampling,
+            limits=limits,
+            parent=parent,
+            request_id=request_id and f"{of.id}/{request_id}",
+        )
+        return (await self.open(child))[0]
 
     async def reward(self, record: SessionRecord, reward: Reward) -> None:
         """The final reward, or that of a turn or branch of this session. SessionError 404 if it has no such

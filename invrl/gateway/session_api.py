@@ -124,14 +124,15 @@ class SessionRoutes:
             purpose=body.purpose,
             sampling=Sampling(**body.sampling.model_dump()) if body.sampling else self.lifecycle.sampling,
             limits=_within(self.lifecycle.limits, body.limits),
+            request_id=body.request_id,
         )
-        records = await self.lifecycle.open(group, request_id=body.request_id)
+        records = await self.lifecycle.open(group)
         return _json({"sessions": [record.session for record in records]}, status=201)
 
     async def open_child(self, request: Request, session_id: str, body: ChildBody) -> Response:
         parent = self.keys.session(request, session_id)
         limits = _within(parent.session.limits, body.limits)
-        child = await self.lifecycle.open_child(parent, limits, request_id=body.request_id)
+        child = await self.lifecycle.open_child(parent, limits, body.request_id)
         return _json({"sessions": [child.session]}, status=201)
 
     async def reward_session(self, request: Request, session_id: str, body: RewardBody) -> Response:

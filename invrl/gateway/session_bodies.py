@@ -23,7 +23,6 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Name = Annotated[str, Field(max_length=512)]
 _Place = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 _Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
-_RequestId = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class MemberBody(Section):
@@ -53,12 +52,13 @@ class OpenBody(Section):
     purpose: Purpose = "train"
     sampling: SamplingBody | None = None
     limits: LimitsBody = LimitsBody()
-    request_id: _RequestId | None = Field(None, description="the same again gets the same sessions")
+    request_id: _Name = ""
+    """Makes opening safe to try again: the same id, the same sessions."""
 
 
 class ChildBody(Section):
     limits: LimitsBody = LimitsBody()
-    request_id: _RequestId | None = None
+    request_id: _Name = ""
 
 
 class RewardBody(Section):
@@ -119,18 +119,12 @@ class Unrewarded(BaseModel):
     deadline: float
 
 
-class TaskView(BaseModel):
-    id: str
-    payload: dict[str, Any]
-    label: Any
-    split: str
-
-
 class Lease(BaseModel):
     """Open sessions for these members within `lease_timeout_s`."""
 
     group_id: str
-    task: TaskView
+    task: dict[str, Any]
+    """`id`, `payload`, `label`, `split`, as the task source gave them."""
     members: list[MemberBody]
     lease_timeout_s: float
 

@@ -87,6 +87,8 @@ class Opening:
     sampling: Sampling
     limits: SessionLimits = field(default_factory=SessionLimits)
     parent: SessionRecord | None = None
+    request_id: str = ""
+    """Who asks again under the same id gets the same sessions."""
 
 
 class SessionRegistry:
@@ -98,6 +100,7 @@ class SessionRegistry:
         self._by_key: dict[bytes, SessionRecord] = {}
         self._open: dict[str, SessionRecord] = {}
         self._closed: dict[str, SessionRecord] = {}
+        self._requests: dict[str, tuple[Opening, list[SessionRecord]]] = {}
         self._counts: Counter[SessionState] = Counter()
 
     def open(self, group: Opening, now: float) -> list[SessionRecord]:
@@ -134,10 +137,24 @@ class SessionRegistry:
             records.append(record)
         if parent is not None:
             parent.children += records
+        if group.request_id:
+            self._requests[group.request_id] = group, records
+        if len(self._requests) > _CLOSED_KEPT:
+            del self._requests[next(iter(self._requests))]
+        return records
+
+    def reopened(self, group: Opening) -> list[SessionRecord]:
+        """The sessions that an earlier try of the same request opened; none if there was none. SessionError
+        409 if that was another request."""
+        before, records = self._requests.get(group.request_id, (group, []))
+        if before != group:
+            reason = f"request_id {group.request_id!r} has opened other sessions"
+            raise SessionError(reason, status=409, code="request_id_reused", param="request_id")
         return records
 
     def forget(self, records: Sequence[SessionRecord]) -> None:
         """Sessions whose opening came to nothing; nobody has their keys."""
+        self._requests = {name: held for name, held in self._requests.items() if held[1] is not records}
         for record in records:
             del self._open[record.session.id], self._by_id[record.session.id], self._by_key[record.key_hash]
             self._counts["open"] -= 1

@@ -108,6 +108,7 @@ async def test_open_sends_the_lease_with_the_environment_key(gateway):
     gateway.answers = [(201, OPENED, {})]
     opened = await gateway.client.open(LEASE, purpose="eval", sampling=Sampling(temperature=0.0))
     assert opened == [session(0, 0), session(3, 2)]
+    assert len(gateway.requests[0][2].pop("request_id")) == 32
     assert gateway.requests == [
         (
             "/sessions",

@@ -488,7 +488,7 @@ async def test_bad_bodies_have_the_error_shape_and_no_5xx(gateway: Running):
     bodies += [(reward, text) for text in ("", "{", "[" * 100_000, '{"a":' * 100_000, "null", "1", '"x"')]
     bodies += [(reward, '{"reward": 1, "components": {"a": NaN}}'), (reward, '{"reward": 1, "\\ud800": 1}')]
     bodies += [(reward, '{"reward": 1, "turn": "\\ud800"}'), (reward, '{"reward": 1, "turn": ["x"]}')]
-    bodies += [("/sessions", opening % extra) for extra in ('"limits": {"max_turns": 0}', '"request_id": ""')]
+    bodies += [("/sessions", opening % extra) for extra in ('"limits": {"max_turns": 0}', '"request_id": 1')]
     bodies += [("/sessions", opening % '"limits": {"timeout_s": NaN}'), ("/tasks/lease", '{"wait_s": -1}')]
     bodies += [("/sessions", opening % '"sampling": {"max_new_tokens": 1e30}')]
     bodies += [("/sessions", '{"task_id": "\\ud800", "group_id": "g", "members": [{"index": 0}]}')]
