@@ -85,11 +85,8 @@ class Lifecycle:
     async def open_child(
         self, parent: SessionRecord, limits: SessionLimits, request_id: str
     ) -> SessionRecord:
-        """A session for a sub-agent, in its parent's place. SessionError as `open`, 409 once the parent is
-        closed."""
+        """A session for a sub-agent, in its parent's place. SessionError as `open`."""
         of = parent.session
-        if parent.frozen:
-            raise SessionError(f"session {of.id} is closed", status=409, code="session_closed")
         child = Opening(
             task_id=of.task_id,
             group_id=of.group_id,
@@ -113,12 +110,12 @@ class Lifecycle:
         of = {"turn": reward.turn, "branch": reward.branch}
         stored = self.store.set_reward(record.session.id, reward.value, reward.components, **of)
         await asyncio.wrap_future(stored)
-        if record.state == "unrewarded" and not named:
+        if record.reward_deadline is not None and not named:
             await self._close(record, "finished")
 
     async def finish(self, record: SessionRecord, reward: Reward | None = None) -> Outcome | None:
         """None while the session waits for its reward."""
-        if reward is not None and (not record.frozen or record.state == "unrewarded"):
+        if reward is not None and (not record.frozen or record.reward_deadline is not None):
             await self.reward(record, reward)
         return await self._close(record, "finished")
 
@@ -163,7 +160,7 @@ class Lifecycle:
             return record.outcome
         conversation = self.turns.conversation_to_close(record)
         async with conversation.closed:
-            if not record.frozen:
+            if not conversation.frozen:
                 record.frozen = True
                 children = [self._close(child, state, failure) for child in record.children]
                 await asyncio.gather(conversation.settle(_SETTLE_S), *children)
@@ -184,7 +181,7 @@ class Lifecycle:
             if record.state == "open":
                 self.registry.wait(record, time.time() + self.policy.reward_deadline_s)
             return
-        hand_over = trains and top
+        record.reward_deadline, hand_over = None, trains and top
         stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
         await asyncio.wrap_future(stored)
         self.registry.close(record, state, outcome)
