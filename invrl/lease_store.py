@@ -67,6 +67,11 @@ class LeaseStore:
             for group_id, index, attempt, task in rows
         ]
 
+    def withdraw(self) -> None:
+        """Nothing is on offer any more."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM leases WHERE taken_at IS NULL")
+
     def close(self) -> None:
         self._db.close()
 

@@ -11,7 +11,6 @@ last commits, never the file). Session keys are stored hashed. The ledger's tabl
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import sqlite3
 import threading
@@ -43,7 +42,7 @@ CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, key_hash BLOB NOT NULL UNIQUE, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
   member INTEGER NOT NULL, attempt INTEGER NOT NULL, purpose TEXT NOT NULL, sampling BLOB NOT NULL,
   opened_at REAL NOT NULL, state TEXT NOT NULL, reward REAL, components BLOB, outcome BLOB,
-  parent_id TEXT NOT NULL, limits BLOB NOT NULL, deadline REAL);
+  parent_id TEXT NOT NULL, limits BLOB NOT NULL, reward_deadline REAL);
 CREATE INDEX IF NOT EXISTS live_sessions ON sessions (id) WHERE state IN ('open', 'unrewarded');
 CREATE INDEX IF NOT EXISTS children ON sessions (parent_id) WHERE parent_id!='';
 CREATE TABLE IF NOT EXISTS rewards (
@@ -78,7 +77,7 @@ _TURN_ARRAYS = {"context_ids_T": np.int32, "sampled_ids_T": np.int32, "logprobs_
 
 _SESSION_COLUMNS = (
     "id, task_id, group_id, member, attempt, purpose, sampling, limits, parent_id, "
-    "key_hash, opened_at, state, deadline, reward, components, outcome"
+    "key_hash, opened_at, state, reward_deadline, reward, components, outcome"
 )
 _encode = msgspec.json.encode
 _Statement = tuple[str, tuple[object, ...]]
@@ -94,8 +93,7 @@ class StoredSession:
     key_hash: bytes
     opened_at: float
     state: str
-    deadline: float
-    """Unix seconds, of the reward that an unrewarded session waits for."""
+    reward_deadline: float | None
     reward: float | None
     components: Mapping[str, float]
     turn_rewards: dict[str, Reward]
@@ -181,7 +179,7 @@ class RunStoreWriter:
 
     def await_reward(self, session_id: str, deadline: float) -> Future[None]:
         """The session is finished, but for its reward."""
-        sql = "UPDATE sessions SET state='unrewarded', deadline=? WHERE id=?"
+        sql = "UPDATE sessions SET state='unrewarded', reward_deadline=? WHERE id=?"
         return self._submit([(sql, (deadline, session_id))])
 
     def close_session(
@@ -189,7 +187,7 @@ class RunStoreWriter:
     ) -> Future[None]:
         """The session's final state, and with `hand_over` its outbox row, in one transaction."""
         body = _encode(outcome)
-        sql = "UPDATE sessions SET state=?, outcome=? WHERE id=?"
+        sql = "UPDATE sessions SET state=?, outcome=?, reward_deadline=NULL WHERE id=?"
         statements: list[_Statement] = [(sql, (state, body, session_id))]
         if hand_over:
             failed = isinstance(outcome, FailedRollout)
@@ -330,7 +328,7 @@ class RunStore:
             key_hash=key_hash,
             opened_at=opened_at,
             state=state,
-            deadline=math.inf if deadline is None else deadline,
+            reward_deadline=deadline,
             reward=reward,
             components=_components(parts),
             turn_rewards=own["turn"],

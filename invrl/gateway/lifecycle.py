@@ -97,8 +97,7 @@ class Lifecycle:
     async def open_child(
         self, parent: SessionRecord, limits: SessionLimits, request_id: str
     ) -> SessionRecord:
-        """A session for a sub-agent, in its parent's place. SessionError as `open`, 409 once the parent is
-        closed."""
+        """A session for a sub-agent, in its parent's place. SessionError as `open`."""
         of = parent.session
         child = Opening(
             task_id=of.task_id,
@@ -121,12 +120,12 @@ class Lifecycle:
             raise SessionError(reason, status=404, code="turn_not_found", param="turn")
         self.registry.reward(record, reward)
         await asyncio.wrap_future(self.store.set_reward(record.session.id, reward))
-        if record.state == "unrewarded" and not named:
+        if record.reward_deadline is not None and not named:
             await self._close(record, "finished")
 
     async def finish(self, record: SessionRecord, reward: Reward | None = None) -> Outcome | None:
         """None while the session waits for its reward."""
-        if reward is not None and (not record.frozen or record.state == "unrewarded"):
+        if reward is not None and (not record.frozen or record.reward_deadline is not None):
             await self.reward(record, reward)
         return await self._close(record, "finished")
 
@@ -165,8 +164,8 @@ class Lifecycle:
             return record.outcome
         conversation = self.turns.conversation_to_close(record)
         async with conversation.closed:
-            record.frozen = True
             if not conversation.frozen:
+                record.frozen = True
                 children = [self._close(child, state, failure) for child in record.children]
                 await asyncio.gather(conversation.settle(_SETTLE_S), *children)
                 conversation.freeze()
@@ -185,10 +184,10 @@ class Lifecycle:
         if failure is None and trains and top and self._may_wait(record, turns, delivered):
             if record.state == "open":
                 deadline = time.time() + self.policy.reward_deadline_s
-                await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))
                 self.registry.wait(record, deadline)
+                await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))
             return
-        hand_over = trains and top
+        record.reward_deadline, hand_over = None, trains and top
         stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
         await asyncio.wrap_future(stored)
         self.registry.close(record, state, outcome)

@@ -38,8 +38,8 @@ def summarise(
     """The outcome of finishing `record`. `turns`: the family's; `delivered`: ids of those whose answer
     reached its client. Versions are those of the tokens that may be trained. A session without such tokens
     is EMPTY, a training session without a reward BAD_REWARD; others count as reward 0."""
-    root_of, auxiliary = roots(turns), auxiliary_roots(turns)
-    untrained = () if train_auxiliary else auxiliary
+    root_of, auxiliary = roots(turns), dict.fromkeys(auxiliary_roots(turns))
+    untrained = {} if train_auxiliary else auxiliary
     trained = [
         turn
         for turn in turns
@@ -113,8 +113,9 @@ def auxiliary_roots(turns: Sequence[Turn]) -> tuple[str, ...]:
     for session_id in dict.fromkeys(turn.session_id for turn in turns):
         begun = [turn for turn in turns if turn.session_id == session_id and turn.parent_id is None]
         firsts = [turn for turn in begun if turn.fork_reason in ("", ForkReason.NEW_CONVERSATION)] or begun
-        home = {turn.id: max(firsts, key=lambda first: _shared(first, turn)).id for turn in begun}
-        home |= {first.id: first.id for first in firsts}
+        home = {first.id: first.id for first in firsts}
+        for turn in begun:
+            home[turn.id] = home.get(turn.id) or max(firsts, key=lambda first: _shared(first, turn)).id
         size = Counter[str]()
         for turn in begun:
             size[home[turn.id]] += sampled[turn.id]

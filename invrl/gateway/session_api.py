@@ -148,7 +148,7 @@ class SessionRoutes:
         record = self.keys.session(request, session_id)
         outcome = await self.lifecycle.finish(record, body.value())
         if outcome is None:
-            waits = {"outcome": "unrewarded", "session_id": session_id, "deadline": record.deadline}
+            waits = {"outcome": "unrewarded", "session_id": session_id, "deadline": record.reward_deadline}
             return _json(waits, status=202)
         return _outcome(outcome)
 

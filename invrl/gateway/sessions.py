@@ -68,8 +68,8 @@ class SessionRecord:
     session: Session
     key_hash: bytes
     opened_at: float
-    deadline: float = float("inf")
-    """Unix seconds: of the session, or of its reward while it waits for that."""
+    reward_deadline: float | None = None
+    """Unix seconds: until when a finished session waits for its reward; None: it does not."""
     parent: SessionRecord | None = field(default=None, repr=False)
     children: list[SessionRecord] = field(default_factory=list, repr=False)
     state: SessionState = "open"
@@ -179,8 +179,6 @@ class SessionRegistry:
                 record.parent = self._by_id[session.parent_id]
                 record.parent.children.append(record)
             self._by_id[session.id] = self._by_key[record.key_hash] = record
-            if record.state == "open":
-                record.deadline = record.opened_at + min(self._ttl_s, session.limits.timeout_s)
             if record.outcome is None:
                 self._open[session.id] = record
                 self._counts[record.state] += 1
@@ -221,7 +219,7 @@ class SessionRegistry:
         """The last value wins until the session is finished; a child's until its parent is. SessionError
         409 after that."""
         top = record.top()
-        late = top.frozen and top.state != "unrewarded"
+        late = top.frozen and top.reward_deadline is None
         if late or record.state in ("aborted", "expired"):
             code = "reward_too_late" if record.state == "expired" else "session_closed"
             state = "being closed" if record.state == "open" else record.state
@@ -236,7 +234,7 @@ class SessionRegistry:
     def wait(self, record: SessionRecord, deadline: float) -> None:
         """A finished session without a reward waits for one."""
         self._counts[record.state] -= 1
-        record.state, record.deadline = "unrewarded", deadline
+        record.state, record.reward_deadline = "unrewarded", deadline
         self._counts["unrewarded"] += 1
 
     def close(self, record: SessionRecord, state: SessionState, outcome: Outcome) -> None:
@@ -287,7 +285,12 @@ class SessionRegistry:
 
     def expired(self, now: float) -> list[SessionRecord]:
         """Open sessions past their time to live, and unrewarded ones past their reward's deadline."""
-        return [record for record in self._open.values() if now > record.deadline]
+
+        def end(record: SessionRecord) -> float:
+            own = record.opened_at + min(self._ttl_s, record.session.limits.timeout_s)
+            return own if record.reward_deadline is None else record.reward_deadline
+
+        return [record for record in self._open.values() if now > end(record)]
 
     def counts(self) -> Mapping[SessionState, int]:
         """Sessions by state since the start."""

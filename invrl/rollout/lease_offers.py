@@ -29,3 +29,6 @@ class LeaseOffers(Scheduler):
             for failure in await asyncio.to_thread(self._leases.expire, time.time() - self._timeout_s):
                 await self._buffer.record(failure)
             await asyncio.sleep(_POLL_S)
+
+    async def _drain(self, drain_s: float) -> None:
+        await asyncio.to_thread(self._leases.withdraw)

@@ -262,7 +262,7 @@ async def test_a_session_still_awaits_its_reward_after_a_restart(life: Life):
     db = sqlite3.connect(life.store)
     with db:  # the worker died between this reward and what follows from it
         db.execute(
-            "UPDATE sessions SET reward=0.25, components='{}', deadline=? WHERE id=?", (0.0, stored.id)
+            "UPDATE sessions SET reward=0.25, components='{}', reward_deadline=? WHERE id=?", (0.0, stored.id)
         )
     db.close()
     async with life.again(reward_deadline_s=60.0, session_ttl_s=0.01) as gateway:
@@ -277,6 +277,8 @@ async def test_a_session_still_awaits_its_reward_after_a_restart(life: Life):
         assert {name: o.reward for name, o in found.items()} == {judged.id: 0.5, stored.id: 0.25}
         assert found[judged.id].turn_rewards == {turn: 2.0}
         assert (await gateway.env("/metrics")).json()["sessions"] == {"unrewarded": 1, "finished": 2}
+    async with life.again(reward_deadline_s=60.0) as gateway:
+        assert await gateway.finish(judged, reward=9.0) == found[judged.id]
 
 
 async def test_a_lease_outlives_the_worker_that_gave_it_and_a_retry_opens_it(life: Life):

@@ -14,10 +14,13 @@ import pytest
 from fakes import random_reply
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually, model, renderer, running
 
 from invrl.buffer.batching import samples_from_rollout
+from invrl.gateway.conversation import Conversation
 from invrl.gateway.rendering import Renderer
+from invrl.gateway.session_bodies import Failed, Finished, Opened, Rewarded, SessionView
 from invrl.gateway.turns import Turns
 from invrl.lease_store import LeaseStore
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
@@ -374,6 +377,35 @@ async def test_a_call_in_flight_cannot_change_what_a_finish_hands_over(gateway: 
     ] == summary.reward
 
 
+async def test_nothing_reaches_a_session_whose_finish_has_begun(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+):
+    begun, go_on, settle = asyncio.Event(), asyncio.Event(), Conversation.settle
+
+    async def held(conversation: Conversation, deadline_s: float) -> None:
+        await settle(conversation, deadline_s)
+        begun.set()
+        await go_on.wait()
+
+    monkeypatch.setattr(Conversation, "settle", held)
+    [session] = await gateway.open()
+    await chat(gateway, session)
+    finishing = asyncio.create_task(gateway.finish(session, reward=0.5))
+    await asyncio.wait_for(begun.wait(), 10)
+    for path in ("reward", "children"):
+        body = {"reward": 0.9} if path == "reward" else {}
+        answer = await post(gateway, f"/sessions/{session.id}/{path}", body)
+        assert code(answer) == (409, "session_closed")
+    with pytest.raises(openai.AuthenticationError):
+        await chat(gateway, session, MORE)
+    again = asyncio.create_task(gateway.finish(session, reward=0.7))
+    go_on.set()
+    summary = await finishing
+    assert isinstance(summary, RolloutSummary)
+    assert (summary.reward, summary.num_turns) == (0.5, 1)
+    assert await again == summary
+
+
 async def test_a_delivery_after_the_snapshot_does_not_count(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ):
@@ -529,6 +561,26 @@ async def test_openapi_lists_the_session_routes_with_types_and_refusals(gateway:
         assert set(operation["responses"]) - {"202"} == {good, "4XX"}
         assert operation["responses"][good]["content"]["application/json"]["schema"]
         assert operation["security"]
+
+
+async def test_answers_are_of_the_types_that_openapi_shows(gateway: Running):
+    good, bad = await gateway.open(members=2)
+    await chat(gateway, good)
+    turn = gateway.turns(good)[0].id
+    body = {"reward": 1.0, "turn": turn, "components": {"a": 1.0}}
+    Rewarded.model_validate((await post(gateway, f"/sessions/{good.id}/reward", body)).json())
+    Opened.model_validate((await post(gateway, f"/sessions/{good.id}/children", {})).json())
+    for at in range(2):
+        shown = (await gateway.env(f"/sessions/{good.id}")).json()
+        view = SessionView.model_validate(shown)
+        assert set(shown) == set(SessionView.model_fields)
+        assert good.key not in str(shown)
+        assert [line.id for line in view.turns] == [turn][at:]
+        assert view.turn_rewards[turn].components == {"a": 1.0}
+        ended = (await post(gateway, f"/sessions/{good.id}/finish", {"reward": 1.0})).json()
+        TypeAdapter(Finished).validate_python(ended)
+    failed = (await post(gateway, f"/sessions/{bad.id}/abort", {"reason": "timeout", "detail": "x"})).json()
+    TypeAdapter(Failed).validate_python(failed)
 
 
 json_values = st.recursive(
