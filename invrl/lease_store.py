@@ -38,6 +38,8 @@ class LeaseStore:
     def take(self, now: float) -> GroupLease | None:
         """The oldest lease that nobody has taken; its members' sessions must be opened before it expires."""
         sql = "UPDATE leases SET taken_at=? WHERE seq=(SELECT MIN(seq) FROM leases WHERE taken_at IS NULL)"
+        if not self._any("taken_at IS NULL"):
+            return None
         with self._transaction() as db:
             rows = db.execute(sql + " RETURNING group_id, member, attempt, task", (now,)).fetchall()
         if not rows:
@@ -52,6 +54,8 @@ class LeaseStore:
     def expire(self, before: float) -> list[FailedRollout]:
         """Takes back what was taken earlier than `before` and has no session: the members' outcomes."""
         sql = "DELETE FROM leases WHERE taken_at<? RETURNING group_id, member, attempt, task"
+        if not self._any("taken_at<?", before):
+            return []
         with self._transaction() as db:
             rows = db.execute(sql, (before,)).fetchall()
         return [
@@ -74,6 +78,12 @@ class LeaseStore:
 
     def close(self) -> None:
         self._db.close()
+
+    def _any(self, condition: str, *values: float) -> bool:
+        """Asked before a transaction begins: who only looks takes no turn in writing."""
+        with self._lock:
+            sql = f"SELECT 1 FROM leases WHERE {condition} LIMIT 1"
+            return self._db.execute(sql, values).fetchone() is not None
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
