@@ -1,11 +1,11 @@
 """The run's store: sessions, turns and the outbox, in one SQLite file.
 
-The gateway alone writes sessions, turns and outbox rows (`RunStoreWriter`: one thread in each of its workers,
-group commit); the buffer actor and the loop read in their own processes (`RunStore`), and so does a gateway
-worker that takes up what its predecessor left. Invariants: a closed session's
-final state and its outbox row are one transaction, so the two cannot disagree; what a future of the
-writer reports as done survives kill -9 of the process (WAL; an operating-system crash may lose the
-last commits, never the file). Session keys are stored hashed. The ledger's tables are here too
+The gateway alone writes sessions, rewards, turns and outbox rows (`RunStoreWriter`: one thread in each of its
+workers, group commit); the buffer actor and the loop read in their own processes (`RunStore`), and so does a
+gateway worker that takes up what its predecessor left. Invariants: a lease goes and its session comes in one
+transaction; so do a closed session's final state and its outbox row; what a future of the writer reports as
+done survives kill -9 of the process (WAL; an operating-system crash may lose the last commits, never the
+file). Session keys are stored hashed. The ledger's tables are here too
 (`buffer/ledger_store.py`); its writer takes turns with the gateway through the busy timeout."""
 
 from __future__ import annotations
