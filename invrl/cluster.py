@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -24,10 +25,12 @@ from invrl.config import Config
 from invrl.gateway.gateway_server import GatewayServer
 from invrl.gateway.settings import GatewaySettings
 from invrl.guardian import start_guardian
+from invrl.lease_store import LeaseStore
 from invrl.process import free_port
 from invrl.ray_setup import worker_environment
 from invrl.rollout.engine_server import find_device
 from invrl.rollout.fleet import Fleet
+from invrl.rollout.lease_offers import LeaseOffers
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.tasks import load_tasks
 from invrl.rollout.worker_handle import RayWorker
@@ -90,10 +93,14 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
         yield Serving(fleet=fleet, gateway=gateway, settings=settings, started=started)
 
 
+_OF_THE_HOST = {"gateway_host", "gateway_port", "gateway_public_url", "gateway_workers"}
+"""What `GatewaySettings` knows under other names."""
+
+
 def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> GatewaySettings:
     values = {
         **config.rollout.model_dump(include={"temperature", "max_new_tokens"}),
-        **config.gateway.model_dump(exclude={"gateway_host", "gateway_port", "gateway_public_url"}),
+        **config.gateway.model_dump(exclude=_OF_THE_HOST),
         **asdict(fleet.limits),
         "run_id": folder.path.name,
         "host": config.gateway.gateway_host,
@@ -102,10 +109,11 @@ def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> Gatewa
         "public_url": config.gateway.gateway_public_url,
         "router_url": fleet.router_url,
         "router_api_key": fleet.router_api_key,
-        "env_key": f"env-{secrets.token_urlsafe(24)}",
+        "env_key": os.environ.get("INVRL_ENV_KEY") or f"env-{secrets.token_urlsafe(24)}",
         "model_path": str(config.model.folder),
         "model_name": config.model.folder.name,
         "store_path": str(folder.store_path),
+        "leases": config.rollout.external_environments,
         "sampling_seed": config.run.seed if config.engine.seeded_sampling else None,
     }
     return GatewaySettings.model_validate(values)
@@ -163,12 +171,20 @@ def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None 
     return RolloutHandle(
         config.rollout,
         buffer=buffer,
+        offers=_lease_offers(config, serving, buffer),
         gateway_url=serving.gateway.url,
         env_key=serving.env_key,
         model=serving.settings.model_name,
         seed=config.run.seed,
         make_worker=partial(RayWorker, concurrency=config.rollout.rollout_concurrency),
     )
+
+
+def _lease_offers(config: Config, serving: Serving, buffer: BufferHandle | None) -> LeaseOffers | None:
+    if buffer is None or not config.rollout.external_environments:
+        return None
+    leases = LeaseStore(Path(serving.settings.store_path))
+    return LeaseOffers(buffer, leases, timeout_s=config.gateway.lease_timeout_s)
 
 
 @asynccontextmanager

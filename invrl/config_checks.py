@@ -118,6 +118,12 @@ def _deadlines(config: Config) -> Contradictions:
     reason = f"a rollout may take rollout_timeout_s = {limit:g} s"
     if gateway.session_ttl_s < limit:
         yield "gateway.session_ttl_s", reason, "raise --session-ttl-s or lower --rollout-timeout-s"
+    if gateway.late_reward == "accept" and not gateway.reward_deadline_s:
+        why = "a session past its time would have to wait for its reward, and reward_deadline_s is 0"
+        yield "gateway.late_reward", why, "set --reward-deadline-s, or --late-reward drop"
+    if buffer.batch_timeout_s < gateway.reward_deadline_s:
+        why = f"a batch is waited for batch_timeout_s = {buffer.batch_timeout_s:g} s"
+        yield "gateway.reward_deadline_s", why, "lower --reward-deadline-s or raise --batch-timeout-s"
     if buffer.batch_timeout_s < limit:
         yield "buffer.batch_timeout_s", reason, "raise --batch-timeout-s or lower --rollout-timeout-s"
 

@@ -24,7 +24,7 @@ _TRAINS_ALONE = ("model folder", "trainable model", "trackers", "saved batches",
 
 def check_run(config: Config, *, trains: bool = False, evaluates: bool = False) -> None:
     """Raises ConfigError for the first thing that a run with these settings could not start with."""
-    wanted = {"model folder", "chat template", *UPSTREAM, "gateway port"}
+    wanted = {"model folder", "chat template", *UPSTREAM, "gateway port", "environment key"}
     wanted |= {*_TRAINS} if trains else {*_EVALUATES} if evaluates else set()
     for name, check in run_checks(config).items():
         if name in wanted:
@@ -65,6 +65,7 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
         "router options": lambda: sglang_args.router_flags({k: str(v) for k, v in config.router.items()}),
         "megatron options": lambda: check_megatron_options(config),
         "gateway port": lambda: check_port(config),
+        "environment key": check_environment_key,
     }
     return {name: checks[name] for name in _TRAINS_ALONE} if config.run.debug_train_only else checks
 
@@ -132,6 +133,15 @@ def check_world(config: Config, *, cpus: int) -> None:
         reason = f"this machine has {have} {what}, and every rank needs one of its own"
         fix = f"lower --data-parallel-size to {have} or less"
         raise ConfigError("train.data_parallel_size", ranks, reason, fix)
+
+
+def check_environment_key() -> None:
+    """The one that the user brings, if any."""
+    if len(os.environ.get("INVRL_ENV_KEY", "x" * 16)) < 16:
+        fix = "make it of 16 random characters or more, or unset it"
+        raise ConfigError(
+            "INVRL_ENV_KEY", "(not shown)", "whoever has it opens sessions: it is too short", fix
+        )
 
 
 def check_port(config: Config) -> None:

@@ -1,11 +1,11 @@
 """The run's store: sessions, turns and the outbox, in one SQLite file.
 
-The gateway alone writes sessions, turns and outbox rows (`RunStoreWriter`: one thread in each of its workers,
-group commit); the buffer actor and the loop read in their own processes (`RunStore`), and so does a gateway
-worker that takes up what its predecessor left. Invariants: a closed session's
-final state and its outbox row are one transaction, so the two cannot disagree; what a future of the
-writer reports as done survives kill -9 of the process (WAL; an operating-system crash may lose the
-last commits, never the file). Session keys are stored hashed. The ledger's tables are here too
+The gateway alone writes sessions, rewards, turns and outbox rows (`RunStoreWriter`: one thread in each of its
+workers, group commit); the buffer actor and the loop read in their own processes (`RunStore`), and so does a
+gateway worker that takes up what its predecessor left. Invariants: a lease goes and its session comes in one
+transaction; so do a closed session's final state and its outbox row; what a future of the writer reports as
+done survives kill -9 of the process (WAL; an operating-system crash may lose the last commits, never the
+file). Session keys are stored hashed. The ledger's tables are here too
 (`buffer/ledger_store.py`); its writer takes turns with the gateway through the busy timeout."""
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ import numpy as np
 from invrl.types import (
     FailedRollout,
     Outcome,
+    Reward,
     Rollout,
     RolloutSummary,
     Sampling,
     Session,
+    SessionLimits,
     Trajectory,
     Turn,
     VersionSpan,
@@ -39,8 +41,16 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, key_hash BLOB NOT NULL UNIQUE, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
   member INTEGER NOT NULL, attempt INTEGER NOT NULL, purpose TEXT NOT NULL, sampling BLOB NOT NULL,
-  opened_at REAL NOT NULL, state TEXT NOT NULL, reward REAL, components BLOB, outcome BLOB);
-CREATE INDEX IF NOT EXISTS open_sessions ON sessions (id) WHERE state='open';
+  opened_at REAL NOT NULL, state TEXT NOT NULL, reward REAL, components BLOB, outcome BLOB,
+  parent_id TEXT NOT NULL, limits BLOB NOT NULL, reward_deadline REAL);
+CREATE INDEX IF NOT EXISTS live_sessions ON sessions (id) WHERE state IN ('open', 'unrewarded');
+CREATE INDEX IF NOT EXISTS children ON sessions (parent_id) WHERE parent_id!='';
+CREATE TABLE IF NOT EXISTS rewards (
+  session_id TEXT NOT NULL, of TEXT NOT NULL, turn_id TEXT NOT NULL, reward REAL NOT NULL, components BLOB,
+  PRIMARY KEY (session_id, of, turn_id));
+CREATE TABLE IF NOT EXISTS leases (
+  group_id TEXT NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, seq INTEGER NOT NULL,
+  task BLOB NOT NULL, taken_at REAL, PRIMARY KEY (group_id, member, attempt));
 CREATE TABLE IF NOT EXISTS turns (
   seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL, parent_id TEXT,
   context_ids BLOB NOT NULL, sampled_ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans BLOB NOT NULL,
@@ -66,8 +76,8 @@ _TURN_COLUMNS = ", ".join(name.removesuffix("_T") for name in _TURN_FIELDS)
 _TURN_ARRAYS = {"context_ids_T": np.int32, "sampled_ids_T": np.int32, "logprobs_T": np.float32}
 
 _SESSION_COLUMNS = (
-    "id, task_id, group_id, member, attempt, purpose, sampling, "
-    "key_hash, opened_at, state, reward, components, outcome"
+    "id, task_id, group_id, member, attempt, purpose, sampling, limits, parent_id, "
+    "key_hash, opened_at, state, reward_deadline, reward, components, outcome"
 )
 _encode = msgspec.json.encode
 _Statement = tuple[str, tuple[object, ...]]
@@ -83,8 +93,11 @@ class StoredSession:
     key_hash: bytes
     opened_at: float
     state: str
+    reward_deadline: float | None
     reward: float | None
     components: Mapping[str, float]
+    turn_rewards: dict[str, Reward]
+    branch_rewards: dict[str, Reward]
     outcome: Outcome | None
 
 
@@ -99,9 +112,10 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def abandon_open_sessions(path: Path) -> None:
-    """Before a run goes on: the processes that held its open sessions are gone."""
+    """Before a run goes on: the processes that held its open sessions are gone, and its leases with them."""
     with contextlib.closing(connect(path)) as db:
-        db.execute("UPDATE sessions SET state='lost' WHERE state='open'")
+        db.execute("UPDATE sessions SET state='lost' WHERE state IN ('open', 'unrewarded')")
+        db.execute("DELETE FROM leases")
 
 
 class RunStoreWriter:
@@ -115,13 +129,27 @@ class RunStoreWriter:
         self._thread.start()
 
     def open_sessions(
-        self, sessions: Sequence[Session], key_hashes: Sequence[bytes], opened_at: float
+        self,
+        sessions: Sequence[Session],
+        key_hashes: Sequence[bytes],
+        opened_at: float,
+        *,
+        leased: bool = False,
     ) -> Future[None]:
-        sql = "INSERT INTO sessions VALUES (?,?,?,?,?,?,?,?,?,'open',NULL,NULL,NULL)"
+        """All or none. With `leased` each takes the place of its lease, and where one has none that was
+        taken, the future has an IntegrityError: no session key."""
+        lease = "FROM leases WHERE group_id=? AND member=? AND attempt=? AND taken_at IS NOT NULL"
+        lease += " AND json_extract(CAST(task AS TEXT), '$.id')=?"
+        key_hash = f"(SELECT ? {lease})" if leased else "?"
+        sql = f"INSERT INTO sessions VALUES (?,{key_hash},?,?,?,?,?,?,?,'open',NULL,NULL,NULL,?,?,NULL)"
         statements: list[_Statement] = []
         for one, key in zip(sessions, key_hashes, strict=True):
+            claim = (one.group_id, one.index, one.attempt, one.task_id) if leased else ()
             place = (one.task_id, one.group_id, one.index, one.attempt, one.purpose)
-            statements.append((sql, (one.id, key, *place, _encode(one.sampling), opened_at)))
+            values = (*place, _encode(one.sampling), opened_at, one.parent_id, _encode(one.limits))
+            statements.append((sql, (one.id, key, *claim, *values)))
+            if leased:
+                statements.append((f"DELETE {lease}", claim))
         return self._submit(statements)
 
     def add_turn(self, turn: Turn, messages: bytes, tools: bytes = b"[]") -> Future[None]:
@@ -139,16 +167,27 @@ class RunStoreWriter:
     def mark_delivered(self, turn_id: str) -> Future[None]:
         return self._submit([("UPDATE turns SET delivered=1 WHERE id=?", (turn_id,))])
 
-    def set_reward(self, session_id: str, reward: float, components: Mapping[str, float]) -> Future[None]:
+    def set_reward(self, session_id: str, reward: Reward) -> Future[None]:
+        """The final one, or that of a turn or of the branches through one."""
+        value, components = reward.value, _encode(reward.components)
+        if reward.turn or reward.branch:
+            sql = "INSERT OR REPLACE INTO rewards VALUES (?,?,?,?,?)"
+            of = ("turn", reward.turn) if reward.turn else ("branch", reward.branch)
+            return self._submit([(sql, (session_id, *of, value, components))])
         sql = "UPDATE sessions SET reward=?, components=? WHERE id=?"
-        return self._submit([(sql, (reward, _encode(components), session_id))])
+        return self._submit([(sql, (value, components, session_id))])
+
+    def await_reward(self, session_id: str, deadline: float) -> Future[None]:
+        """The session is finished, but for its reward."""
+        sql = "UPDATE sessions SET state='unrewarded', reward_deadline=? WHERE id=?"
+        return self._submit([(sql, (deadline, session_id))])
 
     def close_session(
         self, session_id: str, state: str, outcome: Outcome, *, hand_over: bool
     ) -> Future[None]:
         """The session's final state, and with `hand_over` its outbox row, in one transaction."""
         body = _encode(outcome)
-        sql = "UPDATE sessions SET state=?, outcome=? WHERE id=?"
+        sql = "UPDATE sessions SET state=?, outcome=?, reward_deadline=NULL WHERE id=?"
         statements: list[_Statement] = [(sql, (state, body, session_id))]
         if hand_over:
             failed = isinstance(outcome, FailedRollout)
@@ -239,32 +278,63 @@ class RunStore:
         summary = _outcome(row[0])
         if isinstance(summary, FailedRollout):
             raise KeyError(f"session {session_id} finished without a usable reward")
-        return Rollout(summary=summary, trajectories=branches(self.turns(session_id)))
+        turns = [turn for one in (session_id, *summary.child_rewards) for turn in self.turns(one)]
+        return Rollout(summary=summary, trajectories=branches(turns))
 
     def rollouts(self, session_ids: Sequence[str]) -> list[Rollout]:
         return [self.rollout(session_id) for session_id in session_ids]
 
     def session_state(self, session_id: str) -> str:
-        """'open', 'finished', 'aborted', 'expired' or 'lost'; KeyError if unknown."""
+        """'open', 'unrewarded', 'finished', 'aborted', 'expired' or 'lost'; KeyError if unknown."""
         row = self._db.execute("SELECT state FROM sessions WHERE id=?", (session_id,)).fetchone()
         if row is None:
             raise KeyError(f"no session {session_id}")
         return str(row[0])
 
-    def open_sessions(self, prefix: str = "") -> list[StoredSession]:
-        """Sessions still open whose id begins with `prefix`, in the order of their opening."""
-        sql = f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE state='open' AND id GLOB ? ORDER BY rowid"
-        return [_session(row) for row in self._db.execute(sql, (prefix + "*",))]
+    def live_sessions(self, prefix: str = "") -> list[StoredSession]:
+        """Sessions that are not over whose id begins with `prefix`, and all that descend from them, in the
+        order of their opening."""
+        sql = (
+            "WITH RECURSIVE live(id) AS (SELECT id FROM sessions WHERE state IN ('open', 'unrewarded') "
+            "AND id GLOB ? AND parent_id='' UNION ALL SELECT child.id FROM live JOIN sessions AS child "
+            "ON child.parent_id=live.id WHERE child.parent_id!='') "
+            f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE id IN live ORDER BY rowid"
+        )
+        return [self._session(row) for row in self._db.execute(sql, (prefix + "*",)).fetchall()]
 
     def closed_session(self, name: str | bytes) -> StoredSession | None:
         """A session with an outcome, by its id or by its key's hash."""
         column = "id" if isinstance(name, str) else "key_hash"
         sql = f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE {column}=? AND outcome IS NOT NULL"
         row = self._db.execute(sql, (name,)).fetchone()
-        return None if row is None else _session(row)
+        return None if row is None else self._session(row)
 
     def close(self) -> None:
         self._db.close()
+
+    def _session(self, row: tuple[Any, ...]) -> StoredSession:
+        *place, sampling, limits, parent_id, key_hash, opened_at, state, deadline, reward, parts, outcome = (
+            row
+        )
+        names = ("id", "task_id", "group_id", "index", "attempt", "purpose")
+        values: dict[str, Any] = dict(zip(names, place, strict=True)) | {"key": "", "base_url": ""}
+        values |= {"limits": msgspec.json.decode(limits, type=SessionLimits), "parent_id": parent_id}
+        sql = "SELECT of, turn_id, reward, components FROM rewards WHERE session_id=?"
+        own: dict[str, dict[str, Reward]] = {"turn": {}, "branch": {}}
+        for of, turn_id, value, components in self._db.execute(sql, (values["id"],)):
+            own[of][turn_id] = Reward(value=value, components=_components(components), **{of: turn_id})
+        return StoredSession(
+            session=Session(**values, sampling=msgspec.json.decode(sampling, type=Sampling)),
+            key_hash=key_hash,
+            opened_at=opened_at,
+            state=state,
+            reward_deadline=deadline,
+            reward=reward,
+            components=_components(parts),
+            turn_rewards=own["turn"],
+            branch_rewards=own["branch"],
+            outcome=None if outcome is None else _outcome(outcome),
+        )
 
 
 def branches(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
@@ -283,19 +353,8 @@ def branches(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
     return tuple(paths)
 
 
-def _session(row: tuple[Any, ...]) -> StoredSession:
-    *place, sampling, key_hash, opened_at, state, reward, components, outcome = row
-    names = ("id", "task_id", "group_id", "index", "attempt", "purpose")
-    values: dict[str, Any] = dict(zip(names, place, strict=True)) | {"key": "", "base_url": ""}
-    return StoredSession(
-        session=Session(**values, sampling=msgspec.json.decode(sampling, type=Sampling)),
-        key_hash=key_hash,
-        opened_at=opened_at,
-        state=state,
-        reward=reward,
-        components=msgspec.json.decode(components, type=dict[str, float]) if components else {},
-        outcome=None if outcome is None else _outcome(outcome),
-    )
+def _components(body: bytes | None) -> dict[str, float]:
+    return msgspec.json.decode(body, type=dict[str, float]) if body else {}
 
 
 def _outcome(body: bytes) -> Outcome:

@@ -26,6 +26,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
     """Reward, lengths, cache and staleness of the rollouts that are trained in this step.
+    `delivered_fraction`, `trained_fraction` and `auxiliary_fraction` are of sampled tokens.
     `later_cached_fraction` is over the prompts of every turn after the first: what the radix cache
     saved of a conversation that continues. `forks/<reason>`, `matches/<level>`, `thinking_kept_tokens` and
     `forked_tokens` are the gateway's counts."""
@@ -43,6 +44,9 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
         "truncated_share": _mean([float(r.truncated) for r in rollouts]),
         "cached_fraction": _ratio((r.cached_tokens, r.prompt_tokens) for r in rollouts),
         "later_cached_fraction": _ratio((r.later_cached_tokens, r.later_prompt_tokens) for r in rollouts),
+        "delivered_fraction": _ratio((r.delivered_tokens, r.sampled_tokens) for r in rollouts),
+        "trained_fraction": _ratio((r.trained_tokens, r.sampled_tokens) for r in rollouts),
+        "auxiliary_fraction": _ratio((r.auxiliary_tokens, r.sampled_tokens) for r in rollouts),
         "forks": Sum(sum(r.forks for r in rollouts)),
         "staleness_mean": _mean([float(taken.version - r.oldest_version) for r in rollouts]),
         "staleness_max": Max(float(max((taken.version - r.oldest_version for r in rollouts), default=0))),

@@ -105,6 +105,10 @@ class _Run:
             learner = await self._learner(cluster, begin)
             await cluster.serving.fleet.admit()
             self.observer.note(f"everything is up after {time.monotonic() - started:.0f} s")
+            if self.config.rollout.external_environments:
+                key = f'$INVRL_ENV_KEY, or "env_key" in {self.folder.path}/private/gateway.json'
+                where = f"{cluster.serving.settings.url}/tasks/lease"
+                self.observer.note(f"environments lease tasks at {where}; key: {key}")
             await cluster.guard(self._train(cluster, learner, begin.step if begin else 0))
             await cluster.buffer.close()
         write_atomically(self.folder.finished_path, steps)

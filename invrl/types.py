@@ -67,6 +67,26 @@ class GroupLease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """What a session may use up: turns, sampled tokens, seconds since it was opened, calls at a time."""
+
+    max_turns: int = 10_000
+    max_sampled_tokens: int = 1_000_000
+    timeout_s: float = 3600.0
+    max_concurrent_calls: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A reward and its named parts, for the session or for one of its turns or branches (by turn id)."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    turn: str = ""
+    branch: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """One rollout's capability: whoever has `key` may sample in this session and in no other."""
 
@@ -79,6 +99,9 @@ class Session:
     attempt: int
     purpose: Purpose
     sampling: Sampling
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    parent_id: str = ""
+    """The session that opened this one for a sub-agent; it has the same place, and one outcome is both's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +200,13 @@ class RolloutSummary(EndedSession):
     """Prompt tokens of the turns after the first of each branch."""
     later_cached_tokens: int
     sampled_tokens: int
+    delivered_tokens: int = 0
+    """Sampled tokens of turns whose answer reached its client whole."""
+    auxiliary_tokens: int = 0
+    """Sampled tokens of conversations beside the main one (titles, summaries)."""
     trained_tokens: int
-    """Sampled tokens that may be trained: those of delivered turns that were not aborted."""
+    """Sampled tokens that may be trained: those of delivered turns that were not aborted and do not stand
+    under one of `untrained_roots`."""
     truncated: bool
     """Some turn ended because it ran out of tokens."""
     oldest_version: WeightVersion
@@ -188,11 +216,19 @@ class RolloutSummary(EndedSession):
     """Forks by reason, continued turns by match level, ids of kept thinking and of forked prompts."""
     started_at: float
     finished_at: float
+    turn_rewards: Mapping[str, float] = field(default_factory=dict)
+    """By turn id: in place of `reward` for the tokens of that turn."""
+    branch_rewards: Mapping[str, float] = field(default_factory=dict)
+    """By turn id: in place of `reward` for the branches through that turn; of two on a branch the later."""
+    child_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Of every child session whose turns belong to this rollout, by session id."""
+    untrained_roots: tuple[str, ...] = ()
+    """Root turns of conversations that are not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """A finished session with its tokens."""
+    """A finished session with its tokens, and those of its children."""
 
     summary: RolloutSummary
     trajectories: tuple[Trajectory, ...]

@@ -1,9 +1,15 @@
 """From a taken batch and its tokens to a TrainBatch. Pure; called by the loop's process.
 
-One row per branch of a rollout. Invariant: a sampled token is trained in exactly one row. A turn that
-several branches share is trained in the first of them and is context in the others. What is not trained:
-a turn whose answer never reached the client, or that was aborted. At the end of a branch such turns are
-cut off; inside it they stay as context, because what follows was conditioned on them."""
+One row per branch of a rollout, its child sessions' branches among them. Invariant: a sampled token is
+trained in exactly one row. A turn that several branches share is trained in the first of them and is
+context in the others. What is not trained: a turn whose answer never reached the client, or that was
+aborted. At the end of a branch such turns are cut off; inside it they stay as context, because what follows
+was conditioned on them.
+
+Whose reward counts for a token: its turn's own, else its branch's (the deepest turn of the branch that was
+given one), else its child session's, else the rollout's final one. An advantage for a reward other than the
+final one is what the advantage function says for the rollout with that reward in the final one's place: the
+rest of the group is compared by final rewards."""
 
 from __future__ import annotations
 
@@ -14,14 +20,15 @@ from numpy.typing import NDArray
 
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import AdvantageFn
-from invrl.types import Group, Rollout, TakenBatch, TrainBatch, TrainSample, Turn
+from invrl.types import Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
 
 
 def build_batch(
     taken: TakenBatch, rollouts: Iterable[Rollout], advantage_fn: AdvantageFn, eps: float
 ) -> TrainBatch:
-    """Rows with their advantages, in the order of the groups: a rollout's advantage stands on each of its
-    trained tokens, and the rollout counts once in its group's baseline however many rows it became.
+    """Rows with their advantages, in the order of the groups: a reward's advantage stands on each trained
+    token that it counts for, and the rollout counts once in its group's baseline however many rows it
+    became.
 
     Raises BufferStateError if the tokens of a taken rollout are missing, PluginError if the advantage
     function returns anything but one finite number per rollout.
@@ -30,15 +37,24 @@ def build_batch(
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float32]] = []
     for group in taken.groups:
-        advantages_G = _group_advantages(group, advantage_fn, eps)
-        for summary, advantage in zip(group.rollouts_G, advantages_G, strict=True):
+        finals_G = np.array([rollout.reward for rollout in group.rollouts_G], np.float64)
+        advantages_G = _group_advantages(finals_G, advantage_fn, eps)
+        for at, summary in enumerate(group.rollouts_G):
             rollout = by_session.get(summary.session_id)
             if rollout is None:
                 place = f"session {summary.session_id} of group {group.id}"
                 raise BufferStateError(f"batch {taken.batch_id}: no tokens for {place}")
+            known = {summary.reward: advantages_G[at]}
             for sample in samples_from_rollout(rollout):
+                rewards_T = _token_rewards(sample, rollout)
+                advantages_T = np.zeros(len(rewards_T), np.float32)
+                for reward in np.unique(rewards_T[sample.loss_mask_T]).tolist():
+                    if reward not in known:
+                        with_it_G = np.where(np.arange(len(finals_G)) == at, reward, finals_G)
+                        known[reward] = _group_advantages(with_it_G, advantage_fn, eps)[at]
+                    advantages_T[sample.loss_mask_T & (rewards_T == reward)] = known[reward]
                 samples.append(sample)
-                advantages.append(np.where(sample.loss_mask_T, advantage, 0.0).astype(np.float32))
+                advantages.append(advantages_T)
     return TrainBatch(
         batch_id=taken.batch_id,
         version=taken.version,
@@ -52,7 +68,12 @@ def build_batch(
 
 def samples_from_rollout(rollout: Rollout) -> list[TrainSample]:
     """One row per branch that has something left to train; none for a rollout without trained tokens."""
-    paths = [_without_untrained_end(trajectory.turns) for trajectory in rollout.trajectories]
+    trained_roots = [
+        trajectory
+        for trajectory in rollout.trajectories
+        if trajectory.turns[0].id not in rollout.summary.untrained_roots
+    ]
+    paths = [_without_untrained_end(trajectory.turns) for trajectory in trained_roots]
     ids = [tuple(turn.id for turn in path) for path in paths]
     samples: list[TrainSample] = []
     trained: set[str] = set()
@@ -61,7 +82,7 @@ def samples_from_rollout(rollout: Rollout) -> list[TrainSample]:
         fresh = {turn.id for turn in path if _trainable(turn)} - trained
         if longer or not fresh:
             continue
-        sample = _row(rollout, path, fresh)
+        sample = _row(rollout, path, fresh, _branch_reward(rollout.summary, trained_roots[k].turns))
         if sample.loss_mask_T.any():
             samples.append(sample)
             trained |= fresh
@@ -79,7 +100,25 @@ def _without_untrained_end(turns: Sequence[Turn]) -> Sequence[Turn]:
     return turns[:end]
 
 
-def _row(rollout: Rollout, path: Sequence[Turn], fresh: set[str]) -> TrainSample:
+def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:
+    given = [summary.branch_rewards[turn.id] for turn in turns if turn.id in summary.branch_rewards]
+    return given[-1] if given else summary.child_rewards.get(turns[0].session_id, summary.reward)
+
+
+def _token_rewards(sample: TrainSample, rollout: Rollout) -> NDArray[np.float64]:
+    rewards_T = np.full(len(sample.tokens_T), sample.reward, np.float64)
+    own = rollout.summary.turn_rewards
+    if own:
+        turns = {turn.id: turn for trajectory in rollout.trajectories for turn in trajectory.turns}
+        end = 0
+        for turn in (turns[turn_id] for turn_id in sample.turn_ids):
+            start = end + len(turn.context_ids_T)
+            end = start + len(turn.sampled_ids_T)
+            rewards_T[start:end] = own.get(turn.id, sample.reward)
+    return rewards_T
+
+
+def _row(rollout: Rollout, path: Sequence[Turn], fresh: set[str], reward: float) -> TrainSample:
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float32]] = []
@@ -98,7 +137,7 @@ def _row(rollout: Rollout, path: Sequence[Turn], fresh: set[str]) -> TrainSample
         loss_mask_T=mask_T,
         rollout_logprobs_T=np.where(mask_T, np.concatenate(logprobs), 0).astype(np.float32, copy=False),
         versions_T=np.where(mask_T, np.concatenate(versions), -1).astype(np.int32, copy=False),
-        reward=rollout.summary.reward,
+        reward=reward,
         temperature=_temperature(rollout, path),
         group_id=rollout.summary.group_id,
         rollout_id=rollout.summary.session_id,
@@ -116,8 +155,9 @@ def _temperature(rollout: Rollout, path: Sequence[Turn]) -> float:
     return temperatures.pop()
 
 
-def _group_advantages(group: Group, advantage_fn: AdvantageFn, eps: float) -> Sequence[float]:
-    rewards_G = np.array([rollout.reward for rollout in group.rollouts_G], np.float64)
+def _group_advantages(
+    rewards_G: NDArray[np.float64], advantage_fn: AdvantageFn, eps: float
+) -> Sequence[float]:
     advantages_G = np.asarray(advantage_fn(rewards_G, eps=eps), np.float64)
     if advantages_G.shape != rewards_G.shape or not np.isfinite(advantages_G).all():
         name = getattr(advantage_fn, "__name__", repr(advantage_fn))

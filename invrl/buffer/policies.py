@@ -11,8 +11,11 @@ ZERO_VARIANCE = str(DropReason.ZERO_VARIANCE)
 
 def nonzero_variance(group: Group) -> str | None:
     """Drops a group whose rewards are all equal: its advantages are all 0, so it would teach nothing and
-    dilute the mean (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2)."""
+    dilute the mean (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2). Rewards of single turns,
+    branches and children are rewards too."""
     rewards = {rollout.reward for rollout in group.rollouts_G}
+    for one in group.rollouts_G:
+        rewards.update(*(own.values() for own in (one.turn_rewards, one.branch_rewards, one.child_rewards)))
     return ZERO_VARIANCE if len(rewards) == 1 else None
 
 

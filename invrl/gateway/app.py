@@ -19,6 +19,7 @@ from starlette.types import Scope
 
 from invrl.errors import SessionError
 from invrl.gateway.agent_api import AgentEndpoint, CountEndpoint, retry_after, session_keys
+from invrl.gateway.bounded_route import bounded_route
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
@@ -29,18 +30,21 @@ from invrl.gateway.generation import Engine
 from invrl.gateway.lifecycle import Lifecycle
 from invrl.gateway.loop_lag import LoopLag
 from invrl.gateway.message import MatchLevel
+from invrl.gateway.outcome import token_shares
 from invrl.gateway.parsing import Parsers
 from invrl.gateway.peers import Peers
 from invrl.gateway.recovery import restored_record
 from invrl.gateway.rendering import Renderer
-from invrl.gateway.session_api import KeyRing, session_routes
+from invrl.gateway.session_api import KeyRing, SessionRoutes
 from invrl.gateway.sessions import SessionRecord, SessionRegistry, WorkerPlace
 from invrl.gateway.settings import GatewaySettings
 from invrl.gateway.turns import Turns
+from invrl.lease_store import LeaseStore
 from invrl.run_store import RunStore, RunStoreWriter
 from invrl.types import Sampling
 
 _log = logging.getLogger(__name__)
+_CODES = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "request_too_large"}
 _AGENT_PREFIXES = ("/v1", "/s/{key}/v1")
 
 
@@ -71,7 +75,9 @@ def make_app(
     )
     drawn = {"temperature": settings.temperature, "top_p": settings.top_p}
     sampling = Sampling(**drawn, max_new_tokens=settings.max_new_tokens)
-    lifecycle = Lifecycle(registry=registry, turns=turns, store=store, sampling=sampling)
+    leases = LeaseStore(Path(settings.store_path)) if settings.leases else None
+    parts = {"registry": registry, "turns": turns, "store": store, "leases": leases}
+    lifecycle = Lifecycle(**parts, sampling=sampling, policy=settings)
     lag = LoopLag()
 
     @contextlib.asynccontextmanager
@@ -87,10 +93,12 @@ def make_app(
         reader.close()
 
     async def metrics(of_all: bool) -> Mapping[str, object]:
-        measured = {"sessions": registry.counts(), "loop_lag_ms": lag.summary()}
+        measured = {"tokens": lifecycle.tokens, "sessions": registry.counts(), "loop_lag_ms": lag.summary()}
         measured["workers"] = {str(peers.place.number): {"starts": peers.place.starts, **lag.summary()}}
-        own = {"run_id": settings.run_id, **measured, **turns.metrics()}
-        return await peers.metrics(own, settings.env_key.get_secret_value()) if of_all else own
+        found: Mapping[str, Any] = {"run_id": settings.run_id, **measured, **turns.metrics()}
+        if of_all:
+            found = await peers.metrics(found, settings.env_key.get_secret_value())
+        return {**found, **token_shares(found["tokens"])}
 
     app = FastAPI(title="invrl gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
 
@@ -100,7 +108,9 @@ def make_app(
 
     spoken = _add_agent_routes(app, registry, turns, settings)
     keys = KeyRing(settings.env_key.get_secret_value(), registry)
-    app.include_router(session_routes(keys=keys, lifecycle=lifecycle, turns=turns, metrics=metrics))
+    routes = SessionRoutes(keys=keys, lifecycle=lifecycle, turns=turns, metrics=metrics)
+    bounded = bounded_route(limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s)
+    app.include_router(routes.router(bounded))
     _add_error_handlers(app, spoken)
     if len(peers.place.urls) > 1:
 
@@ -126,7 +136,7 @@ def _registry(settings: GatewaySettings, place: WorkerPlace, reader: RunStore) -
         place=place,
         recall=recall,
     )
-    registry.restore(map(restored_record, reader.open_sessions(f"ses-{place.mark}")))
+    registry.restore(map(restored_record, reader.live_sessions(f"ses-{place.mark}")))
     return registry
 
 
@@ -167,6 +177,7 @@ def _add_error_handlers(app: FastAPI, spoken: Callable[[Request], ChatDialect | 
     """Every refusal has the shape that agents' clients know."""
 
     def refusal(request: Request, error: SessionError) -> Response:
+        error.message = error.message.encode(errors="replace").decode()  # no JSON carries lone surrogates
         body, headers = spoken(request).error(error), retry_after(error)
         return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
@@ -186,7 +197,7 @@ def _add_error_handlers(app: FastAPI, spoken: Callable[[Request], ChatDialect | 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path.partition('/s/')[0] or '/s/…'}: {error.detail}"
-        code = "not_found" if error.status_code == 404 else "invalid_request"
+        code = _CODES.get(error.status_code, "invalid_request")
         return refusal(request, SessionError(message, status=error.status_code, code=code))
 
     @app.exception_handler(Exception)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from invrl.section import Section
 
@@ -12,7 +12,30 @@ MatchName = Literal["exact", "canonical", "without_reasoning"]
 """The names of `message.MatchLevel`."""
 
 
-class GatewayConfig(Section):
+class SessionPolicy(Section):
+    """What a session may use up, and what becomes of its reward. Callers may ask for less of a limit."""
+
+    max_open_sessions: PositiveInt = Field(1024, description="open sessions before new ones get 429")
+    session_ttl_s: PositiveFloat = Field(3600.0, description="seconds until an open session is ended")
+    session_max_turns: PositiveInt = Field(10_000, description="turns of one session")
+    session_max_tokens: PositiveInt = Field(1_000_000, description="tokens one session may sample")
+    session_max_calls: PositiveInt = Field(256, description="requests of one session at a time")
+    reward_deadline_s: NonNegativeFloat = Field(
+        0.0, description="a session finished without a reward waits for it so long; 0: it has failed"
+    )
+    late_reward: Literal["drop", "accept"] = Field(
+        "drop", description="a session past its time: drop: failed; accept: awaits its reward as if finished"
+    )
+    train_auxiliary_roots: bool = Field(
+        True, description="train conversations beside a session's main one (titles, summaries, parallel ones)"
+    )
+    lease_timeout_s: PositiveFloat = Field(
+        60.0, description="a leased task without a session after so long is leased again"
+    )
+    generate_timeout_s: PositiveFloat = Field(600.0, description="deadline of one generation")
+
+
+class GatewayConfig(SessionPolicy):
     """Where agents reach us, and how many at a time."""
 
     gateway_host: str = Field("127.0.0.1", description="address the gateway listens on; the only public one")
@@ -21,8 +44,6 @@ class GatewayConfig(Section):
         1, le=256, description="processes that share the gateway's port; each session stays with one"
     )
     gateway_public_url: str = Field("", description="URL that agents reach it at, if not http://host:port")
-    max_open_sessions: PositiveInt = Field(1024, description="open sessions before new ones get 429")
-    session_ttl_s: PositiveFloat = Field(3600.0, description="an open session older than this is aborted")
     chat_template_path: str = Field("", description="Jinja file to use instead of the model's chat template")
     tool_call_parser: str = Field(
         "auto", description="SGLang's parser of tool calls; auto: by the chat template; none: no tools"
@@ -36,4 +57,3 @@ class GatewayConfig(Section):
     match_level: MatchName = Field(
         "without_reasoning", description="the most that a returned message may differ from what was sampled"
     )
-    generate_timeout_s: PositiveFloat = Field(600.0, description="deadline of one generation")

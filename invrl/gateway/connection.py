@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from invrl.errors import SessionError
 
 _EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+_DRAIN_S, _DRAIN_BYTES = 1.0, 65_536
 
 
 class ClientConnection:
@@ -43,7 +44,12 @@ class ClientConnection:
         return body
 
     async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
-        """Sends a whole answer; True if the client was there to the end."""
+        """Sends a whole answer; True if the client was there to the end. The rest of a small body is read
+        first: a connection that is closed on unread bytes is reset, perhaps before its answer is read."""
+        if self._watch is None:
+            with contextlib.suppress(TimeoutError, SessionError):
+                async with asyncio.timeout(_DRAIN_S):
+                    await self._read(_DRAIN_BYTES)
         await self.start(status, {**headers, "content-length": str(len(body))})
         return await self.end(body)
 

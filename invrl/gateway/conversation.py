@@ -11,15 +11,17 @@ import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from invrl.errors import SessionError
 from invrl.gateway.forest import Forest, Node
 from invrl.gateway.generation import Generation
 from invrl.gateway.message import MatchLevel
 from invrl.gateway.sessions import SessionRecord
-from invrl.types import Turn
+from invrl.types import Sampling, Turn
 
 
 class Conversation:
@@ -34,7 +36,10 @@ class Conversation:
         """Generations begun so far, by the digest of their prompt."""
         self.recorded: dict[str, Node] = {}
         """Restored turns by the digest of the request that they answer, until it is asked again."""
-        self.closing = False
+        self.begun = 0
+        """Turns begun so far."""
+        self.closing = self.frozen = record.frozen
+        """What the session hands over is settled: no turn is added and none becomes delivered."""
         self.closed = asyncio.Lock()
         """Held while the session is being closed."""
         self._generations: dict[str, Generation] = {}
@@ -46,7 +51,11 @@ class Conversation:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """A client's request, until its answer is delivered or given up."""
+        """A client's request, until its answer is delivered or given up. SessionError 429 past the limit."""
+        most = self.record.session.limits.max_concurrent_calls
+        if self._calls >= most:
+            reason = f"the session may have {most} calls at a time"
+            raise SessionError(reason, status=429, code="too_many_concurrent_calls", retry_after_s=1.0)
         self._calls += 1
         self._idle.clear()
         try:
@@ -55,6 +64,20 @@ class Conversation:
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
+
+    def admit(self) -> Sampling:
+        """The session's sampling within the tokens that are left, for one more turn. SessionError 403 once
+        its turns or tokens are used up. Tokens count when a turn ends: calls at a time may pass the limit."""
+        session = self.record.session
+        limits, sampled = session.limits, sum(len(turn.sampled_ids_T) for turn in self.turns)
+        if max(self.begun, len(self.turns)) >= limits.max_turns:
+            reason = f"the session has made its {limits.max_turns} turns"
+            raise SessionError(reason, status=403, code="max_turns_exceeded")
+        if sampled >= limits.max_sampled_tokens:
+            reason = f"the session has sampled {sampled} of {limits.max_sampled_tokens} tokens"
+            raise SessionError(reason, status=403, code="max_tokens_exceeded")
+        left = limits.max_sampled_tokens - sampled
+        return replace(session.sampling, max_new_tokens=min(session.sampling.max_new_tokens, left))
 
     def retried(self, digest: str, retry: bool | None) -> Generation | None:
         """The generation that this request is a retry of. `retry` is what the client says: the official
@@ -98,3 +121,8 @@ class Conversation:
                 for generation in running:
                     await generation.settled()
                 await self._idle.wait()
+
+    def freeze(self) -> None:
+        """`turns` and `delivered` are a snapshot from here on."""
+        self.frozen = True
+        self._generations.clear()

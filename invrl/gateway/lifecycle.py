@@ -1,21 +1,36 @@
-"""Opening, rewarding and closing sessions: the registry, the live conversations and the store, kept
-in step. Invariant: a session is closed once; who closes it again gets the same outcome. Called by the
-session API, and by itself when a session's time is up."""
+"""Opening, rewarding and closing sessions: the registry, the live conversations and the store, kept in
+step. Invariants: a session is closed once; who closes it again gets the same outcome. Freeze, snapshot,
+build: once a close has begun, no call, delivery or reward changes what the session hands over. A session's
+children end with it at the latest and are part of its outcome. Called by the session API, and by itself
+when a session's time is up."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from invrl.errors import SessionError
-from invrl.gateway.outcome import failed, summarise
+from invrl.gateway.config import SessionPolicy
+from invrl.gateway.outcome import failed, summarise, token_counts
 from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, SessionState
 from invrl.gateway.turns import Turns
+from invrl.lease_store import LeaseStore
 from invrl.run_store import RunStoreWriter
-from invrl.types import FailureReason, Outcome, Sampling
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    GroupMember,
+    Outcome,
+    Reward,
+    Sampling,
+    SessionLimits,
+    Turn,
+)
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
@@ -31,67 +46,163 @@ class Lifecycle:
     store: RunStoreWriter
     sampling: Sampling
     """For sessions that are opened without one."""
+    policy: SessionPolicy
+    leases: LeaseStore | None = None
+    """Where training sessions need a lease: in runs whose environments lease tasks."""
+    tokens: Counter[str] = field(default_factory=Counter, init=False)
+    """Sampled, delivered and trained ones, over closed sessions."""
+
+    @property
+    def limits(self) -> SessionLimits:
+        """The most that a session may be granted."""
+        policy = self.policy
+        return SessionLimits(
+            max_turns=policy.session_max_turns,
+            max_sampled_tokens=policy.session_max_tokens,
+            timeout_s=policy.session_ttl_s,
+            max_concurrent_calls=policy.session_max_calls,
+        )
 
     async def open(self, group: Opening) -> list[SessionRecord]:
-        """All members or none. SessionError 429 when they do not fit, 400 where tokens sampled so could
-        not be trained."""
-        if group.purpose == "train" and (group.sampling.temperature <= 0 or group.sampling.top_p != 1):
+        """All members or none; the same request again gets the same sessions. SessionError 429 when they do
+        not fit, 400 where tokens sampled so could not be trained, 409 for places that are not leased."""
+        training = group.purpose == "train"
+        if training and (group.sampling.temperature <= 0 or group.sampling.top_p != 1):
             reason = (
                 "training needs temperature > 0 and top_p = 1: the log-probs of other samplings are not "
                 "those of the policy"
             )
             raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
-        now = time.time()
+        now, leased = time.time(), self.leases is not None and training and group.parent is None
         if earlier := self.registry.reopened(group):
-            await asyncio.wrap_future(
-                self.store.open_sessions([], [], now)
-            )  # after the commit that holds them
-            return earlier
+            await asyncio.wrap_future(self.store.open_sessions([], [], now))  # after the one that holds them
+            return [self.registry.by_id(record.session.id) for record in earlier]  # unless that one failed
         records = self.registry.open(group, now)
+        sessions, hashes = [one.session for one in records], [one.key_hash for one in records]
+        try:
+            await asyncio.wrap_future(self.store.open_sessions(sessions, hashes, now, leased=leased))
+        except sqlite3.Error as error:
+            self.registry.forget(records)
+            if not isinstance(error, sqlite3.IntegrityError):
+                raise
+            if "NOT NULL" in str(error):
+                reason = f"not all of these members of group {group.group_id!r} are leased"
+                raise SessionError(reason, status=409, code="not_leased", param="members") from None
+            reason = f"request_id {group.request_id!r} has opened sessions that are lost"
+            raise SessionError(reason, status=409, code="request_id_reused", param="request_id") from None
         for record in records:
             self.turns.open(record)
-        hashes = [record.key_hash for record in records]
-        stored = self.store.open_sessions([record.session for record in records], hashes, now)
-        await asyncio.wrap_future(stored)
         return records
 
-    async def reward(self, record: SessionRecord, reward: float, components: Mapping[str, float]) -> None:
-        self.registry.reward(record, reward, components)
-        await asyncio.wrap_future(self.store.set_reward(record.session.id, reward, components))
+    async def open_child(
+        self, parent: SessionRecord, limits: SessionLimits, request_id: str
+    ) -> SessionRecord:
+        """A session for a sub-agent, in its parent's place. SessionError as `open`."""
+        of = parent.session
+        child = Opening(
+            task_id=of.task_id,
+            group_id=of.group_id,
+            members=[GroupMember(index=of.index, attempt=of.attempt)],
+            purpose=of.purpose,
+            sampling=of.sampling,
+            limits=limits,
+            parent=parent,
+            request_id=request_id and f"{of.id}/{request_id}",
+        )
+        return (await self.open(child))[0]
 
-    async def finish(self, record: SessionRecord) -> Outcome:
-        return await self._close(record, "finished", None)
+    async def reward(self, record: SessionRecord, reward: Reward) -> None:
+        """The final reward, or that of a turn or branch of this session. SessionError 404 if it has no such
+        turn, 409 once the session is closed. An unrewarded session ends with its final reward."""
+        named, conversation = reward.turn or reward.branch, self.turns.find(record)
+        if named and (conversation is None or named not in {turn.id for turn in conversation.turns}):
+            reason = f"session {record.session.id} has no turn {named!r}"
+            raise SessionError(reason, status=404, code="turn_not_found", param="turn")
+        self.registry.reward(record, reward)
+        await asyncio.wrap_future(self.store.set_reward(record.session.id, reward))
+        if record.reward_deadline is not None and not named:
+            await self._close(record, "finished")
+
+    async def finish(self, record: SessionRecord, reward: Reward | None = None) -> Outcome | None:
+        """None while the session waits for its reward."""
+        if reward is not None and (not record.frozen or record.reward_deadline is not None):
+            await self.reward(record, reward)
+        return await self._close(record, "finished")
 
     async def abort(
         self, record: SessionRecord, reason: FailureReason, detail: str, *, state: SessionState = "aborted"
     ) -> Outcome:
-        return await self._close(record, state, failed(record, reason, detail))
+        outcome = await self._close(record, state, (reason, detail))
+        assert outcome is not None, "an aborted session waits for nothing"
+        return outcome
 
     async def expire_forever(self) -> None:
-        """Aborts sessions whose time is up."""
+        """Ends sessions whose time is up."""
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
             for record in self.registry.expired(time.time()):
-                detail = "the session was open for longer than session_ttl_s"
                 try:
-                    await self.abort(record, FailureReason.TIMEOUT, detail, state="expired")
+                    await self._expire(record)
                 except Exception:  # the next round tries again; other sessions must not wait for it
                     _log.exception("cannot expire session %s", record.session.id)
 
-    async def _close(self, record: SessionRecord, state: SessionState, outcome: Outcome | None) -> Outcome:
-        """`outcome` None: what the session's turns and reward say."""
+    async def _expire(self, record: SessionRecord) -> None:
+        if record.state == "unrewarded" and record.reward is None:
+            detail = f"no reward came within reward_deadline_s = {self.policy.reward_deadline_s:g}"
+            await self.abort(record, FailureReason.BAD_REWARD, detail, state="expired")
+        elif record.state == "unrewarded" or (self.policy.late_reward == "accept" and record.parent is None):
+            await self._close(record, "finished")
+        else:
+            detail = "the session was open for longer than its timeout_s"
+            await self.abort(record, FailureReason.TIMEOUT, detail, state="expired")
+
+    async def _close(
+        self, record: SessionRecord, state: SessionState, failure: tuple[FailureReason, str] | None = None
+    ) -> Outcome | None:
+        """Without a `failure` the outcome is what the session's turns and reward say."""
         if record.outcome is not None:
             return record.outcome
         conversation = self.turns.conversation_to_close(record)
         async with conversation.closed:
-            if record.outcome is not None:
-                return record.outcome
-            await conversation.settle(_SETTLE_S)
-            if outcome is None:
-                outcome = summarise(record, conversation.turns, conversation.delivered, time.time())
-            hand_over = record.session.purpose == "train"
-            stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
-            await asyncio.wrap_future(stored)
-            self.registry.close(record, state, outcome)
-            self.turns.close(record)
-            return outcome
+            if not conversation.frozen:
+                record.frozen = True
+                children = [self._close(child, state, failure) for child in record.children]
+                await asyncio.gather(conversation.settle(_SETTLE_S), *children)
+                conversation.freeze()
+            if record.outcome is None:
+                await self._conclude(record, state, failure)
+            return record.outcome
+
+    async def _conclude(
+        self, record: SessionRecord, state: SessionState, failure: tuple[FailureReason, str] | None
+    ) -> None:
+        family = [self.turns.conversation_to_close(one) for one in record.family(finished=True)]
+        turns = [turn for one in family for turn in one.turns]
+        delivered = {turn_id for one in family for turn_id in one.delivered}
+        outcome = failed(record, *failure) if failure else self._summary(record, turns, delivered)
+        trains, top = record.session.purpose == "train", record.parent is None
+        if failure is None and trains and top and self._may_wait(record, turns, delivered):
+            if record.state == "open":
+                deadline = time.time() + self.policy.reward_deadline_s
+                self.registry.wait(record, deadline)
+                await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))
+            return
+        record.reward_deadline, hand_over = None, trains and top
+        stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
+        await asyncio.wrap_future(stored)
+        self.registry.close(record, state, outcome)
+        if top:
+            self.tokens.update(token_counts(turns, delivered, outcome))
+            for one in record.family():
+                self.turns.close(one)
+
+    def _summary(self, record: SessionRecord, turns: Sequence[Turn], delivered: Collection[str]) -> Outcome:
+        auxiliary = self.policy.train_auxiliary_roots
+        return summarise(record, turns, delivered, time.time(), train_auxiliary=auxiliary)
+
+    def _may_wait(self, record: SessionRecord, turns: Sequence[Turn], delivered: Collection[str]) -> bool:
+        """Whether the reward is all that is missing."""
+        if record.reward is not None or not self.policy.reward_deadline_s:
+            return False
+        rewarded = replace(record, reward=0.0)
+        return not isinstance(self._summary(rewarded, turns, delivered), FailedRollout)

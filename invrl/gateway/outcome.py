@@ -1,11 +1,18 @@
-"""What a closed session hands over: a summary with its reward, or why there is none. Pure."""
+"""What a closed session hands over: a summary with its reward, or why there is none. Pure.
+
+The turns of a session's finished children are part of it. A root turn begins a conversation; the main
+conversation of a session is the one with the most tokens sampled, the others (titles, summaries, parallel
+ones) are auxiliary."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from invrl.gateway.forest import ForkReason
 from invrl.gateway.sessions import SessionRecord
 from invrl.types import FailedRollout, FailureReason, Outcome, RolloutSummary, Session, Turn, WeightVersion
 
@@ -21,31 +28,46 @@ def _place(session: Session) -> dict[str, Any]:
 
 
 def summarise(
-    record: SessionRecord, turns: Sequence[Turn], delivered: Collection[str], now: float
+    record: SessionRecord,
+    turns: Sequence[Turn],
+    delivered: Collection[str],
+    now: float,
+    *,
+    train_auxiliary: bool = True,
 ) -> Outcome:
-    """The outcome of finishing `record`. `delivered`: ids of the turns whose answer reached its client.
-    Versions are those of the tokens that may be trained. A session without such tokens is EMPTY, a
-    training session without a reward BAD_REWARD; others count as reward 0."""
-    trained = [turn for turn in turns if turn.id in delivered and turn.trainable]
+    """The outcome of finishing `record`. `turns`: the family's; `delivered`: ids of those whose answer
+    reached its client. Versions are those of the tokens that may be trained. A session without such tokens
+    is EMPTY, a training session without a reward BAD_REWARD; others count as reward 0."""
+    root_of, auxiliary = roots(turns), dict.fromkeys(auxiliary_roots(turns))
+    untrained = {} if train_auxiliary else auxiliary
+    trained = [
+        turn
+        for turn in turns
+        if turn.id in delivered and turn.trainable and root_of[turn.id] not in untrained
+    ]
     versions = [span.version for turn in trained for span in turn.spans if span.end > span.start]
     if not versions:
         return failed(
             record, FailureReason.EMPTY, f"no sampled token reached the client ({len(turns)} turns)"
         )
-    if record.reward is None and record.session.purpose == "train":
+    top = record.parent is None
+    if record.reward is None and record.session.purpose == "train" and top:
         return failed(record, FailureReason.BAD_REWARD, "the session was finished without a reward")
     later = [turn for turn in turns if turn.parent_id is not None]
+    finals, family = dict(_finals(record)), list(record.family(finished=True))
     return RolloutSummary(
         **_place(record.session),
-        reward=0.0 if record.reward is None else record.reward,
+        reward=finals.pop(record.session.id),
         reward_components=record.components,
         num_turns=len(turns),
         prompt_tokens=sum(turn.prompt_tokens for turn in turns),
         cached_tokens=sum(turn.cached_tokens for turn in turns),
         later_prompt_tokens=sum(turn.prompt_tokens for turn in later),
         later_cached_tokens=sum(turn.cached_tokens for turn in later),
-        sampled_tokens=sum(len(turn.sampled_ids_T) for turn in turns),
-        trained_tokens=sum(len(turn.sampled_ids_T) for turn in trained),
+        sampled_tokens=_sampled(turns),
+        delivered_tokens=_sampled(turn for turn in turns if turn.id in delivered),
+        auxiliary_tokens=_sampled(turn for turn in turns if root_of[turn.id] in auxiliary),
+        trained_tokens=_sampled(trained),
         truncated=any(turn.finish_reason == "length" for turn in trained),
         oldest_version=WeightVersion(min(versions)),
         newest_version=WeightVersion(max(versions)),
@@ -53,4 +75,71 @@ def summarise(
         counts=record.counts + Counter(f"forks/{turn.fork_reason}" for turn in turns if turn.fork_reason),
         started_at=record.opened_at,
         finished_at=now,
+        turn_rewards={name: own.value for one in family for name, own in one.turn_rewards.items()},
+        branch_rewards={name: own.value for one in family for name, own in one.branch_rewards.items()},
+        child_rewards=finals,
+        untrained_roots=tuple(untrained),
     )
+
+
+def token_counts(turns: Sequence[Turn], delivered: Collection[str], outcome: Outcome) -> Mapping[str, int]:
+    return {
+        "sampled": _sampled(turns),
+        "delivered": _sampled(turn for turn in turns if turn.id in delivered),
+        "trained": 0 if isinstance(outcome, FailedRollout) else outcome.trained_tokens,
+    }
+
+
+def token_shares(counts: Mapping[str, int]) -> Mapping[str, float]:
+    """Of the tokens sampled in closed sessions; `counts`: sums of `token_counts`."""
+    sampled = max(counts.get("sampled", 0), 1)
+    return {f"{name}_fraction": counts.get(name, 0) / sampled for name in ("delivered", "trained")}
+
+
+def roots(turns: Sequence[Turn]) -> Mapping[str, str]:
+    """Of each turn, the root it stands under. Parents come before their children."""
+    root_of: dict[str, str] = {}
+    for turn in turns:
+        root_of[turn.id] = turn.id if turn.parent_id is None else root_of[turn.parent_id]
+    return root_of
+
+
+def auxiliary_roots(turns: Sequence[Turn]) -> tuple[str, ...]:
+    """Roots of every conversation but its session's main one. A root that departed from what was recorded
+    (edited history, stripped thinking) belongs to the conversation whose beginning it shares most of."""
+    root_of, sampled = roots(turns), Counter[str]()
+    for turn in turns:
+        sampled[root_of[turn.id]] += len(turn.sampled_ids_T)
+    auxiliary: list[str] = []
+    for session_id in dict.fromkeys(turn.session_id for turn in turns):
+        begun = [turn for turn in turns if turn.session_id == session_id and turn.parent_id is None]
+        firsts = [turn for turn in begun if turn.fork_reason in ("", ForkReason.NEW_CONVERSATION)] or begun
+        home = {first.id: first.id for first in firsts}
+        for turn in begun:
+            home[turn.id] = home.get(turn.id) or max(firsts, key=lambda first: _shared(first, turn)).id
+        size = Counter[str]()
+        for turn in begun:
+            size[home[turn.id]] += sampled[turn.id]
+        main = max(size, key=lambda first: size[first])
+        auxiliary += [turn.id for turn in begun if home[turn.id] != main]
+    return tuple(auxiliary)
+
+
+def _shared(one: Turn, other: Turn) -> int:
+    """Tokens that two contexts begin with alike."""
+    length = min(len(one.context_ids_T), len(other.context_ids_T))
+    differ = np.flatnonzero(one.context_ids_T[:length] != other.context_ids_T[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def _sampled(turns: Sequence[Turn] | Iterator[Turn]) -> int:
+    return sum(len(turn.sampled_ids_T) for turn in turns)
+
+
+def _finals(record: SessionRecord, inherited: float = 0.0) -> Iterator[tuple[str, float]]:
+    """Final reward of each session of the family: its own, else its parent's."""
+    reward = inherited if record.reward is None else record.reward
+    yield record.session.id, reward
+    for child in record.children:
+        if child.state == "finished":
+            yield from _finals(child, reward)

@@ -26,7 +26,8 @@ from invrl.types import Sampling, Turn
 
 
 def restored_record(stored: StoredSession) -> SessionRecord:
-    return SessionRecord(**{field.name: getattr(stored, field.name) for field in fields(stored)})
+    values = {field.name: getattr(stored, field.name) for field in fields(stored)}
+    return SessionRecord(**values, frozen=stored.state != "open")
 
 
 def restore(
@@ -36,6 +37,7 @@ def restore(
     nodes: dict[str | None, Node] = {}
     for turn, messages, tools in recorded:
         conversation.turns.append(turn)
+        conversation.begun += 1
         if turn.delivered:
             conversation.delivered.add(turn.id)
         parent = nodes.get(turn.parent_id)

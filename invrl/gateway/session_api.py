@@ -1,68 +1,53 @@
 """The HTTP API of sessions, for our own rollout workers and for environments that we do not start.
 
-Opening takes the environment key; reward, finish, abort and state take that or the session's own.
-Thin: bodies in, `Lifecycle` called, its answer out."""
+Leasing tasks and opening sessions take the environment key; children, reward, finish, abort and state take
+that or the session's own. Thin: bodies in, `Lifecycle` called, its answer out."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from fastapi import APIRouter, Request, Response, Security
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 
 from invrl.errors import SessionError
 from invrl.gateway.agent_api import session_keys
 from invrl.gateway.lifecycle import Lifecycle
+from invrl.gateway.outcome import auxiliary_roots
+from invrl.gateway.session_bodies import (
+    AbortBody,
+    ChildBody,
+    ErrorBody,
+    Failed,
+    FinishBody,
+    Finished,
+    LeaseBody,
+    Leased,
+    LimitsBody,
+    OpenBody,
+    Opened,
+    RewardBody,
+    Rewarded,
+    SessionView,
+    Unrewarded,
+)
 from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, hash_key
 from invrl.gateway.turns import Turns
-from invrl.section import Section
-from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Purpose, Sampling
+from invrl.types import FailedRollout, GroupMember, Outcome, Sampling, SessionLimits
 
-_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-_Name = Annotated[str, Field(max_length=512)]
-_SHOWN = ("id", "task_id", "group_id", "index", "attempt", "purpose", "sampling")
+_SHOWN = ("id", "task_id", "group_id", "index", "attempt", "purpose", "sampling", "limits", "parent_id")
 """Of a session, to who asks for its state: not its key."""
-_Place = Annotated[int, Field(strict=True, ge=0)]
-
-
-class MemberBody(Section):
-    index: _Place
-    attempt: _Place = 0
-
-
-class SamplingBody(Section):
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_new_tokens: int = Field(512, ge=1)
-
-
-class OpenBody(Section):
-    task_id: _Name
-    group_id: _Name
-    members: list[MemberBody] = Field(min_length=1, max_length=4096)
-    purpose: Purpose = "train"
-    sampling: SamplingBody | None = None
-    request_id: _Name = ""
-    """Makes opening safe to try again: the same id, the same sessions."""
-
-
-class RewardBody(Section):
-    reward: _Number
-    components: dict[str, _Number] = Field(default_factory=dict)
-
-
-class FinishBody(Section):
-    reward: _Number | None = None
-    components: dict[str, _Number] = Field(default_factory=dict)
-
-
-class AbortBody(Section):
-    reason: FailureReason = FailureReason.ABORTED
-    detail: str = Field("", max_length=20_000)
+_OF_RECORD = ("state", "reward", "components", "turn_rewards", "branch_rewards", "outcome")
+_LEASE_POLL_S = 0.1
 
 
 class KeyRing:
@@ -73,13 +58,13 @@ class KeyRing:
 
     def check_environment(self, request: Request) -> None:
         """SessionError 401 unless the bearer is the environment key."""
-        if not hmac.compare_digest(_bearer_hash(request), self._env_hash):
+        if not hmac.compare_digest(_key_hash(request), self._env_hash):
             raise SessionError("this needs the environment key", status=401, code="invalid_api_key")
 
     def session(self, request: Request, session_id: str) -> SessionRecord:
         """The session, open or closed. SessionError 401: one answer for a foreign key and for a session
         that is not there, so that keys cannot probe ids; 404 for the environment."""
-        given = _bearer_hash(request)
+        given = _key_hash(request)
         if hmac.compare_digest(given, self._env_hash):
             return self._registry.by_id(session_id)
         with contextlib.suppress(SessionError):
@@ -90,61 +75,111 @@ class KeyRing:
         raise SessionError(reason, status=401, code="invalid_api_key")
 
 
-def session_routes(
-    *,
-    keys: KeyRing,
-    lifecycle: Lifecycle,
-    turns: Turns,
-    metrics: Callable[[bool], Awaitable[Mapping[str, object]]],
-) -> APIRouter:
-    """`/sessions…` and `/metrics` (`metrics(True)`: those of all workers)."""
-    api = APIRouter()
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SessionRoutes:
+    """`/tasks/lease`, `/sessions…` and `/metrics`: each method is a route's handler."""
 
-    @api.post("/sessions", status_code=201)
-    async def open_sessions(request: Request, body: OpenBody) -> Response:
-        keys.check_environment(request)
+    keys: KeyRing
+    lifecycle: Lifecycle
+    turns: Turns
+    metrics: Callable[[bool], Awaitable[Mapping[str, object]]]
+    """True: those of all workers."""
+
+    def router(self, route_class: type[APIRoute]) -> APIRouter:
+        bearer = HTTPBearer(auto_error=False, description="the environment key, or a session's own")
+        refusals: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}}
+        api = APIRouter(responses=refusals, dependencies=[Security(bearer)], route_class=route_class)
+        one = "/sessions/{session_id}"
+        ended: Any = Finished | Failed
+        waits: dict[int | str, dict[str, Any]] = {202: {"model": Unrewarded}}
+        api.post("/tasks/lease", response_model=Leased)(self.lease_task)
+        api.post("/sessions", status_code=201, response_model=Opened)(self.open_sessions)
+        api.post(one + "/children", status_code=201, response_model=Opened)(self.open_child)
+        api.post(one + "/reward", response_model=Rewarded)(self.reward_session)
+        api.post(one + "/finish", response_model=ended, responses=waits)(self.finish_session)
+        api.post(one + "/abort", response_model=ended)(self.abort_session)
+        api.get(one, response_model=SessionView)(self.show_session)
+        api.get("/metrics", response_model=dict[str, Any])(self.show_metrics)
+        return api
+
+    async def lease_task(self, request: Request, body: LeaseBody) -> Response:
+        self.keys.check_environment(request)
+        leases = self.lifecycle.leases
+        if leases is None:
+            reason = "this run's tasks are not leased: it needs external_environments"
+            raise SessionError(reason, status=409, code="no_leases")
+        end = time.monotonic() + body.wait_s
+        while (lease := await asyncio.to_thread(leases.take, time.time())) is None:
+            if time.monotonic() >= end or await request.is_disconnected():
+                return _json({"lease": None})
+            await asyncio.sleep(_LEASE_POLL_S)
+        timeout_s = self.lifecycle.policy.lease_timeout_s
+        return _json({"lease": {**msgspec.to_builtins(lease), "lease_timeout_s": timeout_s}})
+
+    async def open_sessions(self, request: Request, body: OpenBody) -> Response:
+        self.keys.check_environment(request)
         group = Opening(
             task_id=body.task_id,
             group_id=body.group_id,
             members=[GroupMember(index=member.index, attempt=member.attempt) for member in body.members],
             purpose=body.purpose,
-            sampling=Sampling(**body.sampling.model_dump()) if body.sampling else lifecycle.sampling,
+            sampling=Sampling(**body.sampling.model_dump()) if body.sampling else self.lifecycle.sampling,
+            limits=_within(self.lifecycle.limits, body.limits),
             request_id=body.request_id,
         )
-        records = await lifecycle.open(group)
+        records = await self.lifecycle.open(group)
         return _json({"sessions": [record.session for record in records]}, status=201)
 
-    @api.post("/sessions/{session_id}/reward")
-    async def reward_session(request: Request, session_id: str, body: RewardBody) -> Response:
-        record = keys.session(request, session_id)
-        await lifecycle.reward(record, body.reward, body.components)
-        return _json({"session_id": session_id, "reward": body.reward})
+    async def open_child(self, request: Request, session_id: str, body: ChildBody) -> Response:
+        parent = self.keys.session(request, session_id)
+        limits = _within(parent.session.limits, body.limits)
+        child = await self.lifecycle.open_child(parent, limits, body.request_id)
+        return _json({"sessions": [child.session]}, status=201)
 
-    @api.post("/sessions/{session_id}/finish")
-    async def finish_session(request: Request, session_id: str, body: FinishBody) -> Response:
-        record = keys.session(request, session_id)
-        if body.reward is not None and record.state == "open":
-            await lifecycle.reward(record, body.reward, body.components)
-        return _outcome(await lifecycle.finish(record))
+    async def reward_session(self, request: Request, session_id: str, body: RewardBody) -> Response:
+        record = self.keys.session(request, session_id)
+        if body.turn and body.branch:
+            reason = "a reward is of a turn or of a branch, not of both"
+            raise SessionError(reason, status=400, code="invalid_request", param="branch")
+        await self.lifecycle.reward(record, body.value())
+        return _json({"session_id": session_id, "reward": body.reward, "state": record.state})
 
-    @api.post("/sessions/{session_id}/abort")
-    async def abort_session(request: Request, session_id: str, body: AbortBody) -> Response:
-        record = keys.session(request, session_id)
-        return _outcome(await lifecycle.abort(record, body.reason, body.detail))
+    async def finish_session(self, request: Request, session_id: str, body: FinishBody) -> Response:
+        record = self.keys.session(request, session_id)
+        outcome = await self.lifecycle.finish(record, body.value())
+        if outcome is None:
+            waits = {"outcome": "unrewarded", "session_id": session_id, "deadline": record.reward_deadline}
+            return _json(waits, status=202)
+        return _outcome(outcome)
 
-    @api.get("/sessions/{session_id}")
-    async def show_session(request: Request, session_id: str) -> Response:
-        record = keys.session(request, session_id)
+    async def abort_session(self, request: Request, session_id: str, body: AbortBody) -> Response:
+        record = self.keys.session(request, session_id)
+        return _outcome(await self.lifecycle.abort(record, body.reason, body.detail))
+
+    async def show_session(self, request: Request, session_id: str) -> Response:
+        record = self.keys.session(request, session_id)
+        conversation = self.turns.find(record)
+        turns = conversation.turns if conversation else []
         shown = {name: getattr(record.session, name) for name in _SHOWN}
-        shown |= {name: getattr(record, name) for name in ("state", "reward", "components", "outcome")}
-        return _json(shown | {"overridden": sorted(record.overridden), "turns": turns.overview(record)})
+        shown |= {name: getattr(record, name) for name in _OF_RECORD}
+        shown |= {"children": [child.session.id for child in record.children]}
+        shown |= {"forks": Counter(turn.fork_reason for turn in turns if turn.fork_reason)}
+        shown |= {"auxiliary_roots": auxiliary_roots(turns), "turns": self.turns.overview(record)}
+        return _json(shown | {"overridden": sorted(record.overridden)})
 
-    @api.get("/metrics")
-    async def show_metrics(request: Request) -> Response:
-        keys.check_environment(request)
-        return _json(await metrics(request.query_params.get("worker") != "own"))
+    async def show_metrics(self, request: Request) -> Response:
+        self.keys.check_environment(request)
+        return _json(await self.metrics(request.query_params.get("worker") != "own"))
 
-    return api
+
+def _within(most: SessionLimits, asked: LimitsBody) -> SessionLimits:
+    """What is asked for, and the most where nothing is. SessionError 400 for more than that."""
+    granted = {name: value for name, value in asked if value is not None}
+    for name, value in granted.items():
+        if value > getattr(most, name):
+            reason = f"limits.{name}: at most {getattr(most, name)} is granted"
+            raise SessionError(reason, status=400, code="limit_too_high", param=f"limits.{name}")
+    return replace(most, **granted)
 
 
 def _outcome(outcome: Outcome) -> Response:
@@ -157,6 +192,9 @@ def _json(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
-def _bearer_hash(request: Request) -> bytes:
-    keys = session_keys(None, request.headers)
-    return hash_key(keys[0] if keys else "")
+def _key_hash(request: Request) -> bytes:
+    """Of the one key that the request carries. SessionError 401 if it carries two that differ."""
+    hashes = [hash_key(key) for key in session_keys(None, request.headers)] or [hash_key("")]
+    if not all(hmac.compare_digest(hashes[0], other) for other in hashes):
+        raise SessionError("the request carries two keys that differ", status=401, code="conflicting_keys")
+    return hashes[0]

@@ -13,15 +13,15 @@ import hmac
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Literal, TypeVar
 
 from invrl.errors import SessionError
-from invrl.types import GroupMember, Outcome, Purpose, Sampling, Session
+from invrl.types import GroupMember, Outcome, Purpose, Reward, Sampling, Session, SessionLimits
 
-SessionState = Literal["open", "finished", "aborted", "expired"]
+SessionState = Literal["open", "unrewarded", "finished", "aborted", "expired"]
+"""`unrewarded`: finished, but for its reward, which it waits for. `expired`: its time was up."""
 
 Name = TypeVar("Name", str, bytes)
 
@@ -29,6 +29,8 @@ _NAME = re.compile(r"(?:isk|ses)-([0-9a-f]{2})")
 _RETRY_AFTER_S = 1.0
 _CLOSED_KEPT = 8192
 """Closed sessions that still answer with their outcome; older ones are forgotten (the store has them)."""
+_MAX_FAMILY = 64
+"""Sessions that may descend from one."""
 
 
 def _no_others() -> memoryview:
@@ -59,21 +61,40 @@ class WorkerPlace:
         return number if number < len(self.urls) else None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class SessionRecord:
     """A session and what became of it."""
 
     session: Session
     key_hash: bytes
     opened_at: float
+    reward_deadline: float | None = None
+    """Unix seconds: until when a finished session waits for its reward; None: it does not."""
+    parent: SessionRecord | None = field(default=None, repr=False)
+    children: list[SessionRecord] = field(default_factory=list, repr=False)
     state: SessionState = "open"
+    frozen: bool = False
+    """Finish or abort has begun: nothing that comes now changes what the session hands over."""
     reward: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: dict[str, Reward] = field(default_factory=dict)
+    branch_rewards: dict[str, Reward] = field(default_factory=dict)
     outcome: Outcome | None = None
     overridden: set[str] = field(default_factory=set)
     """Sampling parameters that a client asked for and the run did not grant."""
     counts: Counter[str] = field(default_factory=Counter)
     """How its requests went on from what was recorded: match levels, thinking kept, prompt ids of forks."""
+
+    def top(self) -> SessionRecord:
+        """The session that this one descends from: the one whose outcome counts."""
+        return self if self.parent is None else self.parent.top()
+
+    def family(self, *, finished: bool = False) -> Iterator[SessionRecord]:
+        """This session and its descendants; `finished`: without those that were aborted or expired."""
+        yield self
+        for child in self.children:
+            if not finished or child.state == "finished":
+                yield from child.family(finished=finished)
 
 
 def hash_key(key: str) -> bytes:
@@ -90,6 +111,8 @@ class Opening:
     members: Sequence[GroupMember]
     purpose: Purpose
     sampling: Sampling
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    parent: SessionRecord | None = None
     request_id: str = ""
     """Who asks again under the same id gets the same sessions."""
 
@@ -117,52 +140,59 @@ class SessionRegistry:
         self._counts: Counter[SessionState] = Counter()
 
     def open(self, group: Opening, now: float) -> list[SessionRecord]:
-        """All members of a group, or none: SessionError 429 when they do not fit."""
+        """All members of a group, or none: SessionError 429 if they do not fit, 409 under a closed parent."""
         held, more = sum(self._worker.open_sessions), len(group.members)
         if held + more > self._max_open:
             full = f"{held} sessions are open; {more} more would pass {self._max_open}"
             raise SessionError(full, status=429, code="too_many_sessions", retry_after_s=_RETRY_AFTER_S)
-        records = []
-        for at, member in enumerate(group.members):
-            session_id, key = self._names(group, at)
-            session = Session(
-                id=session_id,
-                key=key,
-                base_url=f"{self._public_url}/s/{key}/v1",
-                task_id=group.task_id,
-                group_id=group.group_id,
-                index=member.index,
-                attempt=member.attempt,
-                purpose=group.purpose,
-                sampling=group.sampling,
+        parent = group.parent
+        if parent is not None and parent.frozen:
+            raise SessionError(f"session {parent.session.id} is closed", status=409, code="session_closed")
+        if parent is not None and len(list(parent.top().family())) > _MAX_FAMILY:
+            raise SessionError(
+                f"{_MAX_FAMILY} sessions descend from one", status=403, code="too_many_children"
             )
-            record = SessionRecord(session=session, key_hash=hash_key(key), opened_at=now)
-            records.append(record)
+        sessions = [self._session(group, at) for at in range(more)]
+        records = [SessionRecord(session=s, key_hash=hash_key(s.key), opened_at=now) for s in sessions]
         self.restore(records)
         return records
 
     def reopened(self, group: Opening) -> list[SessionRecord]:
         """The sessions that an earlier try of the same request opened; none if there was none. SessionError
         409 if that was another request."""
-        names = [self._names(group, at) for at in range(len(group.members))] if group.request_id else []
-        found = [(record, key) for name, key in names if (record := self._find(self._by_id, name))]
-        for record, key in found:
-            session = record.session
-            record.session = replace(session, key=key, base_url=f"{self._public_url}/s/{key}/v1")
-        records = [record for record, _ in found]
-        asked = [(group.task_id, group.group_id, m.index, m.attempt) for m in group.members]
-        held = [(s.task_id, s.group_id, s.index, s.attempt) for s in (record.session for record in records)]
-        if held and held != asked:
+        if not group.request_id:
+            return []
+        asked = [self._session(group, at) for at in range(len(group.members))]
+        found = [record for one in asked if (record := self._find(self._by_id, one.id))]
+        held = [replace(record.session, key="", base_url="") for record in found]
+        more = self._find(self._by_id, self._names(group, len(asked))[0])
+        if found and (more or held != [replace(one, key="", base_url="") for one in asked]):
             reason = f"request_id {group.request_id!r} has opened other sessions"
             raise SessionError(reason, status=409, code="request_id_reused", param="request_id")
-        return records
+        for record, one in zip(found, asked, strict=True) if found else ():
+            record.session = one  # with its key, which the store does not have
+        return found
 
     def restore(self, records: Iterable[SessionRecord]) -> None:
-        """Open sessions, from the oldest to the newest."""
+        """Sessions that are not over, from the oldest to the newest, each with all that descend from it."""
         for record in records:
-            self._by_id[record.session.id] = self._open[record.session.id] = record
-            self._by_key[record.key_hash] = record
-            self._counts["open"] += 1
+            session = record.session
+            if session.parent_id:
+                record.parent = self._by_id[session.parent_id]
+                record.parent.children.append(record)
+            self._by_id[session.id] = self._by_key[record.key_hash] = record
+            if record.outcome is None:
+                self._open[session.id] = record
+                self._counts[record.state] += 1
+        self._worker.open_sessions[self._worker.number] = len(self._open)
+
+    def forget(self, records: Sequence[SessionRecord]) -> None:
+        """Sessions whose opening came to nothing; nobody has their keys."""
+        for record in records:
+            del self._open[record.session.id], self._by_id[record.session.id], self._by_key[record.key_hash]
+            self._counts["open"] -= 1
+            if record.parent is not None:
+                record.parent.children.remove(record)
         self._worker.open_sessions[self._worker.number] = len(self._open)
 
     def by_key(self, keys: Sequence[str]) -> SessionRecord:
@@ -172,12 +202,13 @@ class SessionRegistry:
             raise _unauthorized("no session key: give it in the path, as bearer or as x-api-key")
         hashes = [hash_key(key) for key in keys]
         if not all(hmac.compare_digest(hashes[0], other) for other in hashes):
-            raise _unauthorized("the key in the path and the key in the headers differ")
+            raise _unauthorized("the request carries two session keys that differ", code="conflicting_keys")
         record = self._find(self._by_key, hashes[0])
         if record is None or not hmac.compare_digest(record.key_hash, hashes[0]):
             raise _unauthorized("unknown session key")
         if record.state != "open":
-            raise _unauthorized(f"the session is {record.state}", code="session_closed")
+            code = "session_timeout" if record.state == "expired" else "session_closed"
+            raise _unauthorized(f"the session is {record.state}", code=code)
         return record
 
     def by_id(self, session_id: str) -> SessionRecord:
@@ -186,19 +217,53 @@ class SessionRegistry:
             raise SessionError(f"no session {session_id!r}", status=404, code="session_not_found")
         return record
 
-    def reward(self, record: SessionRecord, reward: float, components: Mapping[str, float]) -> None:
-        """The last value wins until the session closes; SessionError 409 after that."""
-        if record.state != "open":
-            reason = f"session {record.session.id} is {record.state}"
-            raise SessionError(reason, status=409, code="session_closed")
-        record.reward, record.components = reward, dict(components)
+    def reward(self, record: SessionRecord, reward: Reward) -> None:
+        """The last value wins until the session is finished; a child's until its parent is. SessionError
+        409 after that."""
+        top = record.top()
+        late = top.frozen and top.reward_deadline is None
+        if late or record.state in ("aborted", "expired"):
+            code = "reward_too_late" if record.state == "expired" else "session_closed"
+            state = "being closed" if record.state == "open" else record.state
+            raise SessionError(f"session {record.session.id} is {state}", status=409, code=code)
+        if reward.turn:
+            record.turn_rewards[reward.turn] = reward
+        elif reward.branch:
+            record.branch_rewards[reward.branch] = reward
+        else:
+            record.reward, record.components = reward.value, dict(reward.components)
+
+    def wait(self, record: SessionRecord, deadline: float) -> None:
+        """A finished session without a reward waits for one."""
+        self._counts[record.state] -= 1
+        record.state, record.reward_deadline = "unrewarded", deadline
+        self._counts["unrewarded"] += 1
 
     def close(self, record: SessionRecord, state: SessionState, outcome: Outcome) -> None:
         self._counts[record.state] -= 1
         self._counts[state] += 1
-        record.state, record.outcome = state, outcome
-        self._keep_closed(self._open.pop(record.session.id))
+        record.state, record.outcome, record.frozen = state, outcome, True
+        del self._open[record.session.id]
+        if record.parent is None:  # until then it is asked for what its children were
+            for one in record.family():
+                self._keep_closed(one)
         self._worker.open_sessions[self._worker.number] = len(self._open)
+
+    def _session(self, group: Opening, at: int) -> Session:
+        (session_id, key), member = self._names(group, at), group.members[at]
+        return Session(
+            id=session_id,
+            key=key,
+            base_url=f"{self._public_url}/s/{key}/v1",
+            task_id=group.task_id,
+            group_id=group.group_id,
+            index=member.index,
+            attempt=member.attempt,
+            purpose=group.purpose,
+            sampling=group.sampling,
+            limits=group.limits,
+            parent_id=group.parent.session.id if group.parent else "",
+        )
 
     def _names(self, group: Opening, at: int) -> tuple[str, str]:
         """Id and key of the session of member `at`: random, or the same for each try of one request."""
@@ -221,8 +286,13 @@ class SessionRegistry:
             del self._by_id[oldest.session.id], self._by_key[oldest.key_hash]
 
     def expired(self, now: float) -> list[SessionRecord]:
-        """Open sessions past their time to live. Sessions open in the order of time."""
-        return list(takewhile(lambda record: now - record.opened_at > self._ttl_s, self._open.values()))
+        """Open sessions past their time to live, and unrewarded ones past their reward's deadline."""
+
+        def end(record: SessionRecord) -> float:
+            own = record.opened_at + min(self._ttl_s, record.session.limits.timeout_s)
+            return own if record.reward_deadline is None else record.reward_deadline
+
+        return [record for record in self._open.values() if now > end(record)]
 
     def counts(self) -> Mapping[SessionState, int]:
         """Sessions by state since the start."""

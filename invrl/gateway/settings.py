@@ -7,11 +7,10 @@ import json
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
 
-from invrl.gateway.config import MatchName
-from invrl.section import Section
+from invrl.gateway.config import MatchName, SessionPolicy
 
 
-class GatewaySettings(Section):
+class GatewaySettings(SessionPolicy):
     """All a gateway needs to know."""
 
     run_id: str = ""
@@ -38,9 +37,7 @@ class GatewaySettings(Section):
     match_level: MatchName = "without_reasoning"
     context_length: PositiveInt
     vocab_size: PositiveInt
-    max_open_sessions: PositiveInt = 1024
-    session_ttl_s: PositiveFloat = 3600.0
-    generate_timeout_s: PositiveFloat = 600.0
+    leases: bool = Field(False, description="training sessions are opened on leased tasks only")
     max_body_bytes: PositiveInt = 16 * 2**20
     body_timeout_s: PositiveFloat = 30.0
     keep_alive_s: PositiveFloat = Field(10.0, description="seconds of silence before a stream's comment")

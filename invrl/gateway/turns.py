@@ -100,14 +100,25 @@ class Turns:
 
     def conversation(self, record: SessionRecord) -> Conversation:
         """SessionError 401 once the session is being closed."""
-        conversation = self._held(record)
+        conversation = self.find(record)
         if conversation is None or conversation.closing:
             raise SessionError("the session is closed", status=401, code="session_closed")
         return conversation
 
     def conversation_to_close(self, record: SessionRecord) -> Conversation:
-        conversation = self._held(record)
+        conversation = self.find(record)
         assert conversation is not None, "an open session has a conversation"
+        return conversation
+
+    def find(self, record: SessionRecord) -> Conversation | None:
+        """None once the session's outcome has been handed over. That of a session that a worker before this
+        one opened is read from the store when it is first needed."""
+        conversation = self._conversations.get(record.session.id)
+        if conversation is None and record.top().outcome is None:
+            recorded = self.reader.recorded_turns(record.session.id)
+            conversation = Conversation(record, self.match_level)
+            restore(conversation, recorded, self.renderer)
+            self._conversations[record.session.id] = conversation
         return conversation
 
     def close(self, record: SessionRecord) -> None:
@@ -133,7 +144,7 @@ class Turns:
             self._delivered(conversation, place.parent.turn.id)
         input_ids = [*(place.parent.ids() if place.parent else ()), *place.context_ids]
         ids_T = np.asarray(input_ids, np.int32)
-        chosen = resolve(session.purpose, session.sampling, request.sampling)
+        chosen = resolve(session.purpose, conversation.admit(), request.sampling)
         sampling = self._fit(chosen.sampling, len(input_ids))
         if place.fork is not None:
             self.forks[place.fork.value] += 1
@@ -172,6 +183,7 @@ class Turns:
             commit=lambda turn, proposal, reply: self._commit(conversation, turn, proposal, reply),
         )
         conversation.start(request.digest, generation)
+        conversation.begun += 1
         return generation, news
 
     def count_tokens(self, conversation: Conversation, request: TurnRequest) -> int:
@@ -185,14 +197,16 @@ class Turns:
         self._delivered(conversation, generation.proposal.request.rid)
 
     def _delivered(self, conversation: Conversation, turn_id: str) -> None:
-        if turn_id not in conversation.delivered:
+        if conversation.frozen:
+            self.counts["delivered_too_late"] += 1
+        elif turn_id not in conversation.delivered:
             conversation.delivered.add(turn_id)
             self.store.mark_delivered(turn_id)
             self.counts["delivered"] += 1
 
     def overview(self, record: SessionRecord) -> list[dict[str, str | int | bool | None]]:
-        """One line per turn of an open session; one that forked says why, and what helps."""
-        if (conversation := self._held(record)) is None:
+        """One line per turn of a session that is not closed; one that forked says why, and what helps."""
+        if (conversation := self.find(record)) is None:
             return []
         return [
             {name: getattr(turn, name) for name in _SHOWN}
@@ -318,7 +332,7 @@ class Turns:
         tokens = {"prompt_tokens": turn.prompt_tokens, "cached_tokens": turn.cached_tokens}
         self.counts.update({**tokens, "sampled_tokens": sampled})
         loop = asyncio.get_running_loop()
-        if not sampled or conversation.record.state != "open":
+        if not sampled or conversation.frozen:
             done: asyncio.Future[None] = loop.create_future()
             done.set_result(None)
             return done

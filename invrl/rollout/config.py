@@ -18,6 +18,9 @@ class RolloutConfig(Section):
         "rollout_fns.calculator:rollout",
         description="module:name of the rollout function: async (task, endpoint) -> reward or RolloutResult",
     )
+    external_environments: bool = Field(
+        False, description="train with environments that we do not start: they lease tasks at the gateway"
+    )
     reward_function_path: str = Field(
         "", description="module:name of (task, result) -> float, applied to what the rollout function returns"
     )

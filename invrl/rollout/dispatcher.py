@@ -34,25 +34,13 @@ _END_TIMEOUT_S = 5.0
 """The run is over: a gateway that is gone needs no abort."""
 
 
-class Dispatcher:
-    """`group_form`: a lease is one assignment with all its sessions, not one assignment each."""
+class Scheduler:
+    """Something that keeps rollouts coming, in the driver's event loop, until it is stopped or fails."""
 
-    def __init__(
-        self, buffer: Buffer, sessions: SessionClient, pool: WorkerPool, *, concurrency: int, group_form: bool
-    ) -> None:
-        self._buffer, self._sessions, self._pool = buffer, sessions, pool
-        self._concurrency, self._group_form = concurrency, group_form
-        self._waiting: deque[Assignment] = deque()
-        self._runs: dict[asyncio.Task[None], Assignment] = {}
-        self._changed = asyncio.Event()
+    def __init__(self) -> None:
         self._stopping = False
         self._scheduler: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] | None = None
-
-    @property
-    def running(self) -> int:
-        """Rollouts running now."""
-        return sum(len(assignment.sessions) for assignment in self._runs.values())
 
     def start(self) -> None:
         """Begins to lease, in the running event loop."""
@@ -60,7 +48,7 @@ class Dispatcher:
         self._scheduler = asyncio.create_task(self._guarded(self._schedule()))
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """`work`'s result; if the dispatcher, which `work` may start, fails first, `work` is cancelled and
+        """`work`'s result; if the scheduler, which `work` may start, fails first, `work` is cancelled and
         that failure raised."""
         self._failed = self._failed or asyncio.get_running_loop().create_future()
         task = asyncio.ensure_future(work)
@@ -78,6 +66,45 @@ class Dispatcher:
         if self._scheduler is not None:
             self._scheduler.cancel()
             await asyncio.wait({self._scheduler})
+        await self._drain(drain_s)
+        if self._failed is not None and self._failed.done():
+            self._failed.exception()  # seen: no warning about it at exit
+
+    async def _schedule(self) -> None:
+        raise NotImplementedError
+
+    async def _drain(self, drain_s: float) -> None:
+        """Ends what still runs."""
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            if self._failed is not None and not self._failed.done():
+                self._failed.set_exception(error)
+            if self._scheduler is not None and self._scheduler is not asyncio.current_task():
+                self._scheduler.cancel()
+
+
+class Dispatcher(Scheduler):
+    """`group_form`: a lease is one assignment with all its sessions, not one assignment each."""
+
+    def __init__(
+        self, buffer: Buffer, sessions: SessionClient, pool: WorkerPool, *, concurrency: int, group_form: bool
+    ) -> None:
+        super().__init__()
+        self._buffer, self._sessions, self._pool = buffer, sessions, pool
+        self._concurrency, self._group_form = concurrency, group_form
+        self._waiting: deque[Assignment] = deque()
+        self._runs: dict[asyncio.Task[None], Assignment] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def running(self) -> int:
+        """Rollouts running now."""
+        return sum(len(assignment.sessions) for assignment in self._runs.values())
+
+    async def _drain(self, drain_s: float) -> None:
         left = [session for assignment in self._waiting for session in assignment.sessions]
         self._waiting.clear()
         if self._runs:
@@ -91,8 +118,6 @@ class Dispatcher:
         for error in ended:
             if isinstance(error, BaseException):
                 _log.warning("a session of the ended run stays open: %r", error)
-        if self._failed is not None and self._failed.done():
-            self._failed.exception()  # seen: no warning about it at exit
 
     async def _end(self, session: Session) -> None:
         async with asyncio.timeout(_END_TIMEOUT_S):
@@ -138,15 +163,6 @@ class Dispatcher:
     def _ended(self, run: asyncio.Task[None]) -> None:
         del self._runs[run]
         self._changed.set()
-
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception as error:
-            if self._failed is not None and not self._failed.done():
-                self._failed.set_exception(error)
-            if self._scheduler is not None and self._scheduler is not asyncio.current_task():
-                self._scheduler.cancel()
 
 
 def assignments(lease: GroupLease, sessions: Sequence[Session], *, group_form: bool) -> list[Assignment]:

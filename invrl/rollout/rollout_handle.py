@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from invrl import plugins
 from invrl.interfaces import Buffer
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.dispatcher import Dispatcher
+from invrl.rollout.dispatcher import Dispatcher, Scheduler
 from invrl.rollout.eval_sets import load_eval_sets
 from invrl.rollout.evaluate import EvalScore, Evaluation, evaluate
 from invrl.rollout.session_client import SessionClient
@@ -27,13 +27,14 @@ _STUCK_MARGIN_S = 10.0
 
 class RolloutHandle:
     """`model` is the name agents send; `make_worker(settings, name)` starts a worker. Without a buffer there
-    are evaluations only."""
+    are evaluations only; with `offers`, environments that we do not start run what it leases."""
 
     def __init__(
         self,
         config: RolloutConfig,
         *,
         buffer: Buffer | None = None,
+        offers: Scheduler | None = None,
         gateway_url: str,
         env_key: str,
         model: str,
@@ -59,15 +60,17 @@ class RolloutHandle:
             size=config.rollout_workers,
             run_timeout_s=config.rollout_timeout_s + _REPORT_TIMEOUT_S + _STUCK_MARGIN_S,
         )
-        self._dispatcher: Dispatcher | None = None
-        if buffer is not None:
+        self._dispatcher = offers
+        self._workers = offers is None or config.eval_tasks > 0
+        if buffer is not None and offers is None:
             room, form = config.rollout_concurrency, self._group_form
             parts = buffer, self._sessions, self._pool
             self._dispatcher = Dispatcher(*parts, concurrency=room, group_form=form)
 
     async def start(self) -> None:
         """Workers up, user code loaded. Raises PluginError, ServerError, DeadlineError."""
-        await self._pool.start()
+        if self._workers:
+            await self._pool.start()
 
     def dispatch(self) -> None:
         """Begins to run what the buffer leases."""

@@ -213,6 +213,8 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
         # contradictions
         (["--session-ttl-s", "9"], "gateway.session_ttl_s", "rollout_timeout_s = 300", "--session-ttl-s"),
         (["--batch-timeout-s", "9"], "buffer.batch_timeout_s", "may take", "--rollout-timeout-s"),
+        (["--late-reward", "accept"], "gateway.late_reward", "reward_deadline_s is 0", "--reward-deadline-s"),
+        (["--reward-deadline-s", "1801"], "gateway.reward_deadline_s", "1800 s", "--batch-timeout-s"),
         (["--task-file", "x"], "task_source_path", "both", "give one of"),
         (["--eval-interval", "3"], "rollout.eval_interval", "no held-out tasks", "--eval-tasks"),
         (["--megatron-recompute-granularity", "full"], "--megatron-*", "recompute_method", "change or add"),
@@ -230,6 +232,14 @@ def test_settings_that_do_not_fit(
     assert block["where"] == where
     assert reason in block["reason"]
     assert fix in block["fix"]
+
+
+def test_an_environment_key_that_can_be_guessed(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INVRL_ENV_KEY", "hunter2")
+    block = refused()
+    assert block["where"] == "INVRL_ENV_KEY"
+    assert "hunter2" not in str(block)
+    assert "16 random characters" in block["fix"]
 
 
 def test_a_run_folder_of_another_configuration_or_of_nobody(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from invrl.algorithms.advantages import dr_grpo, grpo
 from invrl.buffer.batching import build_batch, samples_from_rollout
+from invrl.buffer.policies import nonzero_variance
 from invrl.errors import BufferStateError, PluginError
 from invrl.types import (
     FinishReason,
@@ -256,6 +258,67 @@ def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
     assert (made.batch_id, made.version) == (4, 7)
     assert (made.total_tokens, made.total_rollouts, made.total_samples) == (6, 2, 3)
     assert all(row_T.dtype == np.float32 for row_T in made.advantages)
+
+
+def advantage_of(reward: float, others: Sequence[float]) -> float:
+    """Of a rollout with this reward in a group with `others`: its distance to the mean, in deviations."""
+    rewards = [reward, *others]
+    mean = sum(rewards) / len(rewards)
+    deviation = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
+    return (reward - mean) / deviation if deviation else 0.0
+
+
+def test_own_rewards_of_turn_branch_and_child_stand_in_the_final_ones_place() -> None:
+    """The member with 3 has two branches and a child; the others are compared by their final rewards."""
+    batch = taken(("g", [0.0, 1.0, 3.0]))
+    first, second, third = batch.groups[0].rollouts_G
+    a, b, c = turn("a", None, [1], [2, 3]), turn("b", "a", [4], [5]), turn("c", "a", [6], [7])
+    tail = turn("tail", "c", [8], [9], delivered=False)
+    child, sub = replace(turn("d", None, [1], [2]), session_id="kid"), turn("e", None, [1], [2, 3])
+    own = {
+        "turn_rewards": {"a": -1.0},
+        "branch_rewards": {"c": 2.0},
+        "child_rewards": {"kid": 7.0, "kid2": 3.0},
+    }
+    third = replace(third, **own)
+    batch = replace(batch, groups=(replace(batch.groups[0], rollouts_G=(first, second, third)),))
+    rollouts = [
+        rollout([turn("x", None, [1], [9])], of=first),
+        rollout([turn("y", None, [1], [9])], of=second),
+        rollout([a, b], [a, c, tail], [child], [replace(sub, session_id="kid2")], of=third),
+    ]
+    made = build_batch(batch, rollouts, grpo, 0.0)
+    assert [sample.reward for sample in made.samples] == [0.0, 1.0, 3.0, 2.0, 7.0, 3.0]
+    final = advantage_of(3.0, [0.0, 1.0])
+    turned, branched, kid = (advantage_of(reward, [0.0, 1.0]) for reward in (-1.0, 2.0, 7.0))
+    expected = [[0, turned, turned, 0, final], [0, 0, 0, 0, branched], [0, kid], [0, final, final]]
+    for row_T, wanted in zip(made.advantages[2:], expected, strict=True):
+        assert row_T.tolist() == pytest.approx(wanted, rel=1e-6)
+    others = [float(row_T[1]) for row_T in made.advantages[:2]]
+    assert others == pytest.approx([advantage_of(0.0, [1.0, 3.0]), advantage_of(1.0, [0.0, 3.0])], rel=1e-6)
+    assert (made.total_rollouts, made.total_samples) == (3, 6)
+
+
+def test_of_two_rewards_on_a_branch_the_later_turns_counts_and_a_turns_own_comes_first() -> None:
+    a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", "a", [5], [6])
+    own = replace(summary(reward=1.0), branch_rewards={"a": 0.5, "c": 0.25})
+    rows = samples_from_rollout(rollout([a, b], [a, c], of=own))
+    assert [row.reward for row in rows] == [0.5, 0.25]
+
+
+def test_untrained_roots_make_no_rows() -> None:
+    a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", None, [5], [6])
+    of = replace(summary(), untrained_roots=("a",))
+    (row,) = samples_from_rollout(rollout([a, b], [c], of=of))
+    assert row.turn_ids == ("c",)
+
+
+def test_a_group_of_equal_final_rewards_counts_if_a_branch_differs() -> None:
+    (group,) = taken(("g", [1.0, 1.0])).groups
+    assert nonzero_variance(group) == "zero_variance"
+    first, second = group.rollouts_G
+    for own in ({"turn_rewards": {"a": 0.0}}, {"branch_rewards": {"a": 0.0}}, {"child_rewards": {"s": 0.0}}):
+        assert nonzero_variance(replace(group, rollouts_G=(first, replace(second, **own)))) is None
 
 
 def test_groups_have_their_own_baselines() -> None:

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
 
 import pytest
@@ -16,8 +17,12 @@ from invrl.algorithms.presets import PRESETS
 from invrl.config import SECTIONS, UPSTREAM, Config, Source, load_resolved, read_toml, resolve
 from invrl.errors import ConfigError, PluginError
 from invrl.flags import LEAVES, flag_help, parse_flags
+from invrl.gateway.config import GatewayConfig
+from invrl.gateway.settings import GatewaySettings
+from invrl.rollout.sglang_client import EngineLimits
 from invrl.run_checks import UPSTREAM as UPSTREAM_CHECKS
 from invrl.run_checks import USER_CODE, run_checks
+from invrl.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "launch" / "configs").glob("*.toml"))
@@ -278,3 +283,22 @@ def test_seeded_sampling_goes_with_the_backends_that_it_needs() -> None:
     flags = ["--sglang-attention-backend", "fa3", "--sglang-sampling-backend", "pytorch"]
     assert from_flags("--seeded-sampling", *flags).engine.seeded_sampling
     assert not from_flags("--sglang-attention-backend", "flex_attention").engine.seeded_sampling
+
+
+def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
+    from invrl.cluster import _gateway_settings  # slow to import, and only needed here
+
+    flags = "--gateway-workers 3 --session-max-turns 7 --reward-deadline-s 5 --late-reward accept".split()
+    flags += (
+        "--no-train-auxiliary-roots --match-level exact --no-keep-thinking --tool-call-parser none".split()
+    )
+    config = from_flags("--model-path", str(tmp_path), *flags)
+    limits = EngineLimits(vocab_size=512, context_length=64)
+    fleet = SimpleNamespace(limits=limits, router_url="http://127.0.0.1:1", router_api_key="k")
+    settings = _gateway_settings(config, RunFolder(path=tmp_path), fleet)  # type: ignore[arg-type]
+    assert (settings.workers, settings.session_max_turns, settings.late_reward) == (3, 7, "accept")
+    same = set(GatewayConfig.model_fields) & set(GatewaySettings.model_fields)
+    assert len(GatewayConfig.model_fields) - len(same) == 4
+    assert {name: getattr(settings, name) for name in same} == {
+        name: getattr(config.gateway, name) for name in same
+    }

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 from pathlib import Path
 
+import openai
 import pytest
 from test_gateway_turns import ASK, MORE, Running, eventually, running
 from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 
 from invrl.gateway.rendering import Renderer
+from invrl.lease_store import LeaseStore
 from invrl.process import RestartLimit
-from invrl.types import FailedRollout, FailureReason, RolloutSummary, Session
+from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
 
 
 class Life:
@@ -21,6 +24,7 @@ class Life:
 
     def __init__(self, folder: Path, model: Path, renderer: Renderer, **settings: object) -> None:
         self._of, self._settings = (folder, model, renderer), settings
+        self.store = folder / "run.db"
 
     @contextlib.asynccontextmanager
     async def again(self, **changes: object):
@@ -184,3 +188,114 @@ def test_restarts_are_limited(monkeypatch: pytest.MonkeyPatch):
     assert [limit.allows() for _ in range(3)] == [True, True, False]
     now = 61.0
     assert limit.allows()
+
+
+async def test_a_family_comes_back_with_its_limits_and_rewards(life: Life):
+    async def child_of(gateway: Running, parent: Session, name: str) -> Session:
+        body = {"request_id": name, "limits": {"max_turns": 1}}
+        answer = await gateway.env(f"/sessions/{parent.id}/children", body, key=parent.key)
+        return Session(**answer.json()["sessions"][0])
+
+    async def refused(gateway: Running, session: Session) -> str:
+        with pytest.raises(openai.PermissionDeniedError) as error:
+            await ask(gateway, session, [MORE])
+        return error.value.code
+
+    async with life.again() as gateway:
+        [parent] = await gateway.open(limits={"max_turns": 2})
+        for messages in ([ASK], [MORE]):
+            await ask(gateway, parent, messages)
+        child, done, gone = [await child_of(gateway, parent, name) for name in ("a", "b", "c")]
+        grandchild = await child_of(gateway, done, "a")
+        for session in (child, done, gone, grandchild):
+            await ask(gateway, session, [ASK])
+        first, second = [turn.id for turn in gateway.turns(parent)]
+        own = {"reward": 3.0, "turn": first, "components": {"x": 1.0}}
+        for body in (own, {"reward": -2.0, "branch": second}):
+            await gateway.env(f"/sessions/{parent.id}/reward", body, key=parent.key)
+        await gateway.finish(done, reward=5.0)
+        await gateway.env(f"/sessions/{gone.id}/abort", {}, key=gone.key)
+        shown = (await gateway.env(f"/sessions/{parent.id}")).json()
+    async with life.again() as gateway:
+        assert (await gateway.env(f"/sessions/{parent.id}")).json() == shown
+        counts = (await gateway.env("/metrics")).json()["sessions"]
+        assert counts == {"open": 2}
+        assert await refused(gateway, parent) == await refused(gateway, child) == "max_turns_exceeded"
+        await ask(gateway, child, [ASK], retry=True)
+        assert gateway.engine.requests == []
+        assert (await child_of(gateway, parent, "a")).key == child.key
+        late = await child_of(gateway, parent, "d")
+        assert late.id[:6] == parent.id[:6]
+        await ask(gateway, late, [ASK])
+        await gateway.env(f"/sessions/{done.id}/reward", {"reward": 6.0}, key=done.key)
+        summary = await gateway.finish(parent, reward=1.0)
+        assert isinstance(summary, RolloutSummary)
+        assert (summary.turn_rewards, summary.branch_rewards) == ({first: 3.0}, {second: -2.0})
+        assert summary.child_rewards == {child.id: 1.0, done.id: 6.0, grandchild.id: 6.0, late.id: 1.0}
+        assert (summary.num_turns, summary.trained_tokens) == (6, summary.sampled_tokens)
+        trained = {t.id for path in gateway.store.rollout(parent.id).trajectories for t in path.turns}
+        assert len(trained) == 6
+    async with life.again() as gateway:
+        assert gateway.store.live_sessions() == []
+        answer = await gateway.env(f"/sessions/{done.id}/reward", {"reward": 0.0}, key=done.key)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "session_closed")
+
+
+async def test_sampled_tokens_count_over_a_restart(life: Life):
+    async with life.again() as gateway:
+        [session] = await gateway.open(limits={"max_sampled_tokens": 20})
+        sampled = (await ask(gateway, session, [ASK])).usage.completion_tokens
+    async with life.again() as gateway:
+        await ask(gateway, session, [MORE])
+        [request] = gateway.engine.requests
+        assert request["sampling_params"]["max_new_tokens"] == 20 - sampled > 0
+
+
+async def test_a_session_still_awaits_its_reward_after_a_restart(life: Life):
+    async with life.again(reward_deadline_s=60.0) as gateway:
+        sessions = judged, stored, silent = await gateway.open(members=3)
+        for session in sessions:
+            await ask(gateway, session, [ASK])
+            answer = await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)
+            assert answer.status_code == 202
+    deadline = answer.json()["deadline"]
+    db = sqlite3.connect(life.store)
+    with db:  # the worker died between this reward and what follows from it
+        db.execute(
+            "UPDATE sessions SET reward=0.25, components='{}', reward_deadline=? WHERE id=?", (0.0, stored.id)
+        )
+    db.close()
+    async with life.again(reward_deadline_s=60.0, session_ttl_s=0.01) as gateway:
+        answer = await gateway.env(f"/sessions/{silent.id}/finish", {}, key=silent.key)
+        assert (answer.status_code, answer.json()["deadline"]) == (202, deadline)
+        turn = gateway.turns(judged)[0].id
+        for body in ({"reward": 2.0, "turn": turn}, {"reward": 0.5}):
+            answer = await gateway.env(f"/sessions/{judged.id}/reward", body, key=judged.key)
+        assert answer.json()["state"] == "finished"
+        await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
+        found = {o.session_id: o for _, o in gateway.store.outbox_after(0) if isinstance(o, RolloutSummary)}
+        assert {name: o.reward for name, o in found.items()} == {judged.id: 0.5, stored.id: 0.25}
+        assert found[judged.id].turn_rewards == {turn: 2.0}
+        assert (await gateway.env("/metrics")).json()["sessions"] == {"unrewarded": 1, "finished": 2}
+    async with life.again(reward_deadline_s=60.0) as gateway:
+        assert await gateway.finish(judged, reward=9.0) == found[judged.id]
+
+
+async def test_a_lease_outlives_the_worker_that_gave_it_and_a_retry_opens_it(life: Life):
+    lease = GroupLease(
+        group_id="g", task=Task(id="t", payload={}), members=(GroupMember(index=0, attempt=0),)
+    )
+    async with life.again(leases=True) as gateway:
+        store = LeaseStore(life.store)
+        store.offer(lease)
+        assert (await gateway.env("/tasks/lease", {})).json()["lease"]["group_id"] == "g"
+    async with life.again(leases=True) as gateway:
+        [session] = await gateway.open(request_id="one")
+    async with life.again(leases=True) as gateway:
+        assert [one.key for one in await gateway.open(request_id="one")] == [session.key]
+        refused = await gateway.env(
+            "/sessions", {"task_id": "t", "group_id": "g", "members": [{"index": 0}], "request_id": "two"}
+        )
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_leased")
+        assert store.expire(float("inf")) == []
+    store.close()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
+import string
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from test_run_store import turn
 
 from invrl.errors import SessionError
-from invrl.gateway.outcome import failed, summarise
+from invrl.gateway.outcome import auxiliary_roots, failed, summarise
 from invrl.gateway.sampling import ClientSampling, resolve
-from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry
-from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, RolloutSummary, Sampling
+from invrl.gateway.sessions import Opening, Reward, SessionRecord, SessionRegistry
+from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, RolloutSummary, Sampling, Turn
 
 MEMBERS = [GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2)]
 
@@ -40,6 +43,21 @@ def test_a_key_opens_its_own_session_only():
         assert caught.value.status == 401
 
 
+def test_ten_thousand_guessed_keys_open_nothing():
+    """Random ones, and every key one character away from a real one."""
+    book = registry()
+    [key, other] = [record.session.key for record in opened(book)]
+    letters = string.ascii_letters + string.digits + "-_"
+    near = {key[:at] + letter + key[at + 1 :] for at in range(len(key)) for letter in letters} - {key}
+    guesses = [*near, key[:-1], key + "=", key.upper(), key + "\0", "", other[:18] + key[18:]]
+    guesses += ["isk-" + secrets.token_urlsafe(24) for _ in range(10_000 - len(guesses))]
+    for guess in guesses:
+        with pytest.raises(SessionError) as caught:
+            book.by_key([guess])
+        assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    assert book.by_key([key]).session.key == key
+
+
 def test_admission_takes_a_whole_group_or_none():
     book = registry(max_open=3)
     first = opened(book)
@@ -61,7 +79,7 @@ def test_a_closed_session_is_refused_and_keeps_its_outcome():
         book.by_key([record.session.key])
     assert (caught.value.status, caught.value.code) == (401, "session_closed")
     with pytest.raises(SessionError) as late:
-        book.reward(record, 1.0, {})
+        book.reward(record, Reward(value=1.0))
     assert late.value.status == 409
     assert book.by_id(record.session.id).outcome == outcome
 
@@ -132,3 +150,34 @@ def test_the_run_samples_in_training_and_the_client_in_serving():
     assert (bounded.sampling.max_new_tokens, bounded.overridden) == (20, ("max_new_tokens",))
     neutral = ClientSampling(temperature=1.0, top_k=-1, frequency_penalty=0.0, logit_bias={})
     assert resolve("train", pinned, neutral).overridden == ()
+
+
+def rooted(name: str, context: list[int], *, sampled: int, fork: str = "", session: str = "a") -> Turn:
+    ids_T = np.array(context, np.int32)
+    return replace(turn(name, session, sampled=sampled), context_ids_T=ids_T, fork_reason=fork)
+
+
+def test_the_main_conversation_has_the_most_tokens_its_forks_included():
+    """The main conversation is re-rooted by a client that strips thinking: alone each root is small."""
+    new = "new_conversation"
+    title = rooted("title", [1, 2, 9, 9], sampled=5)
+    turns = [
+        title,
+        rooted("main", [1, 2, 3, 4], sampled=3, fork=new),
+        rooted("again", [1, 2, 3, 4, 5, 6], sampled=3, fork="thinking_stripped"),
+        rooted("summary", [7, 7], sampled=2, fork=new),
+        rooted("retitled", [1, 2, 9, 9, 9], sampled=2, fork="history_edited"),
+        rooted("more", [1, 2, 3, 4, 5, 7], sampled=3, fork="history_edited"),
+        rooted("child", [1, 2], sampled=1, session="b"),
+    ]
+    assert auxiliary_roots(turns) == ("title", "summary", "retitled")
+    assert auxiliary_roots([]) == ()
+    record = opened(registry())[0]
+    record.reward = 1.0
+    delivered = {one.id for one in turns}
+    trained = [summarise(record, turns, delivered, 0.0, train_auxiliary=train) for train in (True, False)]
+    assert [
+        (one.trained_tokens, one.auxiliary_tokens, one.untrained_roots)
+        for one in trained
+        if isinstance(one, RolloutSummary)
+    ] == [(19, 9, ()), (10, 9, ("title", "summary", "retitled"))]

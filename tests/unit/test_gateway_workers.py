@@ -187,6 +187,36 @@ async def test_admission_counts_the_sessions_of_all_workers(workers: Workers):
     await workers.at[0].open()
 
 
+async def test_a_child_lives_with_its_parent_whoever_is_asked(workers: Workers):
+    [parent] = await workers.at[1].open()
+    for asked, name in ((0, "one"), (1, "one"), (0, "")):
+        body = {"request_id": name}
+        answer = await workers.at[asked].env(f"/sessions/{parent.id}/children", body, key=parent.key)
+        assert answer.status_code == 201, answer.text
+        [child] = answer.json()["sessions"]
+        assert (child["id"][:6], child["key"][:6], child["parent_id"]) == ("ses-01", "isk-01", parent.id)
+    shown = (await workers.at[0].env(f"/sessions/{parent.id}")).json()
+    assert (len(shown["children"]), shown["children"][-1]) == (2, child["id"])
+    assert (await workers.at[0].env("/metrics?worker=own")).json()["sessions"] == {}
+
+
+async def test_fractions_are_of_the_tokens_of_all_workers(workers: Workers):
+    sampled = {}
+    for owner, count in ((0, 1), (1, 3)):
+        sessions = await workers.at[owner].open(members=count)
+        for session in sessions:
+            await workers.at[owner].client(session).chat.completions.create(model="tiny", messages=[ASK])
+        end = "finish" if owner else "abort"
+        for session in sessions:
+            await workers.at[owner].env(f"/sessions/{session.id}/{end}", {"reward": 1.0} if owner else {})
+        sampled[owner] = sum(len(workers.at[owner].turns(s)[0].sampled_ids_T) for s in sessions)
+    metrics = (await workers.at[0].env("/metrics")).json()
+    assert metrics["tokens"]["sampled"] == sum(sampled.values())
+    assert metrics["delivered_fraction"] == 1.0
+    assert metrics["trained_fraction"] == sampled[1] / sum(sampled.values())
+    assert (await workers.at[0].env("/metrics?worker=own")).json()["trained_fraction"] == 0.0
+
+
 async def test_metrics_are_those_of_all_workers(workers: Workers):
     for owner, count in ((0, 1), (1, 3)):
         sessions = await workers.at[owner].open(members=count)

@@ -177,7 +177,7 @@ def test_keys_are_not_in_the_file(tmp_path: Path):
     writer.close()
     stored = b"".join(file.read_bytes() for file in tmp_path.iterdir())
     assert b"isk-secret" not in stored
-    [stored] = RunStore(tmp_path / "run.db").open_sessions()
+    [stored] = RunStore(tmp_path / "run.db").live_sessions()
     assert stored.key_hash == b"hash"
     assert stored.session == replace(session("a"), key="", base_url="")
 

@@ -1,0 +1,184 @@
+"""What the session API takes and answers, as types: requests are checked by them, OpenAPI shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from invrl.gateway.sessions import SessionState
+from invrl.section import Section
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    Purpose,
+    Reward,
+    RolloutSummary,
+    Sampling,
+    Session,
+    SessionLimits,
+)
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_Name = Annotated[str, Field(max_length=512)]
+_Place = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+_Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+
+
+class MemberBody(Section):
+    index: _Place
+    attempt: _Place = 0
+
+
+class SamplingBody(Section):
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_new_tokens: int = Field(512, ge=1, lt=2**31)
+
+
+class LimitsBody(Section):
+    """None: as much as the gateway grants."""
+
+    max_turns: _Count | None = None
+    max_sampled_tokens: _Count | None = None
+    timeout_s: Annotated[Number, Field(gt=0)] | None = None
+    max_concurrent_calls: _Count | None = None
+
+
+class OpenBody(Section):
+    task_id: _Name
+    group_id: _Name
+    members: list[MemberBody] = Field(min_length=1, max_length=4096)
+    purpose: Purpose = "train"
+    sampling: SamplingBody | None = None
+    limits: LimitsBody = LimitsBody()
+    request_id: _Name = ""
+    """Makes opening safe to try again: the same id, the same sessions."""
+
+
+class ChildBody(Section):
+    limits: LimitsBody = LimitsBody()
+    request_id: _Name = ""
+
+
+class RewardBody(Section):
+    """Of the session, or of one of its turns, or of the branches through a turn."""
+
+    reward: Number
+    components: dict[str, Number] = Field(default_factory=dict, max_length=256)
+    turn: _Name = ""
+    branch: _Name = ""
+
+    def value(self) -> Reward:
+        return Reward(value=self.reward, components=self.components, turn=self.turn, branch=self.branch)
+
+
+class FinishBody(Section):
+    reward: Number | None = None
+    components: dict[str, Number] = Field(default_factory=dict, max_length=256)
+
+    def value(self) -> Reward | None:
+        return None if self.reward is None else Reward(value=self.reward, components=self.components)
+
+
+class AbortBody(Section):
+    reason: FailureReason = FailureReason.ABORTED
+    detail: str = Field("", max_length=20_000)
+
+
+class LeaseBody(Section):
+    wait_s: Annotated[Number, Field(ge=0, le=60)] = 0.0
+    """How long to wait for a task."""
+
+
+class Opened(BaseModel):
+    sessions: list[Session]
+
+
+class Rewarded(BaseModel):
+    session_id: str
+    reward: float
+    state: SessionState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(RolloutSummary):
+    outcome: Literal["finished"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(FailedRollout):
+    outcome: Literal["failed"]
+
+
+class Unrewarded(BaseModel):
+    """Finished, but for the reward, which must come by `deadline` (Unix seconds)."""
+
+    outcome: Literal["unrewarded"] = "unrewarded"
+    session_id: str
+    deadline: float
+
+
+class Lease(BaseModel):
+    """Open sessions for these members within `lease_timeout_s`."""
+
+    group_id: str
+    task: dict[str, Any]
+    """`id`, `payload`, `label`, `split`, as the task source gave them."""
+    members: list[MemberBody]
+    lease_timeout_s: float
+
+
+class Leased(BaseModel):
+    lease: Lease | None = Field(description="null: there is no task now, ask again")
+
+
+class TurnLine(BaseModel):
+    id: str
+    parent_id: str | None
+    fork_reason: str
+    advice: str = ""
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    delivered: bool
+    sampled_tokens: int
+
+
+class SessionView(BaseModel):
+    """A session to who asks for it: not its key."""
+
+    id: str
+    task_id: str
+    group_id: str
+    index: int
+    attempt: int
+    purpose: Purpose
+    sampling: Sampling
+    limits: SessionLimits
+    parent_id: str
+    state: SessionState
+    reward: float | None
+    components: dict[str, float]
+    turn_rewards: dict[str, Reward]
+    branch_rewards: dict[str, Reward]
+    children: list[str]
+    outcome: RolloutSummary | FailedRollout | None
+    overridden: list[str]
+    turns: list[TurnLine]
+    forks: dict[str, int]
+    auxiliary_roots: list[str]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """Every refusal."""
+
+    error: ErrorDetail

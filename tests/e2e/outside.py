@@ -1,0 +1,83 @@
+"""An environment that invrl does not start: a program of its own, plain HTTP, no import of invrl.
+
+`python outside.py URL KEY MODEL LOG` waits for the gateway, leases tasks until it is gone, and writes one
+JSON line per session. The first lease is let run out. Each rollout has a child session, and its second turn a
+reward of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+
+def call(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def ask(session: dict[str, Any], model: str, messages: list[dict[str, str]]) -> tuple[str, str]:
+    body = {"model": model, "messages": messages}
+    answer = call(session["base_url"] + "/chat/completions", session["key"], body)
+    return answer["choices"][0]["message"]["content"], answer["id"].removeprefix("chatcmpl-")
+
+
+def even(text: str) -> float:
+    return sum(ord(letter) % 2 == 0 for letter in text) / max(len(text), 1)
+
+
+def rollout(base: str, session: dict[str, Any], model: str, prompt: str) -> dict[str, Any]:
+    own = f"{base}/sessions/{session['id']}"
+    messages = [{"role": "user", "content": prompt}]
+    first, _ = ask(session, model, messages)
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
+    second, turn = ask(session, model, messages)
+    [child] = call(own + "/children", session["key"], {})["sessions"]
+    ask(child, model, [{"role": "user", "content": "a child"}])
+    call(own + "/reward", session["key"], {"reward": 0.125, "turn": turn, "components": {"late": 1.0}})
+    return call(own + "/finish", session["key"], {"reward": even(first) + even(second)})
+
+
+def wait_for(url: str) -> None:
+    end = time.monotonic() + 300
+    while time.monotonic() < end:
+        try:
+            urllib.request.urlopen(url, timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.5)
+    sys.exit(f"no answer from {url}")
+
+
+def main(base: str, key: str, model: str, log: str) -> None:
+    wait_for(base + "/health")
+    let_go = False
+    with open(log, "a", buffering=1) as out:
+        while True:
+            lease = call(base + "/tasks/lease", key, {"wait_s": 10})["lease"]
+            if lease is None:
+                continue
+            place = {"group_id": lease["group_id"], "members": lease["members"]}
+            if not let_go:
+                let_go = True
+                out.write(json.dumps({"let_go": place}) + "\n")
+                continue
+            opening = {"task_id": lease["task"]["id"], **place, "request_id": json.dumps(place)}
+            sessions = call(base + "/sessions", key, opening)["sessions"]
+            for session in sessions:
+                out.write(
+                    json.dumps(rollout(base, session, model, lease["task"]["payload"]["prompt"])) + "\n"
+                )
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except (urllib.error.URLError, ConnectionError) as over:
+        print(f"the gateway is gone: {over!r}")

@@ -1,0 +1,138 @@
+"""Leases on offer: each is taken once, opened once, or comes back as a failure and is leased again."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from test_rollout_dispatcher import until
+
+from invrl.buffer.buffer import Buffer
+from invrl.buffer.config import BufferConfig
+from invrl.buffer.policies import keep_all
+from invrl.lease_store import LeaseStore
+from invrl.rollout.lease_offers import LeaseOffers
+from invrl.run_store import RunStore, RunStoreWriter, abandon_open_sessions
+from invrl.types import GroupLease, GroupMember, Sampling, Session, Task
+
+M = GroupMember
+
+
+def lease(name: str, members: int = 2) -> GroupLease:
+    task = Task(id=f"task of {name}", payload={"deep": [{"a": None}]}, label=[1, "x"])
+    return GroupLease(group_id=name, task=task, members=tuple(M(index=i, attempt=0) for i in range(members)))
+
+
+def test_leases_are_taken_in_their_order_and_once_from_any_process(tmp_path: Path) -> None:
+    stores = [LeaseStore(tmp_path / "run.sqlite") for _ in range(3)]
+    assert stores[0].take(1.0) is None
+    offered = [lease(f"g{n}") for n in range(30)]
+    for one in offered:
+        stores[0].offer(one)
+    with ThreadPoolExecutor(6) as threads:
+        taken = list(threads.map(lambda n: stores[n % 3].take(1.0), range(33)))
+    assert sorted(str(one) for one in taken if one) == sorted(str(one) for one in offered)
+    assert taken.count(None) == 3
+
+
+def opened(writer: RunStoreWriter, of: GroupLease, *members: GroupMember, task_id: str = "") -> bool:
+    """Whether sessions for these members were opened on their leases."""
+    sessions = [
+        Session(
+            id=secrets.token_hex(4),
+            key="",
+            base_url="",
+            task_id=task_id or of.task.id,
+            group_id=of.group_id,
+            index=one.index,
+            attempt=one.attempt,
+            purpose="train",
+            sampling=Sampling(),
+        )
+        for one in members
+    ]
+    hashes = [one.id.encode() for one in sessions]
+    try:
+        writer.open_sessions(sessions, hashes, 1.0, leased=True).result(10)
+    except sqlite3.IntegrityError:
+        return False
+    return True
+
+
+def test_members_take_the_places_of_their_leases_all_or_none_and_once(tmp_path: Path) -> None:
+    store, writer = LeaseStore(tmp_path / "run.sqlite"), RunStoreWriter(tmp_path / "run.sqlite")
+    of = lease("g", members=3)
+    store.offer(of)
+    first, second, third = of.members
+    assert not opened(writer, of, first), "nobody has taken it"
+    store.take(1.0)
+    assert not opened(writer, of, first, task_id="another")
+    assert not opened(writer, of, first, M(index=1, attempt=1))
+    assert not opened(writer, of, first, first)
+    assert opened(writer, of, first, third)
+    assert not opened(writer, of, third)
+    assert [s.session.index for s in RunStore(tmp_path / "run.sqlite").live_sessions()] == [0, 2]
+    assert [(f.index, f.reason) for f in store.expire(2.0)] == [(1, "timeout")]
+    assert not opened(writer, of, second)
+    store.offer(lease("h"))
+    abandon_open_sessions(tmp_path / "run.sqlite")
+    assert store.take(1.0) is None
+    assert not RunStore(tmp_path / "run.sqlite").live_sessions()
+    writer.close()
+
+
+class Held:
+    """The state machine as the driver holds it."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.error: Exception | None = None
+
+    async def lease(self) -> GroupLease | None:
+        if self.error:
+            raise self.error
+        return self.buffer.lease()
+
+    async def record(self, outcome) -> None:
+        self.buffer.record(outcome)
+
+
+async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path: Path) -> None:
+    buffer = Buffer(
+        BufferConfig(),
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        max_attempts=2,
+        tasks=iter(Task(id=str(n), payload={}) for n in range(100)),
+        group_filter=keep_all,
+    )
+    held, store = Held(buffer), LeaseStore(tmp_path / "run.sqlite")
+    offers = LeaseOffers(held, store, timeout_s=0.2)  # type: ignore[arg-type]
+    offers.start()
+    taken = []
+
+    def take() -> bool:
+        if (one := store.take(time.time())) is not None:
+            taken.append(one)
+        return len(taken) == 2
+
+    await until(take)  # as many as the bound of staleness admits
+    assert [one.group_id for one in taken] == ["g0", "g1"]
+    writer = RunStoreWriter(tmp_path / "run.sqlite")
+    assert opened(writer, taken[1], *taken[1].members)
+    writer.close()
+    await until(lambda: buffer.counts().failed == {"timeout": 2}, seconds=10)
+    again = []
+    await until(lambda: again.append(store.take(time.time())) or again[-1] is not None, seconds=10)
+    assert (again[-1].group_id, again[-1].members) == ("g0", (M(index=0, attempt=1), M(index=1, attempt=1)))
+    held.error = RuntimeError("the buffer is gone")
+    with pytest.raises(RuntimeError, match="the buffer is gone"):
+        await asyncio.wait_for(offers.guard(asyncio.sleep(60)), 10)
+    store.offer(lease("left"))
+    await offers.stop(0.0)
+    assert store.take(time.time()) is None
