@@ -375,17 +375,19 @@ def _report(arguments: Sequence[str]) -> None:
 
 
 def _bench(arguments: Sequence[str]) -> None:
-    """measure the loop's ratios, and say which fell
+    """measure ratios of the loop or of the gateway, and say which fell
 
     usage: invrl bench loop --model-path MODEL [--baseline] [--repetitions N] [--only PART] [--out FILE]
-           invrl bench loop --smoke
-    Rollouts beside the engine alone, the trainer beside Hugging Face, and a short run's time and memory.
+           invrl bench gateway [--model-path MODEL] [the same flags]
+           invrl bench loop|gateway --smoke
+    loop: rollouts beside the engine alone, the trainer beside Hugging Face, a short run's time and memory.
+    gateway: tokens/s, added latency, CPU and memory of the gateway, beside a paced stand-in engine alone.
     Appends to tests/bench/results/history.jsonl (--results FOLDER for another place). Exit code 1 if a ratio
     fell by more than 10 % of the history's median on this kind of machine.
     """
-    if list(arguments[:1]) != ["loop"]:
-        raise ConfigError("bench", list(arguments[:1]), "no such bench", "invrl bench loop")
-    if _from_checkout("bench.loop").main(arguments[1:]):
+    if not arguments or arguments[0] not in ("loop", "gateway"):
+        raise ConfigError("bench", list(arguments[:1]), "no such bench", "invrl bench loop, or gateway")
+    if _from_checkout(f"bench.{arguments[0]}").main(arguments[1:]):
         raise _Failed
 
 

@@ -15,22 +15,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tiny_model import make_tiny_model
 
-from bench.ratios import TARGETS, Entry, Speeds, append_history, falls, missed, read_history
+from bench.ratios import TARGETS, Speeds
+from bench.record import RESULTS, ROOT, add_options, keep
 from invrl.batch_file import save_batch
 from invrl.config import resolve
 from invrl.flags import parse_flags
 from invrl.ray_setup import prepare_ray
 from invrl.run_folder import make_run_folder
 
-ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).parent / "results"
 PARTS = ("rollouts", "trainer", "run")
 
 
@@ -42,31 +39,12 @@ def main(arguments: Sequence[str]) -> int:
     sys.path.insert(0, str(ROOT))  # the smoke run's rollout function; an installed clone has it anyway
     if options.smoke:
         options.model_path = str(make_tiny_model(work / "tiny"))
-    result: dict[str, Any] = {
-        **asdict(_entry(options.model_path if not options.smoke else "tiny", {})),
-        "load_before": round(os.getloadavg()[0], 2),
-        "repetitions": options.repetitions,
-    }
+    load_before = round(os.getloadavg()[0], 2)
     ratios, details = _measure(options, work)
-    result |= {"ratios": ratios, "targets": TARGETS, "missed": missed(ratios), **details}
-    entry = Entry(**{name: result[name] for name in Entry.__slots__})
-    fell = falls(entry, read_history(options.results / "history.jsonl") if options.results else [])
-    result["fell"] = [asdict(one) for one in fell]
-    text = json.dumps(result, indent=2) + "\n"
-    if options.results:
-        append_history(options.results / "history.jsonl", entry)
-        if options.baseline:
-            (options.results / "baseline.json").write_text(text)
-    if options.out:
-        options.out.write_text(text)
     shutil.rmtree(work)
-    print(text, end="")
-    for name, value in ratios.items():
-        verdict = "  MISSED" if name in result["missed"] else ""
-        print(f"{name:<18}{value:6.3f}   target {TARGETS[name]:.2f}{verdict}")
-    for one in fell:
-        print(f"FELL: {one}", file=sys.stderr)
-    return 1 if fell else 0
+    model = "tiny" if options.smoke else Path(options.model_path).name
+    kept = {"options": options, "model": model, "baseline": "baseline.json", "load_before": load_before}
+    return keep(ratios, TARGETS, details, **kept)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -75,11 +53,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a tiny random model: does the bench work?")
     parser.add_argument("--repetitions", type=int, default=0, help="of each pair (3; smoke: 2)")
     parser.add_argument("--only", choices=PARTS, default="", help="one part; nothing is compared or kept")
-    parser.add_argument(
-        "--results", type=Path, help="folder of the history (not with --smoke: tests/bench/results)"
-    )
-    parser.add_argument("--baseline", action="store_true", help="write baseline.json there as well")
-    parser.add_argument("--out", type=Path, help="the result as JSON")
+    add_options(parser)
     options = parser.parse_args(arguments)
     if not options.smoke and not options.model_path:
         parser.error("give --model-path FOLDER, or --smoke")
@@ -136,17 +110,3 @@ def _measure_halves(
     )
     found = {name: Speeds(**one) for name, one in json.loads(out.read_text()).items()}
     return found if options.only == "trainer" else speeds | found
-
-
-def _entry(model: str, ratios: dict[str, float]) -> Entry:
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    cpu = names[0].partition(":")[2].strip() if names else "unknown CPU"
-    return Entry(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=commit,
-        machine=f"{os.cpu_count()} x {cpu}",
-        model=Path(model).name,
-        ratios=ratios,
-    )

@@ -77,9 +77,9 @@ def falls(now: Entry, history: Sequence[Entry]) -> list[Fall]:
     return found
 
 
-def missed(ratios: Mapping[str, float]) -> list[str]:
+def missed(ratios: Mapping[str, float], targets: Mapping[str, float] = TARGETS) -> list[str]:
     """The ratios that are below their target."""
-    return [name for name, value in ratios.items() if value < TARGETS[name]]
+    return [name for name, value in ratios.items() if value < targets[name]]
 
 
 def read_history(path: Path) -> list[Entry]:

@@ -1,0 +1,109 @@
+"""The stand-in engine, the real router, and two real gateways (with and without capture), as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from invrl.gateway.gateway_server import GatewayServer
+from invrl.gateway.settings import GatewaySettings
+from invrl.process import ServerProcess, free_port
+from invrl.rollout.router_server import RouterServer
+
+TESTS = Path(__file__).parents[1]
+
+
+class Rig:
+    """`start`, measure, `stop`. `gateways`: by name, "on" and "off" (capture)."""
+
+    def __init__(self, folder: Path, *, model_path: Path, vocab_size: int, reply_ids: Sequence[int]) -> None:
+        self.folder, self.model_path, self.vocab_size = folder, model_path, vocab_size
+        self.env_key = secrets.token_hex(16)
+        self.engine_port = free_port()
+        self.engine_url = f"http://127.0.0.1:{self.engine_port}"
+        reply = folder / "reply.json"
+        reply.write_text(json.dumps(list(reply_ids)))
+        command = [sys.executable, "-m", "bench.paced_engine", "--port", str(self.engine_port)]
+        self._path = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+        self.engine = self._python("engine", [*command, "--reply", str(reply)])
+        self.router = RouterServer(run_folder=folder, start_timeout_s=60.0)
+        self.gateways: dict[str, GatewayServer] = {}
+
+    async def start(self) -> None:
+        self.engine.wait_ready(self._engine_listens, deadline_s=30.0)
+        self.router.start()
+        await self.router.wait_ready()
+        await self.router.register(self.engine_url, api_key="")
+        for name in ("on", "off"):
+            self.gateways[name] = self._gateway(name)
+        for gateway in self.gateways.values():
+            gateway.wait_ready(deadline_s=120.0)
+
+    def stop(self) -> None:
+        for gateway in self.gateways.values():
+            gateway.stop()
+        self.router.stop()
+        self.engine.stop()
+
+    def store_path(self, gateway: str) -> Path:
+        return self.folder / gateway / "run.sqlite"
+
+    def pace(self, seconds: float) -> None:
+        """What the stand-in takes for a token from now on."""
+        body = json.dumps({"seconds": seconds}).encode()
+        urllib.request.urlopen(urllib.request.Request(self.engine_url + "/pace", data=body), timeout=10.0)
+
+    def processes(self, gateway: str) -> dict[str, psutil.Process]:
+        pids = {
+            "gateway": self.gateways[gateway].process.pid,
+            "router": self.router.process.pid,
+            "engine": self.engine.pid,
+            "load": os.getpid(),
+        }
+        return {name: psutil.Process(pid) for name, pid in pids.items()}
+
+    def check(self) -> None:
+        """ServerError if one of them has ended."""
+        for process in (self.engine, self.router.process, *(each.process for each in self.gateways.values())):
+            process.check_alive()
+
+    def _gateway(self, name: str) -> GatewayServer:
+        settings = GatewaySettings.model_validate(
+            {
+                "run_id": "bench",
+                "port": free_port(),
+                "router_url": self.router.url,
+                "router_api_key": self.router.api_key,
+                "env_key": self.env_key,
+                "model_path": str(self.model_path),
+                "model_name": "bench",
+                "store_path": str(self.store_path(name)),
+                "max_new_tokens": 1024,
+                "context_length": 8192,
+                "vocab_size": self.vocab_size,
+                "max_open_sessions": 1_000_000,
+            }
+        )
+        private, log = self.folder / name, self.folder / "logs" / f"gateway-{name}.log"
+        gateway = GatewayServer(settings, folder=private, log=log)
+        if name == "off":  # another program on the same settings: capture has no switch in the product
+            gateway.process.stop()
+            command = [sys.executable, "-m", "bench.uncaptured", "--settings", str(private / "gateway.json")]
+            gateway.process = self._python("gateway-off", command)
+        return gateway
+
+    def _python(self, name: str, command: Sequence[str]) -> ServerProcess:
+        env = {"OMP_NUM_THREADS": "1", **self._path}
+        return ServerProcess(name, command, log=self.folder / "logs" / f"{name}.log", env=env)
+
+    def _engine_listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.engine_port)) == 0
