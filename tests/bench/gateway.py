@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import shutil
 import tempfile
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     load_before = round(os.getloadavg()[0], 2)
     work = Path(tempfile.mkdtemp(prefix="invrl-bench-"))
+    os.environ["OMP_NUM_THREADS"] = "1"
     model = Path(options.model_path).name if options.model_path else "tiny"
     folder = Path(options.model_path) if options.model_path else make_tiny_model(work / "tiny")
     try:
@@ -280,12 +282,12 @@ class _Bench:
         direct = way == "direct"
         url = "" if direct else self._rig.gateways[way].url
         opened = [] if direct else await self._load.open(url, sessions)
-        if direct:
-            ask = self._load.direct(script, stream=stream)
-        else:
-            ask = self._load.through(script, opened, stream=stream)
+        through, straight = self._load.through, self._load.direct
+        ask = straight(script, stream=stream) if direct else through(script, opened, stream=stream)
         processes = self._rig.processes("on" if direct else way)
         before = {name: _cpu_s(one) for name, one in processes.items()}
+        gc.collect()
+        gc.freeze()  # the load generator's own pauses are nobody's latency
         found = await run(ask)
         found.cpu_s = {name: _cpu_s(one) - before[name] for name, one in processes.items()}
         await self._load.end(url, opened)
@@ -295,10 +297,10 @@ class _Bench:
 
 
 class Memory:
-    """Of one process, over time."""
+    """Of a process and those below it, over time."""
 
-    def __init__(self, process: psutil.Process, *, every_s: float) -> None:
-        self._process, self._every_s = process, every_s
+    def __init__(self, family: Sequence[psutil.Process], *, every_s: float) -> None:
+        self._family, self._every_s = family, every_s
         self._at_s: list[float] = []
         self._mb: list[float] = []
 
@@ -307,7 +309,7 @@ class Memory:
         started = time.monotonic()
         while True:
             self._at_s.append(time.monotonic() - started)
-            self._mb.append(self._process.memory_info().rss / 1e6)
+            self._mb.append(sum(one.memory_info().rss for one in self._family) / 1e6)
             await asyncio.sleep(self._every_s)
 
     def report(self) -> dict[str, Any]:
@@ -319,10 +321,9 @@ class Memory:
         return {"rss_mb": [round(one, 1) for one in self._mb], "mb_per_minute": round(60 * float(slope), 2)}
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def _cpu_s(family: Sequence[psutil.Process]) -> float:
     """User and system, as /proc/<pid>/stat counts them."""
-    times = process.cpu_times()
-    return times.user + times.system
+    return sum(times.user + times.system for times in (one.cpu_times() for one in family))
 
 
 def _cpu(found: Mapping[str, Sequence[Measured]]) -> dict[str, dict[str, float]]:

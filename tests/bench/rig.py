@@ -21,6 +21,12 @@ from invrl.rollout.router_server import RouterServer
 TESTS = Path(__file__).parents[1]
 
 
+class _UncapturedGateway(GatewayServer):
+    """Another program on the same settings: capture has no switch in the product."""
+
+    module = "bench.uncaptured"
+
+
 class Rig:
     """`start`, measure, `stop`. `gateways`: by name, "on" and "off" (capture)."""
 
@@ -32,7 +38,7 @@ class Rig:
         reply = folder / "reply.json"
         reply.write_text(json.dumps(list(reply_ids)))
         command = [sys.executable, "-m", "bench.paced_engine", "--port", str(self.engine_port)]
-        self._path = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])  # of all that start here
         self.engine = self._python("engine", [*command, "--reply", str(reply)])
         self.router = RouterServer(run_folder=folder, start_timeout_s=60.0)
         self.gateways: dict[str, GatewayServer] = {}
@@ -61,14 +67,16 @@ class Rig:
         body = json.dumps({"seconds": seconds}).encode()
         urllib.request.urlopen(urllib.request.Request(self.engine_url + "/pace", data=body), timeout=10.0)
 
-    def processes(self, gateway: str) -> dict[str, psutil.Process]:
-        pids = {
-            "gateway": self.gateways[gateway].process.pid,
-            "router": self.router.process.pid,
-            "engine": self.engine.pid,
-            "load": os.getpid(),
+    def processes(self, gateway: str) -> dict[str, list[psutil.Process]]:
+        """Each with all below it, but for the load generator."""
+        servers = {
+            "gateway": self.gateways[gateway].process,
+            "router": self.router.process,
+            "engine": self.engine,
         }
-        return {name: psutil.Process(pid) for name, pid in pids.items()}
+        families = {name: psutil.Process(server.pid) for name, server in servers.items()}
+        found = {name: [root, *root.children(recursive=True)] for name, root in families.items()}
+        return {**found, "load": [psutil.Process()]}
 
     def check(self) -> None:
         """ServerError if one of them has ended."""
@@ -92,17 +100,11 @@ class Rig:
                 "max_open_sessions": 1_000_000,
             }
         )
-        private, log = self.folder / name, self.folder / "logs" / f"gateway-{name}.log"
-        gateway = GatewayServer(settings, folder=private, log=log)
-        if name == "off":  # another program on the same settings: capture has no switch in the product
-            gateway.process.stop()
-            command = [sys.executable, "-m", "bench.uncaptured", "--settings", str(private / "gateway.json")]
-            gateway.process = self._python("gateway-off", command)
-        return gateway
+        made = GatewayServer if name == "on" else _UncapturedGateway
+        return made(settings, folder=self.folder / name, log=self.folder / "logs" / f"gateway-{name}.log")
 
     def _python(self, name: str, command: Sequence[str]) -> ServerProcess:
-        env = {"OMP_NUM_THREADS": "1", **self._path}
-        return ServerProcess(name, command, log=self.folder / "logs" / f"{name}.log", env=env)
+        return ServerProcess(name, command, log=self.folder / "logs" / f"{name}.log")
 
     def _engine_listens(self) -> bool:
         with socket.socket() as probe:
