@@ -62,7 +62,6 @@ def serve(
         # Once uvicorn has its handler, which it sets before its first await.
         unblock = signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM}
         asyncio.get_running_loop().call_soon(*unblock)
-        gc.collect()
         gc.freeze()  # what is loaded stays: going through it again stopped every stream for 0.2 s
         gc.set_threshold(5000)
         await uvicorn.Server(config).serve(sockets)

@@ -96,7 +96,7 @@ class Generation:
         self._spans: tuple[VersionSpan, ...] = ()
         self.started_at = time.time()
         self._attached = 0
-        self._changed = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -126,8 +126,10 @@ class Generation:
         """Waits until it has ended, in whatever way."""
         await asyncio.wait([self._task])
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """From the first one on, as they are sampled. Raises what `answer` raises."""
+    async def pieces(self, silence_s: float) -> AsyncIterator[Piece | None]:
+        """From the first one on, as they are sampled; None after every `silence_s` without one. Raises what
+        `answer` raises."""
+        loop = asyncio.get_running_loop()
         at = 0
         while True:
             while at < len(self._pieces):
@@ -136,8 +138,14 @@ class Generation:
             if self._task.done():
                 await self.answer()
                 return
-            changed = self._changed
-            await changed.wait()
+            self._waiters.append(waiter := loop.create_future())
+            timer = loop.call_later(silence_s, _resolve, waiter)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+            if at == len(self._pieces) and not self._task.done():
+                yield None
 
     async def answer(self) -> Answer:
         """The turn, committed. SessionError, ServerError or DeadlineError if there is none."""
@@ -212,8 +220,9 @@ class Generation:
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            _resolve(waiter)
 
     def _record(
         self, finish: FinishReason, result: GenerateResult | None = None
@@ -242,3 +251,8 @@ class Generation:
 
 
 _EMPTY = Piece(delta=Delta(), ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0, np.float32))
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
