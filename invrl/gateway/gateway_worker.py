@@ -13,6 +13,7 @@ import uvicorn
 import uvloop
 
 from invrl.gateway.app import make_app
+from invrl.gateway.corked_http import CorkedHttpProtocol
 from invrl.gateway.parsing import Parsers
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.sessions import WorkerPlace
@@ -57,6 +58,7 @@ def serve(
             timeout_graceful_shutdown=3,
             timeout_keep_alive=75,
             proxy_headers=False,
+            http=CorkedHttpProtocol,
             backlog=4096,
         )
         # Once uvicorn has its handler, which it sets before its first await.
