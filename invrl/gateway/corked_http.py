@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol with one write to the socket for what an answer writes in one go.
 
-Head, events and end of an answer would each be a system call, and wake the client. Used by `gateway_worker.py`."""
+Head, events and end of an answer would each be a system call that wakes the client. Used by
+`gateway_worker.py`."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from invrl.types import FinishReason, Turn, VersionSpan
 
 _log = logging.getLogger(__name__)
 
+_JOINED = 16
 _ASK_AGAIN_S = 0.5
 """The router takes about a second to leave a dead engine; clients' own retries cover more."""
 
@@ -93,6 +94,8 @@ class Generation:
         self._parser = parser
         self._stream: TextStream = renderer.stream(proposal.request.stop, special=parser.special)
         self._pieces: list[Piece] = []
+        self._joined = 0
+        """So many of them, the first ones, are of `_JOINED` chunks each: less memory."""
         self._spans: tuple[VersionSpan, ...] = ()
         self.started_at = time.time()
         self._attached = 0
@@ -138,6 +141,9 @@ class Generation:
             if self._task.done():
                 await self.answer()
                 return
+            if self._attached == 1 and at >= self._joined + _JOINED:  # seen by all who read
+                self._pieces[self._joined :] = [_join(self._pieces[self._joined :])]
+                self._joined = at = len(self._pieces)
             self._waiters.append(waiter := loop.create_future())
             timer = loop.call_later(silence_s, _resolve, waiter)
             try:
@@ -256,3 +262,16 @@ _EMPTY = Piece(delta=Delta(), ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0
 def _resolve(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def _join(pieces: Sequence[Piece]) -> Piece:
+    deltas = [piece.delta for piece in pieces]
+    return Piece(
+        delta=Delta(
+            content="".join(delta.content for delta in deltas),
+            reasoning="".join(delta.reasoning for delta in deltas),
+            calls=tuple(call for delta in deltas for call in delta.calls),
+        ),
+        ids_T=np.concatenate([piece.ids_T for piece in pieces]),
+        logprobs_T=np.concatenate([piece.logprobs_T for piece in pieces]),
+    )
