@@ -113,27 +113,14 @@ class AgentEndpoint:
         status of its own."""
         stream = self.dialect.stream(request, [_begun(generation) for generation in generations])
         client.error_event = stream.error
-        pieces = _interleaved(generations)
-        upcoming = asyncio.ensure_future(anext(pieces, None))
-        try:
-            while True:
-                done, _ = await asyncio.wait([upcoming], timeout=self.settings.keep_alive_s)
-                found = upcoming.result() if done else None
-                if done and found is None:
-                    break
-                if not client.started:
-                    await client.start_stream(headers)
-                    await client.write(stream.head())
-                if found is None:
-                    await client.write(stream.keep_alive)
-                    continue
-                if event := stream.piece(*found):
-                    await client.write(event)
-                upcoming = asyncio.ensure_future(anext(pieces, None))
-            answers = [await generation.answer() for generation in generations]
-            return await client.end(stream.tail(answers))
-        finally:
-            upcoming.cancel()
+        async for choice, piece in _interleaved(generations, self.settings.keep_alive_s):
+            if not client.started:
+                await client.start_stream(headers)
+                await client.write(stream.head())
+            if event := stream.keep_alive if piece is None else stream.piece(choice, piece):
+                await client.write(event)
+        answers = [await generation.answer() for generation in generations]
+        return await client.end(stream.tail(answers))
 
     async def _refuse(self, client: ClientConnection, error: SessionError) -> None:
         if client.gone.is_set():
@@ -168,17 +155,20 @@ def _begun(generation: Generation) -> Begun:
     return Begun(turn_id=request.rid, created=generation.started_at, prompt_tokens=prompt_tokens)
 
 
-async def _interleaved(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
-    """(choice, piece) as they are sampled. Raises what the first generation to fail raises."""
+async def _interleaved(
+    generations: Sequence[Generation], silence_s: float
+) -> AsyncIterator[tuple[int, Piece | None]]:
+    """(choice, piece) as they are sampled, without a piece after every `silence_s` of the choice's silence.
+    Raises what the first generation to fail raises."""
     if len(generations) == 1:
-        async for piece in generations[0].pieces():
+        async for piece in generations[0].pieces(silence_s):
             yield 0, piece
         return
-    found: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
+    found: asyncio.Queue[tuple[int, Piece | None] | Exception | None] = asyncio.Queue()
 
     async def forward(choice: int) -> None:
         try:
-            async for piece in generations[choice].pieces():
+            async for piece in generations[choice].pieces(silence_s):
                 found.put_nowait((choice, piece))
             found.put_nowait(None)
         except Exception as error:  # raised where the pieces are read

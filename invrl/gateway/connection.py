@@ -73,15 +73,15 @@ class ClientConnection:
 
     async def unless_gone(self, answering: asyncio.Task[bool]) -> bool:
         """Its result; False as soon as the client has disconnected, which cancels it."""
-        gone = asyncio.create_task(self.gone.wait())
+        assert self._watch is not None, "the body has not been read"
         try:
-            await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([answering, self._watch], return_when=asyncio.FIRST_COMPLETED)
             return answering.done() and answering.result()
         finally:
-            gone.cancel()
-            answering.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([answering])
+            if not answering.done():
+                answering.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([answering])
 
     def release(self) -> None:
         """The exchange is over."""

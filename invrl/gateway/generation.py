@@ -28,6 +28,7 @@ from invrl.types import FinishReason, Turn, VersionSpan
 
 _log = logging.getLogger(__name__)
 
+_JOINED = 16
 _ASK_AGAIN_S = 0.5
 """The router takes about a second to leave a dead engine; clients' own retries cover more."""
 
@@ -93,10 +94,12 @@ class Generation:
         self._parser = parser
         self._stream: TextStream = renderer.stream(proposal.request.stop, special=parser.special)
         self._pieces: list[Piece] = []
+        self._joined = 0
+        """So many of them, the first ones, are of `_JOINED` chunks each: less memory."""
         self._spans: tuple[VersionSpan, ...] = ()
         self.started_at = time.time()
         self._attached = 0
-        self._changed = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -129,8 +132,10 @@ class Generation:
         """Waits until it has ended, in whatever way."""
         await asyncio.wait([self._task])
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """From the first one on, as they are sampled. Raises what `answer` raises."""
+    async def pieces(self, silence_s: float) -> AsyncIterator[Piece | None]:
+        """From the first one on, as they are sampled; None after every `silence_s` without one. Raises what
+        `answer` raises."""
+        loop = asyncio.get_running_loop()
         at = 0
         while True:
             while at < len(self._pieces):
@@ -139,8 +144,17 @@ class Generation:
             if self._task.done():
                 await self.answer()
                 return
-            changed = self._changed
-            await changed.wait()
+            if self._attached == 1 and at >= self._joined + _JOINED:  # seen by all who read
+                self._pieces[self._joined :] = [_join(self._pieces[self._joined :])]
+                self._joined = at = len(self._pieces)
+            self._waiters.append(waiter := loop.create_future())
+            timer = loop.call_later(silence_s, _resolve, waiter)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+            if at == len(self._pieces) and not self._task.done():
+                yield None
 
     async def answer(self) -> Answer:
         """The turn, committed. SessionError, ServerError or DeadlineError if there is none."""
@@ -215,8 +229,9 @@ class Generation:
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            _resolve(waiter)
 
     def _record(
         self, finish: FinishReason, result: GenerateResult | None = None
@@ -245,3 +260,21 @@ class Generation:
 
 
 _EMPTY = Piece(delta=Delta(), ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0, np.float32))
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _join(pieces: Sequence[Piece]) -> Piece:
+    deltas = [piece.delta for piece in pieces]
+    return Piece(
+        delta=Delta(
+            content="".join(delta.content for delta in deltas),
+            reasoning="".join(delta.reasoning for delta in deltas),
+            calls=tuple(call for delta in deltas for call in delta.calls),
+        ),
+        ids_T=np.concatenate([piece.ids_T for piece in pieces]),
+        logprobs_T=np.concatenate([piece.logprobs_T for piece in pieces]),
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -358,8 +359,7 @@ class _Answer:
     or from one whole answer."""
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
+        self.ids, self.logprobs = array("i"), array("f")
         self._meta: _Meta | None = None
 
     def add(self, event: _Event) -> _Answer:

@@ -14,10 +14,11 @@ import numpy as np
 import openai
 import pytest
 import uvicorn
-from fakes import FakeEngine, fake_logprob, random_reply
+from fakes import FakeEngine, fake_logprob, random_reply, reply_by_prompt
 from tiny_model import make_tiny_model
 
 from invrl.gateway.app import make_app
+from invrl.gateway.corked_http import CorkedHttpProtocol
 from invrl.gateway.model_folder import load_renderer
 from invrl.gateway.parsing import Parsers
 from invrl.gateway.rendering import Renderer
@@ -115,7 +116,8 @@ async def running(
             store=store,
             on_shutdown=client.close,
         )
-        config = uvicorn.Config(app, port=settings.port, log_level="warning", timeout_graceful_shutdown=1)
+        served = {"http": CorkedHttpProtocol, "timeout_graceful_shutdown": 1, "log_level": "warning"}
+        config = uvicorn.Config(app, port=settings.port, **served)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
         try:
@@ -391,6 +393,37 @@ async def test_a_retry_gets_the_recorded_turn_or_joins_the_one_in_flight(gateway
     assert fresh.json()["id"] != joined.json()["id"]
     assert len(gateway.engine.requests) == 2
     assert len(gateway.turns(session)) == 2
+
+
+async def test_a_stream_asked_for_again_has_the_same_text_and_log_probs(gateway: Running):
+    """Long enough for its first pieces to have been joined; once while it runs, once when it is over."""
+    gateway.engine.token_delay_s = 0.005
+    gateway.engine.script = reply_by_prompt(tokens=50)
+    [session] = await gateway.open()
+
+    async def ask(retry: str) -> tuple[str, list[float]]:
+        stream = await gateway.client(session).chat.completions.create(
+            model="tiny",
+            messages=[ASK],
+            stream=True,
+            logprobs=True,
+            extra_headers={"x-stainless-retry-count": retry},
+        )
+        choices = [event.choices[0] async for event in stream]
+        shown = [one.logprob for each in choices if each.logprobs for one in each.logprobs.content or ()]
+        return "".join(each.delta.content or "" for each in choices), shown
+
+    first = asyncio.create_task(ask("0"))
+    await eventually(lambda: bool(gateway.engine.running))
+    await asyncio.sleep(0.005 * 30)
+    again = await ask("1")
+    [turn] = gateway.turns(session)
+    assert turn.logprobs_T.tolist() == pytest.approx(
+        [fake_logprob(id) for id in turn.sampled_ids_T], abs=1e-6
+    )
+    assert len(turn.sampled_ids_T) == 50
+    for text, logprobs in (await first, again, await ask("1")):
+        assert (text, logprobs) == (again[0], pytest.approx(turn.logprobs_T.tolist(), abs=1e-6))
 
 
 async def test_the_openai_clients_own_retry_heals_a_lost_engine(gateway: Running):

@@ -1,0 +1,43 @@
+"""uvicorn's HTTP protocol with one write to the socket for what an answer writes in one go.
+
+Head, events and end of an answer would each be a system call that wakes the client. Used by
+`gateway_worker.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+
+class _Cork:
+    """A transport whose writes leave together when the event loop comes round, or when it is closed."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self._loop = transport, asyncio.get_running_loop()
+        self._held: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._held:
+            self._loop.call_soon(self._flush)
+        self._held.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._held and not self._transport.is_closing():
+            self._transport.write(b"".join(self._held))
+        self._held.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class CorkedHttpProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(_Cork(transport))  # type: ignore[arg-type]

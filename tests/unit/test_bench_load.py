@@ -1,0 +1,85 @@
+"""What the gateway's bench is made of: the paced stand-in engine, arrivals, loads that count what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from bench.load import Script, arrivals, closed_loop, open_loop
+from bench.paced_engine import Connection, Engine, fixed_logprob
+
+from invrl.errors import ServerError
+from invrl.rollout.sglang_client import EngineLimits, GenerateChunk, GenerateRequest, SglangClient
+from invrl.types import Sampling
+
+SCRIPT = Script(tokens=8, chat=[[], []], prompts=[[], []])
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine([11, 12, 13])
+
+
+@pytest.fixture
+async def client(engine: Engine) -> AsyncIterator[SglangClient]:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with SglangClient(url, limits=EngineLimits(vocab_size=99, context_length=99)) as client:
+        yield client
+    server.close()
+
+
+async def test_the_stand_in_answers_as_an_engine_whole_and_streamed(engine: Engine, client: SglangClient):
+    engine.pace_s = 0.01
+    request = GenerateRequest(
+        rid="r", input_ids_T=np.array([1, 2], np.int32), sampling=Sampling(max_new_tokens=5)
+    )
+    started = time.monotonic()
+    whole = await client.generate(request)
+    assert time.monotonic() - started >= 5 * engine.pace_s
+    *chunks, result = [item async for item in client.stream(request)]
+    for one in (whole, result):
+        assert one.ids_T.tolist() == [11, 12, 13, 11, 12]
+        assert one.logprobs_T.tolist() == pytest.approx([fixed_logprob(id) for id in one.ids_T.tolist()])
+    assert (whole.prompt_tokens, whole.finish_reason) == (2, "length")
+    parts = [chunk for chunk in chunks if isinstance(chunk, GenerateChunk)]
+    assert np.concatenate([part.ids_T for part in parts]).tolist() == result.ids_T.tolist()
+    assert [part.spans[-1].end for part in parts][-1] == 5
+
+
+def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
+    due_s = np.array(arrivals(rate=200, seconds=100, seed=3))
+    gaps = np.diff(due_s)
+    assert (np.all(gaps > 0), due_s[-1] < 100) == (True, True)
+    assert len(due_s) == pytest.approx(20_000, rel=0.03)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.03)  # as in an exponential distribution
+    assert arrivals(rate=200, seconds=1, seed=3) == due_s[due_s < 1].tolist()
+
+
+async def test_a_late_load_generator_counts_as_latency_and_turns_follow_each_other():
+    asked: list[tuple[int, int]] = []
+
+    async def ask(session: int, turn: int) -> float:
+        asked.append((session, turn))
+        if len(asked) == 1:
+            time.sleep(0.05)  # stops this whole process: what is due meanwhile leaves late
+        return time.perf_counter()
+
+    measured = await open_loop(ask, SCRIPT, due_s=[0.0, 0.001, 0.002])
+    assert asked == [(0, 0), (1, 0), (0, 1)]
+    assert min(measured.whole_s) >= 0.04
+    assert measured.tokens == 24
+
+
+async def test_failed_requests_are_counted_and_give_no_tokens():
+    async def ask(session: int, turn: int) -> float:
+        if (session, turn) == (1, 1):
+            raise ServerError("no")
+        return time.perf_counter()
+
+    measured = await closed_loop(ask, SCRIPT, agents=2, rounds=2)
+    assert (len(measured.errors), len(measured.whole_s), measured.tokens) == (1, 7, 56)
