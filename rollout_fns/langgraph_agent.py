@@ -3,6 +3,7 @@
 `python -m rollout_fns.langgraph_agent "What is 17*23?"` with OPENAI_BASE_URL, OPENAI_API_KEY and
 OPENAI_MODEL set talks to any OpenAI-compatible endpoint. Needs `pip install langgraph langchain-openai`."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os

@@ -81,15 +81,16 @@ class AgentEndpoint:
         request = self.dialect.parse(raw, retry=None if count is None else count != "0")
         conversation = self.turns.conversation(record)
         with conversation.call(), contextlib.ExitStack() as stack:
-            begun = [self.turns.begin(conversation, turn) for turn in _choices(request)]
+            begun = []
+            for turn in _choices(request):
+                begun.append(self.turns.begin(conversation, turn))  # if one is refused, those before it end
+                stack.enter_context(begun[-1][0].attached())
             generations = [generation for generation, _ in begun]
             rid = generations[0].proposal.request.rid
             headers = {"x-request-id": rid, "request-id": rid}  # OpenAI's name, Anthropic's
             if overridden := begun[0][1]:
                 headers["x-invrl-overridden"] = names = ",".join(overridden)
                 _log.info("session %s: the run overrides %s", record.session.id, names)
-            for generation in generations:
-                stack.enter_context(generation.attached())
             serve = self._stream if request.turn.stream else self._whole
             answering = asyncio.create_task(serve(client, request, generations, headers))
             delivered = await client.unless_gone(answering)

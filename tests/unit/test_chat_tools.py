@@ -8,7 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from test_gateway_turns import Running, running
+from test_gateway_turns import Running, eventually, running
 from tiny_model import make_tiny_model
 
 from invrl.gateway.message import MatchLevel
@@ -257,3 +257,12 @@ async def test_bad_tools_are_refused(gateway: Running, options: dict, param: str
     with pytest.raises(openai.BadRequestError) as caught:
         await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], **options)
     assert caught.value.param == param
+
+
+async def test_choices_over_a_limit_leave_nothing_running(gateway: Running):
+    gateway.engine.token_delay_s = 0.05
+    [session] = await gateway.open(limits={"max_turns": 2})
+    with pytest.raises(openai.PermissionDeniedError, match="turns"):
+        await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], n=3)
+    await eventually(lambda: not gateway.engine.running)
+    assert len(gateway.engine.cancelled) == len(gateway.engine.requests)
