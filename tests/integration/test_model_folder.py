@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from invrl.gateway.forest import Message
+from invrl.gateway.message import Message, Prompt
 from invrl.gateway.model_folder import load_renderer
 
 CONVERSATIONS = (
@@ -43,7 +43,7 @@ def test_rendering_and_ids_are_those_of_transformers(tiny_model: Path, tmp_path:
     for conversation in CONVERSATIONS:
         plain = [{"role": m.role, "content": m.content} for m in conversation]
         expected = theirs.apply_chat_template(plain, tokenize=True, add_generation_prompt=True)
-        assert ours.first(conversation) == list(expected["input_ids"])
+        assert ours.first(Prompt(messages=tuple(conversation))) == list(expected["input_ids"])
     assert ours.end_ids == {theirs.eos_token_id}
     ids = list(range(512))
     assert ours._tokenizer.decode(ids) == theirs.decode(
