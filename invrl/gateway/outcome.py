@@ -86,8 +86,8 @@ def _why_empty(turns: Sequence[Turn], delivered: Collection[str]) -> str:
     free = _sampled(turn for turn in arrived if turn.trainable)
     sampled, reached = _sampled(turns), _sampled(arrived)
     return (
-        f"no token to train: of {sampled} sampled in {len(turns)} turns {sampled - reached} did not reach the "
-        f"client, {reached - free} were constrained or aborted, {free} are of auxiliary conversations"
+        f"no token to train: of {sampled} sampled in {len(turns)} turns {sampled - reached} did not reach "
+        f"the client, {reached - free} were constrained or aborted, {free} are of auxiliary conversations"
     )
 
 
