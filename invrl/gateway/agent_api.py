@@ -129,7 +129,9 @@ class AgentEndpoint:
         if client.started:
             await client.end(client.error_event(error))
         else:
-            await client.answer(error.status, {**_JSON, **retry_after(error)}, self.dialect.error(error))
+            allow = {"allow": "POST"} if error.status == 405 else {}
+            headers = {**_JSON, **allow, **retry_after(error)}
+            await client.answer(error.status, headers, self.dialect.error(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

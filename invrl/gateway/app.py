@@ -195,9 +195,9 @@ def _add_agent_routes(
 def _add_error_handlers(app: FastAPI, spoken: Callable[[Request], ChatDialect | MessagesDialect]) -> None:
     """Every refusal has the shape that agents' clients know."""
 
-    def refusal(request: Request, error: SessionError) -> Response:
+    def refusal(request: Request, error: SessionError, allowed: Mapping[str, str] | None = None) -> Response:
         error.message = error.message.encode(errors="replace").decode()  # no JSON carries lone surrogates
-        body, headers = spoken(request).error(error), retry_after(error)
+        body, headers = spoken(request).error(error), {**(allowed or {}), **retry_after(error)}
         return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
     @app.exception_handler(SessionError)
@@ -217,7 +217,7 @@ def _add_error_handlers(app: FastAPI, spoken: Callable[[Request], ChatDialect | 
     async def unknown(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path.partition('/s/')[0] or '/s/…'}: {error.detail}"
         code = _CODES.get(error.status_code, "invalid_request")
-        return refusal(request, SessionError(message, status=error.status_code, code=code))
+        return refusal(request, SessionError(message, status=error.status_code, code=code), error.headers)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:

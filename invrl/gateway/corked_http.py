@@ -1,7 +1,8 @@
 """uvicorn's HTTP protocol with one write to the socket for what an answer writes in one go.
 
-Head, events and end of an answer would each be a system call that wakes the client. Used by
-`gateway_worker.py`."""
+Head, events and end of an answer would each be a system call that wakes the client. A client that goes on
+sending a body after its answer (413, 408) is listened to for a while, so that it can read it, then closed.
+Used by `gateway_worker.py`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_LINGER_S = 5.0
 
 
 class _Cork:
@@ -38,6 +41,18 @@ class _Cork:
 
 class CorkedHttpProtocol(HttpToolsProtocol):
     """One connection."""
+
+    _lingering: asyncio.TimerHandle | None = None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and self.cycle.more_body:
+            self._lingering = self.loop.call_later(_LINGER_S, self.transport.close)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._lingering is not None:
+            self._lingering.cancel()
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_Cork(transport))  # type: ignore[arg-type]

@@ -47,9 +47,7 @@ def summarise(
     ]
     versions = [span.version for turn in trained for span in turn.spans if span.end > span.start]
     if not versions:
-        return failed(
-            record, FailureReason.EMPTY, f"no sampled token reached the client ({len(turns)} turns)"
-        )
+        return failed(record, FailureReason.EMPTY, _why_empty(turns, delivered))
     top = record.parent is None
     if record.reward is None and record.session.purpose == "train" and top:
         return failed(record, FailureReason.BAD_REWARD, "the session was finished without a reward")
@@ -79,6 +77,17 @@ def summarise(
         branch_rewards={name: own.value for one in family for name, own in one.branch_rewards.items()},
         child_rewards=finals,
         untrained_roots=tuple(untrained),
+    )
+
+
+def _why_empty(turns: Sequence[Turn], delivered: Collection[str]) -> str:
+    """Each token that was sampled is counted under one reason: what is left stands under untrained roots."""
+    arrived = [turn for turn in turns if turn.id in delivered]
+    free = _sampled(turn for turn in arrived if turn.trainable)
+    sampled, reached = _sampled(turns), _sampled(arrived)
+    return (
+        f"no token to train: of {sampled} sampled in {len(turns)} turns {sampled - reached} did not reach "
+        f"the client, {reached - free} were constrained or aborted, {free} are of auxiliary conversations"
     )
 
 

@@ -170,6 +170,7 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
     failed = await gateway.finish(session)
     assert isinstance(failed, FailedRollout)
     assert failed.reason == "empty"
+    assert " 0 did not reach the client" in failed.detail
     client = gateway.client(mixed)
     message, _ = await ask(client, [ASK], stream=False, **asked[0])
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "156"}

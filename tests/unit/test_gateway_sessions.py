@@ -125,8 +125,28 @@ def test_sessions_without_tokens_or_reward_have_failed():
     ):
         assert isinstance(outcome, FailedRollout)
         assert outcome.reason is reason
+    assert "0 sampled in 0 turns" in nothing.detail
     evaluation = opened(registry(), purpose="eval")[0]
     assert isinstance(summarise(evaluation, [turn("1")], {"1"}, 0.0), RolloutSummary)
+
+
+def test_an_empty_session_says_what_became_of_its_tokens():
+    """9 tokens reach nobody, 8 are of a forced call, 7 aborted; the auxiliary root has the last 5."""
+    record = opened(registry())[0]
+    record.reward = 1.0
+    turns = [
+        turn("lost", sampled=9),
+        replace(turn("forced", parent="lost", sampled=8), constrained=True),
+        replace(turn("aborted", parent="lost", sampled=7), finish_reason="abort"),
+        replace(turn("title", sampled=5), fork_reason="new_conversation"),
+    ]
+    outcome = summarise(record, turns, {"forced", "aborted", "title"}, 0.0, train_auxiliary=False)
+    assert isinstance(outcome, FailedRollout)
+    assert (outcome.reason, outcome.detail) == (
+        FailureReason.EMPTY,
+        "no token to train: of 29 sampled in 4 turns 9 did not reach the client, "
+        "15 were constrained or aborted, 5 are of auxiliary conversations",
+    )
 
 
 def test_the_run_samples_in_training_and_the_client_in_serving():

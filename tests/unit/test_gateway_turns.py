@@ -22,6 +22,7 @@ from invrl.gateway.corked_http import CorkedHttpProtocol
 from invrl.gateway.model_folder import load_renderer
 from invrl.gateway.parsing import Parsers
 from invrl.gateway.rendering import Renderer
+from invrl.gateway.sessions import WorkerPlace
 from invrl.gateway.settings import GatewaySettings
 from invrl.process import free_port
 from invrl.rollout.sglang_client import EngineLimits, SglangClient
@@ -85,7 +86,12 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(
-    tmp_path: Path, model: Path, renderer: Renderer, parsers: Parsers | None = None, **changes
+    tmp_path: Path,
+    model: Path,
+    renderer: Renderer,
+    parsers: Parsers | None = None,
+    place: WorkerPlace | None = None,
+    **changes,
 ) -> AsyncIterator[Running]:
     async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=30) as http:
         settings = GatewaySettings.model_validate(
@@ -114,6 +120,7 @@ async def running(
             renderer=renderer,
             parsers=parsers or Parsers(),
             store=store,
+            place=place,
             on_shutdown=client.close,
         )
         served = {"http": CorkedHttpProtocol, "timeout_graceful_shutdown": 1, "log_level": "warning"}

@@ -1,0 +1,360 @@
+"""What no dialect may fall over, in each of them: a 4xx of the dialect's own shape, and nothing sampled.
+
+What is particular to one dialect's fields stands in its own test file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+from test_gateway_turns import ASK, ENV_KEY, Running, gateway, model, renderer, running  # noqa: F401
+
+from invrl.gateway import corked_http
+from invrl.gateway.rendering import Renderer
+from invrl.gateway.sessions import WorkerPlace
+
+FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """A sampling route, a request that it takes, and changes to it that it does not."""
+
+    path: str
+    good: dict[str, Any]
+    limit: str
+    """The field that bounds an answer's tokens."""
+    refused: dict[str, dict[str, Any]]
+    anthropic: bool = False
+
+    def check(self, answer: httpx.Response, status: int, code: str = "") -> None:
+        """`answer` is a refusal as this API's clients know it."""
+        assert answer.status_code == status, answer.text
+        assert answer.headers["content-type"] == "application/json"
+        if self.anthropic:
+            kinds = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error"}
+            kinds[413] = "request_too_large"
+            body = answer.json()
+            assert body.keys() == {"type", "error", "request_id"}
+            assert (body["type"], body["error"].keys()) == ("error", {"type", "message"})
+            assert body["error"]["type"] == kinds.get(status, "invalid_request_error")
+            assert body["error"]["message"]
+        else:
+            error = answer.json()["error"]
+            assert error.keys() == {"message", "type", "param", "code"}
+            kinds = {401: "authentication_error", 429: "rate_limit_error"}
+            assert error["type"] == kinds.get(status, "invalid_request_error")
+            assert error["message"]
+            assert code in ("", error["code"])
+
+
+CHAT = {"model": "tiny", "messages": [ASK]}
+CLAUDE_TOOL = {"name": "f", "description": "d", "input_schema": FUNCTION["parameters"]}
+NO_TOOL = {"type": "function", "function": {"name": "other"}}
+ROUTES = [
+    Route(
+        path="/chat/completions",
+        good=CHAT,
+        limit="max_tokens",
+        refused={
+            "unknown tool": {
+                "tools": [{"type": "function", "function": FUNCTION}],
+                "tool_choice": NO_TOOL,
+            },
+            "unknown tool choice": {"tool_choice": "sometimes"},
+            "wrong type": {"messages": 1},
+            "negative n": {"n": -1},
+            "absurd n": {"n": 10**30},
+        },
+    ),
+    Route(
+        path="/completions",
+        good={"model": "tiny", "prompt": "What is 12*13?"},
+        limit="max_tokens",
+        refused={"wrong type": {"prompt": {}}, "negative n": {"n": -1}, "absurd n": {"n": 10**30}},
+    ),
+    Route(
+        path="/responses",
+        good={"model": "tiny", "input": "What is 12*13?"},
+        limit="max_output_tokens",
+        refused={
+            "unknown tool": {
+                "tools": [{"type": "function", **FUNCTION}],
+                "tool_choice": {"type": "function", "name": "other"},
+            },
+            "unknown tool choice": {"tool_choice": "sometimes"},
+            "wrong type": {"input": 1},
+            "no such field": {"n": -1},
+        },
+    ),
+    Route(
+        path="/messages",
+        good={"model": "tiny", "max_tokens": 8, "messages": [ASK]},
+        limit="max_tokens",
+        refused={
+            "unknown tool": {"tools": [CLAUDE_TOOL], "tool_choice": {"type": "tool", "name": "other"}},
+            "unknown tool choice": {"tool_choice": {"type": "sometimes"}},
+            "wrong type": {"messages": 1},
+            "no such field": {"n": -1},
+        },
+        anthropic=True,
+    ),
+    Route(
+        path="/messages/count_tokens",
+        good={"model": "tiny", "messages": [ASK]},
+        limit="",
+        refused={
+            "unknown tool choice": {"tool_choice": {"type": "sometimes"}},
+            "wrong type": {"messages": 1},
+            "no such field": {"n": -1},
+        },
+        anthropic=True,
+    ),
+]
+every_route = pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path[1:])
+
+
+def bodies(route: Route) -> Iterator[tuple[str, bytes]]:
+    good = json.dumps(route.good).encode()
+    yield "empty", b""
+    yield "cut off", good[:-1]
+    yield "two", good * 2
+    yield "null", b"null"
+    yield "list", b"[" + good + b"]"
+    yield "number", b"1e999"
+    yield "nul bytes", b"\x00" * 100
+    yield "utf-16", good.decode().encode("utf-16")
+    yield "not utf-8", good.replace(b"12*13", b"\xff\xfe")
+    yield "half a surrogate", good.replace(b"12*13", b"\xed\xa0\x80")
+    yield "half an escaped surrogate", good.replace(b"12*13", b"\\ud800")
+    bombs = (b"[" * 500_000, b'{"a":' * 500_000, b"[" * 100_000 + b"]" * 100_000)
+    for number, bomb in enumerate(bombs):
+        yield f"bomb {number}", bomb
+        yield f"bomb {number} in an ignored field", good[:-1] + b', "metadata": ' + bomb + b"}"
+        yield f"bomb {number} in tools", good[:-1] + b', "tools": ' + bomb + b"}"
+    changes = {**route.refused, "no model": {"model": None}, "stream": {"stream": "yes"}}
+    if route.limit:
+        for limit in (-1, 0, 1.5, "8", True, 1e300, [8]):
+            changes[f"{route.limit} {limit!r}"[:40]] = {route.limit: limit}
+    for name, change in changes.items():
+        yield name, json.dumps({**route.good, **change}).encode()
+
+
+@every_route
+async def test_bad_bodies_are_400(gateway: Running, route: Route):  # noqa: F811
+    [session] = await gateway.open()
+    for name, body in bodies(route):
+        answer = await gateway.http.post(session.base_url + route.path, content=body)
+        assert answer.status_code == 400, (name, answer.text)
+        route.check(answer, 400)
+    unknown = await gateway.http.post(session.base_url + route.path, json=route.good | {"model": "gpt-9"})
+    route.check(unknown, 404, "model_not_found")
+    assert gateway.engine.requests == []
+    good = await gateway.http.post(session.base_url + route.path, json=route.good)
+    assert good.status_code == 200, good.text
+
+
+@every_route
+async def test_an_absurd_limit_is_bounded_by_the_sessions(gateway: Running, route: Route):  # noqa: F811
+    if not route.limit:
+        return
+    [session] = await gateway.open(sampling={"max_new_tokens": 5})
+    for limit in (10**9, 10**400):
+        body = route.good | {route.limit: limit}
+        answer = await gateway.http.post(session.base_url + route.path, json=body)
+        assert answer.status_code == 200, answer.text
+    assert [each["sampling_params"]["max_new_tokens"] for each in gateway.engine.requests] == [5, 5]
+
+
+@every_route
+async def test_keys_of_others_guessed_and_of_the_finished_are_401(gateway: Running, route: Route):  # noqa: F811
+    mine, other = await gateway.open(members=2)
+    url = gateway.url + "/v1" + route.path
+
+    async def ask(path: str = url, **headers: str) -> httpx.Response:
+        return await gateway.http.post(path, json=route.good, headers=headers)
+
+    route.check(await ask(), 401)
+    route.check(await ask(authorization=f"Bearer {ENV_KEY}"), 401, "invalid_api_key")
+    both = await ask(authorization=f"Bearer {mine.key}", **{"x-api-key": other.key})
+    route.check(both, 401, "conflicting_keys")
+    route.check(await ask(mine.base_url + route.path, **{"x-api-key": other.key}), 401, "conflicting_keys")
+    for key in ("", "isk-", mine.key[:-1], mine.key + "A", mine.key.upper(), "%00", "é" * 9, "x" * 30_000):
+        at = f"{gateway.url}/s/{key or '%20'}/v1{route.path}"
+        route.check(await ask(at), 401, "invalid_api_key")
+    assert gateway.engine.requests == []
+    assert (await ask(mine.base_url + route.path)).status_code == 200
+    await gateway.finish(mine)
+    route.check(await ask(mine.base_url + route.path), 401, "session_closed")
+    assert gateway.turns(other) == []
+
+
+async def test_ten_thousand_guessed_keys_are_401_over_http(gateway: Running):  # noqa: F811
+    """2,000 at each route, on kept connections, while a session is open that none of them is of."""
+    [session] = await gateway.open()
+    prefix = session.key[:-8]  # the guesses share all but the last 8 characters with a real key
+    guessed = 0
+    async with aiohttp.ClientSession() as http:
+
+        async def guess(route: Route) -> None:
+            nonlocal guessed
+            content = json.dumps(route.good).encode()
+            for number in range(2000):
+                key = prefix + secrets.token_urlsafe(6)
+                headers = {"x-api-key": key} if number % 2 else {"authorization": f"Bearer {key}"}
+                async with http.post(gateway.url + "/v1" + route.path, data=content, headers=headers) as got:
+                    assert got.status == 401
+                    body = await got.json()
+                assert body["error"]["type"] == "authentication_error"
+                guessed += 1
+
+        await asyncio.gather(*map(guess, ROUTES))
+    assert guessed == 10_000
+    assert gateway.engine.requests == []
+    assert gateway.turns(session) == []
+
+
+@dataclass(kw_only=True)
+class Upload:
+    """A request's body as it is sent, piece after piece, and the answer that comes meanwhile."""
+
+    sent: int = 0
+    status: int = 0
+    raw: bytes = b""
+
+    async def send(self, url: str, path: str, head: str, pieces: int, pause_s: float = 0.0) -> None:
+        """Ends with the last piece, or when the other side has closed the connection."""
+        host, _, port = url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        reading = asyncio.create_task(self.read(reader))
+        writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n".encode())
+        piece = b"10000\r\n" + b" " * 2**16 + b"\r\n"
+        with contextlib.suppress(ConnectionError):
+            for _ in range(pieces):
+                writer.write(piece)
+                await writer.drain()
+                self.sent += 2**16
+                await asyncio.sleep(pause_s)
+        await reading
+        writer.close()
+
+    async def read(self, reader: asyncio.StreamReader) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.status = int(head.split()[1])
+        length = next(line for line in head.lower().splitlines() if line.startswith("content-length"))
+        self.raw = await reader.readexactly(int(length.split(":")[1]))
+
+    def answer(self) -> httpx.Response:
+        return httpx.Response(self.status, content=self.raw, headers={"content-type": "application/json"})
+
+
+CHUNKED = "transfer-encoding: chunked"
+LONG = f"content-length: {2**40}"
+
+
+@every_route
+@pytest.mark.parametrize("head", [CHUNKED, LONG])
+async def test_a_hundred_megabytes_are_413(
+    gateway: Running,  # noqa: F811
+    route: Route,
+    head: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The answer comes while the body does, of which no more is held than a body may have."""
+    monkeypatch.setattr(corked_http, "_LINGER_S", 0.05)
+    [session] = await gateway.open()
+    upload = Upload()
+    await upload.send(gateway.url, f"/s/{session.key}/v1{route.path}", head, pieces=1600)
+    route.check(upload.answer(), 413, "request_too_large")
+
+
+@every_route
+async def test_an_upload_that_never_ends_is_408_and_then_closed(
+    tmp_path: Path,
+    model: Path,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+    route: Route,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(corked_http, "_LINGER_S", 0.05)
+    async with running(tmp_path, model, renderer, body_timeout_s=0.2) as gateway:  # noqa: F811
+        [session] = await gateway.open()
+        upload, at = Upload(), f"/s/{session.key}/v1{route.path}"
+        async with asyncio.timeout(60):
+            await upload.send(gateway.url, at, CHUNKED, pieces=10**9, pause_s=0.01)
+        route.check(upload.answer(), 408, "timeout")
+
+
+async def test_a_body_that_ends_after_its_refusal_leaves_the_connection_open(
+    gateway: Running,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(corked_http, "_LINGER_S", 0.3)
+    [session] = await gateway.open()
+    host, _, port = gateway.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+
+    async def ask(key: str, body: bytes, *, first: int) -> int:
+        """Status of the answer, which comes when `first` bytes of the body are there."""
+        head = f"POST /s/{key}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body[:first])
+        upload = Upload()
+        await upload.read(reader)
+        writer.write(body[first:])
+        return upload.status
+
+    assert await ask("isk-guess", b" " * 200_000, first=100_000) == 401
+    await asyncio.sleep(0.6)
+    good = json.dumps(CHAT).encode()
+    assert await ask(session.key, good, first=len(good)) == 200
+    writer.close()
+
+
+# ------------------------------------------------------------------ sessions
+
+
+async def test_rewards_that_are_none_and_of_others(gateway: Running):  # noqa: F811
+    """Twice is allowed: the last one wins, until the session is finished."""
+    mine, other = await gateway.open(members=2)
+    route, path = ROUTES[0], f"/sessions/{mine.id}/reward"
+    headers = {"authorization": f"Bearer {mine.key}", "content-type": "application/json"}
+    for raw in (b'{"reward": NaN}', b'{"reward": -Infinity}', b'{"reward": 1e400}', b'{"reward": "1"}'):
+        refused = await gateway.http.post(gateway.url + path, content=raw, headers=headers)
+        route.check(refused, 400, "invalid_request")
+    route.check(await gateway.env(path, {"reward": 1.0}, key=other.key), 401, "invalid_api_key")
+    for reward in (0.25, 0.75):
+        assert (await gateway.env(path, {"reward": reward}, key=mine.key)).status_code == 200
+    assert (await gateway.env(f"/sessions/{mine.id}")).json()["reward"] == 0.75
+    assert (await gateway.env(f"/sessions/{other.id}")).json()["reward"] is None
+    await gateway.http.post(mine.base_url + "/chat/completions", json=CHAT)
+    await gateway.finish(mine, reward=0.5)
+    route.check(await gateway.env(path, {"reward": 1.0}, key=mine.key), 409, "session_closed")
+    assert (await gateway.env(f"/sessions/{mine.id}")).json()["reward"] == 0.5
+
+
+async def test_an_opening_that_cannot_be_read_goes_to_some_worker(
+    tmp_path: Path,
+    model: Path,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+):
+    """Behind several workers the one that was asked looks into the body first, for its `request_id`."""
+    async with running(tmp_path, model, renderer, place=WorkerPlace(urls=("", "http://x"))) as gateway:  # noqa: F811
+        for raw in (
+            b"[" * 10**6,
+            b'{"a":' + b"[" * 10**6,
+            b'{"request_id": "\xff"}',
+            b'{"request_id": 1}',
+            b"",
+        ):
+            headers = {"authorization": f"Bearer {ENV_KEY}", "content-type": "application/json"}
+            answer = await gateway.http.post(gateway.url + "/sessions", content=raw, headers=headers)
+            ROUTES[0].check(answer, 400, "invalid_request")
