@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from test_gateway_turns import model, renderer, running  # noqa: F401
 
 from invrl.gateway.rendering import Renderer
