@@ -199,7 +199,8 @@ async def test_a_turn_committed_just_before_the_worker_dies_is_the_one_its_clien
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ):
     monkeypatch.setattr(GatewayServer, "module", "dying_gateway")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]]))
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setenv("DIED_ONCE", str(tmp_path / "died"))
     async with FakeEngine(random_reply(tokens=6)) as engine:
         settings = settings_for(engine, tiny_model, tmp_path)
