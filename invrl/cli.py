@@ -27,8 +27,8 @@ Ready = tuple[Config, RunFolder]
 USAGE_EXIT, FAILURE_EXIT, INTERRUPT_EXIT = 2, 1, 130
 
 _INTRO = """\
-invrl: an RL post-training server. Any program that speaks the OpenAI API is pointed at its gateway and
-gets trained.
+invrl: an RL post-training server. Any program that speaks the OpenAI or Anthropic API is pointed at its
+gateway and gets trained.
 
 usage: invrl COMMAND [flags]"""
 _OUTRO = "`invrl COMMAND --help` shows a command's flags. Exit codes: 0 done, 2 bad input, 1 anything else."

@@ -49,6 +49,8 @@ serving {model}; Ctrl-C ends it
 
   OPENAI_BASE_URL={session.base_url}
   OPENAI_API_KEY={session.key}
+  ANTHROPIC_BASE_URL={session.base_url.removesuffix("/v1")}
+  ANTHROPIC_API_KEY={session.key}
 
 try it:
   curl -s {session.base_url}/chat/completions -H 'Content-Type: application/json' \\
