@@ -255,4 +255,5 @@ async def test_nothing_outlives_whoever_started_the_gateway(tiny_model: Path, tm
         holder.kill()
         holder.wait(10)
         _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=10)
-        assert alive == []
+        # A zombie has ended; its new parent, the machine's init, has not looked yet.
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

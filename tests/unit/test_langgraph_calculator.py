@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("langgraph", reason="the example's own packages are not installed: pip install langgraph")
-pytest.importorskip("langchain_openai", reason="the example's own packages: pip install langchain-openai")
-
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 
 from rollout_fns.calculator import OPERANDS
