@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 
 from invrl.gateway import gateway_server
@@ -14,18 +16,13 @@ from invrl.run_store import RunStoreWriter
 def die_after_the_first_turn() -> None:
     commit = RunStoreWriter._commit
 
-    def commit_and_die(self: RunStoreWriter, batch: list) -> None:
-        done = Path(os.environ["DIED_ONCE"])
+    def commit_and_die(self: RunStoreWriter, db: sqlite3.Connection, batch: Sequence) -> bool:
         turns = any(sql.startswith("INSERT INTO turns") for statements, _ in batch for sql, _ in statements)
-        if turns and not done.exists():
+        committed, done = commit(self, db, batch), Path(os.environ["DIED_ONCE"])
+        if turns and committed and not done.exists():
             done.touch()
-            self._db.execute("BEGIN IMMEDIATE")
-            for statements, _ in batch:
-                for sql, values in statements:
-                    self._db.execute(sql, values)
-            self._db.execute("COMMIT")
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, batch)
+            os.kill(os.getpid(), signal.SIGKILL)  # whoever waits for the future has not run since
+        return committed
 
     RunStoreWriter._commit = commit_and_die  # type: ignore[method-assign]
 

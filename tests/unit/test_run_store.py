@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from invrl import run_store
 from invrl.run_store import RunStore, RunStoreWriter, branches
 from invrl.types import (
     FailedRollout,
@@ -169,6 +170,31 @@ def test_a_write_that_fails_takes_no_other_with_it(tmp_path: Path):
     assert failed == [False, False, True, False]
     assert [t.id for t in reader.turns("a")] == ["1", "2", "3"]
     writer.close()
+
+
+def test_commits_are_made_at_once_and_behind_what_waits(tmp_path: Path):
+    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    assert writer.add_turn(turn("1"), b"[]").done()
+    blocker = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    waiting = [writer.add_turn(turn(name), b"[]") for name in ("2", "3")]
+    assert not any(one.done() for one in waiting)
+    blocker.execute("ROLLBACK")
+    for one in (*waiting, writer.add_turn(turn("4"), b"[]")):
+        one.result(60)
+    assert [t.id for t in reader.turns("a")] == ["1", "2", "3", "4"]
+    writer.close()
+
+
+def test_the_log_is_cut_when_it_has_become_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_store, "_LONG_LOG", 100)
+    monkeypatch.setattr(run_store, "_CHECKPOINT_EVERY", 50)
+    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    for number in range(200):
+        writer.add_turn(turn(str(number)), b" " * 10_000)
+    writer.close()
+    assert (tmp_path / "run.db-wal").stat().st_size == 0
+    assert [t.id for t in reader.turns("a")] == [str(number) for number in range(200)]
 
 
 def test_keys_are_not_in_the_file(tmp_path: Path):
