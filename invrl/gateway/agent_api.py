@@ -92,8 +92,7 @@ class AgentEndpoint:
                 headers["x-invrl-overridden"] = names = ",".join(overridden)
                 _log.info("session %s: the run overrides %s", record.session.id, names)
             serve = self._stream if request.turn.stream else self._whole
-            answering = asyncio.create_task(serve(client, request, generations, headers))
-            delivered = await client.unless_gone(answering)
+            delivered = await client.unless_gone(serve(client, request, generations, headers))
             if delivered:
                 for generation in generations:
                     self.turns.deliver(conversation, generation)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -71,22 +72,33 @@ class ClientConnection:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         return delivered
 
-    async def unless_gone(self, answering: asyncio.Task[bool]) -> bool:
-        """Its result; False as soon as the client has disconnected, which cancels it."""
-        assert self._watch is not None, "the body has not been read"
+    async def unless_gone(self, answering: Coroutine[Any, Any, bool]) -> bool:
+        """Its result; False as soon as the client has disconnected, which cancels it. Runs in the caller's
+        task: another one would cost two rounds of the event loop."""
+        caller = asyncio.current_task()
+        assert self._watch is not None, "the body has been read"
+        assert caller is not None
+
+        def leave(_: object) -> None:
+            caller.cancel()
+
+        self._watch.add_done_callback(leave)
         try:
-            await asyncio.wait([answering, self._watch], return_when=asyncio.FIRST_COMPLETED)
-            return answering.done() and answering.result()
+            return await answering
+        except asyncio.CancelledError:
+            if not self.gone.is_set():
+                raise
+            caller.uncancel()
+            return False
         finally:
-            if not answering.done():
-                answering.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([answering])
+            self._watch.remove_done_callback(leave)
 
     def release(self) -> None:
-        """The exchange is over."""
+        """The exchange is over. Without the reference its watch would be garbage that only the collector
+        finds, with everything it has seen."""
         if self._watch is not None:
             self._watch.cancel()
+            self._watch = None
 
     async def _read(self, limit: int) -> bytes:
         body = bytearray()

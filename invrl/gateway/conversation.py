@@ -35,7 +35,7 @@ class Conversation:
         self.asked: Counter[bytes] = Counter()
         """Generations begun so far, by the digest of their prompt."""
         self.recorded: dict[str, Node] = {}
-        """Restored turns by the digest of the request that they answer, until it is asked again."""
+        """Delivered and restored turns by the digest of the request that they answer."""
         self.begun = 0
         """Turns begun so far."""
         self.closing = self.frozen = record.frozen
@@ -43,7 +43,7 @@ class Conversation:
         self.closed = asyncio.Lock()
         """Held while the session is being closed."""
         self._generations: dict[str, Generation] = {}
-        """The latest generation for each request digest."""
+        """The latest generation for each request digest, until its answer has been delivered."""
         self._running: set[Generation] = set()
         self._calls = 0
         self._idle = asyncio.Event()
@@ -90,7 +90,7 @@ class Conversation:
         return earlier if self._is_retry(retry) or undelivered else None
 
     def replayed(self, digest: str, retry: bool | None) -> Node | None:
-        """As `retried`, of what a worker before this one recorded."""
+        """As `retried`, of what is only a turn by now."""
         node = self.recorded.get(digest)
         if node is None or not (self._is_retry(retry) or node.turn.id not in self.delivered):
             return None
@@ -106,6 +106,14 @@ class Conversation:
         self._generations[digest] = generation
         self.recorded.pop(digest, None)
         self._running = {other for other in self._running if other.running} | {generation}
+
+    def keep_turn(self, generation: Generation, node: Node) -> None:
+        """Of what was delivered its turn is kept: a retry is answered from that."""
+        digest = generation.proposal.digest
+        if self._generations.get(digest) is generation:
+            del self._generations[digest]
+            self.recorded[digest] = node
+        self._running.discard(generation)
 
     def _is_retry(self, said: bool | None) -> bool:
         return self.record.session.purpose != "serve" if said is None else said
@@ -126,3 +134,4 @@ class Conversation:
         """`turns` and `delivered` are a snapshot from here on."""
         self.frozen = True
         self._generations.clear()
+        self._running.clear()

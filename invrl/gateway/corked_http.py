@@ -15,7 +15,8 @@ _LINGER_S = 5.0
 
 
 class _Cork:
-    """A transport whose writes leave together when the event loop comes round, or when it is closed."""
+    """A transport whose writes leave together: when the answer is whole, when the event loop comes round, or
+    when it is closed."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport, self._loop = transport, asyncio.get_running_loop()
@@ -23,14 +24,14 @@ class _Cork:
 
     def write(self, data: bytes) -> None:
         if not self._held:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         self._held.append(data)
 
     def close(self) -> None:
-        self._flush()
+        self.flush()
         self._transport.close()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         if self._held and not self._transport.is_closing():
             self._transport.write(b"".join(self._held))
         self._held.clear()
@@ -45,6 +46,7 @@ class CorkedHttpProtocol(HttpToolsProtocol):
     _lingering: asyncio.TimerHandle | None = None
 
     def on_response_complete(self) -> None:
+        self.transport.flush()  # type: ignore[attr-defined]
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body:
             self._lingering = self.loop.call_later(_LINGER_S, self.transport.close)

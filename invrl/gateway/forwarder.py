@@ -68,7 +68,7 @@ class Forwarder:
                 if owner == place.number:
                     return await self._app(scope, _again(raw, client), send)
             assert owner is not None
-            await client.unless_gone(asyncio.create_task(self._forward(client, scope, owner, raw)))
+            await client.unless_gone(self._forward(client, scope, owner, raw))
         except SessionError as error:
             if not client.gone.is_set():
                 headers = {"content-type": "application/json"}

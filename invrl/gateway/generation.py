@@ -158,13 +158,13 @@ class Generation:
 
     async def answer(self) -> Answer:
         """The turn, committed. SessionError, ServerError or DeadlineError if there is none."""
-        try:
-            return await asyncio.shield(self._task)
-        except asyncio.CancelledError:
-            if self._task.cancelled():
-                reason = "the session was closed meanwhile"
-                raise SessionError(reason, status=401, code="session_closed") from None
-            raise
+        while not self._task.done():  # what it publishes last, in its last step, wakes sooner than its end
+            self._waiters.append(waiter := asyncio.get_running_loop().create_future())
+            await waiter
+        if self._task.cancelled():
+            reason = "the session was closed meanwhile"
+            raise SessionError(reason, status=401, code="session_closed")
+        return self._task.result()
 
     async def _run(self) -> Answer:
         try:

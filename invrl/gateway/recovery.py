@@ -74,8 +74,10 @@ def replay(
         fork_reason=turn.fork_reason,
         digest=turn.request_digest,
     )
+    text = renderer.reply_text(turn.sampled_ids_T.tolist(), special=parser.special)
+    matched = next((each for each in stop if each in text), None) if turn.finish_reason == "stop" else None
     generation = Generation(
-        proposal, engine=_Recorded(turn), renderer=renderer, parser=parser, commit=_committed
+        proposal, engine=_Recorded(turn, matched), renderer=renderer, parser=parser, commit=_committed
     )
     generation.started_at = turn.started_at
     return generation
@@ -84,8 +86,8 @@ def replay(
 class _Recorded:
     """The engine of a turn that was sampled before: says it again, at once."""
 
-    def __init__(self, turn: Turn) -> None:
-        self._turn = turn
+    def __init__(self, turn: Turn, matched_stop: str | None) -> None:
+        self._turn, self._matched_stop = turn, matched_stop
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         turn = self._turn
@@ -94,7 +96,7 @@ class _Recorded:
             logprobs_T=turn.logprobs_T,
             spans=turn.spans,
             finish_reason=turn.finish_reason,
-            matched_stop=None,
+            matched_stop=self._matched_stop,
             prompt_tokens=turn.prompt_tokens,
             cached_tokens=turn.cached_tokens,
         )

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -193,8 +194,10 @@ class Turns:
 
     def deliver(self, conversation: Conversation, generation: Generation) -> None:
         """The answer has left whole: the turn may be trained."""
-        generation.delivered = True
-        self._delivered(conversation, generation.proposal.request.rid)
+        generation.delivered, turn_id = True, generation.proposal.request.rid
+        self._delivered(conversation, turn_id)
+        if not conversation.frozen and (node := conversation.forest.turn(turn_id)):
+            conversation.keep_turn(generation, node)
 
     def _delivered(self, conversation: Conversation, turn_id: str) -> None:
         if conversation.frozen:
@@ -249,16 +252,6 @@ class Turns:
         if request.instructions is not None:
             messages = (Message("system", request.instructions, instructions=True), *messages)
         return Prompt(messages=messages, tools=request.tools, thinking=request.thinking)
-
-    def _held(self, record: SessionRecord) -> Conversation | None:
-        """A session that a worker before this one opened is read from the store when it is first needed."""
-        conversation = self._conversations.get(record.session.id)
-        if conversation is None and record.state == "open":
-            recorded = self.reader.recorded_turns(record.session.id)
-            conversation = Conversation(record, self.match_level)
-            restore(conversation, recorded, self.renderer)
-            self._conversations[record.session.id] = conversation
-        return conversation
 
     def _place(self, conversation: Conversation, request: TurnRequest) -> _Place:
         if request.text is not None:
@@ -333,20 +326,35 @@ class Turns:
         self.counts.update({**tokens, "sampled_tokens": sampled})
         loop = asyncio.get_running_loop()
         if not sampled or conversation.frozen:
-            done: asyncio.Future[None] = loop.create_future()
-            done.set_result(None)
-            return done
+            nothing: Future[None] = Future()
+            nothing.set_result(None)
+            return _in_loop(nothing, loop)
         messages = (*proposal.messages, reply)
         conversation.turns.append(turn)
         shown, tools = msgspec.json.encode(messages), msgspec.json.encode(proposal.tools)
-        durable = asyncio.wrap_future(self.store.add_turn(turn, shown, tools), loop=loop)
+        durable = _in_loop(self.store.add_turn(turn, shown, tools), loop)
         if turn.finish_reason != "abort":
             closed = self.renderer.is_closed(turn.sampled_ids_T.tolist())
             node = Node(
                 turn=turn, parent=proposal.parent, messages=messages, closed=closed, tools=proposal.tools
             )
-            durable.add_done_callback(lambda done: _join(conversation, node, done))
+            if durable.done():  # before anybody is told
+                _join(conversation, node, durable)
+            else:
+                durable.add_done_callback(lambda done: _join(conversation, node, done))
         return durable
+
+
+def _in_loop(commit: Future[None], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+    """For `await`; done if the commit is."""
+    if not commit.done():
+        return asyncio.wrap_future(commit, loop=loop)
+    done: asyncio.Future[None] = loop.create_future()
+    if error := commit.exception():
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+    return done
 
 
 def _join(conversation: Conversation, node: Node, durable: asyncio.Future[None]) -> None:

@@ -243,6 +243,9 @@ async def test_reasons_to_stop(gateway: Running, renderer: Renderer, monkeypatch
         assert gateway.engine.requests[-1]["sampling_params"]["stop"] == ["X", "STOP"]
         assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "STOP")
         assert stopped["content"] == [{"type": "text", "text": "one two three "}]
+        asked = len(gateway.engine.requests)
+        again = await ask(gateway, session, [ASK], stop_sequences=["X", "STOP"], stream=stream)
+        assert (again, len(gateway.engine.requests)) == (stopped, asked)  # from the recorded turn
 
 
 async def test_what_a_request_asks_of_the_engine(gateway: Running, renderer: Renderer):  # noqa: F811
