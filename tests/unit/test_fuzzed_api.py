@@ -126,7 +126,7 @@ async def test_what_openapi_shows_holds_for_generated_requests(
             *command, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
         try:
-            told, _ = await asyncio.wait_for(run.communicate(), 300)
+            told, _ = await asyncio.wait_for(run.communicate(), 540)
         finally:
             if run.returncode is None:
                 run.kill()
