@@ -34,10 +34,13 @@ def die_with_parent() -> None:
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on now, below those that Linux gives away by itself (from 32768): an engine takes
+    a minute to come to its own."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def still_running(processes: Collection[psutil.Process], *, within_s: float) -> list[psutil.Process]:

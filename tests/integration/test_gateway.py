@@ -189,7 +189,7 @@ async def test_streamed_tokens_leave_as_they_are_sampled(http: httpx.AsyncClient
 def test_the_sync_client(gateway: GatewayServer, settings: GatewaySettings):
     def post(path: str, body: dict) -> httpx.Response:
         headers = {"authorization": f"Bearer {ENV_KEY}"}
-        return httpx.post(gateway.url + path, json=body, headers=headers, timeout=60)
+        return httpx.post(gateway.url + path, json=body, headers=headers, timeout=120)
 
     opened = post("/sessions", {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}).json()
     key = opened["sessions"][0]["key"]
@@ -224,7 +224,7 @@ async def test_too_many_sessions_and_a_dead_fleet(tiny_fleet: Fleet, tiny_model:
     try:
         await asyncio.to_thread(server.wait_ready, deadline_s=120)
         headers = {"authorization": f"Bearer {ENV_KEY}"}
-        async with httpx.AsyncClient(base_url=server.url, headers=headers) as http:
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=120) as http:
             session = await open_session(http)
             refused = openai.AsyncOpenAI(base_url=server.url, api_key=ENV_KEY, max_retries=0)
             body = {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}
