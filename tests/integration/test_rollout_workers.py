@@ -115,7 +115,8 @@ async def stack(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterato
         writer = RunStoreWriter(store_path)
         client = SglangClient(engine.url, limits=EngineLimits(vocab_size=512, context_length=1024))
         app = make_app(settings, engine=client, renderer=renderer, store=writer, on_shutdown=client.close)
-        config = uvicorn.Config(app, port=settings.port, log_level="warning", timeout_graceful_shutdown=1)
+        served = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
+        config = uvicorn.Config(app, port=settings.port, log_level="warning", **served)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
         try:

@@ -124,8 +124,8 @@ async def running(
             place=place,
             on_shutdown=client.close,
         )
-        served = {"http": CorkedHttpProtocol, "timeout_graceful_shutdown": 1, "log_level": "warning"}
-        config = uvicorn.Config(app, port=settings.port, **served)
+        served = {"http": CorkedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
+        config = uvicorn.Config(app, port=settings.port, log_level="warning", **served)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

@@ -61,7 +61,8 @@ class Workers:
         place = WorkerPlace(number=number, urls=self.urls, open_sessions=self._shared)
         parts = {"engine": client, "renderer": renderer, "store": store, "on_shutdown": client.close}
         app = make_app(settings, **parts, place=place)
-        config = uvicorn.Config(app, port=settings.port, log_level="critical", timeout_graceful_shutdown=1)
+        served = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
+        config = uvicorn.Config(app, port=settings.port, log_level="critical", **served)
         server = self._servers[number] = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
         self._ends.callback(store.close)
