@@ -16,6 +16,8 @@ import sys
 
 import psutil
 
+from invrl.process import still_running
+
 _LOOK_EVERY_S = 2.0
 _GRACE_S = 3.0
 
@@ -51,9 +53,7 @@ def guard(pid: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in process.children(recursive=True):
                 family.setdefault((child.pid, child.create_time()), child)
-    left = [process for process in family.values() if process.is_running()]
-    _, left = psutil.wait_procs(left, timeout=_GRACE_S)
-    for process in left:
+    for process in still_running(family.values(), within_s=_GRACE_S):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 
@@ -23,6 +23,8 @@ import psutil
 from invrl.errors import DeadlineError, ServerError
 
 _PR_SET_PDEATHSIG = 1
+_KILLED_WITHIN_S = 30.0
+"""After SIGKILL; gigabytes are given back meanwhile."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -32,10 +34,27 @@ def die_with_parent() -> None:
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on now, below those that Linux gives away by itself (from 32768): an engine takes
+    a minute to come to its own."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def still_running(processes: Collection[psutil.Process], *, within_s: float) -> list[psutil.Process]:
+    """Those that have not ended after `within_s`. A zombie has: not every init collects them."""
+    end = time.monotonic() + within_s
+    while (left := [one for one in processes if _runs(one)]) and time.monotonic() < end:
+        time.sleep(0.02)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 class RestartLimit:
@@ -121,12 +140,11 @@ class ServerProcess:
             family = []
         if self.alive():
             self._process.terminate()
-        _, left = psutil.wait_procs(family, timeout=grace_s)
-        for process in left:
+        for process in (left := still_running(family, within_s=grace_s)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, timeout=grace_s)
-        self._process.wait(timeout=grace_s)
+        still_running(left, within_s=_KILLED_WITHIN_S)
+        self._process.wait(timeout=_KILLED_WITHIN_S)
 
 
 class LocalServer:

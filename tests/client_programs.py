@@ -70,7 +70,7 @@ class Ended:
 
 
 async def run_program(
-    command: list[str], *, folder: Path, env: dict[str, str] | None = None, deadline_s: float = 120
+    command: list[str], *, folder: Path, env: dict[str, str] | None = None, deadline_s: float = 400
 ) -> Ended:
     """Runs in `folder`, which is its home too, with none of our settings; ended at the deadline."""
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "SSL_CERT_FILE") if name in os.environ}

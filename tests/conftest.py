@@ -13,11 +13,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tiny_model import make_tiny_model
 
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.sglang_client import SglangClient
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")  # a busy one must not fail what is right
 
 
 @pytest.fixture(scope="session")

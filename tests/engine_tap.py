@@ -105,6 +105,7 @@ class Tap:
         """Why a connection could not be parsed: must stay empty."""
         self.url = ""
         self._tasks: set[asyncio.Task] = set()
+        self._waiting: dict[int, deque[Exchange]] = {}
         self._http2: set[int] = set()
 
     async def __aenter__(self):
@@ -117,6 +118,11 @@ class Tap:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def quiet(self) -> bool:
+        """No request is without its whole answer."""
+        return not any(self._waiting.values())
 
     def is_http2(self, connection: deque[Exchange], data: bytes, *, new: bool) -> bool:
         if new and data.startswith(b"PRI * HTTP/2.0"):
@@ -132,6 +138,7 @@ class Tap:
         assert task is not None
         self._tasks.add(task)
         waiting: deque[Exchange] = deque()
+        self._waiting[id(waiting)] = waiting
         upstream: asyncio.StreamWriter | None = None
         try:
             up_reader, upstream = await asyncio.open_connection(*self._upstream)
@@ -155,6 +162,7 @@ class Tap:
                 if one is not None:
                     one.transport.abort() if one is upstream else one.close()
             self._http2.discard(id(waiting))
+            del self._waiting[id(waiting)]
             self._tasks.discard(task)
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, parser: _Reader) -> None:

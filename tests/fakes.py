@@ -47,6 +47,8 @@ class FakeEngine:
         self.script = script
         self.version = version
         self.token_delay_s = token_delay_s
+        self.holds: Callable[[int], bool] = lambda _: False
+        """Whether a reply waits before its n-th token (from 1); asked again until it need not."""
         self.drop_connections = 0
         """So many requests are cut off before an answer."""
         self.abort_next = False
@@ -111,6 +113,8 @@ class FakeEngine:
         for count in range(1, len(reply) + 1):
             if self.token_delay_s:
                 await asyncio.sleep(self.token_delay_s)
+            while self.holds(count):
+                await asyncio.sleep(0.001)
             if spans and spans[-1]["version"] == str(self.version):
                 spans[-1]["end"] = count
             else:

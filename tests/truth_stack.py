@@ -60,6 +60,9 @@ class Stack:
 
     async def verdict(self, sent: Collection[Sent] = (), *, session_ids: Collection[str] = ()) -> Verdict:
         """Over all turns so far, or those of some sessions. Waits until the wire is quiet."""
+        async with asyncio.timeout(60):
+            while not self.tap.quiet:
+                await asyncio.sleep(0.02)
         await asyncio.sleep(0.2)
         assert self.tap.unreadable == []
         turns = stored_turns(Path(self.settings.store_path))
@@ -85,7 +88,7 @@ async def scripted_stack(
         engine = ScriptedEngine(script, model, token_delay_s=token_delay_s)
         await stack.enter_async_context(engine)
         tap = await stack.enter_async_context(EngineTap(engine.url))
-        router = RouterServer(run_folder=folder, start_timeout_s=60)
+        router = RouterServer(run_folder=folder, start_timeout_s=240)
         stack.push_async_callback(asyncio.to_thread, router.stop)
         router.start()
         await router.wait_ready()

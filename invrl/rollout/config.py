@@ -72,4 +72,4 @@ class EngineConfig(Section):
     engine_max_total_tokens: PositiveInt = Field(16384, description="KV-cache tokens per engine (CPU)")
     engine_start_timeout_s: PositiveFloat = Field(300.0, description="deadline for an engine to be healthy")
     engine_health_interval_s: PositiveFloat = Field(5.0, description="seconds between our own health checks")
-    router_start_timeout_s: PositiveFloat = Field(60.0, description="deadline for the router to answer")
+    router_start_timeout_s: PositiveFloat = Field(120.0, description="deadline for the router to answer")

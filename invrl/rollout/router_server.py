@@ -89,7 +89,7 @@ class RouterServer(LocalServer):
 
         await _until(routed, lambda: f"the router to route to {url}", deadline_s)
 
-    async def unregister(self, url: str, *, deadline_s: float = 10.0) -> None:
+    async def unregister(self, url: str, *, deadline_s: float = 60.0) -> None:
         """Returns once the router no longer routes to this engine. Nothing to do for a stranger."""
         worker_id = self._worker_ids.pop(url, None)
         if worker_id is None:
@@ -109,7 +109,7 @@ class RouterServer(LocalServer):
 
     async def _call(self, method: str, path: str, body: dict[str, str] | None) -> dict[str, object]:
         headers = {"Authorization": f"Bearer {self._management_key}"}
-        timeout = aiohttp.ClientTimeout(total=10.0)
+        timeout = aiohttp.ClientTimeout(total=30.0)
         try:
             async with (
                 aiohttp.ClientSession(headers=headers, timeout=timeout) as http,

@@ -40,11 +40,11 @@ class Rig:
         command = [sys.executable, "-m", "bench.paced_engine", "--port", str(self.engine_port)]
         os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])  # of all that start here
         self.engine = self._python("engine", [*command, "--reply", str(reply)])
-        self.router = RouterServer(run_folder=folder, start_timeout_s=60.0)
+        self.router = RouterServer(run_folder=folder, start_timeout_s=240.0)
         self.gateways: dict[str, GatewayServer] = {}
 
     async def start(self) -> None:
-        self.engine.wait_ready(self._engine_listens, deadline_s=30.0)
+        self.engine.wait_ready(self._engine_listens, deadline_s=120.0)
         self.router.start()
         await self.router.wait_ready()
         await self.router.register(self.engine_url, api_key="")
@@ -65,7 +65,7 @@ class Rig:
     def pace(self, seconds: float) -> None:
         """What the stand-in takes for a token from now on."""
         body = json.dumps({"seconds": seconds}).encode()
-        urllib.request.urlopen(urllib.request.Request(self.engine_url + "/pace", data=body), timeout=10.0)
+        urllib.request.urlopen(urllib.request.Request(self.engine_url + "/pace", data=body), timeout=60.0)
 
     def processes(self, gateway: str) -> dict[str, list[psutil.Process]]:
         """Each with all below it, but for the load generator."""

@@ -45,7 +45,7 @@ def rollout(base: str, session: dict[str, Any], model: str, prompt: str) -> dict
 
 
 def wait_for(url: str) -> None:
-    end = time.monotonic() + 300
+    end = time.monotonic() + 800
     while time.monotonic() < end:
         try:
             urllib.request.urlopen(url, timeout=1).close()

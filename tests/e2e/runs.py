@@ -13,7 +13,7 @@ from tiny_model import make_tiny_model
 ROOT = Path(__file__).parents[2]
 STEPS = 32
 """Of trivial.toml. A policy of luck starts slowly now and then; twice the usual time to learn is enough."""
-DEADLINE_S = 900
+DEADLINE_S = 1800
 
 
 def invrl(folder: Path, *arguments: str, python_path: str = str(ROOT)) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from bench.gateway import SMOKE, TARGETS
 
-from e2e.runs import invrl
+from e2e.runs import DEADLINE_S, invrl
 
 
+@pytest.mark.timeout(DEADLINE_S)
 def test_the_bench_of_the_gateway_measures_everything(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     printed = invrl(tmp_path, "bench", "gateway", "--smoke", "--out", str(out))
@@ -31,5 +33,5 @@ def test_the_bench_of_the_gateway_measures_everything(tmp_path: Path) -> None:
     assert {"whole", "streamed"} == result["saturated"].keys()
     assert (hold["sessions"], hold["errors"]) == (SMOKE.held, 0)
     assert hold["tokens"] == SMOKE.held * 8
-    assert len(hold["rss_mb"]) > 10
+    assert len(hold["rss_mb"]) > 1
     assert isinstance(hold["mb_per_minute"], float)

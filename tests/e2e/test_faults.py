@@ -13,7 +13,7 @@ from soak import ROLES, Soak, check_run
 from e2e.runs import flags, invrl
 from invrl.run_folder import RunFolder
 
-DEADLINE_S = 1500
+DEADLINE_S = 1800
 FAULTS = {
     "worker": "rollout",
     "engine": "sync",

@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from e2e.runs import flags, invrl, steps_of
+from e2e.runs import DEADLINE_S, flags, invrl, steps_of
 from invrl.batch_file import batch_path, load_batch
 from invrl.process import free_port
 
 KEY = "env-of-the-outside-test"
 
 
+@pytest.mark.timeout(DEADLINE_S)
 def test_a_stranger_leases_tasks_and_trains_the_model(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("INVRL_ENV_KEY", KEY)
     port, log, run = free_port(), tmp_path / "outside.jsonl", tmp_path / "run"
@@ -32,7 +34,7 @@ def test_a_stranger_leases_tasks_and_trains_the_model(tmp_path: Path, monkeypatc
             "2",
             "--save-rollout-data",
         ]
-        more += ["--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--lease-timeout-s", "5"]
+        more += ["--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--lease-timeout-s", "10"]
         out = invrl(tmp_path, "train", *flags(tmp_path, "run"), *more)
         assert stranger.wait(60) == 0
     finally:

@@ -38,7 +38,7 @@ def killed(folder: Path, name: str) -> None:
         assert time.monotonic() < deadline, "the run stands still"
         time.sleep(0.02)
     driver.send_signal(signal.SIGKILL)
-    driver.wait(30)
+    driver.wait(120)
 
 
 def same(row: dict[str, float]) -> dict[str, float]:

@@ -43,7 +43,7 @@ async def handle(tmp_path: Path) -> AsyncIterator[BufferHandle]:
         tasks_factory=endless_tasks,
         run_store_path=tmp_path / "run.sqlite",
     )
-    handle = BufferHandle(actor=actor, batch_timeout_s=20.0)
+    handle = BufferHandle(actor=actor, batch_timeout_s=240.0)
     await handle.start()
     yield handle
     ray.kill(actor)
@@ -64,7 +64,7 @@ def finish(store: RunStoreWriter, lease: GroupLease, version: int) -> None:
             purpose="train",
             sampling=Sampling(),
         )
-        store.open_sessions([session], [hashlib.sha256(id.encode()).digest()], 0.0).result(10)
+        store.open_sessions([session], [hashlib.sha256(id.encode()).digest()], 0.0).result(60)
         outcome = RolloutSummary(
             session_id=id,
             task_id=lease.task.id,
@@ -86,7 +86,7 @@ def finish(store: RunStoreWriter, lease: GroupLease, version: int) -> None:
             started_at=0.0,
             finished_at=1.0,
         )
-        store.close_session(id, "finished", outcome, hand_over=True).result(10)
+        store.close_session(id, "finished", outcome, hand_over=True).result(60)
 
 
 async def test_three_steps_over_the_run_store(handle: BufferHandle, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from truth_stack import Stack, real_stack, scripted_stack
 
 from invrl.rollout.fleet import Fleet
 
+pytestmark = pytest.mark.timeout(1800)  # of which installing the clients may take most
 ANSWERS = ["The result is 156. ✓", "The result is 56 and 99. ✓", "You are wélcome 🙂"]
 RESULTS = ["156", "56", "99"]
 WHOLE_AND_STREAMED = [[], ["--stream"]]
@@ -113,7 +114,7 @@ async def test_openai_responses(talk: Talk, flags: list[str], more: list[str]):
     assert (seen["answers"], seen["results"], seen["status"]) == (ANSWERS, RESULTS, "completed")
     assert (talk.one_path, talk.verdict.turns) == (True, 5)
     assert_whole(talk.last_prompt)
-    assert (seen["deltas"] > 20) is bool(flags)
+    assert (seen["deltas"] >= 5) is bool(flags)  # one in each turn at least
 
 
 @pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)

@@ -15,7 +15,7 @@ from invrl.evaluating import table
 from invrl.rollout.evaluate import EvalScore
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 300
+DEADLINE_S = 600
 
 
 @pytest.mark.timeout(DEADLINE_S)

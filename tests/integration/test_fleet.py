@@ -15,6 +15,7 @@ from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
 from invrl.errors import WeightSyncError
+from invrl.process import still_running
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.sglang_client import GenerateRequest, SglangClient
@@ -118,10 +119,8 @@ async def _kill_and_wait(fleet: Fleet, name: str) -> None:
     pid = fleet.engines[name].server.process.pid
     tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while name in fleet.engines or name not in fleet.evicted:
             await asyncio.sleep(0.1)
-    _, alive = await asyncio.to_thread(psutil.wait_procs, tree, 10)
-    # A zombie has ended; its new parent, the machine's init, has not looked yet.
-    left = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    left = await asyncio.to_thread(still_running, tree, within_s=60)
     assert not left, f"left behind: {left}"

@@ -91,7 +91,7 @@ class Agent:
     def __init__(self, number: int, session: Session, http: httpx.AsyncClient) -> None:
         self.number, self.session, self.stream = number, session, number % 2 == 0
         self.client = openai.AsyncOpenAI(
-            base_url=session.base_url, api_key=session.key, http_client=http, timeout=120
+            base_url=session.base_url, api_key=session.key, http_client=http, timeout=240
         )
         self.messages: list = []
         self.acknowledged: list[str] = []
@@ -121,7 +121,7 @@ class Agent:
             return events[0].id, "".join(event.choices[0].delta.content or "" for event in events)
 
 
-async def until(condition, seconds: float = 120.0) -> None:
+async def until(condition, seconds: float = 240.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.02)
@@ -152,7 +152,10 @@ async def test_two_hundred_live_sessions_outlive_a_worker_and_the_supervisor(
     limits = httpx.Limits(max_connections=None)
     async with FakeEngine(random_reply(tokens=14), token_delay_s=0.08) as engine:
         settings = settings_for(engine, tiny_model, tmp_path, workers=2)
-        async with serving(settings, tmp_path) as server, httpx.AsyncClient(limits=limits) as http:
+        async with (
+            serving(settings, tmp_path) as server,
+            httpx.AsyncClient(limits=limits, timeout=120) as http,
+        ):
             sessions = await open_sessions(server, SESSIONS)
             assert {session.id[4:6] for session in sessions} == {"00", "01"}
             agents = [Agent(number, session, http) for number, session in enumerate(sessions)]
@@ -169,7 +172,7 @@ async def test_two_hundred_live_sessions_outlive_a_worker_and_the_supervisor(
             assert len(workers(server)) == 2
             old = server.process.pid
             os.kill(old, signal.SIGKILL)
-            async with asyncio.timeout(240):
+            async with asyncio.timeout(400):
                 await running
             assert server.process.pid != old
             store = RunStore(tmp_path / "run.db")
@@ -206,7 +209,7 @@ async def test_a_turn_committed_just_before_the_worker_dies_is_the_one_its_clien
         settings = settings_for(engine, tiny_model, tmp_path)
         async with serving(settings, tmp_path) as server:
             [session, *_] = await open_sessions(server, GROUP)
-            async with httpx.AsyncClient() as http:
+            async with httpx.AsyncClient(timeout=120) as http:
                 agent = Agent(0, session, http)
                 agent.stream = stream
                 await agent.run()

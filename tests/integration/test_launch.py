@@ -5,6 +5,7 @@ The install from scratch is what CI itself does before it comes here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from invrl.process import still_running
 
 ROOT = Path(__file__).parents[2]
 TIED = [sys.executable, str(ROOT / "launch" / "tied.py")]
@@ -63,16 +66,23 @@ def installs(project: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_second_install_does_nothing_and_is_quick(project: Path) -> None:
+def bare(project: Path) -> str:
+    """A PATH with what the script needs of a system, and no Python."""
+    tools = project / "tools"
+    tools.mkdir()
+    for tool in ("env", "bash", "dirname", "cat", "sha256sum", "cut"):
+        (tools / tool).symlink_to(shutil.which(tool) or tool)
+    return str(tools)
+
+
+def test_second_install_does_nothing_and_needs_no_python(project: Path) -> None:
     first = install(project)
     assert first.returncode == 0, first.stderr
     pinned, no_deps = installs(project)
     assert "-c launch/requirements/constraints.txt -e .[cpu,dev]" in pinned
     assert "--no-deps -r launch/requirements/nodeps.txt" in no_deps
-    start = time.monotonic()
-    second = install(project)
-    assert (second.returncode, second.stdout, len(installs(project))) == (0, "", 2)
-    assert time.monotonic() - start < 2.0
+    second = install(project, PATH=bare(project))
+    assert (second.returncode, second.stdout, second.stderr, len(installs(project))) == (0, "", "", 2)
 
 
 def test_changed_requirements_install_again_in_place(project: Path) -> None:
@@ -102,11 +112,7 @@ def test_a_gpu_machine_takes_its_own_pins(project: Path) -> None:
 
 
 def test_no_fitting_python_is_a_readable_error(project: Path) -> None:
-    empty = project / "empty"
-    empty.mkdir()
-    for tool in ("env", "bash", "dirname", "cat", "sha256sum", "cut"):
-        (empty / tool).symlink_to(shutil.which(tool) or tool)
-    done = install(project, PATH=str(empty))
+    done = install(project, PATH=bare(project))
     assert done.returncode == 1
     assert "no Python 3.11 or 3.12" in done.stderr
 
@@ -147,28 +153,30 @@ ORPHAN = """setsid sleep 1000 & echo $! > {pids}
 """Two processes in sessions of their own, one deaf to TERM; their ids in the file."""
 
 
-def wait_gone(pids: list[int], seconds: float) -> list[int]:
-    deadline = time.monotonic() + seconds
-    while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
+def processes(file: Path) -> list[psutil.Process]:
+    """Those of the ids in the file that there are."""
+    found = []
+    for word in file.read_text().split() if file.exists() else ():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(int(word)))
+    return found
 
 
-def started(file: Path, count: int) -> list[int]:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        pids = [int(word) for word in file.read_text().split()] if file.exists() else []
-        if len(pids) >= count:
-            return pids
+def started(file: Path, count: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60
+    while len(found := processes(file)) < count:
+        assert time.monotonic() < deadline, "the command did not start"
         time.sleep(0.05)
-    raise AssertionError("the command did not start")
+    return found
 
 
 @pytest.mark.parametrize("end", ["exit 0", "exit 3"])
 def test_tied_ends_orphans_when_the_command_ends(end: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    run([*TIED, "bash", "-c", f"{ORPHAN.format(pids=pids)}\nsleep 1; {end}"], cwd=tmp_path)
-    assert wait_gone(started(pids, 2), 1) == []
+    both = f"until [ $(wc -l < {pids}) = 2 ]; do sleep 0.05; done"
+    run([*TIED, "bash", "-c", f"{ORPHAN.format(pids=pids)}\n{both}; {end}"], cwd=tmp_path)
+    assert len(pids.read_text().split()) == 2
+    assert still_running(processes(pids), within_s=0) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -186,7 +194,7 @@ time.sleep(0.3)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=60)
     assert (out, process.returncode) == ("got it\n", 0)
 
 
@@ -200,7 +208,7 @@ def test_kill_minus_nine_ends_everything(victim: str, tmp_path: Path) -> None:
     everything = started(pids, 4)
     process.kill()
     process.wait()
-    assert wait_gone(everything, 15) == []
+    assert still_running(everything, within_s=60) == []
 
 
 def test_a_command_deaf_to_term_is_killed_once_its_caller_is_gone(tmp_path: Path) -> None:
@@ -210,4 +218,4 @@ def test_a_command_deaf_to_term_is_killed_once_its_caller_is_gone(tmp_path: Path
     deaf = started(pids, 1)
     process.kill()
     process.wait()
-    assert wait_gone(deaf, 40) == []
+    assert still_running(deaf, within_s=60) == []

@@ -4,7 +4,6 @@ rollout ends with its reason, and batches keep coming."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import sys
@@ -29,7 +28,7 @@ from invrl.gateway.app import make_app
 from invrl.gateway.model_folder import load_renderer
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.settings import GatewaySettings
-from invrl.process import free_port
+from invrl.process import free_port, still_running
 from invrl.ray_setup import worker_environment
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.rollout_handle import RolloutHandle
@@ -116,11 +115,12 @@ async def stack(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterato
         writer = RunStoreWriter(store_path)
         client = SglangClient(engine.url, limits=EngineLimits(vocab_size=512, context_length=1024))
         app = make_app(settings, engine=client, renderer=renderer, store=writer, on_shutdown=client.close)
-        config = uvicorn.Config(app, port=settings.port, log_level="warning", timeout_graceful_shutdown=1)
+        served = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
+        config = uvicorn.Config(app, port=settings.port, log_level="warning", **served)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not server.started:
                     await asyncio.sleep(0.01)
             yield Stack(settings.url, RunStore(store_path), store_path, engine)
@@ -149,7 +149,7 @@ async def rollouts(
             "rollout_batch_size": 2,
             "n_samples_per_prompt": GROUP,
             "rollout_concurrency": 8,
-            "rollout_timeout_s": 30.0,
+            "rollout_timeout_s": 60.0,
             "rollout_max_attempts": 2,
             **changes,
         }
@@ -162,7 +162,7 @@ async def rollouts(
         tasks_factory=tasks,
         run_store_path=stack.store_path,
     )
-    buffer = BufferHandle(actor=actor, batch_timeout_s=60.0)
+    buffer = BufferHandle(actor=actor, batch_timeout_s=240.0)
     await buffer.start()
     handle = RolloutHandle(
         config,
@@ -196,7 +196,7 @@ async def batches(
     return taken
 
 
-async def until_ended(stack: Stack, tasks: list[Task], rollouts_each: int, seconds: float = 30.0) -> None:
+async def until_ended(stack: Stack, tasks: list[Task], rollouts_each: int, seconds: float = 240.0) -> None:
     end = time.monotonic() + seconds
     while any(len(stack.outcomes()[task.id]) < rollouts_each for task in tasks):
         assert time.monotonic() < end, f"these have ended: {stack.outcomes()}"
@@ -205,7 +205,7 @@ async def until_ended(stack: Stack, tasks: list[Task], rollouts_each: int, secon
 
 async def test_every_failure_has_its_reason_and_the_run_goes_on(stack: Stack) -> None:
     bad = tasks_that("raise", "nan", "wrong type", "hang", "nothing")
-    async with rollouts(stack, bad, rollout_timeout_s=5.0) as (handle, buffer):
+    async with rollouts(stack, bad, rollout_timeout_s=12.0) as (handle, buffer):
         for taken in await batches(stack, handle, buffer, range(1, 4)):
             assert len(taken.groups) == 2
             assert all(group.task_id.startswith("good") for group in taken.groups)
@@ -244,24 +244,17 @@ async def test_a_worker_that_exits_is_replaced_and_the_run_goes_on(stack: Stack)
     assert {(0, 0), (1, 0)} < set(tries) <= {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
-def alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 async def test_what_a_rollout_started_ends_with_its_worker(stack: Stack, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     forks = [Task(id="forks", payload={"does": "fork and exit", "file": str(pids)})]
     async with rollouts(stack, forks) as (handle, buffer):
         await batches(stack, handle, buffer, range(1, 2))
         await until_ended(stack, forks, rollouts_each=1)
-        started = [int(line) for line in pids.read_text().split()]
+        started = pids.read_text().split()
         assert started
-        end = time.monotonic() + 30
-        while any(map(alive, started)):
-            assert time.monotonic() < end, "children of a dead worker go on"
-            await asyncio.sleep(0.1)
+        go_on = [psutil.Process(int(pid)) for pid in started if psutil.pid_exists(int(pid))]
+        left = await asyncio.to_thread(still_running, go_on, within_s=120)
+        assert left == [], "children of a dead worker go on"
 
 
 @pytest.mark.parametrize(
@@ -274,13 +267,13 @@ async def test_a_worker_over_its_memory_is_replaced_and_the_run_goes_on(
     leaks = [Task(id="leaks", payload={"does": does, "bytes": gigabytes * 1e9})]
     changes = {"rollout_worker_memory_gb": 1.0, "rollout_max_attempts": 1}
     async with rollouts(stack, leaks, **changes) as (handle, buffer):
-        await until_ended(stack, leaks, rollouts_each=GROUP, seconds=60.0)
+        await until_ended(stack, leaks, rollouts_each=GROUP)
         await batches(stack, handle, buffer, range(1, 3))
         assert handle.workers_replaced >= 1
     ended = stack.outcomes()["leaks"]
     assert {outcome.reason for outcome in ended} == {reason}
     if reason is FailureReason.MEMORY:
-        assert {f"the worker held {gigabytes}" in outcome.detail for outcome in ended} == {True}
+        assert {"the worker held 1." in outcome.detail for outcome in ended} == {True}
         assert {"rollout_worker_memory_gb is 1" in outcome.detail for outcome in ended} == {True}
 
 
@@ -316,13 +309,13 @@ async def test_a_key_that_is_told_reaches_neither_the_store_nor_a_log(
 
 async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
     hangs = tasks_that("hang")
-    async with rollouts(stack, hangs, function="sync_rollout", rollout_timeout_s=5.0) as (handle, buffer):
+    async with rollouts(stack, hangs, function="sync_rollout", rollout_timeout_s=12.0) as (handle, buffer):
         (taken,) = await batches(stack, handle, buffer, range(1, 2))
         assert [r.num_turns for group in taken.groups for r in group.rollouts_G] == [2] * 4
         await until_ended(stack, hangs, rollouts_each=GROUP)
         ended = stack.outcomes()["hang"]
         # Its threads cannot be ended, so the worker was, once its reply had come.
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while handle.workers_replaced < 1:
                 await asyncio.sleep(0.05)
         await batches(stack, handle, buffer, range(2, 4))
@@ -359,7 +352,7 @@ async def test_a_function_that_is_not_there_is_found_at_start() -> None:
     )
     worker = RayWorker(settings, "worker", concurrency=4)
     with pytest.raises(PluginError, match="did you mean 'rollout'"):
-        await worker.ready(60.0)
+        await worker.ready(120.0)
     worker.kill()
 
 
@@ -371,10 +364,10 @@ async def test_a_blocked_event_loop_is_ended_from_outside(stack: Stack) -> None:
         rollout_function_path=f"{FUNCTIONS}:rollout",
         reward_function_path="",
         python_path=tuple(sys.path),
-        rollout_timeout_s=4.0,
+        rollout_timeout_s=8.0,
     )
     pool = WorkerPool(
-        lambda name: RayWorker(settings, name, concurrency=8), client, size=1, run_timeout_s=9.0
+        lambda name: RayWorker(settings, name, concurrency=8), client, size=1, run_timeout_s=20.0
     )
     await pool.start()
 

@@ -104,8 +104,8 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
     update.sender.train(7, size=0.05)
     prompts = [[1, 100 + index, 20, 30, 40] for index in range(8)]
     begun = [asyncio.Event() for _ in range(8)]
-    flights = [asyncio.create_task(sample(router_client, index, 600, begun[index])) for index in range(8)]
-    async with asyncio.timeout(60):
+    flights = [asyncio.create_task(sample(router_client, index, 1000, begun[index])) for index in range(8)]
+    async with asyncio.timeout(180):
         await asyncio.gather(*(one.wait() for one in begun))
     assert not any(flight.done() for flight in flights)
     await update.run()
@@ -114,7 +114,7 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
     for prompt, flight in zip(prompts, flights, strict=True):
         result = await flight
         assert result.finish_reason == "length"
-        assert len(result.ids_T) == 600
+        assert len(result.ids_T) == 1000
         whole = [*prompt, *result.ids_T.tolist()]
         by_version = {
             old_version: old.token_logprobs(whole)[len(prompt) - 1 :],

@@ -298,7 +298,7 @@ async def test_a_body_that_ends_after_its_refusal_leaves_the_connection_open(
     gateway: Running,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(corked_http, "_LINGER_S", 0.3)
+    monkeypatch.setattr(corked_http, "_LINGER_S", 2.0)
     [session] = await gateway.open()
     host, _, port = gateway.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -313,7 +313,7 @@ async def test_a_body_that_ends_after_its_refusal_leaves_the_connection_open(
         return upload.status
 
     assert await ask("isk-guess", b" " * 200_000, first=100_000) == 401
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(2.5)
     good = json.dumps(CHAT).encode()
     assert await ask(session.key, good, first=len(good)) == 200
     writer.close()

@@ -95,7 +95,7 @@ async def running(outbox: Outbox, *, batch: int = 2, tasks=endless) -> AsyncIter
 async def test_outcomes_arrive_through_the_outbox_and_wake_the_take() -> None:
     outbox = Outbox()
     async with running(outbox) as actor:
-        waiting = asyncio.create_task(actor.take(10.0))
+        waiting = asyncio.create_task(actor.take(600.0))
         leases = [await actor.lease(), await actor.lease()]
         assert await actor.lease() is None
         for lease in leases:
@@ -115,13 +115,13 @@ async def test_a_release_wakes_the_take() -> None:
         lease = await actor.lease()
         assert lease is not None
         finish(lease, outbox, newest=1)
-        waiting = asyncio.create_task(actor.take(5.0))
+        waiting = asyncio.create_task(actor.take(600.0))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         await actor.release(WeightVersion(1))
         batch = await waiting
         with pytest.raises(BufferStateError, match="batch 0 is out"):
-            await actor.take(5.0)
+            await actor.take(600.0)
         await actor.trained(batch.batch_id)
         assert await actor.lease() is None
         await actor.advance(WeightVersion(1))
@@ -150,6 +150,8 @@ async def test_a_deadline_names_what_is_missing() -> None:
             lease = await actor.lease()
             await asyncio.sleep(0.001)
         finish(lease, outbox)
+        while "1 ready, 0 in flight" not in str(actor._buffer.counts()):
+            await asyncio.sleep(0.001)
         with pytest.raises(DeadlineError) as caught:
             await actor.take(0.3)
         assert "a batch of 2 groups; 1 ready, 0 in flight (at most 2 under way)" in str(caught.value)
@@ -161,7 +163,7 @@ async def test_an_ended_task_source_fails_the_take_at_once() -> None:
     """Also when the end is found only after the last outcome came in."""
     outbox = Outbox()
     async with running(outbox, tasks=one) as actor:
-        waiting = asyncio.create_task(actor.take(60.0))
+        waiting = asyncio.create_task(actor.take(600.0))
         lease = await actor.lease()
         assert lease is not None
         finish(lease, outbox)
@@ -169,16 +171,16 @@ async def test_an_ended_task_source_fails_the_take_at_once() -> None:
         assert not waiting.done()
         assert await actor.lease() is None
         with pytest.raises(DeadlineError, match="the task source has ended"):
-            await asyncio.wait_for(waiting, 5.0)
+            await asyncio.wait_for(waiting, 60.0)
 
 
 async def test_a_broken_outbox_reaches_those_who_wait() -> None:
     outbox = Outbox()
     async with running(outbox) as actor:
-        waiting = asyncio.create_task(actor.take(60.0))
+        waiting = asyncio.create_task(actor.take(600.0))
         await asyncio.sleep(0.01)
         outbox.broken = True
         with pytest.raises(BufferStateError, match="disk gone"):
-            await asyncio.wait_for(waiting, 5.0)
+            await asyncio.wait_for(waiting, 60.0)
         with pytest.raises(BufferStateError, match="disk gone"):
             await actor.lease()

@@ -261,7 +261,7 @@ async def test_bad_tools_are_refused(gateway: Running, options: dict, param: str
 
 
 async def test_choices_over_a_limit_leave_nothing_running(gateway: Running):
-    gateway.engine.token_delay_s = 0.05
+    gateway.engine.holds = lambda _: True
     [session] = await gateway.open(limits={"max_turns": 2})
     with pytest.raises(openai.PermissionDeniedError, match="turns"):
         await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], n=3)

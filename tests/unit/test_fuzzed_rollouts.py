@@ -362,7 +362,7 @@ async def test_no_rollout_crashes_the_run_or_reaches_the_optimizer_with_bad_numb
     loop = Loop(2026, form, reward_form)
     with caplog.at_level(logging.DEBUG):
         try:
-            await asyncio.wait_for(loop.run(wanted), 300)
+            await asyncio.wait_for(loop.run(wanted), 540)
         finally:
             loop.release.set()
     assert loop.count >= wanted

@@ -110,7 +110,7 @@ async def test_a_streamed_answer_is_replayed_as_a_stream(life: Life):
 
 async def test_what_was_aborted_is_never_continued_nor_replayed(life: Life):
     async with life.again() as gateway:
-        gateway.engine.token_delay_s = 0.02
+        gateway.engine.holds = lambda count: count > 5
         [session] = await gateway.open()
         call = asyncio.create_task(ask(gateway, session, [ASK], stream=True))
         async for _ in await call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from invrl.gateway.parsing import Parsers
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.sessions import WorkerPlace
 from invrl.gateway.settings import GatewaySettings
-from invrl.process import free_port
 from invrl.rollout.sglang_client import EngineLimits, SglangClient
 from invrl.run_store import RunStore, RunStoreWriter
 from invrl.types import FailedRollout, RolloutSummary, Session, Turn
@@ -93,10 +93,11 @@ async def running(
     place: WorkerPlace | None = None,
     **changes,
 ) -> AsyncIterator[Running]:
-    async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=30) as http:
+    async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=120) as http:
+        listener = socket.create_server(("127.0.0.1", 0))
         settings = GatewaySettings.model_validate(
             {
-                "port": free_port(),
+                "port": listener.getsockname()[1],
                 "router_url": engine.url,
                 "env_key": ENV_KEY,
                 "model_path": str(model),
@@ -105,7 +106,7 @@ async def running(
                 "max_new_tokens": 64,
                 "context_length": 1024,
                 "vocab_size": 512,
-                "generate_timeout_s": 10.0,
+                "generate_timeout_s": 120.0,
                 **changes,
             }
         )
@@ -123,12 +124,12 @@ async def running(
             place=place,
             on_shutdown=client.close,
         )
-        served = {"http": CorkedHttpProtocol, "timeout_graceful_shutdown": 1, "log_level": "warning"}
-        config = uvicorn.Config(app, port=settings.port, **served)
+        served = {"http": CorkedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
+        config = uvicorn.Config(app, port=settings.port, log_level="warning", **served)
         server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve())
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not server.started:
                     await asyncio.sleep(0.01)
             yield Running(settings.url, engine, RunStore(tmp_path / "run.db"), http)
@@ -144,7 +145,7 @@ async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncItera
         yield made
 
 
-async def eventually(condition, seconds: float = 5.0) -> None:
+async def eventually(condition, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -207,18 +208,22 @@ async def test_a_turn_that_ran_out_of_tokens_goes_on_with_an_end_token_as_contex
 
 
 async def test_streams_carry_tokens_as_they_are_sampled(gateway: Running, renderer: Renderer):
-    gateway.engine.token_delay_s = 0.02
-    gateway.engine.script = lambda _: [*renderer._tokenizer.encode("Hello 漢字🙂 world"), 2]
+    """None is sampled before what those before it say has been seen."""
+    ids, text = renderer._tokenizer.encode("Hello 漢字🙂 world"), ""
+    gateway.engine.script = lambda _: [*ids, 2]
+    whole = [
+        renderer._tokenizer.decode(ids[:count], special=True).rstrip("\ufffd") for count in range(len(ids))
+    ]
+    gateway.engine.holds = lambda count: text != [*whole, "Hello 漢字🙂 world"][count - 1]
     [session] = await gateway.open()
     stream = await gateway.client(session).chat.completions.create(
         model="tiny", messages=[ASK], stream=True, stream_options={"include_usage": True}, logprobs=True
     )
-    events, engine_still_at_work = [], 0
-    async for event in stream:
-        events.append(event)
-        engine_still_at_work += bool(gateway.engine.running)
-    assert engine_still_at_work > 10
-    text = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
+    events = []
+    async with asyncio.timeout(60):
+        async for event in stream:
+            events.append(event)
+            text += (event.choices and event.choices[0].delta.content) or ""
     assert text == "Hello 漢字🙂 world"
     assert events[0].choices[0].delta.role == "assistant"
     assert [e.choices[0].finish_reason for e in events if e.choices][-1] == "stop"
@@ -353,7 +358,7 @@ async def test_a_retry_does_not_join_a_generation_that_is_being_cancelled(
 
 
 async def test_a_disconnect_cancels_the_generation_and_leaves_the_turn_undelivered(gateway: Running):
-    gateway.engine.token_delay_s = 0.05
+    gateway.engine.holds = lambda count: count > 20
     gateway.engine.script = lambda _: list(range(10, 60))
     for stream in (True, False):
         [session] = await gateway.open()
@@ -469,7 +474,7 @@ async def test_what_the_engine_aborts_is_an_error_and_never_trained(gateway: Run
 
 
 async def test_versions_of_a_turn_that_spans_an_update(gateway: Running):
-    gateway.engine.token_delay_s = 0.01
+    gateway.engine.holds = lambda count: count > 6 and gateway.engine.version == 0
     [session] = await gateway.open()
     call = asyncio.create_task(gateway.client(session).chat.completions.create(model="tiny", messages=[ASK]))
     await eventually(lambda: bool(gateway.engine.running))
@@ -625,7 +630,7 @@ async def test_bad_session_requests_are_refused(gateway: Running):
 
 
 async def test_finishing_ends_what_is_in_flight(gateway: Running):
-    gateway.engine.token_delay_s = 0.05
+    gateway.engine.holds = lambda count: count > 1
     [session] = await gateway.open()
     client = gateway.client(session)
     first = await client.chat.completions.create(model="tiny", messages=[ASK], max_tokens=1)

@@ -58,7 +58,7 @@ def opened(writer: RunStoreWriter, of: GroupLease, *members: GroupMember, task_i
     ]
     hashes = [one.id.encode() for one in sessions]
     try:
-        writer.open_sessions(sessions, hashes, 1.0, leased=True).result(10)
+        writer.open_sessions(sessions, hashes, 1.0, leased=True).result(60)
     except sqlite3.IntegrityError:
         return False
     return True
@@ -112,27 +112,27 @@ async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path
         group_filter=keep_all,
     )
     held, store = Held(buffer), LeaseStore(tmp_path / "run.sqlite")
-    offers = LeaseOffers(held, store, timeout_s=0.2)  # type: ignore[arg-type]
+    offers = LeaseOffers(held, store, timeout_s=600.0)  # type: ignore[arg-type]
+    writer = RunStoreWriter(tmp_path / "run.sqlite")
     offers.start()
-    taken = []
+    taken, long_ago = [], time.time() - 3600
 
     def take() -> bool:
-        if (one := store.take(time.time())) is not None:
+        if (one := store.take(long_ago if not taken else time.time())) is not None:
             taken.append(one)
         return len(taken) == 2
 
     await until(take)  # as many as the bound of staleness admits
     assert [one.group_id for one in taken] == ["g0", "g1"]
-    writer = RunStoreWriter(tmp_path / "run.sqlite")
     assert opened(writer, taken[1], *taken[1].members)
     writer.close()
-    await until(lambda: buffer.counts().failed == {"timeout": 2}, seconds=10)
+    await until(lambda: buffer.counts().failed == {"timeout": 2})
     again = []
-    await until(lambda: again.append(store.take(time.time())) or again[-1] is not None, seconds=10)
+    await until(lambda: again.append(store.take(time.time())) or again[-1] is not None)
     assert (again[-1].group_id, again[-1].members) == ("g0", (M(index=0, attempt=1), M(index=1, attempt=1)))
     held.error = RuntimeError("the buffer is gone")
     with pytest.raises(RuntimeError, match="the buffer is gone"):
-        await asyncio.wait_for(offers.guard(asyncio.sleep(60)), 10)
+        await asyncio.wait_for(offers.guard(asyncio.Event().wait()), 60)
     store.offer(lease("left"))
     await offers.stop(0.0)
     assert store.take(time.time()) is None

@@ -86,7 +86,7 @@ class HeldPool:
         self.running[ids].set()
 
 
-async def until(condition, seconds=2.0):
+async def until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to that"
@@ -102,9 +102,9 @@ def dispatcher(buffer, opener, pool, concurrency, group_form=False):
 async def test_slots_are_full_and_refilled_rollout_by_rollout():
     buffer, opener, pool = Leases(groups=3), Opener(), HeldPool()
     it = dispatcher(buffer, opener, pool, concurrency=6)
-    await until(lambda: it.running == 6)
+    await until(lambda: len(pool.running) == 6 and len(opener.opened) == 8)
     await asyncio.sleep(0.05)
-    assert len(pool.running) == 6
+    assert (it.running, len(pool.running)) == (6, 6)
     # The second group is opened, half of it waits; the third is not leased.
     assert len(opener.opened) == 8
     assert len(buffer.left) == 1
@@ -143,20 +143,16 @@ async def test_a_group_form_gets_its_sessions_together_even_beyond_the_slots():
     await it.stop(0.0)
 
 
-async def test_an_idle_buffer_is_not_hammered():
-    buffer = Leases(groups=0)
-    it = dispatcher(buffer, Opener(), HeldPool(), concurrency=4)
-    await asyncio.sleep(0.5)
-    assert 5 <= buffer.asked <= 20
-    await it.stop(0.0)
-
-
-async def test_new_work_is_found_soon():
-    buffer, pool = Leases(groups=0), HeldPool()
+async def test_an_idle_buffer_is_not_hammered_and_new_work_is_found_soon(monkeypatch):
+    """What passes between two looks is what the dispatcher asks the event loop for."""
+    buffer, pool, timeout, pauses = Leases(groups=0), HeldPool(), asyncio.timeout, []
+    monkeypatch.setattr(asyncio, "timeout", lambda seconds: pauses.append(seconds) or timeout(seconds))
     it = dispatcher(buffer, Opener(), pool, concurrency=4)
-    await asyncio.sleep(0.3)
+    await until(lambda: buffer.asked > 8)
+    assert pauses[:8] == [0.01, 0.02, 0.04, 0.05, 0.05, 0.05, 0.05, 0.05]
+    assert buffer.asked <= len(pauses) + 1
     buffer.left = Leases(groups=1).left
-    await until(lambda: len(pool.running) == 4, seconds=0.2)
+    await until(lambda: len(pool.running) == 4)
     await it.stop(0.0)
 
 
@@ -179,14 +175,14 @@ async def test_a_failure_of_ours_ends_the_wait_for_a_batch(parts, cause):
 
     async def take():
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
     with pytest.raises(cause):
-        await asyncio.wait_for(it.guard(take()), 2.0)
-    await asyncio.wait_for(cancelled.wait(), 1.0)
+        await asyncio.wait_for(it.guard(take()), 60.0)
+    await asyncio.wait_for(cancelled.wait(), 60.0)
     await it.stop(0.0)
 
 
@@ -196,10 +192,10 @@ async def test_a_failure_ends_work_that_itself_started_the_dispatcher():
 
     async def starts():
         it.start()
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     with pytest.raises(ConnectionError):
-        await asyncio.wait_for(it.guard(starts()), 2.0)
+        await asyncio.wait_for(it.guard(starts()), 60.0)
     await it.stop(0.0)
 
 
@@ -219,8 +215,8 @@ async def test_stop_drains_then_aborts_whatever_is_left():
     buffer, opener, pool = Leases(groups=2), Opener(), HeldPool()
     it = dispatcher(buffer, opener, pool, concurrency=3)
     await until(lambda: len(pool.running) == 3)
-    stopping = asyncio.create_task(it.stop(0.2))
-    await asyncio.sleep(0.02)
+    stopping = asyncio.create_task(it.stop(1.0))
+    await until(lambda: it._scheduler.done())
     pool.release("g0/0")
     await stopping
     assert not pool.running
@@ -229,13 +225,16 @@ async def test_stop_drains_then_aborts_whatever_is_left():
 
 
 async def test_stop_ends_even_when_the_buffer_swallows_the_cancellation():
+    asked = asyncio.Event()
+
     class Swallowing:
         async def lease(self):
             try:
-                await asyncio.sleep(0.5)
+                asked.set()
+                await asyncio.Event().wait()
             except asyncio.CancelledError:
                 return None
 
     it = dispatcher(Swallowing(), Opener(), HeldPool(), concurrency=1)
-    await asyncio.sleep(0.01)
-    await asyncio.wait_for(it.stop(0.0), 1.0)
+    await asked.wait()
+    await asyncio.wait_for(it.stop(0.0), 60.0)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import time
 
 import msgspec
 import pytest
 from aiohttp import web
 
 from invrl.errors import DeadlineError, SessionError
+from invrl.rollout import session_client
 from invrl.rollout.session_client import SessionClient
 from invrl.types import (
     FailedRollout,
@@ -94,10 +94,32 @@ async def gateway():
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    scripted.client = SessionClient(f"http://127.0.0.1:{port}/", env_key="env", deadline_s=1.0)
+    scripted.client = SessionClient(f"http://127.0.0.1:{port}/", env_key="env", deadline_s=60.0)
     yield scripted
     await scripted.client.close()
     await runner.cleanup()
+
+
+class Clock:
+    """The client's time, which passes in its pauses alone."""
+
+    def __init__(self):
+        self.now, self.pauses = 0.0, []
+
+    def monotonic(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(session_client, "time", clock)
+    monkeypatch.setattr(session_client, "asyncio", clock)
+    return clock
 
 
 OPENED = {"sessions": [session(0, 0), session(3, 2)]}
@@ -124,29 +146,29 @@ async def test_open_sends_the_lease_with_the_environment_key(gateway):
     ]
 
 
-async def test_open_waits_as_long_as_the_gateway_asks(gateway):
-    gateway.answers = [(429, FULL, {"Retry-After": "0.3"}), (503, {}, {}), (201, OPENED, {})]
-    started = time.monotonic()
+async def test_open_waits_as_long_as_the_gateway_asks(gateway, clock):
+    gateway.answers = [(429, FULL, {"Retry-After": "7.5"}), (503, {}, {}), (201, OPENED, {})]
     assert len(await gateway.client.open(LEASE)) == 2
-    assert time.monotonic() - started >= 0.3
+    assert clock.pauses == [7.5, 0.1]
     assert (
         len({body["request_id"] for _, _, body in gateway.requests}) == 1
     )  # a retry can be told from a new one
     assert len(gateway.requests) == 3
 
 
-async def test_a_gateway_that_stays_full_ends_in_a_deadline_that_says_so(gateway):
-    gateway.answers = [(429, FULL, {"Retry-After": "60"})]
-    started = time.monotonic()
+async def test_a_gateway_that_stays_full_ends_in_a_deadline_that_says_so(gateway, clock):
+    gateway.answers = [(429, FULL, {"Retry-After": "600"})]
     with pytest.raises(DeadlineError, match=r"open 2 sessions of group g.*429 full"):
-        await gateway.client.open(LEASE, deadline_s=0.2)
-    assert time.monotonic() - started < 1.0
+        await gateway.client.open(LEASE, deadline_s=30.0)
+    assert clock.pauses == [30.0]
 
 
-async def test_no_gateway_at_all_ends_in_a_deadline():
-    client = SessionClient("http://127.0.0.1:1", deadline_s=0.2)
+async def test_no_gateway_at_all_ends_in_a_deadline(clock):
+    client = SessionClient("http://127.0.0.1:1", deadline_s=30.0)
     with pytest.raises(DeadlineError, match="ConnectError"):
         await client.open(LEASE)
+    assert sum(clock.pauses) == pytest.approx(30.0)
+    assert max(clock.pauses) == 2.0
     await client.close()
 
 

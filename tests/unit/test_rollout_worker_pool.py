@@ -106,6 +106,12 @@ async def started_pool(size=1, make=FakeWorker):
     return pool, workers, aborts
 
 
+async def given(worker, *tasks):
+    async with asyncio.timeout(60):
+        while worker.given != list(tasks):
+            await asyncio.sleep(0.001)
+
+
 def reasons(outcomes):
     return [outcome.reason for outcome in outcomes]
 
@@ -113,10 +119,10 @@ def reasons(outcomes):
 async def test_the_least_busy_worker_is_given_the_next_assignment():
     pool, workers, _ = await started_pool(size=2)
     runs = [asyncio.create_task(pool.run(assignment("hold-a", sessions=3)))]
-    await asyncio.sleep(0)
+    await given(workers[0], "hold-a")
     runs += [asyncio.create_task(pool.run(assignment(f"hold-{n}"))) for n in "bcd"]
-    await asyncio.sleep(0.01)
-    assert [w.given for w in workers] == [["hold-a"], ["hold-b", "hold-c", "hold-d"]]
+    await given(workers[1], "hold-b", "hold-c", "hold-d")
+    assert workers[0].given == ["hold-a"]
     for worker in workers:
         worker.release.set()
     await asyncio.gather(*runs)
@@ -125,9 +131,9 @@ async def test_the_least_busy_worker_is_given_the_next_assignment():
 async def test_a_death_fails_what_ran_there_and_only_that():
     pool, workers, aborts = await started_pool(size=2)
     elsewhere = asyncio.create_task(pool.run(assignment("hold-elsewhere", sessions=2)))
-    await asyncio.sleep(0.01)
+    await given(workers[0], "hold-elsewhere")
     beside = asyncio.create_task(pool.run(assignment("hold-beside")))
-    await asyncio.sleep(0.01)
+    await given(workers[1], "hold-beside")
     assert reasons(await pool.run(assignment("die"))) == [FailureReason.WORKER_DIED]
     assert reasons(await beside) == [FailureReason.WORKER_DIED]
     assert set(aborts.seen) == {"die0", "hold-beside0"}
@@ -142,7 +148,7 @@ async def test_a_death_fails_what_ran_there_and_only_that():
 async def test_a_worker_that_does_not_answer_is_killed_and_replaced():
     pool, workers, aborts = await started_pool()
     beside = asyncio.create_task(pool.run(assignment("hold-beside")))
-    await asyncio.sleep(0.01)
+    await given(workers[0], "hold-beside")
     assert reasons(await pool.run(assignment("stuck"))) == [FailureReason.TIMEOUT]
     assert "event loop" in aborts.seen["stuck0"][1]
     assert reasons(await beside) == [FailureReason.WORKER_DIED]
@@ -153,7 +159,7 @@ async def test_a_worker_that_does_not_answer_is_killed_and_replaced():
 async def test_a_worker_with_a_stuck_thread_leaves_once_it_is_empty():
     pool, workers, aborts = await started_pool()
     running = asyncio.create_task(pool.run(assignment("hold-running")))
-    await asyncio.sleep(0.01)
+    await given(workers[0], "hold-running")
     await pool.run(assignment("thread"))
     assert pool.replaced == 1
     assert not workers[0].dead.is_set()
@@ -168,7 +174,7 @@ async def test_a_worker_with_a_stuck_thread_leaves_once_it_is_empty():
 async def test_a_worker_over_its_memory_leaves_once_it_is_empty():
     pool, workers, aborts = await started_pool()
     running = asyncio.create_task(pool.run(assignment("hold-running")))
-    await asyncio.sleep(0.01)
+    await given(workers[0], "hold-running")
     assert reasons(await pool.run(assignment("full"))) == [FailureReason.EXCEPTION]
     assert pool.replaced == 1
     assert not workers[0].dead.is_set()
@@ -211,9 +217,9 @@ async def test_deaths_with_rollouts_in_between_do_not():
 
 
 async def test_one_death_of_a_full_worker_counts_once():
-    pool, _, _ = await started_pool()
+    pool, workers, _ = await started_pool()
     beside = [asyncio.create_task(pool.run(assignment(f"hold-{i}"))) for i in range(64)]
-    await asyncio.sleep(0.01)
+    await given(workers[0], *(f"hold-{i}" for i in range(64)))
     await pool.run(assignment("die"))
     ended = await asyncio.gather(*beside)
     assert {reason for outcomes in ended for reason in reasons(outcomes)} == {FailureReason.WORKER_DIED}

@@ -115,7 +115,7 @@ def test_a_rollout_comes_back_as_it_was_written(tmp_path: Path):
     for made in (turn("1"), turn("2", parent="1"), turn("3", parent="1")):
         writer.add_turn(made, b"[]")
     writer.mark_delivered("1")
-    writer.close_session("a", "finished", summary("a"), hand_over=True).result(10)
+    writer.close_session("a", "finished", summary("a"), hand_over=True).result(60)
     rollout = reader.rollout("a")
     assert rollout.summary == summary("a")
     paths = [[t.id for t in trajectory.turns] for trajectory in rollout.trajectories]
@@ -132,7 +132,7 @@ def test_outcomes_leave_in_order_once_and_only_where_they_are_handed_over(tmp_pa
     assert reader.outbox_after(0) == []
     writer.close_session("a", "finished", summary("a"), hand_over=True)
     writer.close_session("b", "expired", failure("b"), hand_over=True)
-    writer.close_session("c", "finished", summary("c"), hand_over=False).result(10)
+    writer.close_session("c", "finished", summary("c"), hand_over=False).result(60)
     rows = reader.outbox_after(0)
     assert [outcome for _, outcome in rows] == [summary("a"), failure("b")]
     assert reader.outbox_after(rows[0][0]) == rows[1:]
@@ -148,11 +148,11 @@ def test_outcomes_leave_in_order_once_and_only_where_they_are_handed_over(tmp_pa
 def test_closing_is_one_transaction(tmp_path: Path):
     """The state must not change when the outbox row cannot be written."""
     writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
-    writer.open_sessions([session("a")], [b"a"], 1.0).result(10)
-    writer.close_session("a", "finished", summary("a"), hand_over=True).result(10)
+    writer.open_sessions([session("a")], [b"a"], 1.0).result(60)
+    writer.close_session("a", "finished", summary("a"), hand_over=True).result(60)
     again = writer.close_session("a", "aborted", failure("a"), hand_over=True)
     with pytest.raises(sqlite3.IntegrityError):
-        again.result(10)
+        again.result(60)
     assert reader.session_state("a") == "finished"
     assert [outcome for _, outcome in reader.outbox_after(0)] == [summary("a")]
     writer.close()
@@ -199,7 +199,7 @@ def test_the_log_is_cut_when_it_has_become_long(tmp_path: Path, monkeypatch: pyt
 
 def test_keys_are_not_in_the_file(tmp_path: Path):
     writer = RunStoreWriter(tmp_path / "run.db")
-    writer.open_sessions([session("a")], [b"hash"], 1.0).result(10)
+    writer.open_sessions([session("a")], [b"hash"], 1.0).result(60)
     writer.close()
     stored = b"".join(file.read_bytes() for file in tmp_path.iterdir())
     assert b"isk-secret" not in stored
@@ -218,7 +218,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path):
         writer = RunStoreWriter(Path(sys.argv[1]))
         writer.open_sessions([session("a")], [b"a"], 1.0)
         for number in range(100_000):
-            writer.add_turn(turn(str(number)), b"[]").result(10)
+            writer.add_turn(turn(str(number)), b"[]").result(60)
             print(number, flush=True)
         """
     )
@@ -230,13 +230,13 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path):
             break
     os.kill(child.pid, signal.SIGKILL)
     acknowledged = [int(line) for line in child.stdout]
-    child.wait(10)
+    child.wait(60)
     last = max([50, *acknowledged])
     kept = RunStore(tmp_path / "run.db").turns("a")
     assert [t.id for t in kept][: last + 1] == [str(n) for n in range(last + 1)]
     assert all(same(t, turn(t.id)) for t in kept)
     writer = RunStoreWriter(tmp_path / "run.db")
-    writer.close_session("a", "finished", summary("a"), hand_over=True).result(10)
+    writer.close_session("a", "finished", summary("a"), hand_over=True).result(60)
     assert len(RunStore(tmp_path / "run.db").outbox_after(0)) == 1
     writer.close()
 

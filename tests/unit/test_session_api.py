@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ from pydantic import TypeAdapter
 from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually, model, renderer, running
 
 from invrl.buffer.batching import samples_from_rollout
+from invrl.gateway import lifecycle
 from invrl.gateway.conversation import Conversation
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.session_bodies import Failed, Finished, Opened, Rewarded, SessionView
@@ -148,7 +151,8 @@ async def test_each_limit_has_its_own_name(gateway: Running):
     assert over.value.code == "max_tokens_exceeded"
     assert isinstance(await gateway.finish(session), RolloutSummary)
 
-    gateway.engine.token_delay_s = 0.05
+    held_back = True
+    gateway.engine.holds = lambda _: held_back
     [session] = await gateway.open(limits={"max_concurrent_calls": 1})
     held = asyncio.create_task(chat(gateway, session))
     await eventually(lambda: gateway.engine.running)
@@ -156,6 +160,7 @@ async def test_each_limit_has_its_own_name(gateway: Running):
         await chat(gateway, session, MORE)
     assert over.value.code == "too_many_concurrent_calls"
     assert over.value.response.headers["retry-after"] == "1"
+    held_back = False
     await held
 
     [session] = await gateway.open(limits={"timeout_s": 0.01})
@@ -275,14 +280,15 @@ async def test_a_reward_past_its_deadline_is_dropped_with_a_reason(
 
 @pytest.mark.parametrize("policy", ["drop", "accept"])
 async def test_what_becomes_of_a_session_past_its_time(
-    tmp_path: Path, model: Path, renderer: Renderer, policy: str
+    tmp_path: Path, model: Path, renderer: Renderer, policy: str, monkeypatch: pytest.MonkeyPatch
 ):
-    options = {"late_reward": policy, "reward_deadline_s": 60.0}
+    options, later = {"late_reward": policy, "reward_deadline_s": 600.0}, time.time() + 2000
     async with running(tmp_path, model, renderer, **options) as gateway:
-        silent, rewarded = await gateway.open(members=2, limits={"timeout_s": 0.8})
+        silent, rewarded = await gateway.open(members=2, limits={"timeout_s": 1000})
         for session in (silent, rewarded):
             await chat(gateway, session)
         await post(gateway, f"/sessions/{rewarded.id}/reward", {"reward": 0.5})
+        monkeypatch.setattr(lifecycle, "time", SimpleNamespace(time=lambda: later))
         await eventually(lambda: gateway.store.session_state(rewarded.id) != "open")
         shown = (await gateway.env(f"/sessions/{silent.id}")).json()
         answer = await post(gateway, f"/sessions/{silent.id}/reward", {"reward": 0.25})
@@ -356,9 +362,9 @@ async def test_aborting_a_parent_aborts_its_children_and_families_are_bounded(ga
 
 
 async def test_a_call_in_flight_cannot_change_what_a_finish_hands_over(gateway: Running):
-    gateway.engine.token_delay_s = 0.02
     [session] = await gateway.open()
     await chat(gateway, session)
+    gateway.engine.holds = lambda count: count > 5
     calls = [asyncio.create_task(chat(gateway, session, MORE, stream=stream)) for stream in (False, False)]
     await eventually(lambda: gateway.engine.running)
     summary, reward = await asyncio.gather(
@@ -391,7 +397,7 @@ async def test_nothing_reaches_a_session_whose_finish_has_begun(
     [session] = await gateway.open()
     await chat(gateway, session)
     finishing = asyncio.create_task(gateway.finish(session, reward=0.5))
-    await asyncio.wait_for(begun.wait(), 10)
+    await asyncio.wait_for(begun.wait(), 60)
     for path in ("reward", "children"):
         body = {"reward": 0.9} if path == "reward" else {}
         answer = await post(gateway, f"/sessions/{session.id}/{path}", body)
@@ -421,7 +427,7 @@ async def test_a_delivery_after_the_snapshot_does_not_count(
     monkeypatch.setattr(Turns, "deliver", lambda *given: (late.append(given), held.set()))
     [session] = await gateway.open()
     await chat(gateway, session)
-    await asyncio.wait_for(held.wait(), 10)
+    await asyncio.wait_for(held.wait(), 60)
     monkeypatch.setattr(Turns, "deliver", went_on)
     await chat(gateway, session, MORE)
     summary = await gateway.finish(session, reward=1.0)
@@ -610,7 +616,7 @@ async def test_fuzzed_bodies_never_fail_inside(gateway: Running):
                 headers={"authorization": f"Bearer {ENV_KEY}", "content-type": "application/json"},
             ),
             loop,
-        ).result(20)
+        ).result(120)
         seen.add(answer.status_code)
         if answer.status_code >= 300:
             assert code(answer)[0] < 500, (path, body)

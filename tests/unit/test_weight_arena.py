@@ -60,7 +60,11 @@ def test_another_process_reads_it_and_cannot_write() -> None:
         "print(checksum(open_arena(h).views(h.slot)['c']))"
     )
     out = subprocess.run(
-        [sys.executable, "-c", program, staged.handle], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program, staged.handle],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     assert out.stdout.strip() == staged.checksums["c"]
 
