@@ -71,12 +71,12 @@ def build_model(
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
-            layer_specs=[layer] * config.num_layers,
+            layer_specs=[layer] * config.num_hidden_layers,
             layer_norm=WrappedTorchNorm,  # pyright: ignore[reportArgumentType]
         ),
         vocab_size=config.vocab_size,
-        max_sequence_length=config.max_positions,
-        share_embeddings_and_output_weights=config.tie_embeddings,
+        max_sequence_length=config.max_position_embeddings,
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=config.rope_theta,  # pyright: ignore[reportArgumentType]
         rope_scaling=config.rope_factor is not None,
@@ -93,10 +93,10 @@ def transformer_config(
     need TransformerEngine or Apex."""
     family = FAMILIES[config.model_type]
     fields: dict[str, Any] = {
-        "num_layers": config.num_layers,
+        "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_query_groups": config.num_kv_heads,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
         "kv_channels": config.head_dim,
         "ffn_hidden_size": config.intermediate_size,
         "normalization": "RMSNorm",

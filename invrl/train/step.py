@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,20 +36,8 @@ from invrl.train.optimizer import apply_gradients
 from invrl.train.packing import MicroBatch, RankBatch, Row, pack, rows_of
 from invrl.types import TrainBatch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Work:
-    """A micro-batch with the values of its wanted tokens."""
-
-    micro_batch: MicroBatch
-    rollout_N: torch.Tensor
-    advantages_N: torch.Tensor
-    old_N: torch.Tensor | None
-    """None: the current log-probs, which are the same."""
-    reference_N: torch.Tensor | None
-    denominator: float
-
-
+_Work = tuple[MicroBatch, "partial[LossInputs]"]
+"""A micro-batch with what its loss takes besides the current log-probs and their entropy."""
 _Packed = list[list[MicroBatch]]
 _Recomputed = list[list[NDArray[np.float32]] | None]
 """Log-probs under another policy, per mini-batch, per sample; None: not needed."""
@@ -148,24 +137,13 @@ class TrainStep:
         )
 
     def _forward_step(self, works: Iterator[_Work], model: torch.nn.Module) -> tuple[Any, Any]:
-        work = next(works)
-        logprobs_N, entropy_N = model(work.micro_batch)
+        micro_batch, inputs = next(works)
+        logprobs_N, entropy_N = model(micro_batch)
 
         def loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
             """(loss to sum, Megatron's token count, which we do not use, metrics)."""
-            outputs = policy_loss(
-                LossInputs(
-                    current_N=current_N,
-                    old_N=current_N.detach() if work.old_N is None else work.old_N,
-                    rollout_N=work.rollout_N,
-                    advantages_N=work.advantages_N,
-                    reference_N=work.reference_N,
-                    entropy_N=entropy_N,
-                    denominator=work.denominator,
-                ),
-                self.algorithm,
-                self.surrogate,
-            )
+            given = inputs(current_N=current_N, entropy_N=entropy_N)
+            outputs = policy_loss(given, self.algorithm, self.surrogate)
             value = float(outputs.loss.detach())
             if not math.isfinite(value):
                 raise TrainError(f"the loss is {value}: no weight was changed")
@@ -183,8 +161,8 @@ def _work(
     def picked(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
         return torch.from_numpy(micro_batch.pick(arrays)).to(device.device())
 
-    return _Work(
-        micro_batch=micro_batch,
+    return micro_batch, partial(
+        LossInputs,
         rollout_N=picked([sample.rollout_logprobs_T for sample in mini_batch.samples]),
         advantages_N=picked(mini_batch.advantages),
         old_N=None if old is None else picked(old),
