@@ -16,37 +16,19 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response, Security
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
 from invrl.errors import SessionError
+from invrl.gateway import session_bodies as bodies
 from invrl.gateway.agent_api import session_keys
 from invrl.gateway.lifecycle import Lifecycle
 from invrl.gateway.outcome import auxiliary_roots
-from invrl.gateway.session_bodies import (
-    AbortBody,
-    ChildBody,
-    ErrorBody,
-    Failed,
-    FinishBody,
-    Finished,
-    LeaseBody,
-    Leased,
-    LimitsBody,
-    OpenBody,
-    Opened,
-    RewardBody,
-    Rewarded,
-    SessionView,
-    Unrewarded,
-)
 from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, hash_key
 from invrl.gateway.turns import Turns
-from invrl.types import FailedRollout, GroupMember, Outcome, Sampling, SessionLimits
+from invrl.types import GroupMember, Outcome, Sampling, SessionLimits
 
-_SHOWN = ("id", "task_id", "group_id", "index", "attempt", "purpose", "sampling", "limits", "parent_id")
-"""Of a session, to who asks for its state: not its key."""
-_OF_RECORD = ("state", "reward", "components", "turn_rewards", "branch_rewards", "outcome")
 _LEASE_POLL_S = 0.1
 
 
@@ -87,22 +69,21 @@ class SessionRoutes:
 
     def router(self, route_class: type[APIRoute]) -> APIRouter:
         bearer = HTTPBearer(auto_error=False, description="the environment key, or a session's own")
-        refusals: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}}
+        refusals: dict[int | str, dict[str, Any]] = {"4XX": {"model": bodies.ErrorBody}}
         api = APIRouter(responses=refusals, dependencies=[Security(bearer)], route_class=route_class)
         one = "/sessions/{session_id}"
-        ended: Any = Finished | Failed
-        waits: dict[int | str, dict[str, Any]] = {202: {"model": Unrewarded}}
-        api.post("/tasks/lease", response_model=Leased)(self.lease_task)
-        api.post("/sessions", status_code=201, response_model=Opened)(self.open_sessions)
-        api.post(one + "/children", status_code=201, response_model=Opened)(self.open_child)
-        api.post(one + "/reward", response_model=Rewarded)(self.reward_session)
-        api.post(one + "/finish", response_model=ended, responses=waits)(self.finish_session)
-        api.post(one + "/abort", response_model=ended)(self.abort_session)
-        api.get(one, response_model=SessionView)(self.show_session)
-        api.get("/metrics", response_model=dict[str, Any])(self.show_metrics)
+        waits: dict[int | str, dict[str, Any]] = {202: {"model": bodies.Unrewarded}}
+        api.post("/tasks/lease")(self.lease_task)
+        api.post("/sessions", status_code=201)(self.open_sessions)
+        api.post(one + "/children", status_code=201)(self.open_child)
+        api.post(one + "/reward")(self.reward_session)
+        api.post(one + "/finish", response_model=Outcome, responses=waits)(self.finish_session)
+        api.post(one + "/abort")(self.abort_session)
+        api.get(one)(self.show_session)
+        api.get("/metrics")(self.show_metrics)
         return api
 
-    async def lease_task(self, request: Request, body: LeaseBody) -> Response:
+    async def lease_task(self, request: Request, body: bodies.LeaseBody) -> bodies.Leased:
         self.keys.check_environment(request)
         leases = self.lifecycle.leases
         if leases is None:
@@ -111,12 +92,12 @@ class SessionRoutes:
         end = time.monotonic() + body.wait_s
         while (lease := await asyncio.to_thread(leases.take, time.time())) is None:
             if time.monotonic() >= end or await request.is_disconnected():
-                return _json({"lease": None})
+                return bodies.Leased(lease=None)
             await asyncio.sleep(_LEASE_POLL_S)
-        timeout_s = self.lifecycle.policy.lease_timeout_s
-        return _json({"lease": {**msgspec.to_builtins(lease), "lease_timeout_s": timeout_s}})
+        given = {**msgspec.to_builtins(lease), "lease_timeout_s": self.lifecycle.policy.lease_timeout_s}
+        return bodies.Leased(lease=bodies.Lease(**given))
 
-    async def open_sessions(self, request: Request, body: OpenBody) -> Response:
+    async def open_sessions(self, request: Request, body: bodies.OpenBody) -> bodies.Opened:
         self.keys.check_environment(request)
         group = Opening(
             task_id=body.task_id,
@@ -128,51 +109,60 @@ class SessionRoutes:
             request_id=body.request_id,
         )
         records = await self.lifecycle.open(group)
-        return _json({"sessions": [record.session for record in records]}, status=201)
+        return bodies.Opened(sessions=[record.session for record in records])
 
-    async def open_child(self, request: Request, session_id: str, body: ChildBody) -> Response:
+    async def open_child(self, request: Request, session_id: str, body: bodies.ChildBody) -> bodies.Opened:
         parent = self.keys.session(request, session_id)
         limits = _within(parent.session.limits, body.limits)
         child = await self.lifecycle.open_child(parent, limits, body.request_id)
-        return _json({"sessions": [child.session]}, status=201)
+        return bodies.Opened(sessions=[child.session])
 
-    async def reward_session(self, request: Request, session_id: str, body: RewardBody) -> Response:
+    async def reward_session(
+        self, request: Request, session_id: str, body: bodies.RewardBody
+    ) -> bodies.Rewarded:
         record = self.keys.session(request, session_id)
         if body.turn and body.branch:
             reason = "a reward is of a turn or of a branch, not of both"
             raise SessionError(reason, status=400, code="invalid_request", param="branch")
         await self.lifecycle.reward(record, body.value())
-        return _json({"session_id": session_id, "reward": body.reward, "state": record.state})
+        return bodies.Rewarded(session_id=session_id, reward=body.reward, state=record.state)
 
-    async def finish_session(self, request: Request, session_id: str, body: FinishBody) -> Response:
+    async def finish_session(
+        self, request: Request, session_id: str, body: bodies.FinishBody
+    ) -> Outcome | Response:
         record = self.keys.session(request, session_id)
         outcome = await self.lifecycle.finish(record, body.value())
-        if outcome is None:
-            waits = {"outcome": "unrewarded", "session_id": session_id, "deadline": record.reward_deadline}
-            return _json(waits, status=202)
-        return _outcome(outcome)
+        if outcome is not None:
+            return outcome
+        assert record.reward_deadline is not None
+        waits = bodies.Unrewarded(session_id=session_id, deadline=record.reward_deadline)
+        return JSONResponse(waits.model_dump(), 202)
 
-    async def abort_session(self, request: Request, session_id: str, body: AbortBody) -> Response:
+    async def abort_session(self, request: Request, session_id: str, body: bodies.AbortBody) -> Outcome:
         record = self.keys.session(request, session_id)
-        return _outcome(await self.lifecycle.abort(record, body.reason, body.detail))
+        return await self.lifecycle.abort(record, body.reason, body.detail)
 
-    async def show_session(self, request: Request, session_id: str) -> Response:
+    async def show_session(self, request: Request, session_id: str) -> bodies.SessionView:
         record = self.keys.session(request, session_id)
         conversation = self.turns.find(record)
-        turns = conversation.turns if conversation else []
-        shown = {name: getattr(record.session, name) for name in _SHOWN}
-        shown |= {name: getattr(record, name) for name in _OF_RECORD}
-        shown |= {"children": [child.session.id for child in record.children]}
-        shown |= {"forks": Counter(turn.fork_reason for turn in turns if turn.fork_reason)}
-        shown |= {"auxiliary_roots": auxiliary_roots(turns), "turns": self.turns.overview(record)}
-        return _json(shown | {"overridden": sorted(record.overridden)})
+        turns, parts = conversation.turns if conversation else [], (record.session, record)
+        names = bodies.SessionView.model_fields
+        shown = {name: getattr(part, name) for part in parts for name in names if hasattr(part, name)}
+        shown |= {
+            "children": [child.session.id for child in record.children],
+            "overridden": sorted(record.overridden),
+            "turns": self.turns.overview(record),
+            "forks": Counter(turn.fork_reason for turn in turns if turn.fork_reason),
+            "auxiliary_roots": auxiliary_roots(turns),
+        }
+        return bodies.SessionView(**shown)
 
-    async def show_metrics(self, request: Request) -> Response:
+    async def show_metrics(self, request: Request) -> dict[str, Any]:
         self.keys.check_environment(request)
-        return _json(await self.metrics(request.query_params.get("worker") != "own"))
+        return dict(await self.metrics(request.query_params.get("worker") != "own"))
 
 
-def _within(most: SessionLimits, asked: LimitsBody) -> SessionLimits:
+def _within(most: SessionLimits, asked: bodies.LimitsBody) -> SessionLimits:
     """What is asked for, and the most where nothing is. SessionError 400 for more than that."""
     granted = {name: value for name, value in asked if value is not None}
     for name, value in granted.items():
@@ -180,16 +170,6 @@ def _within(most: SessionLimits, asked: LimitsBody) -> SessionLimits:
             reason = f"limits.{name}: at most {getattr(most, name)} is granted"
             raise SessionError(reason, status=400, code="limit_too_high", param=f"limits.{name}")
     return replace(most, **granted)
-
-
-def _outcome(outcome: Outcome) -> Response:
-    """A FailedRollout is told by its `reason`."""
-    state = "failed" if isinstance(outcome, FailedRollout) else "finished"
-    return _json({"outcome": state, **msgspec.to_builtins(outcome)})
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
 def _key_hash(request: Request) -> bytes:
