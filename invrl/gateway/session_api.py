@@ -25,7 +25,14 @@ from invrl.gateway import session_bodies as bodies
 from invrl.gateway.agent_api import session_keys
 from invrl.gateway.lifecycle import Lifecycle
 from invrl.gateway.outcome import auxiliary_roots
-from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, hash_key
+from invrl.gateway.sessions import (
+    Opening,
+    SessionRecord,
+    SessionRegistry,
+    hash_key,
+    hash_of_one,
+    unauthorized,
+)
 from invrl.gateway.turns import Turns
 from invrl.types import GroupMember, Outcome, Sampling, SessionLimits
 
@@ -40,21 +47,21 @@ class KeyRing:
 
     def check_environment(self, request: Request) -> None:
         """SessionError 401 unless the bearer is the environment key."""
-        if not hmac.compare_digest(_key_hash(request), self._env_hash):
-            raise SessionError("this needs the environment key", status=401, code="invalid_api_key")
+        given = hash_of_one(session_keys(None, request.headers))
+        if not hmac.compare_digest(given, self._env_hash):
+            raise unauthorized("this needs the environment key")
 
     def session(self, request: Request, session_id: str) -> SessionRecord:
         """The session, open or closed. SessionError 401: one answer for a foreign key and for a session
         that is not there, so that keys cannot probe ids; 404 for the environment."""
-        given = _key_hash(request)
+        given = hash_of_one(session_keys(None, request.headers))
         if hmac.compare_digest(given, self._env_hash):
             return self._registry.by_id(session_id)
         with contextlib.suppress(SessionError):
             record = self._registry.by_id(session_id)
             if hmac.compare_digest(given, record.key_hash):
                 return record
-        reason = "this needs the environment key or the session's own"
-        raise SessionError(reason, status=401, code="invalid_api_key")
+        raise unauthorized("this needs the environment key or the session's own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -170,11 +177,3 @@ def _within(most: SessionLimits, asked: bodies.LimitsBody) -> SessionLimits:
             reason = f"limits.{name}: at most {getattr(most, name)} is granted"
             raise SessionError(reason, status=400, code="limit_too_high", param=f"limits.{name}")
     return replace(most, **granted)
-
-
-def _key_hash(request: Request) -> bytes:
-    """Of the one key that the request carries. SessionError 401 if it carries two that differ."""
-    hashes = [hash_key(key) for key in session_keys(None, request.headers)] or [hash_key("")]
-    if not all(hmac.compare_digest(hashes[0], other) for other in hashes):
-        raise SessionError("the request carries two keys that differ", status=401, code="conflicting_keys")
-    return hashes[0]
