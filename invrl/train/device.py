@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
 _CPU = torch.device("cpu")
-_prepared = False
 
 
 def on_cuda() -> bool:
@@ -43,12 +42,9 @@ def attention_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if on_cuda() else torch.float32
 
 
+@functools.cache
 def prepare() -> None:
     """Idempotent; call it before importing Megatron."""
-    global _prepared
-    if _prepared:
-        return
-    _prepared = True
     if not on_cuda():
         _keep_freed_memory()
         _stand_in_for_cuda()
