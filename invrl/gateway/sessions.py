@@ -169,13 +169,14 @@ class SessionRegistry:
             return []
         asked = [self._session(group, at) for at in range(len(group.members))]
         found = [record for one in asked if (record := self._find(self._by_id, one.id))]
-        held = [replace(record.session, key="", base_url="") for record in found]
+        pairs = zip(found, asked, strict=False)
+        keyed = [replace(old.session, key=new.key, base_url=new.base_url) for old, new in pairs]
         more = self._find(self._by_id, self._names(group, len(asked))[0])
-        if found and (more or held != [replace(one, key="", base_url="") for one in asked]):
+        if found and (more or keyed != asked):
             reason = f"request_id {group.request_id!r} has opened other sessions"
             raise SessionError(reason, status=409, code="request_id_reused", param="request_id")
-        for record, one in zip(found, asked, strict=True) if found else ():
-            record.session = one  # with its key, which the store does not have
+        for record, session in zip(found, keyed, strict=True):
+            record.session = session  # with its key, which the store does not have
         return found
 
     def restore(self, records: Iterable[SessionRecord]) -> None:
@@ -236,13 +237,11 @@ class SessionRegistry:
 
     def wait(self, record: SessionRecord, deadline: float) -> None:
         """A finished session without a reward waits for one."""
-        self._counts[record.state] -= 1
+        self._counts.update({record.state: -1, "unrewarded": 1})
         record.state, record.reward_deadline = "unrewarded", deadline
-        self._counts["unrewarded"] += 1
 
     def close(self, record: SessionRecord, state: SessionState, outcome: Outcome) -> None:
-        self._counts[record.state] -= 1
-        self._counts[state] += 1
+        self._counts.update({record.state: -1, state: 1})
         record.state, record.outcome, record.frozen = state, outcome, True
         del self._open[record.session.id]
         if record.parent is None:  # until then it is asked for what its children were
