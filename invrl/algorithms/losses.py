@@ -22,7 +22,6 @@ from invrl.algorithms.corrections import CORRECTIONS
 from invrl.algorithms.kl import k3
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.surrogates import clipped_tokens, surrogate_function
-from invrl.interfaces import PolicyLoss
 from invrl.metrics import Max, Mean, Metric
 
 
@@ -56,12 +55,10 @@ class LossOutputs:
     metrics: Mapping[str, Metric]
 
 
-def policy_loss(
-    inputs: LossInputs, config: AlgorithmConfig, surrogate: PolicyLoss | None = None
-) -> LossOutputs:
-    """The loss above. `surrogate`: a loaded user function; None: the one that `config` names. Raises
-    ValueError for kl_coef > 0 without reference log-probs, or a denominator below N."""
-    surrogate = surrogate or surrogate_function(config.policy_loss)
+def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """The loss above. Raises ValueError for kl_coef > 0 without reference log-probs, or a denominator below
+    N, PluginError for a surrogate that cannot be loaded."""
+    surrogate = surrogate_function(config.policy_loss)
     old_N = (inputs.current_N if inputs.old_N is None else inputs.old_N).detach()
     rollout_N = inputs.rollout_N.detach()
     bounds = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}

@@ -63,18 +63,14 @@ class TrainRank:
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Log-prob of each prompt's token t >= 1 given those before it, at temperature 1: [T-1] each."""
-        rows = [
-            Row(tokens_T=np.asarray(prompt, np.int32), wanted_N=np.arange(1, len(prompt)), temperature=1.0)
-            for prompt in prompts
-        ]
-        arrays = self._step.logprobs(self._model, self._step.pack(rows), [len(prompt) for prompt in prompts])
-        return [array_T[1:] for array_T in arrays]
+        ids = [np.asarray(prompt, np.int32) for prompt in prompts]
+        rows = [Row(tokens_T=ids_T, wanted_N=np.arange(1, len(ids_T)), temperature=1.0) for ids_T in ids]
+        return [array_T[1:] for array_T in self._step.logprobs(rows)]
 
     def token_logprobs(self, batch: RankBatch) -> list[NDArray[np.float32]]:
         """Of a shard's trained tokens under the current weights: one array [T] per sample, in its order."""
         samples = [sample for mini_batch in batch.mini_batches for sample in mini_batch.samples]
-        lengths = [len(sample.tokens_T) for sample in samples]
-        return self._step.logprobs(self._model, self._step.pack(rows_of(samples)), lengths)
+        return self._step.logprobs(rows_of(samples))
 
     def layout(self) -> WeightLayout:
         return WeightLayout(tensors=weight_specs(self._model, self._config, self._served))
