@@ -36,20 +36,18 @@ class LimitsBody(Section):
     max_concurrent_calls: _Count | None = None
 
 
-class OpenBody(Section):
-    task_id: _Name
-    group_id: _Name
-    members: list[MemberBody] = Field(min_length=1, max_length=4096)
-    purpose: Purpose = "train"
-    sampling: SamplingBody | None = None
+class ChildBody(Section):
     limits: LimitsBody = LimitsBody()
     request_id: _Name = ""
     """Makes opening safe to try again: the same id, the same sessions."""
 
 
-class ChildBody(Section):
-    limits: LimitsBody = LimitsBody()
-    request_id: _Name = ""
+class OpenBody(ChildBody):
+    task_id: _Name
+    group_id: _Name
+    members: list[MemberBody] = Field(min_length=1, max_length=4096)
+    purpose: Purpose = "train"
+    sampling: SamplingBody | None = None
 
 
 class RewardBody(Section):
