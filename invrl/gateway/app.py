@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,10 @@ def make_app(
     parsers: Parsers = Parsers(),  # noqa: B008 - a constant
     store: RunStoreWriter,
     place: WorkerPlace | None = None,
-    on_shutdown: Callable[[], object] = lambda: None,
+    on_shutdown: Callable[[], Awaitable[object]],
 ) -> FastAPI:
     """`place`: which of the gateway's workers this is. What it holds in the store goes on. `on_shutdown` runs
-    after the last request; an awaitable that it returns is awaited."""
+    after the last request."""
     peers, reader = Peers(place or WorkerPlace()), RunStore(Path(settings.store_path))
     registry = _registry(settings, peers.place, reader)
     turns = Turns(
@@ -104,9 +104,7 @@ def make_app(
         yield
         for task in background:
             task.cancel()
-        last = on_shutdown()
-        if asyncio.iscoroutine(last):
-            await last
+        await on_shutdown()
         await peers.close()
         reader.close()
 

@@ -20,15 +20,7 @@ from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, Sess
 from invrl.gateway.turns import Turns
 from invrl.lease_store import LeaseStore
 from invrl.run_store import RunStoreWriter
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    GroupMember,
-    Outcome,
-    Reward,
-    Sampling,
-    SessionLimits,
-)
+from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Reward, Sampling, SessionLimits
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0

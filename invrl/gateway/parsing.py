@@ -178,10 +178,7 @@ class ReplyParser:
         self._text += text
         if not self._stream or not text:
             return Delta()
-        reasoning, rest = "", text
-        if self._reasoning is not None:
-            thought, normal = self._reasoning.parse_stream_chunk(text)
-            reasoning, rest = thought or "", normal or ""
+        reasoning, rest = self._apart("parse_stream_chunk", text)
         return self._add(self._parse_calls(rest, reasoning))
 
     def finish(self) -> Delta:
@@ -190,10 +187,7 @@ class ReplyParser:
             return Delta()
         if not self._stream:
             return self._add(self._whole())
-        reasoning, rest = "", ""
-        if self._reasoning is not None:
-            thought, normal = self._reasoning.parse_stream_end()
-            reasoning, rest = thought or "", normal or ""
+        reasoning, rest = self._apart("parse_stream_end")
         deltas = [self._add(self._parse_calls(rest, reasoning))]
         if self._parser is not None:
             _, items = ("", []) if self._late else self._parser.parse_stream_end()
@@ -209,6 +203,13 @@ class ReplyParser:
     def message(self) -> Message:
         """All that was told so far."""
         return Message("assistant", "".join(self._content), "".join(self._thought), tuple(self._calls))
+
+    def _apart(self, method: str, *text: str) -> tuple[str, str]:
+        """Reasoning and the rest, as the method of SGLang's parser tells them."""
+        if self._reasoning is None:
+            return "", "".join(text)
+        thought, normal = getattr(self._reasoning, method)(*text)
+        return thought or "", normal or ""
 
     def _parse_calls(self, text: str, reasoning: str) -> Delta:
         if self._parser is None:
@@ -256,10 +257,7 @@ class ReplyParser:
         return Delta(content=content, calls=self._limited(missing))
 
     def _whole(self) -> Delta:
-        reasoning, text = "", self._text
-        if self._reasoning is not None:
-            thought, normal = self._reasoning.parse_non_stream(self._text)
-            reasoning, text = thought or "", normal or ""
+        reasoning, text = self._apart("parse_non_stream", self._text)
         if self._parser is None:
             return Delta(content=text, reasoning=reasoning)
         content, items = self._parser.parse_non_stream(text)

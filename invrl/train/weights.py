@@ -5,7 +5,6 @@ names. Called by `model.py` (load), `checkpoint.py` and `rank.py` (export)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from invrl.errors import TrainError
+from invrl.model_folder import tensor_files
 from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.hf_names.families import FAMILIES
 from invrl.train.hf_names.parameter import Parameter, join, split
@@ -29,13 +29,13 @@ def parameters(config: HuggingFaceConfig) -> list[Parameter]:
 
 def load_weights(model: torch.nn.Module, config: HuggingFaceConfig, folder: str | Path) -> None:
     """Fill every parameter of `model` from the folder's safetensors, cast to the parameter's dtype.
-    Raises TrainError unless names and shapes fit exactly."""
+    Raises TrainError unless names and shapes fit exactly, ConfigError for a folder without such files."""
     own = dict(model.named_parameters())
     table = parameters(config)
     if own.keys() != {parameter.megatron for parameter in table}:
         differ = own.keys() ^ {parameter.megatron for parameter in table}
         raise TrainError(f"{config.model_type}: the name file and the model differ in {sorted(differ)[:5]}")
-    files = _tensor_files(Path(folder))
+    files = tensor_files(Path(folder))
     wanted = {name for parameter in table for name in parameter.hugging_face}
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if differ := wanted ^ (files.keys() - ignored):
@@ -50,19 +50,6 @@ def load_weights(model: torch.nn.Module, config: HuggingFaceConfig, folder: str 
                 found = f"{parameter.hugging_face} give {tuple(joined.shape)}"
                 raise TrainError(f"{folder}: {found}, {parameter.megatron} is {tuple(target.shape)}")
             target.copy_(joined)
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise TrainError(f"{folder} holds no model.safetensors")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
 
 
 def export_weights(
