@@ -36,7 +36,7 @@ from invrl.gateway.parsing import Parsers
 from invrl.gateway.peers import Peers
 from invrl.gateway.recovery import restored_record
 from invrl.gateway.rendering import Renderer
-from invrl.gateway.session_api import KeyRing, SessionRoutes
+from invrl.gateway.session_api import SessionRoutes
 from invrl.gateway.sessions import SessionRegistry, WorkerPlace
 from invrl.gateway.settings import GatewaySettings
 from invrl.gateway.turns import Turns
@@ -123,8 +123,8 @@ def make_app(
         return {"status": "ok"}
 
     spoken = _add_agent_routes(app, registry, turns, settings)
-    keys = KeyRing(settings.env_key.get_secret_value(), registry)
-    routes = SessionRoutes(keys=keys, lifecycle=lifecycle, turns=turns, metrics=metrics)
+    env_key = settings.env_key.get_secret_value()
+    routes = SessionRoutes(env_key=env_key, lifecycle=lifecycle, metrics=metrics)
     bounded = bounded_route(limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s)
     app.include_router(routes.router(bounded))
     _add_error_handlers(app, spoken)

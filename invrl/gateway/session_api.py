@@ -28,49 +28,22 @@ from invrl.gateway.outcome import auxiliary_roots
 from invrl.gateway.sessions import (
     Opening,
     SessionRecord,
-    SessionRegistry,
     hash_key,
     hash_of_one,
     unauthorized,
 )
-from invrl.gateway.turns import Turns
 from invrl.types import GroupMember, Outcome, Sampling, SessionLimits
 
 _LEASE_POLL_S = 0.1
 
 
-class KeyRing:
-    """Who may do what: the environment key opens, a session's key acts on its own session."""
-
-    def __init__(self, env_key: str, registry: SessionRegistry) -> None:
-        self._env_hash, self._registry = hash_key(env_key), registry
-
-    def check_environment(self, request: Request) -> None:
-        """SessionError 401 unless the bearer is the environment key."""
-        given = hash_of_one(session_keys(None, request.headers))
-        if not hmac.compare_digest(given, self._env_hash):
-            raise unauthorized("this needs the environment key")
-
-    def session(self, request: Request, session_id: str) -> SessionRecord:
-        """The session, open or closed. SessionError 401: one answer for a foreign key and for a session
-        that is not there, so that keys cannot probe ids; 404 for the environment."""
-        given = hash_of_one(session_keys(None, request.headers))
-        if hmac.compare_digest(given, self._env_hash):
-            return self._registry.by_id(session_id)
-        with contextlib.suppress(SessionError):
-            record = self._registry.by_id(session_id)
-            if hmac.compare_digest(given, record.key_hash):
-                return record
-        raise unauthorized("this needs the environment key or the session's own")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionRoutes:
-    """`/tasks/lease`, `/sessions…` and `/metrics`: each method is a route's handler."""
+    """`/tasks/lease`, `/sessions…` and `/metrics`: each public method but `router` is a route's handler."""
 
-    keys: KeyRing
+    env_key: str
+    """It opens; a session's own key acts on that session."""
     lifecycle: Lifecycle
-    turns: Turns
     metrics: Callable[[bool], Awaitable[Mapping[str, object]]]
     """True: those of all workers."""
 
@@ -91,7 +64,7 @@ class SessionRoutes:
         return api
 
     async def lease_task(self, request: Request, body: bodies.LeaseBody) -> bodies.Leased:
-        self.keys.check_environment(request)
+        self._check_environment(request)
         leases = self.lifecycle.leases
         if leases is None:
             reason = "this run's tasks are not leased: it needs external_environments"
@@ -105,7 +78,7 @@ class SessionRoutes:
         return bodies.Leased(lease=bodies.Lease(**given))
 
     async def open_sessions(self, request: Request, body: bodies.OpenBody) -> bodies.Opened:
-        self.keys.check_environment(request)
+        self._check_environment(request)
         group = Opening(
             task_id=body.task_id,
             group_id=body.group_id,
@@ -119,7 +92,7 @@ class SessionRoutes:
         return bodies.Opened(sessions=[record.session for record in records])
 
     async def open_child(self, request: Request, session_id: str, body: bodies.ChildBody) -> bodies.Opened:
-        parent = self.keys.session(request, session_id)
+        parent = self._session(request, session_id)
         limits = _within(parent.session.limits, body.limits)
         child = await self.lifecycle.open_child(parent, limits, body.request_id)
         return bodies.Opened(sessions=[child.session])
@@ -127,7 +100,7 @@ class SessionRoutes:
     async def reward_session(
         self, request: Request, session_id: str, body: bodies.RewardBody
     ) -> bodies.Rewarded:
-        record = self.keys.session(request, session_id)
+        record = self._session(request, session_id)
         if body.turn and body.branch:
             reason = "a reward is of a turn or of a branch, not of both"
             raise SessionError(reason, status=400, code="invalid_request", param="branch")
@@ -137,7 +110,7 @@ class SessionRoutes:
     async def finish_session(
         self, request: Request, session_id: str, body: bodies.FinishBody
     ) -> Outcome | Response:
-        record = self.keys.session(request, session_id)
+        record = self._session(request, session_id)
         outcome = await self.lifecycle.finish(record, body.value())
         if outcome is not None:
             return outcome
@@ -146,27 +119,47 @@ class SessionRoutes:
         return JSONResponse(waits.model_dump(), 202)
 
     async def abort_session(self, request: Request, session_id: str, body: bodies.AbortBody) -> Outcome:
-        record = self.keys.session(request, session_id)
+        record = self._session(request, session_id)
         return await self.lifecycle.abort(record, body.reason, body.detail)
 
     async def show_session(self, request: Request, session_id: str) -> bodies.SessionView:
-        record = self.keys.session(request, session_id)
-        conversation = self.turns.find(record)
+        record = self._session(request, session_id)
+        conversation = self.lifecycle.turns.find(record)
         turns, parts = conversation.turns if conversation else [], (record.session, record)
         names = bodies.SessionView.model_fields
         shown = {name: getattr(part, name) for part in parts for name in names if hasattr(part, name)}
         shown |= {
             "children": [child.session.id for child in record.children],
             "overridden": sorted(record.overridden),
-            "turns": self.turns.overview(record),
+            "turns": self.lifecycle.turns.overview(record),
             "forks": Counter(turn.fork_reason for turn in turns if turn.fork_reason),
             "auxiliary_roots": auxiliary_roots(turns),
         }
         return bodies.SessionView(**shown)
 
     async def show_metrics(self, request: Request) -> dict[str, Any]:
-        self.keys.check_environment(request)
+        self._check_environment(request)
         return dict(await self.metrics(request.query_params.get("worker") != "own"))
+
+    def _check_environment(self, request: Request) -> None:
+        """SessionError 401 unless the request carries the environment key."""
+        if not self._is_environment(hash_of_one(session_keys(None, request.headers))):
+            raise unauthorized("this needs the environment key")
+
+    def _session(self, request: Request, session_id: str) -> SessionRecord:
+        """The session, open or closed. SessionError 401: one answer for a foreign key and for a session
+        that is not there, so that keys cannot probe ids; 404 for the environment."""
+        given, registry = hash_of_one(session_keys(None, request.headers)), self.lifecycle.registry
+        if self._is_environment(given):
+            return registry.by_id(session_id)
+        with contextlib.suppress(SessionError):
+            record = registry.by_id(session_id)
+            if hmac.compare_digest(given, record.key_hash):
+                return record
+        raise unauthorized("this needs the environment key or the session's own")
+
+    def _is_environment(self, key_hash: bytes) -> bool:
+        return hmac.compare_digest(key_hash, hash_key(self.env_key))
 
 
 def _within(most: SessionLimits, asked: bodies.LimitsBody) -> SessionLimits:

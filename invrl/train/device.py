@@ -18,7 +18,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 _CPU = torch.device("cpu")
 
@@ -65,12 +65,9 @@ def _keep_freed_memory() -> None:
     mallopt(m_top_pad, 2**28)
 
 
-def fuse_adam(optimizer: MegatronOptimizer) -> None:
+def fuse_adam(optimizer: ChainedOptimizer) -> None:
     """On CPU torch's AdamW makes a pass over memory per operation unless it is told to fuse them."""
-    from megatron.core.optimizer import ChainedOptimizer
-
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in chained:
+    for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW) and not on_cuda():
             for group in part.optimizer.param_groups:
                 group["fused"], group["foreach"] = True, False

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from invrl.errors import ConfigError
 from invrl.train.hf_names.families import FAMILIES
@@ -34,14 +34,16 @@ class HuggingFaceConfig(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 
     model_type: Annotated[str, AfterValidator(_known)]
-    vocab_size: int
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int = Field(default_factory=lambda given: given["num_attention_heads"])
-    head_dim: int = Field(default_factory=lambda given: given["hidden_size"] // given["num_attention_heads"])
-    max_position_embeddings: int
+    vocab_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt = Field(default_factory=lambda given: given["num_attention_heads"])
+    head_dim: PositiveInt = Field(
+        default_factory=lambda given: given["hidden_size"] // given["num_attention_heads"]
+    )
+    max_position_embeddings: PositiveInt
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_factor: float | None = None
