@@ -25,13 +25,7 @@ from invrl.gateway import session_bodies as bodies
 from invrl.gateway.agent_api import session_keys
 from invrl.gateway.lifecycle import Lifecycle
 from invrl.gateway.outcome import auxiliary_roots
-from invrl.gateway.sessions import (
-    Opening,
-    SessionRecord,
-    hash_key,
-    hash_of_one,
-    unauthorized,
-)
+from invrl.gateway.sessions import Opening, SessionRecord, hash_key, hash_of_one, unauthorized
 from invrl.types import GroupMember, Outcome, Sampling, SessionLimits
 
 _LEASE_POLL_S = 0.1
