@@ -1,7 +1,7 @@
 """What a model folder must hold before a run starts: checked from the files alone, without torch.
 Invariant: a folder that passes can be read by the engine (transformers' tokenizer and config), the
 trainer (safetensors by Hugging Face names) and the gateway (chat template). Called by `cli.py` before
-`train` and `serve`, and by `prepare_model.py` on what it made."""
+`train` and `serve`, and by `prepare_model.py` on what it made; `train/weights.py` asks where tensors are."""
 
 from __future__ import annotations
 
