@@ -94,11 +94,12 @@ class TrainStep:
     def logprobs(self, rows: list[Row], model: torch.nn.Module | None = None) -> list[NDArray[np.float32]]:
         """Forward only, of `model` (None: the current one): one array [T] per row, 0 where no log-prob is
         wanted."""
+        asked = self.model if model is None else model
         arrays = [np.zeros(len(row.tokens_T), np.float32) for row in rows]
         with torch.no_grad():
             for micro_batch in self.pack(rows):
                 if micro_batch.rows:
-                    micro_batch.place((model or self.model)(micro_batch)[0].cpu().numpy(), arrays)
+                    micro_batch.place(asked(micro_batch)[0].cpu().numpy(), arrays)
         return arrays
 
     def _old_logprobs(self, batch: RankBatch, seconds: dict[str, float]) -> _Recomputed:
