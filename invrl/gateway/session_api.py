@@ -53,7 +53,7 @@ class SessionRoutes:
         api.post(one + "/reward")(self.reward_session)
         api.post(one + "/finish", response_model=Outcome, responses=waits)(self.finish_session)
         api.post(one + "/abort")(self.abort_session)
-        api.get(one)(self.show_session)
+        api.get(one, response_model_exclude_unset=True)(self.show_session)
         api.get("/metrics")(self.show_metrics)
         return api
 
