@@ -74,8 +74,9 @@ def replay(
         fork_reason=turn.fork_reason,
         digest=turn.request_digest,
     )
-    engine = _Recorded(turn)
-    generation = Generation(proposal, engine=engine, renderer=renderer, parser=parser, commit=_committed)
+    generation = Generation(
+        proposal, engine=_Recorded(turn), renderer=renderer, parser=parser, commit=_committed
+    )
     generation.started_at = turn.started_at
     return generation
 
@@ -87,9 +88,16 @@ class _Recorded:
         self._turn = turn
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        same = ("logprobs_T", "spans", "finish_reason", "prompt_tokens", "cached_tokens")
-        told = {name: getattr(self._turn, name) for name in same}
-        return GenerateResult(**told, ids_T=self._turn.sampled_ids_T, matched_stop=None)
+        turn = self._turn
+        return GenerateResult(
+            ids_T=turn.sampled_ids_T,
+            logprobs_T=turn.logprobs_T,
+            spans=turn.spans,
+            finish_reason=turn.finish_reason,
+            matched_stop=None,
+            prompt_tokens=turn.prompt_tokens,
+            cached_tokens=turn.cached_tokens,
+        )
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateResult, None]:
         whole = await self.generate(request)
