@@ -271,7 +271,7 @@ def _prepare_model(arguments: Sequence[str]) -> None:
 def _check_template(arguments: Sequence[str]) -> None:
     """say which conversations go on exactly with a model's chat template
 
-    usage: invrl check-template MODEL [--chat-template-path FILE] [--no-keep-thinking] [--json]
+    usage: invrl check-template MODEL [--chat-template-path FILE] [--no-keep-thinking]
     Plays a corpus of conversations (tools, thinking, unicode, cut replies, ...) turn by turn, as the gateway
     would, and compares with the template's own rendering. Exit code 1 if one comes out wrong: neither exact
     nor a fork with its reason. Names the parsers that `auto` chooses.
@@ -281,15 +281,14 @@ def _check_template(arguments: Sequence[str]) -> None:
     from invrl.gateway.template_check import check_template, report
 
     own, rest = _own_flags(arguments, ["--chat-template-path"])
-    switches = {"--json", "--no-keep-thinking"} & set(rest)
-    paths = [argument for argument in rest if argument not in switches]
+    paths = [argument for argument in rest if argument != "--no-keep-thinking"]
     if len(paths) != 1:
         raise ConfigError("check-template", paths, "it takes one model folder", "invrl check-template MODEL")
     place = (str(Path(paths[0]).expanduser()), own.get("--chat-template-path", ""))
-    keep = "--no-keep-thinking" not in switches
+    keep = len(paths) == len(rest)
     renderer = load_renderer(place[0], 2**31, chat_template=place[1], keep_thinking=keep)
     findings = list(check_template(renderer))
-    print(report(findings, detect_parsers(chat_template_source(*place)), as_json="--json" in switches))
+    print(report(findings, detect_parsers(chat_template_source(*place))))
     if any(finding.outcome == "wrong" for finding in findings):
         raise _Failed
 

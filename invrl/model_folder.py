@@ -1,7 +1,7 @@
 """What a model folder must hold before a run starts: checked from the files alone, without torch.
 Invariant: a folder that passes can be read by the engine (transformers' tokenizer and config), the
 trainer (safetensors by Hugging Face names) and the gateway (chat template). Called by `cli.py` before
-`train` and `serve`, and by `prepare_model.py` on what it made."""
+`train` and `serve`, and by `prepare_model.py` on what it made; `train/weights.py` asks where tensors are."""
 
 from __future__ import annotations
 
@@ -66,26 +66,34 @@ def _check_config(path: Path) -> int:
     return vocab_size
 
 
+def tensor_files(path: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it, as the index says. ConfigError if it is broken."""
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if not index.exists():
+        return dict.fromkeys(_shapes(single), single)
+    weight_map = _read_json(index, path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _refuse(path, f"{index.name} has no weight_map")
+    return {name: path / str(file) for name, file in weight_map.items()}
+
+
+def _shapes(shard: Path) -> dict[str, list[int]]:
+    """Of all tensors in a file that is whole: its header fits its size."""
+    if not shard.is_file():
+        raise _refuse(shard.parent, f"it has no {shard.name} (weights in other formats are not read)")
+    try:
+        with safe_open(shard, framework="np") as tensors:
+            return {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _refuse(shard.parent, f"{shard.name} is damaged: {error}") from error
+
+
 def _check_weights(path: Path, vocab_size: int) -> None:
-    """Every shard is whole (its header fits its size), and the index tells the truth."""
-    index = path / "model.safetensors.index.json"
-    expected, names = set[str](), ["model.safetensors"]
-    if index.exists():
-        weight_map = _read_json(index, path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise _refuse(path, f"{index.name} has no weight_map")
-        expected, names = set(weight_map), sorted({str(name) for name in weight_map.values()})
-    found: dict[str, list[int]] = {}
-    for name in names:
-        if not (shard := path / name).is_file():
-            raise _refuse(path, f"it has no {name} (weights in other formats are not read)")
-        try:
-            with safe_open(shard, framework="np") as tensors:
-                found.update({key: tensors.get_slice(key).get_shape() for key in tensors.keys()})  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise _refuse(path, f"{name} is damaged: {error}") from error
-    if missing := sorted(expected - set(found)):
-        raise _refuse(path, f"{len(missing)} tensors of {index.name} are in no shard, {missing[0]} first")
+    """Every shard is whole, and the index tells the truth."""
+    files = tensor_files(path)
+    found = {name: shape for shard in sorted(set(files.values())) for name, shape in _shapes(shard).items()}
+    if missing := sorted(files.keys() - found):
+        raise _refuse(path, f"{len(missing)} tensors of the index are in no shard, {missing[0]} first")
     if (embedding := found.get("model.embed_tokens.weight")) is None:
         raise _refuse(path, "the weights hold no model.embed_tokens.weight")
     if embedding[0] != vocab_size:

@@ -166,5 +166,6 @@ def check_megatron_options(config: Config) -> None:
         from invrl.train import megatron_args
         from invrl.train.hf_config import read_hf_config
 
-        layers = read_hf_config(model_path(config)).num_layers if config.model.model_path else 1024
+        path = config.model.model_path
+        layers = read_hf_config(model_path(config)).num_hidden_layers if path else 1024
         megatron_args.check_megatron_options(config.megatron, num_layers=layers)

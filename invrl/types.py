@@ -190,6 +190,7 @@ class EndedSession:
 class RolloutSummary(EndedSession):
     """A finished session as the buffer holds it: ids, lengths and the reward, no token arrays."""
 
+    outcome: Literal["finished"] = "finished"
     reward: float
     reward_components: Mapping[str, float] = field(default_factory=dict)
     num_turns: int
@@ -252,6 +253,7 @@ class FailureReason(StrEnum):
 class FailedRollout(EndedSession):
     """A session that ended without a usable reward, and why."""
 
+    outcome: Literal["failed"] = "failed"
     reason: FailureReason
     detail: str
 

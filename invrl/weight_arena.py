@@ -4,7 +4,7 @@ One memfd: a header (JSON: id, tensors) and two slots of equal layout. Engines o
 `/proc/<trainer's pid>/fd/<n>` and keep it mapped, so an update moves no bytes but the copy into the
 parameters, and nothing is left on the machine after kill -9 of everybody. Invariant: the slot of the
 weights staged last stays whole while the next version is written into the other one; staging the
-same version again (after a failed update) rewrites its own slot. Written by `train/weight_sender.py`,
+same version again (after a failed update) rewrites its own slot. Written by `train/rank.py`,
 read by `rollout/weight_loader.py` inside SGLang. Imports torch only where tensors are touched."""
 
 from __future__ import annotations

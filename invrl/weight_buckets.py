@@ -1,6 +1,6 @@
 """The trainer's end of the bucket carrier: SGLang's flattened buckets, by CUDA IPC on a GPU and by shared
 memory on a CPU. Imports torch and sglang only where tensors are touched. Used by
-`train/weight_sender.py`; the engines' end is `rollout/weight_receiver.BucketReceiver`."""
+`train/rank.py`; the engines' end is `rollout/weight_receiver.BucketReceiver`."""
 
 from __future__ import annotations
 

@@ -22,19 +22,18 @@ from invrl.algorithms.corrections import CORRECTIONS
 from invrl.algorithms.kl import k3
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.surrogates import clipped_tokens, surrogate_function
-from invrl.interfaces import PolicyLoss
 from invrl.metrics import Max, Mean, Metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
     """The trained tokens of one micro-batch, flat: float32 [N] each, log-probs in nats at the sampling
-    temperature. N may be 0. Only `current_N` carries a gradient; the frozen reference is needed when
-    kl_coef > 0; the entropy, of the current distribution, is for the metrics. `denominator`: trained tokens
-    of the whole mini-batch, over all micro-batches and ranks."""
+    temperature. N may be 0. Only `current_N` carries a gradient; `old_N` None: the same numbers; the frozen
+    reference is needed when kl_coef > 0; the entropy, of the current distribution, is for the metrics.
+    `denominator`: trained tokens of the whole mini-batch, over all micro-batches and ranks."""
 
     current_N: Tensor
-    old_N: Tensor
+    old_N: Tensor | None
     rollout_N: Tensor
     advantages_N: Tensor
     reference_N: Tensor | None
@@ -56,13 +55,12 @@ class LossOutputs:
     metrics: Mapping[str, Metric]
 
 
-def policy_loss(
-    inputs: LossInputs, config: AlgorithmConfig, surrogate: PolicyLoss | None = None
-) -> LossOutputs:
-    """The loss above. `surrogate`: a loaded user function; None: the one that `config` names. Raises
-    ValueError for kl_coef > 0 without reference log-probs, or a denominator below N."""
-    surrogate = surrogate or surrogate_function(config.policy_loss)
-    old_N, rollout_N = inputs.old_N.detach(), inputs.rollout_N.detach()
+def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """The loss above. Raises ValueError for kl_coef > 0 without reference log-probs, or a denominator below
+    N, PluginError for a surrogate that cannot be loaded."""
+    surrogate = surrogate_function(config.policy_loss)
+    old_N = (inputs.current_N if inputs.old_N is None else inputs.old_N).detach()
+    rollout_N = inputs.rollout_N.detach()
     bounds = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
     ratio_N = RATIOS[config.ratio_level](inputs.current_N, old_N)
     correction = CORRECTIONS[config.correction](old_N, rollout_N, config.correction_cap)

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ from invrl.gateway.parsing import Parsers
 from invrl.gateway.peers import Peers
 from invrl.gateway.recovery import restored_record
 from invrl.gateway.rendering import Renderer
-from invrl.gateway.session_api import KeyRing, SessionRoutes
-from invrl.gateway.sessions import SessionRecord, SessionRegistry, WorkerPlace
+from invrl.gateway.session_api import SessionRoutes
+from invrl.gateway.sessions import SessionRegistry, WorkerPlace
 from invrl.gateway.settings import GatewaySettings
 from invrl.gateway.turns import Turns
 from invrl.lease_store import LeaseStore
@@ -45,7 +45,7 @@ from invrl.run_store import RunStore, RunStoreWriter
 from invrl.types import Sampling
 
 _log = logging.getLogger(__name__)
-_CODES = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "request_too_large"}
+_CODES = {404: "not_found", 405: "method_not_allowed"}
 _AGENT_PREFIXES = ("/v1", "/s/{key}/v1")
 _SAMPLING_PATH = re.compile(r"(?:/s/(?P<key>[^/]+))?/v1(?P<path>/.+)")
 
@@ -76,25 +76,23 @@ def make_app(
     parsers: Parsers = Parsers(),  # noqa: B008 - a constant
     store: RunStoreWriter,
     place: WorkerPlace | None = None,
-    on_shutdown: Callable[[], object] = lambda: None,
+    on_shutdown: Callable[[], Awaitable[object]],
 ) -> FastAPI:
     """`place`: which of the gateway's workers this is. What it holds in the store goes on. `on_shutdown` runs
-    after the last request; an awaitable that it returns is awaited."""
+    after the last request."""
     peers, reader = Peers(place or WorkerPlace()), RunStore(Path(settings.store_path))
     registry = _registry(settings, peers.place, reader)
-    limit, seed = settings.context_length, settings.sampling_seed
     turns = Turns(
         engine=engine,
         renderer=renderer,
         parsers=parsers,
         store=store,
         reader=reader,
-        context_length=limit,
-        run_seed=seed,
+        context_length=settings.context_length,
+        run_seed=settings.sampling_seed,
         match_level=MatchLevel[settings.match_level.upper()],
     )
-    drawn = {"temperature": settings.temperature, "top_p": settings.top_p}
-    sampling = Sampling(**drawn, max_new_tokens=settings.max_new_tokens)
+    sampling = Sampling(**settings.model_dump(include={"temperature", "top_p", "max_new_tokens"}))
     leases = LeaseStore(Path(settings.store_path)) if settings.leases else None
     parts = {"registry": registry, "turns": turns, "store": store, "leases": leases}
     lifecycle = Lifecycle(**parts, sampling=sampling, policy=settings)
@@ -106,9 +104,7 @@ def make_app(
         yield
         for task in background:
             task.cancel()
-        last = on_shutdown()
-        if asyncio.iscoroutine(last):
-            await last
+        await on_shutdown()
         await peers.close()
         reader.close()
 
@@ -127,8 +123,8 @@ def make_app(
         return {"status": "ok"}
 
     spoken = _add_agent_routes(app, registry, turns, settings)
-    keys = KeyRing(settings.env_key.get_secret_value(), registry)
-    routes = SessionRoutes(keys=keys, lifecycle=lifecycle, turns=turns, metrics=metrics)
+    env_key = settings.env_key.get_secret_value()
+    routes = SessionRoutes(env_key=env_key, lifecycle=lifecycle, metrics=metrics)
     bounded = bounded_route(limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s)
     app.include_router(routes.router(bounded))
     _add_error_handlers(app, spoken)
@@ -146,17 +142,13 @@ def make_app(
 def _registry(settings: GatewaySettings, place: WorkerPlace, reader: RunStore) -> SessionRegistry:
     """With the sessions of this worker that are open in the store."""
 
-    def recall(name: str | bytes) -> SessionRecord | None:
-        stored = reader.closed_session(name)
-        return None if stored is None else restored_record(stored)
-
     registry = SessionRegistry(
         max_open=settings.max_open_sessions,
         ttl_s=settings.session_ttl_s,
         public_url=settings.url,
         secret=settings.env_key.get_secret_value().encode(),
         place=place,
-        recall=recall,
+        recall=lambda name: (stored := reader.closed_session(name)) and restored_record(stored),
     )
     registry.restore(map(restored_record, reader.live_sessions(f"ses-{place.mark}")))
     return registry
@@ -195,31 +187,29 @@ def _add_agent_routes(
 def _add_error_handlers(app: FastAPI, spoken: Callable[[Request], ChatDialect | MessagesDialect]) -> None:
     """Every refusal has the shape that agents' clients know."""
 
-    def refusal(request: Request, error: SessionError, allowed: Mapping[str, str] | None = None) -> Response:
-        error.message = error.message.encode(errors="replace").decode()  # no JSON carries lone surrogates
-        body, headers = spoken(request).error(error), {**(allowed or {}), **retry_after(error)}
-        return Response(body, status_code=error.status, headers=headers, media_type="application/json")
+    async def refuse(request: Request, error: Exception) -> Response:
+        told = _told(request, error)
+        told.message = told.message.encode(errors="replace").decode()  # no JSON carries lone surrogates
+        allowed = (error.headers or {}) if isinstance(error, HTTPException) else {}
+        headers, body = {**allowed, **retry_after(told)}, spoken(request).error(told)
+        return Response(body, status_code=told.status, headers=headers, media_type="application/json")
 
-    @app.exception_handler(SessionError)
-    async def refused(request: Request, error: SessionError) -> Response:
-        return refusal(request, error)
+    for kind in (SessionError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, refuse)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+
+def _told(request: Request, error: Exception) -> SessionError:
+    """What a client is told of an error."""
+    if isinstance(error, SessionError):
+        return error
+    if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"][1:])
         message = f"{place}: {first['msg']}" if place else str(first["msg"])
-        return refusal(
-            request, SessionError(message, status=400, code="invalid_request", param=place or None)
-        )
-
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
+        return SessionError(message, status=400, code="invalid_request", param=place or None)
+    if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path.partition('/s/')[0] or '/s/…'}: {error.detail}"
         code = _CODES.get(error.status_code, "invalid_request")
-        return refusal(request, SessionError(message, status=error.status_code, code=code), error.headers)
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        _log.error("a request failed inside of the gateway", exc_info=error)
-        return refusal(request, SessionError("internal error", status=500, code="internal_error"))
+        return SessionError(message, status=error.status_code, code=code)
+    _log.error("a request failed inside of the gateway", exc_info=error)
+    return SessionError("internal error", status=500, code="internal_error")

@@ -1,16 +1,16 @@
-"""The session API's request bodies have a size and a deadline. The agents' routes read theirs themselves
-(`connection.py`). Made by `app.py`."""
+"""The session API's request bodies have a size and a deadline, as the agents' routes have by themselves. Made
+by `app.py`."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive
+from starlette.types import Message
+
+from invrl.gateway.connection import ClientConnection
 
 
 def bounded_route(*, limit: int, deadline_s: float) -> type[APIRoute]:
@@ -21,30 +21,19 @@ def bounded_route(*, limit: int, deadline_s: float) -> type[APIRoute]:
             handle = super().get_route_handler()
 
             async def bounded(request: Request) -> Response:
-                return await handle(Request(request.scope, _bounded(request.receive, limit, deadline_s)))
+                client = ClientConnection(request.scope, request.receive, request._send)
+
+                async def rest() -> Message:
+                    await client.gone.wait()
+                    return {"type": "http.disconnect"}
+
+                whole = Request(request.scope, rest)
+                try:
+                    whole._body = await client.body(limit=limit, deadline_s=deadline_s)
+                    return await handle(whole)
+                finally:
+                    client.release()
 
             return bounded
 
     return BoundedRoute
-
-
-def _bounded(receive: Receive, limit: int, deadline_s: float) -> Receive:
-    end, size, whole = asyncio.get_running_loop().time() + deadline_s, 0, False
-
-    async def receive_bounded() -> Message:
-        nonlocal size, whole
-        if whole:
-            return await receive()
-        try:
-            async with asyncio.timeout_at(end):
-                message = await receive()
-        except TimeoutError:
-            reason = f"the request's body was not complete after {deadline_s:.0f} s"
-            raise HTTPException(408, reason) from None
-        size += len(message.get("body", b""))
-        if size > limit:
-            raise HTTPException(413, f"the request's body is larger than {limit} bytes")
-        whole = not message.get("more_body")
-        return message
-
-    return receive_bounded

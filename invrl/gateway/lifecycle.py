@@ -11,8 +11,7 @@ import logging
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from invrl.errors import SessionError
 from invrl.gateway.config import SessionPolicy
@@ -21,16 +20,7 @@ from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, Sess
 from invrl.gateway.turns import Turns
 from invrl.lease_store import LeaseStore
 from invrl.run_store import RunStoreWriter
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    GroupMember,
-    Outcome,
-    Reward,
-    Sampling,
-    SessionLimits,
-    Turn,
-)
+from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Reward, Sampling, SessionLimits
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
@@ -179,15 +169,19 @@ class Lifecycle:
         family = [self.turns.conversation_to_close(one) for one in record.family(finished=True)]
         turns = [turn for one in family for turn in one.turns]
         delivered = {turn_id for one in family for turn_id in one.delivered}
-        outcome = failed(record, *failure) if failure else self._summary(record, turns, delivered)
-        trains, top = record.session.purpose == "train", record.parent is None
-        if failure is None and trains and top and self._may_wait(record, turns, delivered):
+        now, auxiliary = time.time(), self.policy.train_auxiliary_roots
+        outcome = summarise(record, turns, delivered, now, train_auxiliary=auxiliary)
+        unrewarded = isinstance(outcome, FailedRollout) and outcome.reason is FailureReason.BAD_REWARD
+        if failure is not None:
+            outcome = failed(record, *failure)
+        elif unrewarded and self.policy.reward_deadline_s:
             if record.state == "open":
-                deadline = time.time() + self.policy.reward_deadline_s
+                deadline = now + self.policy.reward_deadline_s
                 self.registry.wait(record, deadline)
                 await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))
             return
-        record.reward_deadline, hand_over = None, trains and top
+        top = record.parent is None
+        record.reward_deadline, hand_over = None, top and record.session.purpose == "train"
         stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
         await asyncio.wrap_future(stored)
         self.registry.close(record, state, outcome)
@@ -195,14 +189,3 @@ class Lifecycle:
             self.tokens.update(token_counts(turns, delivered, outcome))
             for one in record.family():
                 self.turns.close(one)
-
-    def _summary(self, record: SessionRecord, turns: Sequence[Turn], delivered: Collection[str]) -> Outcome:
-        auxiliary = self.policy.train_auxiliary_roots
-        return summarise(record, turns, delivered, time.time(), train_auxiliary=auxiliary)
-
-    def _may_wait(self, record: SessionRecord, turns: Sequence[Turn], delivered: Collection[str]) -> bool:
-        """Whether the reward is all that is missing."""
-        if record.reward is not None or not self.policy.reward_deadline_s:
-            return False
-        rewarded = replace(record, reward=0.0)
-        return not isinstance(self._summary(rewarded, turns, delivered), FailedRollout)

@@ -150,22 +150,15 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by name (`bos_token`, ...), which templates may use."""
-    named: dict[str, str] = {}
-    for source in (_read(folder / "special_tokens_map.json"), settings):
-        for name, token in source.items():
-            text = token.get("content") if isinstance(token, dict) else token
-            if name.endswith("_token") and isinstance(text, str):
-                named[name] = text
-    return named
+    tokens = [*_read(folder / "special_tokens_map.json").items(), *settings.items()]
+    texts = [(name, token.get("content") if isinstance(token, dict) else token) for name, token in tokens]
+    return {name: text for name, text in texts if name.endswith("_token") and isinstance(text, str)}
 
 
 def _end_ids(folder: Path) -> set[int]:
     """The end tokens that the model's own settings name; engines stop at them."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        named = _read(folder / name).get("eos_token_id")
-        ids.update(named if isinstance(named, list) else [] if named is None else [named])
-    return ids
+    named = [_read(folder / file).get("eos_token_id") for file in ("config.json", "generation_config.json")]
+    return {each for ids in named for each in (ids if isinstance(ids, list) else [ids]) if each is not None}
 
 
 def _read(file: Path) -> dict[str, Any]:

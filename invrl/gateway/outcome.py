@@ -40,14 +40,11 @@ def summarise(
     is EMPTY, a training session without a reward BAD_REWARD; others count as reward 0."""
     root_of, auxiliary = roots(turns), dict.fromkeys(auxiliary_roots(turns))
     untrained = {} if train_auxiliary else auxiliary
-    trained = [
-        turn
-        for turn in turns
-        if turn.id in delivered and turn.trainable and root_of[turn.id] not in untrained
-    ]
+    arrived = [turn for turn in turns if turn.id in delivered]
+    trained = [turn for turn in arrived if turn.trainable and root_of[turn.id] not in untrained]
     versions = [span.version for turn in trained for span in turn.spans if span.end > span.start]
     if not versions:
-        return failed(record, FailureReason.EMPTY, _why_empty(turns, delivered))
+        return failed(record, FailureReason.EMPTY, _why_empty(turns, arrived))
     top = record.parent is None
     if record.reward is None and record.session.purpose == "train" and top:
         return failed(record, FailureReason.BAD_REWARD, "the session was finished without a reward")
@@ -63,7 +60,7 @@ def summarise(
         later_prompt_tokens=sum(turn.prompt_tokens for turn in later),
         later_cached_tokens=sum(turn.cached_tokens for turn in later),
         sampled_tokens=_sampled(turns),
-        delivered_tokens=_sampled(turn for turn in turns if turn.id in delivered),
+        delivered_tokens=_sampled(arrived),
         auxiliary_tokens=_sampled(turn for turn in turns if root_of[turn.id] in auxiliary),
         trained_tokens=_sampled(trained),
         truncated=any(turn.finish_reason == "length" for turn in trained),
@@ -80,9 +77,8 @@ def summarise(
     )
 
 
-def _why_empty(turns: Sequence[Turn], delivered: Collection[str]) -> str:
+def _why_empty(turns: Sequence[Turn], arrived: Sequence[Turn]) -> str:
     """Each token that was sampled is counted under one reason: what is left stands under untrained roots."""
-    arrived = [turn for turn in turns if turn.id in delivered]
     free = _sampled(turn for turn in arrived if turn.trainable)
     sampled, reached = _sampled(turns), _sampled(arrived)
     return (

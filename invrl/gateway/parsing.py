@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -45,9 +45,8 @@ _REASONING_BY_MARK = (
 
 def detect_parsers(template: str) -> tuple[str, str]:
     """SGLang's names of the tool-call and the reasoning parser for a chat template; "" for none."""
-    calls = (
-        next((name for mark, name in _CALLS_BY_MARK if mark in template), "") if "tools" in template else ""
-    )
+    marks = _CALLS_BY_MARK if "tools" in template else ()
+    calls = next((name for mark, name in marks if mark in template), "")
     if calls == "deepseekv3" and "```json" not in template:
         calls = "deepseekv31"
     reasoning = next((name for mark, name in _REASONING_BY_MARK if mark in template), "")
@@ -56,10 +55,10 @@ def detect_parsers(template: str) -> tuple[str, str]:
 
 def choose_parsers(tool_calls: str, reasoning: str, *, template: str) -> Parsers:
     """By the settings' names: SGLang's, "auto" (by the chat template) or "none"."""
-    found = detect_parsers(template)
-    names = (tool_calls, reasoning)
-    chosen = [auto if name == "auto" else name for name, auto in zip(names, found, strict=True)]
-    calls, thoughts = ("" if name == "none" else name for name in chosen)
+    calls, thoughts = (
+        {"auto": found, "none": ""}.get(name, name)
+        for name, found in zip((tool_calls, reasoning), detect_parsers(template), strict=True)
+    )
     return Parsers(tool_calls=calls, reasoning=thoughts)
 
 
@@ -95,17 +94,16 @@ class Parsers:
     def preload(self) -> None:
         """Import what `reply` needs, before the first request waits for it. ConfigError for a name that
         SGLang does not know."""
-        makers = {
-            "tool_call_parser": (self.tool_calls, lambda: _call_parser(self.tool_calls, ())),
-            "reasoning_parser": (self.reasoning, lambda: _reasoning_parser(self.reasoning, thinks=False)),
-        }
-        for field, (name, make) in makers.items():
-            try:
-                if name:
-                    make()
-            except ValueError as error:
-                fix = "take a name from `python -m sglang.launch_server --help`, auto, or none"
-                raise ConfigError(f"gateway.{field}", name, str(error), fix) from None
+        field, name = "tool_call_parser", self.tool_calls
+        try:
+            if name:
+                _call_parser(name, ())
+            field, name = "reasoning_parser", self.reasoning
+            if name:
+                _reasoning_parser(name, thinks=False)
+        except ValueError as error:
+            fix = "take a name from `python -m sglang.launch_server --help`, auto, or none"
+            raise ConfigError(f"gateway.{field}", name, str(error), fix) from None
 
     def reply(
         self,
@@ -180,10 +178,7 @@ class ReplyParser:
         self._text += text
         if not self._stream or not text:
             return Delta()
-        reasoning, rest = "", text
-        if self._reasoning is not None:
-            thought, normal = self._reasoning.parse_stream_chunk(text)
-            reasoning, rest = thought or "", normal or ""
+        reasoning, rest = self._apart("parse_stream_chunk", text)
         return self._add(self._parse_calls(rest, reasoning))
 
     def finish(self) -> Delta:
@@ -192,10 +187,7 @@ class ReplyParser:
             return Delta()
         if not self._stream:
             return self._add(self._whole())
-        reasoning, rest = "", ""
-        if self._reasoning is not None:
-            thought, normal = self._reasoning.parse_stream_end()
-            reasoning, rest = thought or "", normal or ""
+        reasoning, rest = self._apart("parse_stream_end")
         deltas = [self._add(self._parse_calls(rest, reasoning))]
         if self._parser is not None:
             _, items = ("", []) if self._late else self._parser.parse_stream_end()
@@ -211,6 +203,13 @@ class ReplyParser:
     def message(self) -> Message:
         """All that was told so far."""
         return Message("assistant", "".join(self._content), "".join(self._thought), tuple(self._calls))
+
+    def _apart(self, method: str, *text: str) -> tuple[str, str]:
+        """Reasoning and the rest, as the method of SGLang's parser tells them."""
+        if self._reasoning is None:
+            return "", "".join(text)
+        thought, normal = getattr(self._reasoning, method)(*text)
+        return thought or "", normal or ""
 
     def _parse_calls(self, text: str, reasoning: str) -> Delta:
         if self._parser is None:
@@ -258,10 +257,7 @@ class ReplyParser:
         return Delta(content=content, calls=self._limited(missing))
 
     def _whole(self) -> Delta:
-        reasoning, text = "", self._text
-        if self._reasoning is not None:
-            thought, normal = self._reasoning.parse_non_stream(self._text)
-            reasoning, text = thought or "", normal or ""
+        reasoning, text = self._apart("parse_non_stream", self._text)
         if self._parser is None:
             return Delta(content=text, reasoning=reasoning)
         content, items = self._parser.parse_non_stream(text)
@@ -332,7 +328,12 @@ def _forced_call(parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, 
         raise ValueError(f"the parser {parser_name} has no grammar of its calls")
     tag = json.loads(value) if isinstance(value, str) else value
     if "structures" in tag:  # SGLang's older form
-        tag = _triggered(tag["structures"], tag["triggers"], once=not parallel)
+        for each in tag["structures"]:
+            each["content"] = {"type": "json_schema", "json_schema": each.pop("schema")}
+        tags = [{"type": "tag", **each} for each in tag["structures"]]
+        calls = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+        calls |= {"at_least_one": True, "stop_after_first": not parallel}
+        tag = {"type": "structural_tag", "format": calls}
     return str(Grammar.from_structural_tag(tag))
 
 
@@ -341,40 +342,12 @@ def _sayable(arguments: str) -> str:
     return arguments.encode(errors="replace").decode()
 
 
-def _triggered(
-    structures: Sequence[Mapping[str, Any]], triggers: Sequence[str], *, once: bool
-) -> dict[str, Any]:
-    tags = [
-        {
-            "type": "tag",
-            "begin": each["begin"],
-            "content": {"type": "json_schema", "json_schema": each["schema"]},
-            "end": each["end"],
-        }
-        for each in structures
-    ]
-    calls = {"type": "triggered_tags", "triggers": list(triggers), "tags": tags}
-    return {"type": "structural_tag", "format": {**calls, "at_least_one": True, "stop_after_first": once}}
-
-
 def _call_parser(name: str, tools: Sequence[Tool]) -> FunctionCallParser:
     from sglang.srt.entrypoints.openai.protocol import Tool as SglangTool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-    shown = [
-        SglangTool.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": json.loads(tool.parameters or "null"),
-                    "strict": tool.strict,
-                },
-            }
-        )
-        for tool in tools
-    ]
+    functions = [{**asdict(tool), "parameters": json.loads(tool.parameters or "null")} for tool in tools]
+    shown = [SglangTool.model_validate({"type": "function", "function": each}) for each in functions]
     return FunctionCallParser(shown, name)
 
 

@@ -222,11 +222,6 @@ class TextStream:
         self._text = whole if whole.startswith(self._text) else self._text + self._unread()[1]
         return self._send(self._cut())
 
-    @property
-    def text(self) -> str:
-        """All that was shown."""
-        return self._text[: self._sent]
-
     def _decode(self, ids: Sequence[int]) -> str:
         return self._renderer.reply_text(ids, special=self._special)
 

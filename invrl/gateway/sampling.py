@@ -55,10 +55,8 @@ def resolve(purpose: Purpose, pinned: Sampling, client: ClientSampling) -> TurnS
     if purpose == "serve" and client.logit_bias:
         reason = "`logit_bias` is not supported yet"
         raise SessionError(reason, status=400, code="unsupported_parameter", param="logit_bias")
-    asked = {name: getattr(client, name) for name in ("temperature", "top_p", *_NEUTRAL)}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    overridden = []
-    sampling, extra = pinned, {}
+    names, sampling, extra, overridden = ("temperature", "top_p", *_NEUTRAL), pinned, {}, []
+    asked = {name: value for name in names if (value := getattr(client, name)) is not None}
     if purpose == "serve":
         extra = {name: asked.pop(name) for name in _NEUTRAL if name in asked}
         sampling = replace(pinned, **asked)

@@ -16,94 +16,49 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response, Security
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
 from invrl.errors import SessionError
+from invrl.gateway import session_bodies as bodies
 from invrl.gateway.agent_api import session_keys
 from invrl.gateway.lifecycle import Lifecycle
 from invrl.gateway.outcome import auxiliary_roots
-from invrl.gateway.session_bodies import (
-    AbortBody,
-    ChildBody,
-    ErrorBody,
-    Failed,
-    FinishBody,
-    Finished,
-    LeaseBody,
-    Leased,
-    LimitsBody,
-    OpenBody,
-    Opened,
-    RewardBody,
-    Rewarded,
-    SessionView,
-    Unrewarded,
-)
-from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, hash_key
-from invrl.gateway.turns import Turns
-from invrl.types import FailedRollout, GroupMember, Outcome, Sampling, SessionLimits
+from invrl.gateway.sessions import Opening, SessionRecord, hash_key, hash_of_one, unauthorized
+from invrl.types import GroupMember, Outcome, Sampling, SessionLimits
 
-_SHOWN = ("id", "task_id", "group_id", "index", "attempt", "purpose", "sampling", "limits", "parent_id")
-"""Of a session, to who asks for its state: not its key."""
-_OF_RECORD = ("state", "reward", "components", "turn_rewards", "branch_rewards", "outcome")
 _LEASE_POLL_S = 0.1
-
-
-class KeyRing:
-    """Who may do what: the environment key opens, a session's key acts on its own session."""
-
-    def __init__(self, env_key: str, registry: SessionRegistry) -> None:
-        self._env_hash, self._registry = hash_key(env_key), registry
-
-    def check_environment(self, request: Request) -> None:
-        """SessionError 401 unless the bearer is the environment key."""
-        if not hmac.compare_digest(_key_hash(request), self._env_hash):
-            raise SessionError("this needs the environment key", status=401, code="invalid_api_key")
-
-    def session(self, request: Request, session_id: str) -> SessionRecord:
-        """The session, open or closed. SessionError 401: one answer for a foreign key and for a session
-        that is not there, so that keys cannot probe ids; 404 for the environment."""
-        given = _key_hash(request)
-        if hmac.compare_digest(given, self._env_hash):
-            return self._registry.by_id(session_id)
-        with contextlib.suppress(SessionError):
-            record = self._registry.by_id(session_id)
-            if hmac.compare_digest(given, record.key_hash):
-                return record
-        reason = "this needs the environment key or the session's own"
-        raise SessionError(reason, status=401, code="invalid_api_key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionRoutes:
-    """`/tasks/lease`, `/sessions…` and `/metrics`: each method is a route's handler."""
+    """`/tasks/lease`, `/sessions…` and `/metrics`: each public method but `router` is a route's handler."""
 
-    keys: KeyRing
+    env_key: str
+    """It opens; a session's own key acts on that session."""
     lifecycle: Lifecycle
-    turns: Turns
     metrics: Callable[[bool], Awaitable[Mapping[str, object]]]
     """True: those of all workers."""
 
     def router(self, route_class: type[APIRoute]) -> APIRouter:
         bearer = HTTPBearer(auto_error=False, description="the environment key, or a session's own")
-        refusals: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}}
+        refusals: dict[int | str, dict[str, Any]] = {"4XX": {"model": bodies.ErrorBody}}
         api = APIRouter(responses=refusals, dependencies=[Security(bearer)], route_class=route_class)
         one = "/sessions/{session_id}"
-        ended: Any = Finished | Failed
-        waits: dict[int | str, dict[str, Any]] = {202: {"model": Unrewarded}}
-        api.post("/tasks/lease", response_model=Leased)(self.lease_task)
-        api.post("/sessions", status_code=201, response_model=Opened)(self.open_sessions)
-        api.post(one + "/children", status_code=201, response_model=Opened)(self.open_child)
-        api.post(one + "/reward", response_model=Rewarded)(self.reward_session)
-        api.post(one + "/finish", response_model=ended, responses=waits)(self.finish_session)
-        api.post(one + "/abort", response_model=ended)(self.abort_session)
-        api.get(one, response_model=SessionView)(self.show_session)
-        api.get("/metrics", response_model=dict[str, Any])(self.show_metrics)
+        waits: dict[int | str, dict[str, Any]] = {202: {"model": bodies.Unrewarded}}
+        api.post("/tasks/lease")(self.lease_task)
+        api.post("/sessions", status_code=201)(self.open_sessions)
+        api.post(one + "/children", status_code=201)(self.open_child)
+        api.post(one + "/reward")(self.reward_session)
+        api.post(one + "/finish", response_model=Outcome, responses=waits)(self.finish_session)
+        api.post(one + "/abort")(self.abort_session)
+        api.get(one, response_model_exclude_unset=True)(self.show_session)
+        api.get("/metrics")(self.show_metrics)
         return api
 
-    async def lease_task(self, request: Request, body: LeaseBody) -> Response:
-        self.keys.check_environment(request)
+    async def lease_task(self, request: Request, body: bodies.LeaseBody) -> bodies.Leased:
+        self._check_environment(request)
         leases = self.lifecycle.leases
         if leases is None:
             reason = "this run's tasks are not leased: it needs external_environments"
@@ -111,13 +66,13 @@ class SessionRoutes:
         end = time.monotonic() + body.wait_s
         while (lease := await asyncio.to_thread(leases.take, time.time())) is None:
             if time.monotonic() >= end or await request.is_disconnected():
-                return _json({"lease": None})
+                return bodies.Leased(lease=None)
             await asyncio.sleep(_LEASE_POLL_S)
-        timeout_s = self.lifecycle.policy.lease_timeout_s
-        return _json({"lease": {**msgspec.to_builtins(lease), "lease_timeout_s": timeout_s}})
+        given = {**msgspec.to_builtins(lease), "lease_timeout_s": self.lifecycle.policy.lease_timeout_s}
+        return bodies.Leased(lease=bodies.Lease(**given))
 
-    async def open_sessions(self, request: Request, body: OpenBody) -> Response:
-        self.keys.check_environment(request)
+    async def open_sessions(self, request: Request, body: bodies.OpenBody) -> bodies.Opened:
+        self._check_environment(request)
         group = Opening(
             task_id=body.task_id,
             group_id=body.group_id,
@@ -128,51 +83,80 @@ class SessionRoutes:
             request_id=body.request_id,
         )
         records = await self.lifecycle.open(group)
-        return _json({"sessions": [record.session for record in records]}, status=201)
+        return bodies.Opened(sessions=[record.session for record in records])
 
-    async def open_child(self, request: Request, session_id: str, body: ChildBody) -> Response:
-        parent = self.keys.session(request, session_id)
+    async def open_child(self, request: Request, session_id: str, body: bodies.ChildBody) -> bodies.Opened:
+        parent = self._session(request, session_id)
         limits = _within(parent.session.limits, body.limits)
         child = await self.lifecycle.open_child(parent, limits, body.request_id)
-        return _json({"sessions": [child.session]}, status=201)
+        return bodies.Opened(sessions=[child.session])
 
-    async def reward_session(self, request: Request, session_id: str, body: RewardBody) -> Response:
-        record = self.keys.session(request, session_id)
+    async def reward_session(
+        self, request: Request, session_id: str, body: bodies.RewardBody
+    ) -> bodies.Rewarded:
+        record = self._session(request, session_id)
         if body.turn and body.branch:
             reason = "a reward is of a turn or of a branch, not of both"
             raise SessionError(reason, status=400, code="invalid_request", param="branch")
         await self.lifecycle.reward(record, body.value())
-        return _json({"session_id": session_id, "reward": body.reward, "state": record.state})
+        return bodies.Rewarded(session_id=session_id, reward=body.reward, state=record.state)
 
-    async def finish_session(self, request: Request, session_id: str, body: FinishBody) -> Response:
-        record = self.keys.session(request, session_id)
+    async def finish_session(
+        self, request: Request, session_id: str, body: bodies.FinishBody
+    ) -> Outcome | Response:
+        record = self._session(request, session_id)
         outcome = await self.lifecycle.finish(record, body.value())
-        if outcome is None:
-            waits = {"outcome": "unrewarded", "session_id": session_id, "deadline": record.reward_deadline}
-            return _json(waits, status=202)
-        return _outcome(outcome)
+        if outcome is not None:
+            return outcome
+        assert record.reward_deadline is not None
+        waits = bodies.Unrewarded(session_id=session_id, deadline=record.reward_deadline)
+        return JSONResponse(waits.model_dump(), 202)
 
-    async def abort_session(self, request: Request, session_id: str, body: AbortBody) -> Response:
-        record = self.keys.session(request, session_id)
-        return _outcome(await self.lifecycle.abort(record, body.reason, body.detail))
+    async def abort_session(self, request: Request, session_id: str, body: bodies.AbortBody) -> Outcome:
+        record = self._session(request, session_id)
+        return await self.lifecycle.abort(record, body.reason, body.detail)
 
-    async def show_session(self, request: Request, session_id: str) -> Response:
-        record = self.keys.session(request, session_id)
-        conversation = self.turns.find(record)
-        turns = conversation.turns if conversation else []
-        shown = {name: getattr(record.session, name) for name in _SHOWN}
-        shown |= {name: getattr(record, name) for name in _OF_RECORD}
-        shown |= {"children": [child.session.id for child in record.children]}
-        shown |= {"forks": Counter(turn.fork_reason for turn in turns if turn.fork_reason)}
-        shown |= {"auxiliary_roots": auxiliary_roots(turns), "turns": self.turns.overview(record)}
-        return _json(shown | {"overridden": sorted(record.overridden)})
+    async def show_session(self, request: Request, session_id: str) -> bodies.SessionView:
+        record = self._session(request, session_id)
+        conversation = self.lifecycle.turns.find(record)
+        turns, parts = conversation.turns if conversation else [], (record.session, record)
+        names = bodies.SessionView.model_fields
+        shown = {name: getattr(part, name) for part in parts for name in names if hasattr(part, name)}
+        shown |= {
+            "children": [child.session.id for child in record.children],
+            "overridden": sorted(record.overridden),
+            "turns": self.lifecycle.turns.overview(record),
+            "forks": Counter(turn.fork_reason for turn in turns if turn.fork_reason),
+            "auxiliary_roots": auxiliary_roots(turns),
+        }
+        return bodies.SessionView(**shown)
 
-    async def show_metrics(self, request: Request) -> Response:
-        self.keys.check_environment(request)
-        return _json(await self.metrics(request.query_params.get("worker") != "own"))
+    async def show_metrics(self, request: Request) -> dict[str, Any]:
+        self._check_environment(request)
+        return dict(await self.metrics(request.query_params.get("worker") != "own"))
+
+    def _check_environment(self, request: Request) -> None:
+        """SessionError 401 unless the request carries the environment key."""
+        if not self._is_environment(hash_of_one(session_keys(None, request.headers))):
+            raise unauthorized("this needs the environment key")
+
+    def _session(self, request: Request, session_id: str) -> SessionRecord:
+        """The session, open or closed. SessionError 401: one answer for a foreign key and for a session
+        that is not there, so that keys cannot probe ids; 404 for the environment."""
+        given, registry = hash_of_one(session_keys(None, request.headers)), self.lifecycle.registry
+        if self._is_environment(given):
+            return registry.by_id(session_id)
+        with contextlib.suppress(SessionError):
+            record = registry.by_id(session_id)
+            if hmac.compare_digest(given, record.key_hash):
+                return record
+        raise unauthorized("this needs the environment key or the session's own")
+
+    def _is_environment(self, key_hash: bytes) -> bool:
+        return hmac.compare_digest(key_hash, hash_key(self.env_key))
 
 
-def _within(most: SessionLimits, asked: LimitsBody) -> SessionLimits:
+def _within(most: SessionLimits, asked: bodies.LimitsBody) -> SessionLimits:
     """What is asked for, and the most where nothing is. SessionError 400 for more than that."""
     granted = {name: value for name, value in asked if value is not None}
     for name, value in granted.items():
@@ -180,21 +164,3 @@ def _within(most: SessionLimits, asked: LimitsBody) -> SessionLimits:
             reason = f"limits.{name}: at most {getattr(most, name)} is granted"
             raise SessionError(reason, status=400, code="limit_too_high", param=f"limits.{name}")
     return replace(most, **granted)
-
-
-def _outcome(outcome: Outcome) -> Response:
-    """A FailedRollout is told by its `reason`."""
-    state = "failed" if isinstance(outcome, FailedRollout) else "finished"
-    return _json({"outcome": state, **msgspec.to_builtins(outcome)})
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
-
-
-def _key_hash(request: Request) -> bytes:
-    """Of the one key that the request carries. SessionError 401 if it carries two that differ."""
-    hashes = [hash_key(key) for key in session_keys(None, request.headers)] or [hash_key("")]
-    if not all(hmac.compare_digest(hashes[0], other) for other in hashes):
-        raise SessionError("the request carries two keys that differ", status=401, code="conflicting_keys")
-    return hashes[0]

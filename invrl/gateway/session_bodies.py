@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from invrl.gateway.sessions import SessionState
 from invrl.section import Section
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    Purpose,
-    Reward,
-    RolloutSummary,
-    Sampling,
-    Session,
-    SessionLimits,
-)
+from invrl.types import FailureReason, GroupMember, Outcome, Purpose, Reward, Sampling, Session, SessionLimits
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _Name = Annotated[str, Field(max_length=512)]
@@ -46,20 +36,18 @@ class LimitsBody(Section):
     max_concurrent_calls: _Count | None = None
 
 
-class OpenBody(Section):
-    task_id: _Name
-    group_id: _Name
-    members: list[MemberBody] = Field(min_length=1, max_length=4096)
-    purpose: Purpose = "train"
-    sampling: SamplingBody | None = None
+class ChildBody(Section):
     limits: LimitsBody = LimitsBody()
     request_id: _Name = ""
     """Makes opening safe to try again: the same id, the same sessions."""
 
 
-class ChildBody(Section):
-    limits: LimitsBody = LimitsBody()
-    request_id: _Name = ""
+class OpenBody(ChildBody):
+    task_id: _Name
+    group_id: _Name
+    members: list[MemberBody] = Field(min_length=1, max_length=4096)
+    purpose: Purpose = "train"
+    sampling: SamplingBody | None = None
 
 
 class RewardBody(Section):
@@ -102,16 +90,6 @@ class Rewarded(BaseModel):
     state: SessionState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished(RolloutSummary):
-    outcome: Literal["finished"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(FailedRollout):
-    outcome: Literal["failed"]
-
-
 class Unrewarded(BaseModel):
     """Finished, but for the reward, which must come by `deadline` (Unix seconds)."""
 
@@ -126,7 +104,7 @@ class Lease(BaseModel):
     group_id: str
     task: dict[str, Any]
     """`id`, `payload`, `label`, `split`, as the task source gave them."""
-    members: list[MemberBody]
+    members: list[GroupMember]
     lease_timeout_s: float
 
 
@@ -164,21 +142,14 @@ class SessionView(BaseModel):
     turn_rewards: dict[str, Reward]
     branch_rewards: dict[str, Reward]
     children: list[str]
-    outcome: RolloutSummary | FailedRollout | None
+    outcome: Outcome | None
     overridden: list[str]
     turns: list[TurnLine]
     forks: dict[str, int]
     auxiliary_roots: list[str]
 
 
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
 class ErrorBody(BaseModel):
-    """Every refusal."""
+    """Every refusal: its `message`, `type`, `param` and `code`."""
 
-    error: ErrorDetail
+    error: dict[Literal["message", "type", "param", "code"], str | None]

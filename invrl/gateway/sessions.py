@@ -33,10 +33,6 @@ _MAX_FAMILY = 64
 """Sessions that may descend from one."""
 
 
-def _no_others() -> memoryview:
-    return memoryview(bytearray(8)).cast("Q")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerPlace:
     """Which worker this is. As it stands: the only one."""
@@ -44,7 +40,7 @@ class WorkerPlace:
     number: int = 0
     urls: Sequence[str] = ("",)
     """Each worker's own address."""
-    open_sessions: memoryview = field(default_factory=_no_others)
+    open_sessions: memoryview = field(default_factory=lambda: memoryview(bytearray(8)).cast("Q"))
     """How many each worker holds (uint64), in memory that all of them share."""
     starts: int = 1
     """How often this worker has been started."""
@@ -102,6 +98,16 @@ def hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
+def hash_of_one(keys: Sequence[str]) -> bytes:
+    """Of the one key that a request carries. SessionError 401 if it carries none, or two that differ."""
+    hashes = [hash_key(key) for key in keys]
+    if not hashes:
+        raise unauthorized("no key: give it as bearer or as x-api-key, a session's own also in the path")
+    if not all(hmac.compare_digest(hashes[0], other) for other in hashes):
+        raise unauthorized("the request carries two keys that differ", code="conflicting_keys")
+    return hashes[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
     """What is opened as one: a session for each of a group's members."""
@@ -149,9 +155,8 @@ class SessionRegistry:
         if parent is not None and parent.frozen:
             raise SessionError(f"session {parent.session.id} is closed", status=409, code="session_closed")
         if parent is not None and len(list(parent.top().family())) > _MAX_FAMILY:
-            raise SessionError(
-                f"{_MAX_FAMILY} sessions descend from one", status=403, code="too_many_children"
-            )
+            reason = f"{_MAX_FAMILY} sessions descend from one"
+            raise SessionError(reason, status=403, code="too_many_children")
         sessions = [self._session(group, at) for at in range(more)]
         records = [SessionRecord(session=s, key_hash=hash_key(s.key), opened_at=now) for s in sessions]
         self.restore(records)
@@ -164,13 +169,14 @@ class SessionRegistry:
             return []
         asked = [self._session(group, at) for at in range(len(group.members))]
         found = [record for one in asked if (record := self._find(self._by_id, one.id))]
-        held = [replace(record.session, key="", base_url="") for record in found]
+        pairs = zip(found, asked, strict=False)
+        keyed = [replace(old.session, key=new.key, base_url=new.base_url) for old, new in pairs]
         more = self._find(self._by_id, self._names(group, len(asked))[0])
-        if found and (more or held != [replace(one, key="", base_url="") for one in asked]):
+        if found and (more or keyed != asked):
             reason = f"request_id {group.request_id!r} has opened other sessions"
             raise SessionError(reason, status=409, code="request_id_reused", param="request_id")
-        for record, one in zip(found, asked, strict=True) if found else ():
-            record.session = one  # with its key, which the store does not have
+        for record, session in zip(found, keyed, strict=True):
+            record.session = session  # with its key, which the store does not have
         return found
 
     def restore(self, records: Iterable[SessionRecord]) -> None:
@@ -198,17 +204,13 @@ class SessionRegistry:
     def by_key(self, keys: Sequence[str]) -> SessionRecord:
         """The open session that all of `keys` name. SessionError 401: none given, unknown, closed, or
         two that differ."""
-        if not keys:
-            raise _unauthorized("no session key: give it in the path, as bearer or as x-api-key")
-        hashes = [hash_key(key) for key in keys]
-        if not all(hmac.compare_digest(hashes[0], other) for other in hashes):
-            raise _unauthorized("the request carries two session keys that differ", code="conflicting_keys")
-        record = self._find(self._by_key, hashes[0])
-        if record is None or not hmac.compare_digest(record.key_hash, hashes[0]):
-            raise _unauthorized("unknown session key")
+        key_hash = hash_of_one(keys)
+        record = self._find(self._by_key, key_hash)
+        if record is None or not hmac.compare_digest(record.key_hash, key_hash):
+            raise unauthorized("unknown session key")
         if record.state != "open":
             code = "session_timeout" if record.state == "expired" else "session_closed"
-            raise _unauthorized(f"the session is {record.state}", code=code)
+            raise unauthorized(f"the session is {record.state}", code=code)
         return record
 
     def by_id(self, session_id: str) -> SessionRecord:
@@ -235,13 +237,11 @@ class SessionRegistry:
 
     def wait(self, record: SessionRecord, deadline: float) -> None:
         """A finished session without a reward waits for one."""
-        self._counts[record.state] -= 1
+        self._counts.update({record.state: -1, "unrewarded": 1})
         record.state, record.reward_deadline = "unrewarded", deadline
-        self._counts["unrewarded"] += 1
 
     def close(self, record: SessionRecord, state: SessionState, outcome: Outcome) -> None:
-        self._counts[record.state] -= 1
-        self._counts[state] += 1
+        self._counts.update({record.state: -1, state: 1})
         record.state, record.outcome, record.frozen = state, outcome, True
         del self._open[record.session.id]
         if record.parent is None:  # until then it is asked for what its children were
@@ -299,5 +299,5 @@ class SessionRegistry:
         return dict(self._counts)
 
 
-def _unauthorized(message: str, code: str = "invalid_api_key") -> SessionError:
+def unauthorized(message: str, code: str = "invalid_api_key") -> SessionError:
     return SessionError(message, status=401, code=code)

@@ -6,9 +6,8 @@ the same ids, or the gateway must have recorded why it started anew. Called by `
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from invrl.errors import SessionError
@@ -33,10 +32,7 @@ class Finding:
 
     pattern: str
     outcome: Outcome
-    reason: str = ""
-    advice: str = ""
-    not_shown: tuple[str, ...] = ()
-    """What the template leaves out of these conversations, besides thinking."""
+    reason: str
 
 
 _FORKS = {fork.value: text for fork, text in ADVICE.items()} | {
@@ -134,11 +130,8 @@ def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False
                 path, depth = path + _spelled(renderer, prompt, end, cut=cut), end + 1
     except SessionError as error:
         return Finding(pattern=pattern, outcome="refused", reason=error.message)
-    not_shown = tuple(_not_shown(prompt, renderer.text(prompt)))
     outcome = min(found, key=_WORST_FIRST.index)
-    reason = found[outcome]
-    advice = _FORKS[reason] if outcome == "forks" else ""
-    return Finding(pattern=pattern, outcome=outcome, reason=reason, advice=advice, not_shown=not_shown)
+    return Finding(pattern=pattern, outcome=outcome, reason=found[outcome])
 
 
 def _spelled(renderer: Renderer, prompt: Prompt, at: int, *, cut: bool) -> list[int]:
@@ -173,27 +166,13 @@ def _plain(renderer: Renderer, text: str) -> str:
     return renderer.unthinking(text).replace("<think>", "").replace("</think>", "")
 
 
-def _not_shown(prompt: Prompt, text: str) -> Iterator[str]:
-    calls = [_CITY for message in prompt.messages for call in message.tool_calls if _CITY in call.arguments]
-    results = [message.content for message in prompt.messages if message.role == "tool"]
-    tools = [tool.description for tool in prompt.tools]
-    for name, parts in (("tools", tools), ("calls", calls), ("results", results)):
-        if any(part not in text and part.replace('"', '\\"') not in text for part in parts):
-            yield name
-
-
-def report(findings: Sequence[Finding], parsers: tuple[str, str], *, as_json: bool = False) -> str:
-    """For a person a table, then what its outcomes mean. `parsers`: of tool calls and of reasoning."""
-    named = dict(zip(("tool_call_parser", "reasoning_parser"), parsers, strict=True))
-    if as_json:
-        rows = [asdict(finding) for finding in findings]
-        return json.dumps({**named, "patterns": rows}, ensure_ascii=False, indent=1)
+def report(findings: Sequence[Finding], parsers: tuple[str, str]) -> str:
+    """A table, then what its outcomes mean. `parsers`: of tool calls and of reasoning."""
     width = max(len(each.pattern) for each in findings)
-    lines = [*(f"{name}: {parser or 'none'}" for name, parser in named.items()), ""]
+    lines = [f"tool_call_parser: {parsers[0] or 'none'}", f"reasoning_parser: {parsers[1] or 'none'}", ""]
     for each in findings:
-        hidden = f" (not shown: {', '.join(each.not_shown)})" if each.not_shown else ""
         why = f": {each.reason}" if each.reason else ""
-        lines.append(f"{each.pattern:<{width}}  {each.outcome}{why}{hidden}")
+        lines.append(f"{each.pattern:<{width}}  {each.outcome}{why}")
     notes = {f"{each.outcome}: {MEANING[each.outcome]}" for each in findings}
-    advice = {f"{each.reason}: {each.advice}" for each in findings if each.advice}
+    advice = {f"{each.reason}: {_FORKS[each.reason]}" for each in findings if each.outcome == "forks"}
     return "\n".join([*lines, "", *sorted(notes), *sorted(advice)])

@@ -137,7 +137,7 @@ class BucketReceiver(EngineReceiver):
 
 
 RECEIVERS: dict[str, type[EngineReceiver]] = {"arena": ArenaReceiver, "bucket": BucketReceiver}
-"""By carrier; the trainer's ends are in `train/weight_sender.py`."""
+"""By carrier; the trainer's ends are in `train/rank.py`."""
 
 
 @contextmanager

@@ -18,10 +18,9 @@ import torch
 from torch.utils._device import _device_constructors
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 _CPU = torch.device("cpu")
-_prepared = False
 
 
 def on_cuda() -> bool:
@@ -43,12 +42,9 @@ def attention_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if on_cuda() else torch.float32
 
 
+@functools.cache
 def prepare() -> None:
     """Idempotent; call it before importing Megatron."""
-    global _prepared
-    if _prepared:
-        return
-    _prepared = True
     if not on_cuda():
         _keep_freed_memory()
         _stand_in_for_cuda()
@@ -69,12 +65,9 @@ def _keep_freed_memory() -> None:
     mallopt(m_top_pad, 2**28)
 
 
-def fuse_adam(optimizer: MegatronOptimizer) -> None:
+def fuse_adam(optimizer: ChainedOptimizer) -> None:
     """On CPU torch's AdamW makes a pass over memory per operation unless it is told to fuse them."""
-    from megatron.core.optimizer import ChainedOptimizer
-
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in chained:
+    for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW) and not on_cuda():
             for group in part.optimizer.param_groups:
                 group["fused"], group["foreach"] = True, False

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from invrl.errors import ConfigError
 from invrl.train.hf_names.families import FAMILIES
@@ -19,24 +21,42 @@ _MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_m
 """The parameters of Llama 3's scaled frequencies that Megatron fixes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HuggingFaceConfig:
-    """Shape of a dense decoder with grouped-query attention, rotary positions and gated SiLU MLPs."""
+def _known(model_type: str) -> str:
+    if model_type not in FAMILIES:
+        raise ValueError(f"supported are {', '.join(sorted(FAMILIES))}")
+    return model_type
 
-    model_type: str
-    vocab_size: int
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_factor: float | None
+
+class HuggingFaceConfig(BaseModel):
+    """Shape of a dense decoder with grouped-query attention, rotary positions and gated SiLU MLPs, under the
+    names of config.json; where it leaves a field out, its documented default."""
+
+    model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
+
+    model_type: Annotated[str, AfterValidator(_known)]
+    vocab_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt = Field(default_factory=lambda given: given["num_attention_heads"])
+    head_dim: PositiveInt = Field(
+        default_factory=lambda given: given["hidden_size"] // given["num_attention_heads"]
+    )
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_factor: float | None = None
     """Llama 3's scaling factor; None: plain rotary frequencies."""
-    tie_embeddings: bool
+    tie_word_embeddings: bool = False
+    # What has one value here is computed for no other.
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    use_sliding_window: Literal[False] = False
+    attention_dropout: float = Field(0.0, le=0)
+    partial_rotary_factor: float = Field(1.0, ge=1, le=1)
+    quantization_config: None = None
 
 
 def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
@@ -51,64 +71,26 @@ def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
 
 def parse_hf_config(config: Mapping[str, Json]) -> HuggingFaceConfig:
     """Accepts the field names of transformers 4 and 5 (`rope_theta` or `rope_parameters`)."""
-    model_type = str(config.get("model_type"))
-    if model_type not in FAMILIES:
-        raise _refused("model_type", model_type, f"supported are {', '.join(sorted(FAMILIES))}")
-    for name, allowed in (
-        ("hidden_act", ("silu",)),
-        ("attention_bias", (False, None)),
-        ("mlp_bias", (False, None)),
-        ("use_sliding_window", (False, None)),
-        ("attention_dropout", (0, None)),
-        ("partial_rotary_factor", (1, None)),
-        ("quantization_config", (None,)),
-    ):
-        if config.get(name, allowed[-1]) not in allowed:
-            raise _refused(name, config.get(name), "the trainer would compute another function")
-    heads = _int(config, "num_attention_heads")
-    theta, factor = _rope(config)
-    return HuggingFaceConfig(
-        model_type=model_type,
-        vocab_size=_int(config, "vocab_size"),
-        num_layers=_int(config, "num_hidden_layers"),
-        hidden_size=_int(config, "hidden_size"),
-        intermediate_size=_int(config, "intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=_int(config, "num_key_value_heads", heads),
-        head_dim=_int(config, "head_dim", _int(config, "hidden_size") // heads),
-        max_positions=_int(config, "max_position_embeddings"),
-        rms_norm_eps=_float(config, "rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_factor=factor,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-    )
+    given = {name: value for name, value in config.items() if value is not None}
+    try:
+        return HuggingFaceConfig.model_validate(given | _rope(given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        raise _refused(name, config.get(name), first["msg"]) from None
 
 
-def _rope(config: Mapping[str, Json]) -> tuple[float, float | None]:
-    """Base and Llama 3 factor of the rotary frequencies."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _rope(config: Mapping[str, Json]) -> dict[str, Json]:
+    """Base and Llama 3 factor of the rotary frequencies, as far as they are given."""
+    found = config.get("rope_parameters") or config.get("rope_scaling")
     rope = found if isinstance(found, Mapping) else {}
-    theta = _float(rope, "rope_theta", _float(config, "rope_theta", 10000.0))
+    base = {name: value for name, value in rope.items() if name == "rope_theta" and value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return theta, None
+        return base
     if kind == "llama3" and all(rope.get(name) == value for name, value in _MEGATRON_LLAMA3.items()):
-        return theta, _float(rope, "factor", 8.0)
+        return base | {"rope_factor": rope.get("factor", 8.0)}
     raise _refused("rope_parameters", dict(rope), f"only default and llama3 with {_MEGATRON_LLAMA3}")
-
-
-def _int(config: Mapping[str, Json], name: str, default: int | None = None) -> int:
-    value = default if config.get(name) is None else config[name]
-    if not isinstance(value, int):
-        raise _refused(name, value, "a whole number is needed")
-    return value
-
-
-def _float(config: Mapping[str, Json], name: str, default: float) -> float:
-    value = default if config.get(name) is None else config[name]
-    if not isinstance(value, int | float):
-        raise _refused(name, value, "a number is needed")
-    return float(value)
 
 
 def _refused(name: str, value: object, why: str) -> ConfigError:

@@ -27,6 +27,11 @@ from invrl.train.logprobs import token_logprobs
 from invrl.train.packing import MicroBatch
 from invrl.train.weights import load_weights
 
+_FUSIONS = """
+    gradient_accumulation_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion
+    apply_rope_fusion persist_layer_norm
+""".split()
+
 
 class PolicyModel(GPTModel):
     """A decoder that answers with log-probs, not with logits."""
@@ -71,12 +76,12 @@ def build_model(
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
-            layer_specs=[layer] * config.num_layers,
+            layer_specs=[layer] * config.num_hidden_layers,
             layer_norm=WrappedTorchNorm,  # pyright: ignore[reportArgumentType]
         ),
         vocab_size=config.vocab_size,
-        max_sequence_length=config.max_positions,
-        share_embeddings_and_output_weights=config.tie_embeddings,
+        max_sequence_length=config.max_position_embeddings,
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=config.rope_theta,  # pyright: ignore[reportArgumentType]
         rope_scaling=config.rope_factor is not None,
@@ -93,10 +98,10 @@ def transformer_config(
     need TransformerEngine or Apex."""
     family = FAMILIES[config.model_type]
     fields: dict[str, Any] = {
-        "num_layers": config.num_layers,
+        "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_query_groups": config.num_kv_heads,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
         "kv_channels": config.head_dim,
         "ffn_hidden_size": config.intermediate_size,
         "normalization": "RMSNorm",
@@ -106,19 +111,12 @@ def transformer_config(
         "add_bias_linear": False,
         "add_qkv_bias": family.qkv_bias,
         "qk_layernorm": family.qk_norm,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
+        **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+        **dict.fromkeys(("params_dtype", "pipeline_dtype"), dtype),
         "bf16": dtype == torch.bfloat16,
         "use_cpu_initialization": True,
         "perform_initialization": False,  # every weight is loaded
-        "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "apply_rope_fusion": False,
+        **dict.fromkeys(_FUSIONS, False),
         # Set before DDP is built: losses are sums over global denominators, gradients are summed.
         "calculate_per_token_loss": True,
     }

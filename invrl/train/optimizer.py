@@ -30,26 +30,14 @@ def distribute(
 ) -> tuple[DistributedDataParallel, ChainedOptimizer]:
     """The model behind DDP (gradients accumulate in float32), and its optimizer."""
     transformer = model.config
-    ddp: dict[str, Any] = {
-        "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": config.use_distributed_optimizer,
-        **options.ddp,
-    }
+    sharded = {"use_distributed_optimizer": config.use_distributed_optimizer}
+    ddp: dict[str, Any] = {"grad_reduce_in_fp32": True, **sharded, **options.ddp}
     wrapped = Float16Module(transformer, model) if transformer.bf16 else model
     distributed = DistributedDataParallel(transformer, DdpConfig(**ddp), wrapped)
-    settings: dict[str, Any] = {
-        "optimizer": "adam",
-        "lr": config.lr,
-        "min_lr": config.lr_min,
-        "weight_decay": config.weight_decay,
-        "adam_beta1": config.adam_beta1,
-        "adam_beta2": config.adam_beta2,
-        "clip_grad": config.clip_grad,
-        "bf16": transformer.bf16,
-        "params_dtype": transformer.params_dtype,
-        "use_distributed_optimizer": config.use_distributed_optimizer,
-        **options.optimizer,
-    }
+    same = {"lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad"}
+    settings: dict[str, Any] = {"optimizer": "adam", "min_lr": config.lr_min, **sharded}
+    settings |= {"bf16": transformer.bf16, "params_dtype": transformer.params_dtype}
+    settings |= {**config.model_dump(include=same), **options.optimizer}
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), [distributed])
     if not isinstance(optimizer, ChainedOptimizer):
         optimizer = ChainedOptimizer([optimizer])

@@ -71,9 +71,8 @@ class MicroBatch:
 
     def pick(self, arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
         """Values [N] of the wanted tokens, from one array [T] per row."""
-        if not self.rows:
-            return np.empty(0, np.float32)
-        return np.concatenate([arrays[index][wanted_N] for index, wanted_N in self.rows])
+        picked = (arrays[index][wanted_N] for index, wanted_N in self.rows)
+        return np.concatenate([np.empty(0, np.float32), *picked])
 
     def place(self, values_N: NDArray[np.float32], arrays: Sequence[NDArray[np.float32]]) -> None:
         """The inverse of `pick`: write the values into one array [T] per row."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,8 +21,13 @@ from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import parse_megatron_options
 from invrl.train.packing import RankBatch, Row, rows_of
 from invrl.train.train_actor import RankSettings
-from invrl.train.weight_sender import WeightStage
+from invrl.train.weights import export_weights, weight_specs
 from invrl.types import WeightVersion
+from invrl.weight_arena import ArenaWriter
+from invrl.weight_buckets import BucketSender
+
+_CARRIERS = {"arena": ArenaWriter, "bucket": BucketSender}
+"""The trainer's end of each weight carrier; the engines' are in `rollout/weight_receiver.py`."""
 
 
 class TrainRank:
@@ -49,8 +55,7 @@ class TrainRank:
         parts, train, algorithm = (distributed, optimizer, schedule), settings.train, settings.algorithm
         self._step = TrainStep(*parts, self._reference, train=train, algorithm=algorithm)
         self._checkpoint = Checkpoint(self._model, optimizer, schedule)
-        served: torch.dtype = getattr(torch, settings.weight_dtype)
-        self._sender = WeightStage(settings.carrier, self._model, self._config, served)
+        self._served: torch.dtype = getattr(torch, settings.weight_dtype)
 
     def train(self, batch: RankBatch) -> StepResult:
         """One batch. Raises TrainError; then no weight has changed since the last mini-batch."""
@@ -58,25 +63,27 @@ class TrainRank:
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Log-prob of each prompt's token t >= 1 given those before it, at temperature 1: [T-1] each."""
-        rows = [
-            Row(tokens_T=np.asarray(prompt, np.int32), wanted_N=np.arange(1, len(prompt)), temperature=1.0)
-            for prompt in prompts
-        ]
-        arrays = self._step.logprobs(self._model, self._step.pack(rows), [len(prompt) for prompt in prompts])
-        return [array_T[1:] for array_T in arrays]
+        ids = [np.asarray(prompt, np.int32) for prompt in prompts]
+        rows = [Row(tokens_T=ids_T, wanted_N=np.arange(1, len(ids_T)), temperature=1.0) for ids_T in ids]
+        return [array_T[1:] for array_T in self._step.logprobs(rows)]
 
     def token_logprobs(self, batch: RankBatch) -> list[NDArray[np.float32]]:
         """Of a shard's trained tokens under the current weights: one array [T] per sample, in its order."""
         samples = [sample for mini_batch in batch.mini_batches for sample in mini_batch.samples]
-        lengths = [len(sample.tokens_T) for sample in samples]
-        return self._step.logprobs(self._model, self._step.pack(rows_of(samples)), lengths)
+        return self._step.logprobs(rows_of(samples))
 
     def layout(self) -> WeightLayout:
-        return self._sender.layout()
+        return WeightLayout(tensors=weight_specs(self._model, self._config, self._served))
 
     def stage(self, version: WeightVersion) -> StagedWeights:
-        """Write the current weights where engines can take them."""
-        return self._sender.stage(version)
+        """Write the current weights, by Hugging Face name, where engines can take them. Those staged before
+        stay whole until the next call."""
+        return self._carrier.stage(version, export_weights(self._model, self._config, self._served))
+
+    @cached_property
+    def _carrier(self) -> ArenaWriter | BucketSender:
+        """Only the rank that sends takes the memory."""
+        return _CARRIERS[self._settings.carrier](self.layout().tensors)
 
     def save_checkpoint(self, path: str) -> None:
         """Model, optimizer, schedule and RNG; all ranks together. The folder must be empty or new."""

@@ -11,7 +11,8 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,8 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.losses import LossInputs, policy_loss
-from invrl.algorithms.surrogates import surrogate_function
 from invrl.errors import TrainError
-from invrl.interfaces import PolicyLoss, StepResult
+from invrl.interfaces import StepResult
 from invrl.metrics import Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
@@ -35,20 +35,8 @@ from invrl.train.optimizer import apply_gradients
 from invrl.train.packing import MicroBatch, RankBatch, Row, pack, rows_of
 from invrl.types import TrainBatch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Work:
-    """A micro-batch with the values of its wanted tokens."""
-
-    micro_batch: MicroBatch
-    rollout_N: torch.Tensor
-    advantages_N: torch.Tensor
-    old_N: torch.Tensor | None
-    """None: the current log-probs, which are the same."""
-    reference_N: torch.Tensor | None
-    denominator: float
-
-
+_Work = tuple[MicroBatch, "partial[LossInputs]"]
+"""A micro-batch with what its loss takes besides the current log-probs and their entropy."""
 _Packed = list[list[MicroBatch]]
 _Recomputed = list[list[NDArray[np.float32]] | None]
 """Log-probs under another policy, per mini-batch, per sample; None: not needed."""
@@ -74,21 +62,17 @@ class TrainStep:
     _: KW_ONLY
     train: TrainConfig
     algorithm: AlgorithmConfig
-    surrogate: PolicyLoss = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.surrogate = surrogate_function(self.algorithm.policy_loss)
 
     def run(self, batch: RankBatch) -> StepResult:
         """One optimizer step per mini-batch. Raises TrainError for a loss or gradient that is not
         finite; the mini-batch it is found in changes no weight."""
         started, seconds = time.monotonic(), dict[str, float]()
         packed = [self.pack(rows_of(mini_batch.samples)) for mini_batch in batch.mini_batches]
-        old = self._old_logprobs(batch, packed, seconds)
+        old = self._old_logprobs(batch, seconds)
         reference: _Recomputed = [None] * len(packed)
-        if self.reference is not None:
+        if (frozen := self.reference) is not None:
             with _timed(seconds, "reference"):
-                reference = self._recomputed(self.reference, batch, packed)
+                reference = [self.logprobs(rows_of(mini.samples), frozen) for mini in batch.mini_batches]
         metrics: dict[str, Metric] = {}
         for at, (mini_batch, micro_batches) in enumerate(zip(batch.mini_batches, packed, strict=True)):
             works = [_work(mini_batch, micro_batch, old[at], reference[at]) for micro_batch in micro_batches]
@@ -107,31 +91,25 @@ class TrainStep:
         train = self.train
         return pack(rows, max_tokens=train.max_tokens_per_microbatch, share_prefixes=train.share_prefixes)
 
-    def logprobs(
-        self, model: torch.nn.Module, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]
-    ) -> list[NDArray[np.float32]]:
-        """Forward only: one array [T] per row, 0 where no log-prob is wanted."""
-        arrays = [np.zeros(length, np.float32) for length in lengths]
+    def logprobs(self, rows: list[Row], model: torch.nn.Module | None = None) -> list[NDArray[np.float32]]:
+        """Forward only, of `model` (None: the current one): one array [T] per row, 0 where no log-prob is
+        wanted."""
+        asked = self.model if model is None else model
+        arrays = [np.zeros(len(row.tokens_T), np.float32) for row in rows]
         with torch.no_grad():
-            for micro_batch in micro_batches:
+            for micro_batch in self.pack(rows):
                 if micro_batch.rows:
-                    micro_batch.place(model(micro_batch)[0].cpu().numpy(), arrays)
+                    micro_batch.place(asked(micro_batch)[0].cpu().numpy(), arrays)
         return arrays
 
-    def _old_logprobs(self, batch: RankBatch, packed: _Packed, seconds: dict[str, float]) -> _Recomputed:
+    def _old_logprobs(self, batch: RankBatch, seconds: dict[str, float]) -> _Recomputed:
         """All before the first step changes the model."""
         if self.algorithm.old_logprobs == "engine":
             return [[s.rollout_logprobs_T for s in mini.samples] for mini in batch.mini_batches]
-        if len(packed) < 2:
-            return [None] * len(packed)
+        if len(batch.mini_batches) < 2:
+            return [None] * len(batch.mini_batches)
         with _timed(seconds, "old_logprobs"):
-            return self._recomputed(self.model, batch, packed)
-
-    def _recomputed(self, model: torch.nn.Module, batch: RankBatch, packed: _Packed) -> _Recomputed:
-        return [
-            self.logprobs(model, micro_batches, [len(s.tokens_T) for s in mini.samples])
-            for mini, micro_batches in zip(batch.mini_batches, packed, strict=True)
-        ]
+            return [self.logprobs(rows_of(mini.samples)) for mini in batch.mini_batches]
 
     def _forward_backward(self, works: list[_Work]) -> list[dict[str, Metric]]:
         """Gradients of the mini-batch, summed over its micro-batches and reduced over ranks."""
@@ -148,24 +126,12 @@ class TrainStep:
         )
 
     def _forward_step(self, works: Iterator[_Work], model: torch.nn.Module) -> tuple[Any, Any]:
-        work = next(works)
-        logprobs_N, entropy_N = model(work.micro_batch)
+        micro_batch, inputs = next(works)
+        logprobs_N, entropy_N = model(micro_batch)
 
         def loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
             """(loss to sum, Megatron's token count, which we do not use, metrics)."""
-            outputs = policy_loss(
-                LossInputs(
-                    current_N=current_N,
-                    old_N=current_N.detach() if work.old_N is None else work.old_N,
-                    rollout_N=work.rollout_N,
-                    advantages_N=work.advantages_N,
-                    reference_N=work.reference_N,
-                    entropy_N=entropy_N,
-                    denominator=work.denominator,
-                ),
-                self.algorithm,
-                self.surrogate,
-            )
+            outputs = policy_loss(inputs(current_N=current_N, entropy_N=entropy_N), self.algorithm)
             value = float(outputs.loss.detach())
             if not math.isfinite(value):
                 raise TrainError(f"the loss is {value}: no weight was changed")
@@ -183,8 +149,8 @@ def _work(
     def picked(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
         return torch.from_numpy(micro_batch.pick(arrays)).to(device.device())
 
-    return _Work(
-        micro_batch=micro_batch,
+    return micro_batch, partial(
+        LossInputs,
         rollout_N=picked([sample.rollout_logprobs_T for sample in mini_batch.samples]),
         advantages_N=picked(mini_batch.advantages),
         old_N=None if old is None else picked(old),
@@ -195,13 +161,13 @@ def _work(
 
 def _amounts(batch: RankBatch, packed: _Packed, seconds: float) -> dict[str, Metric]:
     """How much this rank computed; summed over ranks by whoever merges."""
-    trained = sum(int(s.loss_mask_T.sum()) for mini in batch.mini_batches for s in mini.samples)
-    computed = sum(len(micro.tokens_P) for parts in packed for micro in parts)
-    rows = sum(len(s.tokens_T) for mini in batch.mini_batches for s in mini.samples)
+    samples = [sample for mini in batch.mini_batches for sample in mini.samples]
+    micro_batches = [micro for parts in packed for micro in parts]
+    rows = sum(len(sample.tokens_T) for sample in samples)
     return {
-        "tokens": Sum(trained),
-        "computed_tokens": Sum(computed),
+        "tokens": Sum(sum(int(sample.loss_mask_T.sum()) for sample in samples)),
+        "computed_tokens": Sum(sum(len(micro.tokens_P) for micro in micro_batches)),
         "row_tokens": Sum(rows),
-        "micro_batches": Sum(sum(len(parts) for parts in packed)),
+        "micro_batches": Sum(len(micro_batches)),
         "tokens_per_s": Sum(rows / seconds if seconds else 0.0),
     }

@@ -1,11 +1,10 @@
 """Weights between a Hugging Face folder, Megatron's parameters, and whoever is sent them.
 
 Invariant: what is exported right after loading is what was loaded, byte for byte, under the same
-names. Called by `model.py` (load), `checkpoint.py` and `weight_sender.py` (export)."""
+names. Called by `model.py` (load), `checkpoint.py` and `rank.py` (export)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,41 +12,39 @@ import torch
 from safetensors import safe_open
 
 from invrl.errors import TrainError
+from invrl.model_folder import tensor_files
 from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.hf_names.families import FAMILIES
-from invrl.train.hf_names.parameter import Heads, Parameter, join, split
+from invrl.train.hf_names.parameter import Parameter, join, split
 from invrl.types import TensorSpec
 from invrl.weight_arena import spec_of
 
 
 def parameters(config: HuggingFaceConfig) -> list[Parameter]:
     """The model's parameters, in sending order."""
-    return FAMILIES[config.model_type].parameters(layers=config.num_layers, tied=config.tie_embeddings)
-
-
-def _heads(config: HuggingFaceConfig) -> Heads:
-    groups, queries = config.num_kv_heads, config.num_heads
-    return Heads(groups=groups, queries_per_group=queries // groups, head_dim=config.head_dim)
+    return FAMILIES[config.model_type].parameters(
+        layers=config.num_hidden_layers, tied=config.tie_word_embeddings
+    )
 
 
 def load_weights(model: torch.nn.Module, config: HuggingFaceConfig, folder: str | Path) -> None:
     """Fill every parameter of `model` from the folder's safetensors, cast to the parameter's dtype.
-    Raises TrainError unless names and shapes fit exactly."""
+    Raises TrainError unless names and shapes fit exactly, ConfigError for a folder without such files."""
     own = dict(model.named_parameters())
     table = parameters(config)
     if own.keys() != {parameter.megatron for parameter in table}:
         differ = own.keys() ^ {parameter.megatron for parameter in table}
         raise TrainError(f"{config.model_type}: the name file and the model differ in {sorted(differ)[:5]}")
-    files = _tensor_files(Path(folder))
+    files = tensor_files(Path(folder))
     wanted = {name for parameter in table for name in parameter.hugging_face}
-    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if differ := wanted ^ (files.keys() - ignored):
         raise TrainError(f"{folder}: tensors missing from it or unknown to us: {sorted(differ)[:5]}")
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
     with torch.no_grad():
         for parameter in table:
             tensors = [opened[files[name]].get_tensor(name) for name in parameter.hugging_face]
-            joined = join(parameter.fusion, tensors, _heads(config))
+            joined = join(parameter.fusion, tensors, groups=config.num_key_value_heads)
             target = own[parameter.megatron]
             if target.shape != joined.shape:
                 found = f"{parameter.hugging_face} give {tuple(joined.shape)}"
@@ -55,27 +52,15 @@ def load_weights(model: torch.nn.Module, config: HuggingFaceConfig, folder: str 
             target.copy_(joined)
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise TrainError(f"{folder} holds no model.safetensors")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
-
-
 def export_weights(
     model: torch.nn.Module, config: HuggingFaceConfig, dtype: torch.dtype, at: str | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, contiguous tensor in `dtype`), in sending order, on device `at` (None: where it
     is). A tensor may be a view of the model's own memory: use it before the next training step."""
-    own = dict(model.named_parameters())
+    own, groups = dict(model.named_parameters()), config.num_key_value_heads
     for parameter in parameters(config):
-        parts = split(parameter.fusion, own[parameter.megatron].detach().to(at), _heads(config))
+        fused = own[parameter.megatron].detach().to(at)
+        parts = split(parameter.fusion, fused, groups=groups, head_dim=config.head_dim)
         for name, part in zip(parameter.hugging_face, parts, strict=True):
             yield name, part.to(dtype)
 

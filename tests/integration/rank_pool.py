@@ -171,16 +171,17 @@ class RankProcess:
 
     def _by_name(self, of: Callable[[Any], Any]) -> Arrays:
         from invrl.train.hf_names.parameter import split
-        from invrl.train.weights import _heads, parameters
+        from invrl.train.weights import parameters
 
         model, config = self._rank._model, self._rank._config
         own = dict(model.named_parameters())
+        heads = {"groups": config.num_key_value_heads, "head_dim": config.head_dim}
         return {
             name: part.float().numpy().copy()
             for parameter in parameters(config)
             for name, part in zip(
                 parameter.hugging_face,
-                split(parameter.fusion, of(own[parameter.megatron]).detach(), _heads(config)),
+                split(parameter.fusion, of(own[parameter.megatron]).detach(), **heads),
                 strict=True,
             )
         }

@@ -287,12 +287,13 @@ def test_wrong_inputs_are_refused() -> None:
         policy_loss(inputs, AlgorithmConfig(kl_coef=0.1))
 
 
-def test_a_surrogate_of_the_users_replaces_the_built_in() -> None:
-    def unclipped(
-        ratio_N: torch.Tensor, advantages_N: torch.Tensor, *, eps_clip_low: float, eps_clip_high: float
-    ) -> torch.Tensor:
-        return -ratio_N * advantages_N
+def unclipped(
+    ratio_N: torch.Tensor, advantages_N: torch.Tensor, *, eps_clip_low: float, eps_clip_high: float
+) -> torch.Tensor:
+    return -ratio_N * advantages_N
 
+
+def test_a_surrogate_of_the_users_replaces_the_built_in() -> None:
     log_two = torch.full((1,), math.log(2.0))
     zero = torch.zeros(1)
     inputs = LossInputs(
@@ -304,8 +305,10 @@ def test_a_surrogate_of_the_users_replaces_the_built_in() -> None:
         entropy_N=None,
         denominator=1.0,
     )
-    assert policy_loss(inputs, AlgorithmConfig(), unclipped).loss.item() == pytest.approx(-2.0)
-    assert policy_loss(inputs, AlgorithmConfig(), None).loss.item() == pytest.approx(-1.2)
+    assert policy_loss(
+        inputs, AlgorithmConfig(policy_loss=f"{__name__}:unclipped")
+    ).loss.item() == pytest.approx(-2.0)
+    assert policy_loss(inputs, AlgorithmConfig()).loss.item() == pytest.approx(-1.2)
 
 
 @pytest.mark.parametrize("name", PRESETS)

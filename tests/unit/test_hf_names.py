@@ -13,7 +13,7 @@ from tiny_model import Family, tensor_shapes
 from invrl.errors import ConfigError
 from invrl.train.hf_config import parse_hf_config
 from invrl.train.hf_names.families import FAMILIES
-from invrl.train.hf_names.parameter import Fusion, Heads, join, split
+from invrl.train.hf_names.parameter import Fusion, join, split
 
 NAMES: list[Family] = ["llama", "qwen2", "qwen3"]
 
@@ -30,10 +30,9 @@ def test_qkv_is_interleaved_by_key_value_group_and_comes_back(
     groups: int, queries: int, head_dim: int, columns: int | None, dtype: torch.dtype
 ) -> None:
     """Row by row against the definition: of each group its queries, its key, its value."""
-    heads = Heads(groups=groups, queries_per_group=queries, head_dim=head_dim)
     rest = () if columns is None else (columns,)
     q, k, v = (torch.randn(rows * head_dim, *rest).to(dtype) for rows in (groups * queries, groups, groups))
-    joined = join("qkv", [q, k, v], heads)
+    joined = join("qkv", [q, k, v], groups=groups)
     expected = []
     for group in range(groups):
         for head in range(group * queries, (group + 1) * queries):
@@ -41,7 +40,7 @@ def test_qkv_is_interleaved_by_key_value_group_and_comes_back(
         expected += list(k[group * head_dim : (group + 1) * head_dim])
         expected += list(v[group * head_dim : (group + 1) * head_dim])
     assert torch.equal(joined, torch.stack(expected))
-    for back, tensor in zip(split("qkv", joined, heads), (q, k, v), strict=True):
+    for back, tensor in zip(split("qkv", joined, groups=groups, head_dim=head_dim), (q, k, v), strict=True):
         assert torch.equal(back, tensor)
         assert back.is_contiguous()
 
@@ -49,10 +48,9 @@ def test_qkv_is_interleaved_by_key_value_group_and_comes_back(
 @pytest.mark.parametrize(("fusion", "count"), [("plain", 1), ("stack", 2)])
 def test_the_other_fusions_come_back(fusion: Fusion, count: int) -> None:
     tensors = [torch.randn(6, 4) for _ in range(count)]
-    heads = Heads(groups=1, queries_per_group=1, head_dim=1)
-    joined = join(fusion, list(tensors), heads)
+    joined = join(fusion, list(tensors), groups=1)
     assert torch.equal(joined, torch.cat(tensors))
-    for back, tensor in zip(split(fusion, joined, heads), tensors, strict=True):
+    for back, tensor in zip(split(fusion, joined, groups=1, head_dim=1), tensors, strict=True):
         assert torch.equal(back, tensor)
         assert back.is_contiguous()
 
@@ -89,8 +87,8 @@ def config(**fields: object) -> dict[str, object]:
 
 def test_what_config_json_leaves_out_has_its_documented_default() -> None:
     parsed = parse_hf_config(config())  # type: ignore[arg-type]
-    assert (parsed.num_kv_heads, parsed.head_dim, parsed.rope_theta) == (4, 16, 10000.0)
-    assert (parsed.rope_factor, parsed.tie_embeddings) == (None, False)
+    assert (parsed.num_key_value_heads, parsed.head_dim, parsed.rope_theta) == (4, 16, 10000.0)
+    assert (parsed.rope_factor, parsed.tie_word_embeddings) == (None, False)
 
 
 def test_rotary_settings_of_both_generations_of_transformers() -> None:

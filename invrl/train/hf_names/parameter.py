@@ -54,18 +54,8 @@ class Family:
         return [*self.before, *numbered, *self.after, *(() if tied else (self.head,))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
-    """What the interleaving of qkv depends on."""
-
-    groups: int
-    """Key-value heads."""
-    queries_per_group: int
-    head_dim: int
-
-
-def join(fusion: Fusion, tensors: list[torch.Tensor], heads: Heads) -> torch.Tensor:
-    """Hugging Face tensors -> the Megatron parameter."""
+def join(fusion: Fusion, tensors: list[torch.Tensor], *, groups: int) -> torch.Tensor:
+    """Hugging Face tensors -> the Megatron parameter. `groups`: key-value heads."""
     import torch
 
     if fusion == "plain":
@@ -73,16 +63,16 @@ def join(fusion: Fusion, tensors: list[torch.Tensor], heads: Heads) -> torch.Ten
         return tensor
     if fusion == "stack":
         return torch.cat(tensors)
-    by_group = [tensor.reshape(heads.groups, -1, *tensor.shape[1:]) for tensor in tensors]
+    by_group = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
     return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
-def split(fusion: Fusion, tensor: torch.Tensor, heads: Heads) -> list[torch.Tensor]:
+def split(fusion: Fusion, tensor: torch.Tensor, *, groups: int, head_dim: int) -> list[torch.Tensor]:
     """The inverse of `join`. Views where possible; each is contiguous."""
     if fusion == "plain":
         return [tensor]
     if fusion == "stack":
         return list(tensor.chunk(2))
-    by_group = tensor.reshape(heads.groups, -1, *tensor.shape[1:])
-    rows = [heads.queries_per_group * heads.head_dim, heads.head_dim, heads.head_dim]
+    by_group = tensor.reshape(groups, -1, *tensor.shape[1:])
+    rows = [by_group.shape[1] - 2 * head_dim, head_dim, head_dim]
     return [part.flatten(0, 1).contiguous() for part in by_group.split(rows, dim=1)]
