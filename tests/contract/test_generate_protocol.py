@@ -149,7 +149,8 @@ async def test_closing_a_stream_ends_it(client: SglangClient):
 
 
 async def test_what_would_kill_an_engine_is_not_sent(client: SglangClient):
-    for prompt, tokens in (([512], 1), ([-1], 1), ([], 1), ([5], 0), ([5] * 2040, 100)):
+    longest = client.limits.context_length
+    for prompt, tokens in (([512], 1), ([-1], 1), ([], 1), ([5], 0), ([5] * (longest - 99), 100)):
         with pytest.raises(SessionError) as caught:
             await client.generate(ask(prompt, tokens=tokens))
         assert caught.value.status == 400
