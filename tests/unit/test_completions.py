@@ -165,7 +165,7 @@ BAD_FIELDS = {
     "echo": {"echo": True},
     "suffix": {"suffix": "x"},
     "best_of": {"best_of": 2},
-    "logprobs": {"logprobs": 1},
+    "logprobs": {"logprobs": 21},
     "n": {"n": 0},
     "max_tokens": {"max_tokens": 0},
     "stop": {"stop": [""]},

@@ -286,7 +286,7 @@ BAD_FIELDS = {
     "include": {"include": ["everything"]},
     "format": {"text": {"format": {"type": "xml"}}},
     "schema format": {"text": {"format": {"type": "json_schema", "name": "x"}}},
-    "top_logprobs": {"top_logprobs": 3},
+    "top_logprobs": {"top_logprobs": 21},
     "background": {"background": True},
     "truncation": {"truncation": "auto"},
     "conversation": {"conversation": "conv_1"},

@@ -3,8 +3,8 @@
 Every field of the API stands in exactly one of these lists:
 - honoured: `messages` (text, also in parts; tool calls and results; `reasoning_content`), `model` (must
   be ours), `stream`, `stream_options.include_usage`, `max_tokens`, `max_completion_tokens` (bounded by the
-  session's max_new_tokens), `stop`, `logprobs`, `n` (to 16), `tools` (functions), `tool_choice`,
-  `parallel_tool_calls` (false: calls after the first are not shown), `response_format`,
+  session's max_new_tokens), `stop`, `logprobs`, `top_logprobs` (to 20), `n` (to 16), `tools` (functions),
+  `tool_choice`, `parallel_tool_calls` (false: calls after the first are not shown), `response_format`,
   `reasoning_effort` (none: no thinking; others: thinking), `chat_template_kwargs.enable_thinking`.
 - the run's: `temperature`, `top_p`, `top_k`, `min_p`, `frequency_penalty`, `presence_penalty`,
   `repetition_penalty`, `logit_bias`, `seed`: honoured in serving sessions; overridden in training and
@@ -34,6 +34,7 @@ from invrl.gateway.dialects.wire import (
     Part,
     SamplingFields,
     StreamOptions,
+    Top,
     bad,
     check_model,
     check_refused,
@@ -47,7 +48,6 @@ from invrl.gateway.dialects.wire import (
     sent,
     stop_strings,
     text_of,
-    token_logprobs,
     unread,
     unsupported,
     usage,
@@ -60,7 +60,6 @@ from invrl.gateway.turns import TurnRequest
 _REFUSED = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "top_logprobs": (None, 0),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -145,6 +144,7 @@ class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     max_completion_tokens: Count | None = None
     stop: str | list[str] | None = None
     logprobs: bool | None = None
+    top_logprobs: Top | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Choice | None = None
@@ -181,6 +181,7 @@ class ChatDialect(OpenAIDialect):
             tools=check_tools([_tool(tool, at) for at, tool in enumerate(body.tools or ())]),
             tool_choice=_tool_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            top_logprobs=body.top_logprobs or 0,
             schema=schema_text(form.type, schema, "response_format") if form else "",
             thinking=_thinking(body),
             sampling=client_sampling(body, max_new_tokens=limit, vocab_size=self.vocab_size),
@@ -219,7 +220,7 @@ class ChatDialect(OpenAIDialect):
         return {"id": f"chatcmpl-{turn_id}", "object": kind, "created": int(created), "model": self.model}
 
     def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        return {"content": token_logprobs(pieces, self.token_text), "refusal": None}
+        return {"content": self.token_logprobs(pieces), "refusal": None}
 
     def _check(self, body: _Body) -> None:
         check_model(body.model, self.model)
@@ -228,6 +229,8 @@ class ChatDialect(OpenAIDialect):
             raise bad("`messages` must not be empty", param="messages")
         if body.stream_options is not None and not body.stream:
             raise bad("`stream_options` needs `stream`", param="stream_options")
+        if body.top_logprobs and not body.logprobs:
+            raise bad("`top_logprobs` needs `logprobs`", param="top_logprobs")
 
 
 class _ChatStream:

@@ -4,10 +4,11 @@ The prompt is what the model reads: no template wraps it. One that begins with t
 prompt and its reply (special tokens and stop string included) goes on with that turn's exact ids.
 - honoured: `prompt` (one: text, or token ids), `model` (must be ours), `max_tokens` (16 where not given;
   bounded by the session's max_new_tokens), `n` (to 16), `stop`, `stream`, `stream_options.include_usage`,
-  `logprobs` (0: of the sampled tokens, offsets from the reply's beginning).
+  `logprobs` (to 20: of the sampled tokens and of so many likeliest ones, the likelier of two with the same
+  text; offsets from the reply's beginning).
 - the run's: the sampling parameters of `chat.py`, under the same names and rules.
 - ignored, for it changes no token: `user`, `stream_options.include_obfuscation`.
-- refused with 400: see `_REFUSED`; several prompts; `logprobs` above 0. Any other field is unknown."""
+- refused with 400: see `_REFUSED`; several prompts. Any other field is unknown."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from invrl.gateway.dialects.wire import (
     OpenAIDialect,
     SamplingFields,
     StreamOptions,
+    Top,
     bad,
     check_model,
     check_refused,
@@ -32,6 +34,7 @@ from invrl.gateway.dialects.wire import (
     decode,
     digest,
     finite,
+    sampled,
     sent,
     stop_strings,
     unread,
@@ -53,7 +56,7 @@ class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     max_tokens: Count | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] | None = None
     stop: str | list[str] | None = None
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=0)] | None = None
+    logprobs: Top | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -84,6 +87,7 @@ class CompletionsDialect(OpenAIDialect):
         turn = TurnRequest(
             messages=(),
             text=self._prompt(body.prompt),
+            top_logprobs=body.logprobs or 0,
             sampling=client_sampling(body, max_new_tokens=limit, vocab_size=self.vocab_size),
             stop=stop_strings(body.stop),
             stream=bool(body.stream),
@@ -123,12 +127,23 @@ class CompletionsDialect(OpenAIDialect):
         """A choice, or a piece of one whose tokens begin `offset` characters into the reply."""
         logprobs = None
         if request.logprobs:
-            tokens = [self.token_text(token_id) for piece in pieces for token_id in piece.ids_T.tolist()]
-            offsets = [*accumulate(map(len, tokens), initial=offset)][:-1]
-            values = [finite(value) for piece in pieces for value in piece.logprobs_T.tolist()]
-            told = {"tokens": tokens, "token_logprobs": values, "text_offset": offsets}
-            logprobs = {**told, "top_logprobs": None}
+            told = list(sampled(pieces))
+            tokens = [self.token_text(token_id) for token_id, *_ in told]
+            logprobs = {
+                "tokens": tokens,
+                "token_logprobs": [finite(logprob) for _, logprob, _ in told],
+                "text_offset": [*accumulate(map(len, tokens), initial=offset)][:-1],
+                "top_logprobs": [self._by_text(*each) for each in told]
+                if request.turn.top_logprobs
+                else None,
+            }
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _by_text(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for each_id, each in (*top, (token_id, logprob)):
+            found.setdefault(self.token_text(each_id), finite(each))
+        return found
 
     def _prompt(self, prompt: str | Sequence[int | str | list[int]]) -> str | tuple[int, ...]:
         if not isinstance(prompt, str) and len(prompt) == 1 and isinstance(only := prompt[0], str | list):

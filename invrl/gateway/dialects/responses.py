@@ -7,7 +7,8 @@ Every field of the API stands in exactly one of these lists:
   `max_output_tokens` (bounded by the session's max_new_tokens), `tools` (functions, also in a
   `namespace`: the model knows them as `namespace.name`), `tool_choice`, `parallel_tool_calls` (false:
   calls after the first are not shown), `text.format`, `reasoning.effort` (none: no thinking; others:
-  thinking), `include: message.output_text.logprobs` (in the message: every token sampled before its end).
+  thinking), `include: message.output_text.logprobs` (in the message: every token sampled before its end),
+  `top_logprobs` (to 20; shown where log-probs are).
 - the run's: the sampling parameters of `chat.py`, under the same names and rules.
 - ignored, for they change no token: `store`, `metadata`, `user`, `service_tier`, `safety_identifier`,
   `prompt_cache_*`, `client_metadata`, `max_tool_calls` (of built-in tools), `background_options`,
@@ -34,6 +35,7 @@ from invrl.gateway.dialects.wire import (
     OpenAIDialect,
     Part,
     SamplingFields,
+    Top,
     bad,
     check_model,
     check_refused,
@@ -46,7 +48,6 @@ from invrl.gateway.dialects.wire import (
     schema_text,
     sent,
     text_of,
-    token_logprobs,
     unread,
 )
 from invrl.gateway.generation import Answer, Piece
@@ -60,7 +61,6 @@ _REFUSED = {
     "context_management": (None, []),
     "moderation": (None,),
     "prompt": (None,),
-    "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
 """Fields not supported, with the values that ask for nothing."""
@@ -143,6 +143,7 @@ class _Body(_UnreadOfBody, forbid_unknown_fields=True):
     text: _Text | None = None
     reasoning: _Reasoning | None = None
     include: list[str] | None = None
+    top_logprobs: Top | None = None
 
 
 _ECHOED = {
@@ -155,9 +156,10 @@ _ECHOED = {
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
+    "top_logprobs": 0,
 }
 """Settings of the request that its response repeats, and what it says where the request said nothing."""
-_CONSTANT = {"background": False, "service_tier": "default", "top_logprobs": 0, "truncation": "disabled"}
+_CONSTANT = {"background": False, "service_tier": "default", "truncation": "disabled"}
 
 
 _DECODER = msgspec.json.Decoder(_Body)
@@ -195,6 +197,7 @@ class ResponsesDialect(OpenAIDialect):
             for tool in group.tools or ()
         }
         tools = check_tools(list(_tools(body.tools or ())))
+        logprobs = _LOGPROBS in (body.include or ())
         form, effort = body.text and body.text.format, body.reasoning and body.reasoning.effort
         turn = TurnRequest(
             messages=messages,
@@ -203,6 +206,7 @@ class ResponsesDialect(OpenAIDialect):
             parallel_tool_calls=body.parallel_tool_calls is not False,
             schema=schema_text(form.type, form.schema, "text.format") if form else "",
             thinking=None if effort is None else effort not in ("none", "minimal"),
+            top_logprobs=(logprobs and body.top_logprobs) or 0,
             after=_turn_id(body.previous_response_id),
             instructions=body.instructions or None,
             sampling=client_sampling(body, max_new_tokens=body.max_output_tokens, vocab_size=self.vocab_size),
@@ -213,7 +217,6 @@ class ResponsesDialect(OpenAIDialect):
         )
         said = {name: value for name, value in _FIELDS.decode(raw).items() if bytes(value) != b"null"}
         echo = {name: said.get(name, unset) for name, unset in _ECHOED.items()}
-        logprobs = _LOGPROBS in (body.include or ())
         return ResponsesRequest(turn=turn, logprobs=logprobs, functions=functions, echo=echo)
 
     def answer(self, request: ResponsesRequest, answers: Sequence[Answer]) -> bytes:
@@ -233,7 +236,7 @@ class ResponsesDialect(OpenAIDialect):
         return _ResponseStream(self, request, begun[0])
 
     def logprobs(self, request: ResponsesRequest, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        return token_logprobs(pieces, self.token_text) if request.logprobs else []
+        return self.token_logprobs(pieces) if request.logprobs else []
 
     def response(
         self, request: ResponsesRequest, turn_id: str, created: float, **more: Any

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
@@ -26,6 +26,7 @@ _Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 _TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 MOST_CHOICES, _MOST_STOPS, _MOST_TOOLS = 16, 16, 128
+Top = Annotated[int, msgspec.Meta(ge=0, le=20)]
 _NO_SCHEMA = '{"type": "object"}'
 
 
@@ -184,18 +185,13 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-def token_logprobs(pieces: Sequence[Piece], token_text: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Of every sampled token, as chat completions and responses show them."""
-    return [
-        {
-            "token": (text := token_text(token_id)),
-            "logprob": finite(logprob),
-            "bytes": list(text.encode()),
-            "top_logprobs": [],
-        }
-        for piece in pieces
-        for token_id, logprob in zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True)
-    ]
+def sampled(pieces: Sequence[Piece]) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+    """Of every sampled token: id, log-prob, and the likeliest in its place if they were asked for."""
+    for piece in pieces:
+        top, each = piece.top.tolist(), len(piece.top) // max(len(piece.ids_T), 1)
+        told = zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True)
+        for at, (token_id, logprob) in enumerate(told):
+            yield token_id, logprob, top[at * each : (at + 1) * each]
 
 
 def usage(turns: Sequence[Turn]) -> dict[str, Any]:
@@ -220,6 +216,17 @@ class OpenAIDialect:
 
     def __init__(self, *, model: str, vocab_size: int, token_text: Callable[[int], str]) -> None:
         self.model, self.vocab_size, self.token_text = model, vocab_size, token_text
+
+    def token_logprobs(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Of every sampled token, as chat completions and responses show them."""
+        return [
+            {**self._shown(token_id, logprob), "top_logprobs": [self._shown(*each) for each in top]}
+            for token_id, logprob, top in sampled(pieces)
+        ]
+
+    def _shown(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self.token_text(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
 
     def error(self, error: SessionError) -> bytes:
         return msgspec.json.encode({"error": self.told(error)})
