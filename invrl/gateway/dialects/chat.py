@@ -211,10 +211,11 @@ class ChatDialect(OpenAIDialect):
     def stream(self, request: ChatRequest, begun: Sequence[Begun]) -> AnswerStream:
         return _ChatStream(self, request, begun)
 
-    def models(self) -> bytes:
-        """The answer of `/v1/models`."""
+    def models(self, only: str) -> bytes:
+        """The answer of `/v1/models`, or of `/v1/models/{only}`: SessionError 404 if that is not ours."""
         card = {"id": self.model, "object": "model", "created": 0, "owned_by": "invrl"}
-        return msgspec.json.encode({"object": "list", "data": [card]})
+        check_model(only or self.model, self.model)
+        return msgspec.json.encode(card if only else {"object": "list", "data": [card]})
 
     def head(self, kind: str, turn_id: str, created: float) -> dict[str, Any]:
         return {"id": f"chatcmpl-{turn_id}", "object": kind, "created": int(created), "model": self.model}

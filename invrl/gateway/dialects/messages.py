@@ -195,12 +195,13 @@ class MessagesDialect:
         detail = {"type": kind, "message": long + error.message}
         return msgspec.json.encode({"type": "error", "error": detail, "request_id": None})
 
-    def models(self) -> bytes:
-        """The answer of `/v1/models` to an Anthropic client."""
+    def models(self, only: str) -> bytes:
+        """As `ChatDialect.models`, to an Anthropic client."""
         card = {"type": "model", "id": self.model, "display_name": self.model, "lifecycle": "active"}
         card["created_at"] = "1970-01-01T00:00:00Z"
+        check_model(only or self.model, self.model)
         ends = {"has_more": False, "first_id": self.model, "last_id": self.model}
-        return msgspec.json.encode({"data": [card], **ends})
+        return msgspec.json.encode(card if only else {"data": [card], **ends})
 
     def message(self, turn_id: str, content: Sequence[Any], usage: Any, **stop: str | None) -> dict[str, Any]:
         """`stop`: what `stop_reason` tells, once it is known."""

@@ -1,4 +1,4 @@
-"""`/v1/responses`: only the wire, in both directions. Pure.
+"""`/v1/responses`, and one of them again by its id: only the wire, in both directions. Pure.
 
 Every field of the API stands in exactly one of these lists:
 - honoured: `input` (text, or items: messages with text parts, `function_call`, `function_call_output`,
@@ -17,11 +17,15 @@ Every field of the API stands in exactly one of these lists:
   is named above; in tools `strict` where the model chooses freely, `defer_loading`, `output_schema`.
 - ignored tools, which Codex CLI offers unasked: `web_search`, `image_generation`.
 - refused with 400: see `_REFUSED`; `truncation` auto; other tools and items; images, audio, files.
-Any other field is refused as unknown. Reasoning tokens are counted up to the mark `</think>`."""
+Any other field is refused as unknown. Reasoning tokens are counted up to the mark `</think>`.
+
+A response is told again from its turn's record alone (one of another dialect too): of the request's settings
+it repeats `instructions`, and `tools` as the model knows them; `previous_response_id` is what it went on
+from, named or not. `include` is honoured, `stream` refused; `starting_after`, `include_obfuscation` are ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -49,11 +53,14 @@ from invrl.gateway.dialects.wire import (
     sent,
     text_of,
     unread,
+    unsupported,
 )
+from invrl.gateway.forest import Node
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.gateway.parsing import CallDelta, Delta
 from invrl.gateway.turns import TurnRequest
+from invrl.rollout.sglang_client import NO_TOP
 
 _REFUSED = {
     "background": (None, False),
@@ -222,15 +229,43 @@ class ResponsesDialect(OpenAIDialect):
     def answer(self, request: ResponsesRequest, answers: Sequence[Answer]) -> bytes:
         """The body of a whole answer."""
         [answer] = answers
-        output, message = ResponseOutput(answer.turn.id, request.functions), answer.message
+        return self._whole(answer, request.echo, request.functions, self.logprobs(request, answer.pieces))
+
+    def again(
+        self, response_id: str, find: Callable[[str], Node | None], query: Sequence[tuple[str, str]]
+    ) -> bytes:
+        """A whole response of earlier. `find`: a turn by its id. SessionError 404 if there is none."""
+        node = find(response_id.removeprefix(_ID)) if response_id.startswith(_ID) else None
+        if node is None or node.raw:
+            reason = f"Response with id {response_id!r} not found."
+            raise SessionError(reason, status=404, code="response_not_found")
+        asked = {(name.removesuffix("[]"), value) for name, value in query}
+        if any(name == "stream" and value != "false" for name, value in asked):
+            raise unsupported("stream")
+        turn, first = node.turn, node.path()[0].messages[0]
+        sampled = Piece(delta=Delta(), ids_T=turn.sampled_ids_T, logprobs_T=turn.logprobs_T, top=NO_TOP)
+        echo = {**_ECHOED, "tools": [_shown_tool(tool) for tool in node.tools]}
+        echo["instructions"] = first.content if first.instructions else None
+        echo["previous_response_id"] = _ID + turn.parent_id if turn.parent_id else None
+        logprobs = self.token_logprobs((sampled,)) if ("include", _LOGPROBS) in asked else ()
+        return self._whole(Answer(turn=turn, message=node.messages[-1], pieces=()), echo, {}, logprobs)
+
+    def _whole(
+        self,
+        answer: Answer,
+        echo: Mapping[str, Any],
+        functions: Mapping[str, tuple[str, str]],
+        logprobs: Sequence[Mapping[str, Any]],
+    ) -> bytes:
+        output, message = ResponseOutput(answer.turn.id, functions), answer.message
         calls = [
             CallDelta(index=n, id=c.id, name=c.name, arguments=c.arguments)
             for n, c in enumerate(message.tool_calls)
         ]
         delta = Delta(content=message.content, reasoning=message.reasoning, calls=tuple(calls))
-        output.add(delta, self.logprobs(request, answer.pieces))
+        output.add(delta, logprobs)
         output.close(complete=answer.turn.finish_reason == "stop")
-        return msgspec.json.encode(self.ended(request, answer, output))
+        return msgspec.json.encode(self.ended(echo, answer, output))
 
     def stream(self, request: ResponsesRequest, begun: Sequence[Begun]) -> AnswerStream:
         return _ResponseStream(self, request, begun[0])
@@ -238,15 +273,13 @@ class ResponsesDialect(OpenAIDialect):
     def logprobs(self, request: ResponsesRequest, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         return self.token_logprobs(pieces) if request.logprobs else []
 
-    def response(
-        self, request: ResponsesRequest, turn_id: str, created: float, **more: Any
-    ) -> dict[str, Any]:
+    def response(self, echo: Mapping[str, Any], turn_id: str, created: float, **more: Any) -> dict[str, Any]:
         """A response object; `more` has its status, and what is not as it is at the beginning."""
         head = {"id": _ID + turn_id, "object": "response", "created_at": int(created), "model": self.model}
         begun = {"error": None, "incomplete_details": None, "output": [], "usage": None}
-        return {**head, **request.echo, **_CONSTANT, **begun, **more}
+        return {**head, **echo, **_CONSTANT, **begun, **more}
 
-    def ended(self, request: ResponsesRequest, answer: Answer, output: ResponseOutput) -> dict[str, Any]:
+    def ended(self, echo: Mapping[str, Any], answer: Answer, output: ResponseOutput) -> dict[str, Any]:
         """The response object of an answer that is whole."""
         turn = answer.turn
         state: dict[str, Any] = {"status": "completed", "completed_at": int(turn.finished_at)}
@@ -260,7 +293,7 @@ class ResponsesDialect(OpenAIDialect):
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens(answer)},
             "total_tokens": turn.prompt_tokens + sampled,
         }
-        return self.response(request, turn.id, turn.started_at, **state, output=output.items, usage=usage)
+        return self.response(echo, turn.id, turn.started_at, **state, output=output.items, usage=usage)
 
     def _reasoning_tokens(self, answer: Answer) -> int:
         if not answer.message.reasoning:
@@ -301,7 +334,7 @@ class _ResponseStream:
         [answer] = answers
         events = self._output.add(Delta(), self._logprobs)
         events += self._output.close(complete=answer.turn.finish_reason == "stop")
-        response = self._dialect.ended(self._request, answer, self._output)
+        response = self._dialect.ended(self._request.echo, answer, self._output)
         events.append({"type": f"response.{response['status']}", "response": response})
         return self._events(events)
 
@@ -317,7 +350,7 @@ class _ResponseStream:
         )
 
     def _response(self, **more: Any) -> dict[str, Any]:
-        return self._dialect.response(self._request, self._begun.turn_id, self._begun.created, **more)
+        return self._dialect.response(self._request.echo, self._begun.turn_id, self._begun.created, **more)
 
     def _events(self, events: Sequence[Event]) -> bytes:
         numbered = [{**event, "sequence_number": n} for n, event in enumerate(events, self._sent)]
@@ -394,6 +427,11 @@ def _tools(tools: Sequence[_Tool], namespace: str = "") -> Iterator[Tool]:
             yield make_tool(name, tool.description, tool.parameters, bool(tool.strict), param)
         elif tool.type not in _IGNORED_TOOLS:
             raise bad(f"{param}: only functions are supported, not {tool.type!r}", param=param)
+
+
+def _shown_tool(tool: Tool) -> dict[str, Any]:
+    shown = {"type": "function", "name": tool.name, "description": tool.description or None}
+    return {**shown, "parameters": msgspec.Raw((tool.parameters or "null").encode()), "strict": tool.strict}
 
 
 def _tool_choice(choice: str | _Choice | None, tools: Sequence[Tool]) -> ToolChoice:
