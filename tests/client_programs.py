@@ -70,13 +70,18 @@ class Ended:
 
 
 async def run_program(
-    command: list[str], *, folder: Path, env: dict[str, str] | None = None, deadline_s: float = 400
+    command: list[str],
+    *,
+    folder: Path,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    deadline_s: float = 400,
 ) -> Ended:
-    """Runs in `folder`, which is its home too, with none of our settings; ended at the deadline."""
+    """Runs in `folder` (or `cwd`), which is its home, with none of our settings; ended at the deadline."""
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "SSL_CERT_FILE") if name in os.environ}
     process = await asyncio.create_subprocess_exec(
         *command,
-        cwd=folder,
+        cwd=cwd or folder,
         env={**kept, "HOME": str(folder), **(env or {})},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
@@ -92,20 +97,31 @@ async def run_program(
     return Ended(code=process.returncode, out=out.decode(), err=err.decode())
 
 
-async def run_codex(task: str, session: Mapping[str, str], *, folder: Path) -> Ended:
+async def run_codex(
+    task: str,
+    session: Mapping[str, str],
+    *,
+    folder: Path,
+    again: bool = False,
+    settings: Mapping[str, str | bool] | None = None,
+) -> Ended:
     """`codex exec` in `folder`/work, at our responses API by a provider of its own settings, in its own
-    sandbox (only the work folder can be written)."""
+    sandbox (only the work folder can be written). `again`: goes on with its last conversation. `settings`:
+    more of its own. Its last message is left in `folder`/last.txt."""
+    (folder / "work").mkdir(exist_ok=True)
+    (folder / "codex").mkdir(exist_ok=True)
     provider = {"name": "invrl", "base_url": session["base_url"], "env_key": "INVRL_KEY"}
-    settings: dict[str, str | bool] = {"model": "scripted", "model_provider": "invrl"}
-    settings |= {f"model_providers.invrl.{name}": value for name, value in provider.items()}
-    settings["model_providers.invrl.wire_api"] = "responses"
-    settings |= {"analytics.enabled": False, "check_for_update_on_startup": False}
-    (folder / "work").mkdir()
-    command = [str(codex()), "exec", "--skip-git-repo-check", "--sandbox", "workspace-write"]
-    command += [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    all_settings: dict[str, str | bool] = {"model": "scripted", "model_provider": "invrl"}
+    all_settings |= {f"model_providers.invrl.{name}": value for name, value in provider.items()}
+    all_settings |= {"model_providers.invrl.wire_api": "responses", "sandbox_mode": "workspace-write"}
+    all_settings |= {"analytics.enabled": False, "check_for_update_on_startup": False, **(settings or {})}
+    command = [str(codex()), "exec", *(["resume", "--last"] if again else []), "--skip-git-repo-check"]
+    command += [
+        part for name, value in all_settings.items() for part in ("-c", f"{name}={json.dumps(value)}")
+    ]
+    command += ["--output-last-message", str(folder / "last.txt"), task]
     env = {"INVRL_KEY": session["key"], "CODEX_HOME": str(folder / "codex")}
-    (folder / "codex").mkdir()
-    return await run_program([*command, "-C", str(folder / "work"), task], folder=folder, env=env)
+    return await run_program(command, folder=folder, cwd=folder / "work", env=env)
 
 
 def _digest(text: str) -> str:

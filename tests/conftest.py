@@ -26,8 +26,9 @@ settings.load_profile("any machine")  # a busy one must not fail what is right
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """fp32 Qwen3 with ChatML; as many KV heads as heads, so that q and k can be mistaken."""
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-qwen3", kv_heads=4)
+    """fp32 Qwen3 with ChatML; as many KV heads as heads, so that q and k can be mistaken; room for the
+    prompts of unmodified agents."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-qwen3", kv_heads=4, max_positions=16_000)
 
 
 @pytest.fixture(scope="session")

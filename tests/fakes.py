@@ -136,6 +136,11 @@ class FakeEngine:
                     "output_token_logprobs": [[fake_logprob(token), token, None] for token in ids],
                 },
             }
+            if top := body.get("top_logprobs_num"):
+                out["meta_info"]["output_top_logprobs"] = [
+                    [[fake_logprob(token) - rank / 2, (token + rank) % 512, None] for rank in range(top)]
+                    for token in ids
+                ]
             if body.get("stream"):
                 await response.write(b"data: " + json.dumps(out).encode() + b"\n\n")
         self._cache = [*self._cache[-63:], [*prompt, *reply]]

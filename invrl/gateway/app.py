@@ -161,26 +161,36 @@ def _add_agent_routes(
     name, vocab_size, token_text = settings.model_name, settings.vocab_size, turns.renderer.token_text
     openais = {"model": name, "vocab_size": vocab_size, "token_text": token_text}
     chat, messages = ChatDialect(**openais), MessagesDialect(model=name)
-    dialects: list[Dialect[Any]] = [
-        chat,
-        CompletionsDialect(**openais),
-        ResponsesDialect(**openais),
-        messages,
-    ]
+    responses = ResponsesDialect(**openais)
+    dialects: list[Dialect[Any]] = [chat, CompletionsDialect(**openais), responses, messages]
 
     def spoken(request: Request) -> ChatDialect | MessagesDialect:
         anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
         return messages if anthropic else chat
 
+    def asker(request: Request) -> SessionRecord:
+        return registry.by_key(session_keys(request.path_params.get("key"), dict(request.headers)))
+
     async def models(request: Request) -> Response:
-        registry.by_key(session_keys(request.path_params.get("key"), dict(request.headers)))
-        return Response(spoken(request).models(), media_type="application/json")
+        asker(request)
+        shown = spoken(request).models(request.path_params.get("id", ""))
+        return Response(shown, media_type="application/json")
+
+    async def response(request: Request) -> Response:
+        find = turns.conversation(asker(request)).forest.turn
+        shown = responses.again(request.path_params["id"], find, request.query_params.multi_items())
+        return Response(shown, media_type="application/json")
 
     served = {"registry": registry, "turns": turns, "settings": settings}
     app.sampling = {each.path: AgentEndpoint(dialect=each, **served) for each in dialects}
     app.sampling[messages.path + "/count_tokens"] = CountEndpoint(dialect=messages, **served)
     for prefix in _AGENT_PREFIXES:
-        app.router.routes.append(Route(prefix + "/models", models, methods=["GET"]))
+        for path, answer in (
+            ("/models", models),
+            ("/models/{id:path}", models),
+            ("/responses/{id}", response),
+        ):
+            app.router.routes.append(Route(prefix + path, answer, methods=["GET"]))
     return spoken
 
 

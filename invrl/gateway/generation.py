@@ -23,7 +23,7 @@ from invrl.gateway.forest import Node
 from invrl.gateway.message import Message, Tool
 from invrl.gateway.parsing import Delta, ReplyParser
 from invrl.gateway.rendering import Renderer, TextStream
-from invrl.rollout.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
+from invrl.rollout.sglang_client import NO_TOP, GenerateChunk, GenerateRequest, GenerateResult
 from invrl.types import FinishReason, Turn, VersionSpan
 
 _log = logging.getLogger(__name__)
@@ -56,6 +56,8 @@ class Piece:
     delta: Delta
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
+    top: NDArray[np.void]
+    """As in `GenerateChunk`: only shown, never recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +219,7 @@ class Generation:
     def _take(self, chunk: GenerateChunk | GenerateResult) -> None:
         self._spans = chunk.spans
         delta = self._parser.push(self._stream.push(chunk.ids_T.tolist()))
-        self._publish(Piece(delta=delta, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T))
+        self._publish(Piece(delta=delta, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, top=chunk.top))
 
     def _publish(self, piece: Piece) -> None:
         self._pieces.append(piece)
@@ -259,7 +261,7 @@ class Generation:
         return turn, self._commit(turn, proposal, self._parser.message)
 
 
-_EMPTY = Piece(delta=Delta(), ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0, np.float32))
+_EMPTY = Piece(delta=Delta(), ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0, np.float32), top=NO_TOP)
 
 
 def _resolve(waiter: asyncio.Future[None]) -> None:
@@ -277,4 +279,5 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         ),
         ids_T=np.concatenate([piece.ids_T for piece in pieces]),
         logprobs_T=np.concatenate([piece.logprobs_T for piece in pieces]),
+        top=np.concatenate([piece.top for piece in pieces]) if pieces[0].top.size else NO_TOP,
     )

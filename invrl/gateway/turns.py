@@ -45,6 +45,8 @@ class TurnRequest:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
+    top_logprobs: int = 0
+    """So many of the likeliest tokens are shown at each place."""
     schema: str = ""
     """JSON schema that the reply must follow; "" for none."""
     thinking: bool | None = None
@@ -168,6 +170,7 @@ class Turns:
                     stop_token_ids=tuple(sorted(self.renderer.end_ids)),
                     extra_sampling=extra,
                     routing_key=session.id,
+                    top_logprobs=request.top_logprobs,
                 ),
                 stream=request.stream,
                 parent=place.parent,

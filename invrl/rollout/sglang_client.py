@@ -26,6 +26,9 @@ from invrl.errors import DeadlineError, ServerError, SessionError
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 
 _CONTROL_DEADLINE_S = 60.0
+TOP = np.dtype([("id", np.int32), ("logprob", np.float32)])
+"""A token that could have been sampled."""
+NO_TOP: NDArray[np.void] = np.empty(0, TOP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class GenerateRequest:
     extra_sampling: Mapping[str, Json] = field(default_factory=dict)
     """Further SGLang sampling parameters by their own names (`top_k`, `json_schema`, ...)."""
     routing_key: str = ""
+    top_logprobs: int = 0
+    """So many of the likeliest tokens are wanted at each place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,6 +72,8 @@ class GenerateChunk:
     logprobs_T: NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
     """Of the whole output so far: who cancels keeps what was sampled, with its versions."""
+    top: NDArray[np.void] = field(default_factory=lambda: NO_TOP)
+    """[T * top_logprobs]: of each token in turn the likeliest in its place, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,6 +88,7 @@ class GenerateResult:
     """The token id or the string that ended it."""
     prompt_tokens: int
     cached_tokens: int
+    top: NDArray[np.void] = field(default_factory=lambda: NO_TOP)
 
 
 class SglangClient:
@@ -122,13 +130,13 @@ class SglangClient:
         DeadlineError. Cancelling the call cancels the generation."""
         body, deadline_s = self._body(request, stream=False), self._generate_deadline_s
         answer = await self._ask("/generate", body, deadline_s=deadline_s, routing_key=request.routing_key)
-        return _Answer().add(_EVENT.decode(answer)).result()
+        return _Answer(request.top_logprobs).add(_EVENT.decode(answer)).result()
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateResult, None]:
         """Chunks of new tokens as they come; the last item is the whole result. Errors as in `generate`.
         Closing the iterator drops the connection, which ends the generation within 0.1 s."""
         body = self._body(request, stream=True)
-        answer = _Answer()
+        answer = _Answer(request.top_logprobs)
         try:
             async with asyncio.timeout(self._generate_deadline_s):
                 opened = self._open("/generate", body, key=self._api_key, routing_key=request.routing_key)
@@ -247,7 +255,9 @@ class SglangClient:
                 sampling[name] = list(values)
         if request.ignore_eos:
             sampling["ignore_eos"] = True
+        top: dict[str, Json] = {"top_logprobs_num": request.top_logprobs} if request.top_logprobs else {}
         return {
+            **top,
             "rid": request.rid,
             "input_ids": request.input_ids_T.tolist(),
             "sampling_params": sampling,
@@ -331,6 +341,7 @@ class _Meta(msgspec.Struct):
     weight_version: str
     cached_tokens: int = 0
     output_token_logprobs: list[tuple[float, int, str | None]] = []
+    output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] | None = None
     finish_reason: _Finish | None = None
     weight_versions: list[_Span] | None = None
 
@@ -356,10 +367,11 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[_Event]:
 
 class _Answer:
     """Tokens of one generation put together from disjoint segments (`--incremental-streaming-output`)
-    or from one whole answer."""
+    or from one whole answer. `top`: likeliest tokens that were asked for at each place."""
 
-    def __init__(self) -> None:
+    def __init__(self, top: int) -> None:
         self.ids, self.logprobs = array("i"), array("f")
+        self._each, self._top = top, list[tuple[int, float]]()
         self._meta: _Meta | None = None
 
     def add(self, event: _Event) -> _Answer:
@@ -369,6 +381,11 @@ class _Answer:
         for logprob, token, _ in event.meta_info.output_token_logprobs:
             self.ids.append(token)
             self.logprobs.append(logprob)
+        if self._each:  # JSON has no minus infinity
+            for row in event.meta_info.output_top_logprobs or ():
+                self._top += [(token, -np.inf if told is None else told) for told, token, _ in row or ()]
+            if len(self._top) != self._each * len(self.ids):
+                raise ServerError("the engine did not tell the likeliest tokens of every place")
         self._meta = event.meta_info
         return self
 
@@ -378,6 +395,7 @@ class _Answer:
             spans=_spans(self._meta, len(self.ids)),
             ids_T=np.array(self.ids[start:], np.int32),
             logprobs_T=np.array(self.logprobs[start:], np.float32),
+            top=self._likeliest(start),
         )
 
     def result(self) -> GenerateResult:
@@ -393,7 +411,11 @@ class _Answer:
             matched_stop=matched[-1] if isinstance(matched, list) else matched,
             prompt_tokens=self._meta.prompt_tokens,
             cached_tokens=self._meta.cached_tokens,
+            top=self._likeliest(0),
         )
+
+    def _likeliest(self, start: int) -> NDArray[np.void]:
+        return np.array(self._top[start * self._each :], TOP) if self._each else NO_TOP
 
 
 def _spans(meta: _Meta, sampled: int) -> tuple[VersionSpan, ...]:

@@ -1,11 +1,13 @@
 """A LangGraph agent over `langchain-openai`: its own loop, its own memory, a calculator.
 
-`python langgraph_agent.py BASE_URL KEY [--stream] [--responses]` prints one JSON line of what it saw.
+`python langgraph_agent.py BASE_URL KEY [--stream] [--responses] [--forced]` prints one JSON line.
+`--forced`: a model chosen anew for each step, which must call after a question, and must not after a result.
 """
 
 import json
 import sys
 import warnings
+from typing import Literal
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -17,7 +19,7 @@ RESULTS = []
 
 
 @tool
-def calculator(expression: str) -> str:
+def calculator(expression: Literal["12*13", "7*8", "9*11"]) -> str:
     """Evaluates an arithmetic expression."""
     left, right = expression.split("*")
     RESULTS.append(str(int(left) * int(right)))
@@ -35,8 +37,16 @@ def main() -> None:
         streaming="--stream" in sys.argv,
         use_responses_api="--responses" in sys.argv,
     )
+
+    def forced(state, _):
+        choice = "required" if state["messages"][-1].type == "human" else "none"
+        return model.bind_tools([calculator], tool_choice=choice, parallel_tool_calls=False)
+
     agent = create_react_agent(
-        model, [calculator], prompt="Use the calculator.", checkpointer=InMemorySaver()
+        forced if "--forced" in sys.argv else model,
+        [calculator],
+        prompt="Use the calculator.",
+        checkpointer=InMemorySaver(),
     )
     thread = {"configurable": {"thread_id": "1"}}
     answers = []

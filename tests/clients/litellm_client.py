@@ -1,6 +1,7 @@
 """litellm: tools and several turns over chat completions, or with `--messages` over Anthropic's messages.
 
-`python litellm_client.py BASE_URL KEY [--stream] [--messages]` prints one JSON line of what it saw.
+`python litellm_client.py BASE_URL KEY [--stream] [--messages] [--forced]` prints one JSON line.
+`--forced`: the first answer to each question must be a call, of one of three expressions; the next must not.
 """
 
 import json
@@ -37,11 +38,18 @@ def main() -> None:
         where = {"model": "anthropic/scripted", "api_base": url.removesuffix("/v1")}
     else:
         where = {"model": "openai/scripted", "api_base": url}
+    forced = "--forced" in sys.argv
+    if forced:
+        TOOL["function"]["parameters"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
     messages: list = [{"role": "system", "content": "Use the calculator."}]
     answers, results = [], []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         while True:
+            more = {}
+            if forced:
+                more["tool_choice"] = "required" if messages[-1]["role"] == "user" else "none"
+                more["parallel_tool_calls"] = False
             answer = litellm.completion(
                 **where,
                 api_key=key,
@@ -50,6 +58,7 @@ def main() -> None:
                 stream=stream,
                 num_retries=0,
                 max_tokens=512,
+                **more,
             )
             if stream:
                 answer = litellm.stream_chunk_builder(list(answer), messages=messages)

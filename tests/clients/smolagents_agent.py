@@ -6,6 +6,7 @@ smolagents forces every call (`tool_choice` "required"); `--auto` leaves it to t
 
 import json
 import sys
+from typing import Literal
 
 from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
 
@@ -14,7 +15,7 @@ RESULTS = []
 
 
 @tool
-def calculator(expression: str) -> str:
+def calculator(expression: Literal["12*13", "7*8", "9*11"]) -> str:
     """Evaluates an arithmetic expression.
 
     Args:

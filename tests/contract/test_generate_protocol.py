@@ -132,6 +132,25 @@ async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
     assert stop not in text(got[:-1], skip_special_tokens=False)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_likeliest_tokens_of_each_place(client: SglangClient, stream: bool):
+    """Where sampling is greedy, the first of them is what was sampled, with the same log-prob."""
+    greedy = Sampling(temperature=0.0, max_new_tokens=6)
+    request = ask([5, 6, 7, 8], sampling=greedy, top_logprobs=3)
+    items = [item async for item in client.stream(request)] if stream else [await client.generate(request)]
+    *chunks, result = items
+    assert isinstance(result, GenerateResult)
+    top = result.top.reshape(6, 3)
+    assert top["id"][:, 0].tolist() == result.ids_T.tolist()
+    assert top["logprob"][:, 0].tolist() == result.logprobs_T.tolist()
+    assert np.all(np.diff(top["logprob"]) <= 0)
+    assert [len(set(row)) for row in top["id"].tolist()] == [3] * 6
+    assert np.concatenate([result.top[:0], *(chunk.top for chunk in chunks)]).tolist() == (
+        result.top.tolist() if stream else []
+    )
+    assert (await client.generate(ask([5], tokens=1))).top.size == 0
+
+
 async def test_a_path_that_goes_on_is_found_in_the_cache(client: SglangClient):
     prompt = [secrets.randbelow(400) + 20 for _ in range(60)]
     first = await client.generate(ask(prompt))
@@ -149,7 +168,8 @@ async def test_closing_a_stream_ends_it(client: SglangClient):
 
 
 async def test_what_would_kill_an_engine_is_not_sent(client: SglangClient):
-    for prompt, tokens in (([512], 1), ([-1], 1), ([], 1), ([5], 0), ([5] * 2040, 100)):
+    longest = client.limits.context_length
+    for prompt, tokens in (([512], 1), ([-1], 1), ([], 1), ([5], 0), ([5] * (longest - 99), 100)):
         with pytest.raises(SessionError) as caught:
             await client.generate(ask(prompt, tokens=tokens))
         assert caught.value.status == 400

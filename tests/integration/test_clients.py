@@ -20,12 +20,26 @@ pytestmark = pytest.mark.timeout(1800)  # of which installing the clients may ta
 ANSWERS = ["The result is 156. ✓", "The result is 56 and 99. ✓", "You are wélcome 🙂"]
 RESULTS = ["156", "56", "99"]
 WHOLE_AND_STREAMED = [[], ["--stream"]]
-FORCED = {
-    "openai_chat.py": [],
-    "openai_responses.py": ["--previous"],
-    "anthropic_messages.py": [],
-    "openai_agents_sdk.py": [],
-}
+FORCED = [
+    *(
+        [program, *flags]
+        for program in (
+            "openai_chat.py",
+            "openai_responses.py",
+            "anthropic_messages.py",
+            "openai_agents_sdk.py",
+        )
+        for flags in WHOLE_AND_STREAMED
+    ),
+    ["openai_responses.py", "--previous", "--stream"],
+    ["langgraph_agent.py"],
+    ["langgraph_agent.py", "--responses", "--stream"],
+    ["litellm_client.py", "--stream"],
+    ["litellm_client.py", "--messages"],
+]
+CODEX = pytest.mark.skipif(
+    shutil.which("npm") is None, reason="Codex CLI comes from npm, and there is no npm"
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +70,12 @@ class Talk:
     def __init__(self, stack: Stack, python: Path, folder: Path) -> None:
         self.stack, self.python, self.folder = stack, python, folder
 
-    async def run(self, name: str, *flags: str) -> dict:
+    async def run(self, name: str, *flags: str, turns: int = 3) -> dict:
         session = await self.stack.open()
         program = str(client_programs.PROGRAMS / name)
         command = [str(self.python), program, session["base_url"], session["key"], *flags]
         seen = (await client_programs.run_program(command, folder=self.folder)).seen
-        await self.judged(session)
+        await self.judged(session, turns=turns)
         return seen
 
     async def judged(self, session: dict, *, turns: int = 3) -> None:
@@ -172,7 +186,7 @@ async def test_litellm(talk: Talk, flags: list[str], more: list[str]):
     assert_whole(talk.last_prompt)
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="Codex CLI comes from npm, and there is no npm")
+@CODEX
 async def test_codex(talk: Talk, stack: Stack, tmp_path: Path):
     """A small task through its own shell tool: it must leave a file."""
     session = await stack.open()
@@ -185,15 +199,56 @@ async def test_codex(talk: Talk, stack: Stack, tmp_path: Path):
     await talk.judged(session, turns=2)
 
 
-@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
-@pytest.mark.parametrize("program", FORCED)
-async def test_forced_calls_of_a_real_engine(
-    real: Stack, python: Path, tmp_path: Path, program: str, flags: list[str]
-):
-    """The same conversations, where a random model must call: its grammar leaves it three expressions."""
+@pytest.mark.parametrize("program", FORCED, ids=" ".join)
+async def test_forced_calls_of_a_real_engine(real: Stack, python: Path, tmp_path: Path, program: list[str]):
+    """The same conversations, where a random model must call: its grammar leaves it three expressions. Its
+    answers are cut off: the Agents SDK fails on that in its responses mode."""
     talk = Talk(real, python, tmp_path)
-    seen = await talk.run(program, "--forced", *FORCED[program], *flags)
+    seen = await talk.run(*program, "--forced")
     assert len(seen["results"]) >= 3
     assert set(seen["results"]) <= set(RESULTS)
     assert talk.verdict.constrained >= 3
     assert talk.verdict.turns >= 6
+
+
+async def test_smolagents_forces_a_real_engine(real: Stack, python: Path, tmp_path: Path):
+    """By itself, in every step but the last resort after four. Which tool is left to the model, and what
+    `final_answer` is told may be cut off: then there was no call."""
+    talk = Talk(real, python, tmp_path)
+    seen = await talk.run("smolagents_agent.py", "--stream", turns=2)
+    assert len(seen["answers"]) == 2
+    assert set(seen["results"]) <= set(RESULTS)
+    assert talk.verdict.turns - 2 <= talk.verdict.constrained <= 8
+    assert talk.verdict.constrained >= 2
+
+
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+async def test_completions_of_a_real_engine(real: Stack, python: Path, tmp_path: Path, flags: list[str]):
+    """A reply that the model ends itself has a token that its text does not show: what goes on from the
+    text is another path."""
+    talk = Talk(real, python, tmp_path)
+    seen = await talk.run("openai_completions.py", *flags)
+    ended = seen["finishes"][:-1].count("stop")
+    assert (talk.verdict.roots, talk.verdict.turns) == (1 + ended, 4)
+
+
+@CODEX
+async def test_codex_and_a_real_engine(real: Stack, python: Path, tmp_path: Path):
+    """Codex cannot force a call, and fails a reply that is cut off. So the random model may talk until it
+    ends by itself; a short system prompt and fewer tools leave room for that. Two turns of one conversation:
+    what Codex holds for the reply is what the wire had."""
+    (tmp_path / "prompt.md").write_text("You are a coding agent.")
+    settings: dict[str, str | bool] = {"model_instructions_file": str(tmp_path / "prompt.md")}
+    settings |= {f"features.{name}": False for name in ("multi_agent", "goals")}
+    session = await real.open(purpose="serve", sampling={"max_new_tokens": 4096})
+    talk = Talk(real, python, tmp_path)
+    for again in (False, True):
+        ended = await client_programs.run_codex(
+            "Say a word.", session, folder=tmp_path, again=again, settings=settings
+        )
+        assert ended.code == 0, ended.err[-3000:]
+        ids = real.tap.generations[-1].ids
+        text = Reference(real.model).tokenizer.decode(ids, skip_special_tokens=False)
+        held = (tmp_path / "last.txt").read_bytes().decode()  # read_text would translate its newlines
+        assert held.strip() == text.removesuffix("<|im_end|>").strip()
+    await talk.judged(session, turns=2)

@@ -91,7 +91,7 @@ async def test_prompt_logprobs_are_the_models(engine: Engine, tiny_model: Path) 
         ([1, 512], 4, "invalid_token_id"),
         ([1, -1], 4, "invalid_token_id"),
         ([], 4, "empty_prompt"),
-        ([1] * 2000, 100, "context_length_exceeded"),
+        ([1] * 15_950, 100, "context_length_exceeded"),
         ([1], 0, "invalid_value"),
     ],
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -139,6 +140,26 @@ async def test_a_second_turn_is_the_first_ones_exact_ids_and_a_tail(
         at += size
         if turn is not third:
             at += len((second if turn is first else third).context_ids_T)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_likeliest_tokens_of_a_greedy_reply_begin_with_the_sampled_ones(
+    http: httpx.AsyncClient, store: RunStore, router_client: SglangClient, stream: bool
+):
+    session = await open_session(http, purpose="serve")
+    client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
+    asked = {"messages": [ASK], "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 20}
+    answer = await client.chat.completions.create(model="tiny", **asked, stream=stream)
+    choices = [event.choices[0] async for event in answer] if stream else answer.choices
+    shown = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
+    [turn] = store.turns(session.id)
+    assert [each.logprob for each in shown] == pytest.approx(turn.logprobs_T.tolist())
+    for each in shown:
+        top = each.top_logprobs
+        assert (top[0].token, top[0].logprob, top[0].bytes) == (each.token, each.logprob, each.bytes)
+        assert [one.logprob for one in top] == sorted((one.logprob for one in top), reverse=True)
+        assert len(top) == 20
+        assert 0.03 < sum(math.exp(one.logprob) for one in top) <= 1  # 20 of 512 alike would have 0.04
 
 
 async def test_what_the_router_would_drop_is_refused(http: httpx.AsyncClient):

@@ -128,8 +128,9 @@ async def test_streams_choices_and_logprobs(gateway: Running, renderer: Renderer
     pieces = [event.choices[0] for event in events if event.choices]
     assert "".join(piece.text for piece in pieces) == "Hi 漢<think>🙂"
     assert [piece.finish_reason for piece in pieces][-2:] == [None, "stop"]
+    told = [piece.logprobs for piece in pieces if piece.logprobs]
     for name in ("tokens", "token_logprobs", "text_offset"):
-        assert [each for piece in pieces for each in getattr(piece.logprobs, name)] == getattr(shown, name)
+        assert [each for one in told for each in getattr(one, name)] == getattr(shown, name)
     assert events[-1].usage.completion_tokens == len(reply)
     assert {turn.parent_id for turn in gateway.turns(session)} == {None}
 
@@ -165,7 +166,7 @@ BAD_FIELDS = {
     "echo": {"echo": True},
     "suffix": {"suffix": "x"},
     "best_of": {"best_of": 2},
-    "logprobs": {"logprobs": 1},
+    "logprobs": {"logprobs": 21},
     "n": {"n": 0},
     "max_tokens": {"max_tokens": 0},
     "stop": {"stop": [""]},

@@ -538,11 +538,20 @@ async def test_the_clients_exceptions(gateway: Running):
         await client.chat.completions.create(model="gpt-9", messages=[ASK])
     assert unknown.value.code == "model_not_found"
     assert [m.id for m in (await client.models.list()).data] == ["tiny"]
+    assert (await client.models.retrieve("tiny")).model_dump() == {
+        "id": "tiny", "object": "model", "created": 0, "owned_by": "invrl"
+    }  # fmt: skip
+    for name in ("gpt-9", "tiny/b"):
+        with pytest.raises(openai.NotFoundError, match=name) as unknown:
+            await client.models.retrieve(name)
+        assert (unknown.value.code, unknown.value.type) == ("model_not_found", "invalid_request_error")
     guessed = gateway.client(session, base_url=f"{gateway.url}/v1", api_key="isk-guess")
     with pytest.raises(openai.AuthenticationError):
         await guessed.chat.completions.create(model="tiny", messages=[ASK])
     with pytest.raises(openai.AuthenticationError):
         await guessed.models.list()
+    with pytest.raises(openai.AuthenticationError):
+        await guessed.models.retrieve("tiny")
     [other] = await gateway.open()
     with pytest.raises(openai.AuthenticationError, match="differ"):
         await gateway.client(session, api_key=other.key).models.list()

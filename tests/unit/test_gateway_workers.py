@@ -106,11 +106,13 @@ async def test_any_worker_serves_any_session(workers: Workers):
             messages += [{"role": "assistant", "content": text}, MORE]
         bearer = workers.at[0].client(session, base_url=workers.urls[1 - owner] + "/v1", api_key=session.key)
         assert [card.id for card in (await bearer.models.list()).data] == ["tiny"]
+        made = await bearer.responses.create(model="tiny", input="Hi")
+        assert (await bearer.responses.retrieve(made.id)).output_text == made.output_text
         other = workers.at[1 - owner]
-        assert len((await other.env(f"/sessions/{session.id}")).json()["turns"]) == 4
+        assert len((await other.env(f"/sessions/{session.id}")).json()["turns"]) == 5
         summary = await other.finish(session)
         assert isinstance(summary, RolloutSummary)
-        assert (summary.num_turns, summary.forks, summary.trained_tokens) == (4, 0, summary.sampled_tokens)
+        assert (summary.num_turns, summary.forks, summary.trained_tokens) == (5, 1, summary.sampled_tokens)
 
 
 async def test_a_forwarded_stream_carries_tokens_as_they_are_sampled(workers: Workers):

@@ -397,6 +397,8 @@ async def test_errors_and_models_as_anthropic_clients_know_them(gateway: Running
     assert [(card["type"], card["id"]) for card in found.json()["data"]] == [("model", "tiny")]
     assert (found.json()["has_more"], found.json()["first_id"]) == (False, "tiny")
     assert (await gateway.http.get(base + "/models")).json()["object"] == "list"
+    one = await gateway.http.get(base + "/models/tiny", headers=version)
+    assert one.json() == found.json()["data"][0]
     body = {"model": "tiny", "max_tokens": 8, "messages": [ASK]}
     http, open_url = gateway.http, gateway.url + "/v1/messages"
     bearer = {"authorization": f"Bearer {session.key}"}
@@ -406,6 +408,7 @@ async def test_errors_and_models_as_anthropic_clients_know_them(gateway: Running
         (401, "authentication_error"): await http.post(open_url, json=body, headers={"x-api-key": "isk-x"}),
         (404, "not_found_error"): await http.post(base + "/messages", json=body | {"model": "claude"}),
         (404, "not_found_error", ""): await http.post(base + "/messages/batches", json=body),
+        (404, "not_found_error", "model"): await http.get(base + "/models/claude", headers=version),
         (405, "invalid_request_error"): await http.get(base + "/messages/count_tokens"),
         (401, "authentication_error", ""): await http.get(gateway.url + "/v1/models", headers=version),
     }

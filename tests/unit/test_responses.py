@@ -153,6 +153,42 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     assert sent == "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>tool\n13<|im_end|>\n<|im_start|>assistant\n"
 
 
+async def test_a_response_is_told_again_by_its_id(gateway: Running, renderer: Renderer):
+    say(gateway, renderer, THOUGHT + "Let me see." + CALL % 12, "156. 🙂")
+    [session], [other] = await gateway.open(), await gateway.open()
+    client = gateway.client(session)
+    settings = {"model": "tiny", "instructions": "Be brief.", "tools": [TOOL]}
+    settings["include"] = ["message.output_text.logprobs"]
+    first = await client.responses.create(input="12*13?", **settings)
+    result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "156"}
+    second = await client.responses.create(input=[result], previous_response_id=first.id, **settings)
+    cut = await client.responses.create(input="More?", max_output_tokens=1, **settings)
+    bearer = gateway.client(session, base_url=f"{gateway.url}/v1", api_key=session.key)
+    for made, asker in ((first, client), (second, bearer), (cut, client)):
+        again = await asker.responses.retrieve(made.id, include=["message.output_text.logprobs"])
+        unrecorded = {"max_output_tokens", "tools"}
+        assert again.model_dump(exclude=unrecorded) == made.model_dump(exclude=unrecorded)
+        assert [(tool.name, tool.parameters) for tool in again.tools] == [(TOOL["name"], TOOL["parameters"])]
+    plain = await client.responses.retrieve(second.id)
+    assert (plain.output_text, plain.output[0].content[0].logprobs) == ("156. 🙂", [])
+    for asker, name in (
+        (client, "resp_turn-0"),
+        (client, first.id.removeprefix("resp_")),
+        (gateway.client(other), first.id),
+    ):
+        with pytest.raises(openai.NotFoundError, match="not found") as unknown:
+            await asker.responses.retrieve(name)
+        assert (unknown.value.code, unknown.value.type) == ("response_not_found", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        await client.responses.retrieve(first.id, stream=True)
+    with pytest.raises(openai.AuthenticationError):
+        await gateway.client(session, base_url=f"{gateway.url}/v1").responses.retrieve(first.id)
+    assert len(gateway.turns(session)) == 3
+    await gateway.finish(session)
+    with pytest.raises(openai.AuthenticationError):
+        await client.responses.retrieve(first.id)
+
+
 async def test_the_stream_tells_the_whole_in_order(gateway: Running, renderer: Renderer):
     gateway.engine.token_delay_s = 0.002
     say(gateway, renderer, THOUGHT + "Hello 漢字🙂" + CALL % 1 + CALL % 2)
@@ -286,7 +322,7 @@ BAD_FIELDS = {
     "include": {"include": ["everything"]},
     "format": {"text": {"format": {"type": "xml"}}},
     "schema format": {"text": {"format": {"type": "json_schema", "name": "x"}}},
-    "top_logprobs": {"top_logprobs": 3},
+    "top_logprobs": {"top_logprobs": 21},
     "background": {"background": True},
     "truncation": {"truncation": "auto"},
     "conversation": {"conversation": "conv_1"},

@@ -3,8 +3,8 @@
 Every field of the API stands in exactly one of these lists:
 - honoured: `messages` (text, also in parts; tool calls and results; `reasoning_content`), `model` (must
   be ours), `stream`, `stream_options.include_usage`, `max_tokens`, `max_completion_tokens` (bounded by the
-  session's max_new_tokens), `stop`, `logprobs`, `n` (to 16), `tools` (functions), `tool_choice`,
-  `parallel_tool_calls` (false: calls after the first are not shown), `response_format`,
+  session's max_new_tokens), `stop`, `logprobs`, `top_logprobs` (to 20), `n` (to 16), `tools` (functions),
+  `tool_choice`, `parallel_tool_calls` (false: calls after the first are not shown), `response_format`,
   `reasoning_effort` (none: no thinking; others: thinking), `chat_template_kwargs.enable_thinking`.
 - the run's: `temperature`, `top_p`, `top_k`, `min_p`, `frequency_penalty`, `presence_penalty`,
   `repetition_penalty`, `logit_bias`, `seed`: honoured in serving sessions; overridden in training and
@@ -20,51 +20,22 @@ Any other field is refused as unknown."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from invrl.errors import SessionError
-from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
-from invrl.gateway.dialects.wire import (
-    MOST_CHOICES,
-    NO_JSON,
-    Count,
-    OpenAIDialect,
-    Part,
-    SamplingFields,
-    StreamOptions,
-    bad,
-    check_model,
-    check_refused,
-    check_tools,
-    client_sampling,
-    decode,
-    digest,
-    make_tool,
-    plain_choice,
-    schema_text,
-    sent,
-    stop_strings,
-    text_of,
-    token_logprobs,
-    unread,
-    unsupported,
-    usage,
-)
-from invrl.gateway.generation import Answer, Piece
+from invrl.gateway.dialects import wire
+from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
+from invrl.gateway.generation import Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
-from invrl.gateway.parsing import CallDelta
+from invrl.gateway.parsing import CallDelta, Delta
 from invrl.gateway.turns import TurnRequest
 
 _REFUSED = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "top_logprobs": (None, 0),
     "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
 }
 """Fields not supported, with the values that ask for nothing."""
 _REFUSED_IN_MESSAGES = ("function_call", "audio")
@@ -85,50 +56,28 @@ class _Call(msgspec.Struct):
     type: str = "function"
 
 
-class _Function(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: msgspec.Raw = NO_JSON
-    strict: bool | None = None
-
-
 class _Tool(msgspec.Struct):
     type: str
-    function: _Function | None = None
-
-
-class _Named(msgspec.Struct):
-    name: str
+    function: wire.Function | None = None
 
 
 class _Choice(msgspec.Struct):
     type: str
-    function: _Named | None = None
-
-
-class _Schema(msgspec.Struct):
-    schema: msgspec.Raw = NO_JSON
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
+    function: wire.Function | None = None
 
 
 class _Format(msgspec.Struct):
     type: str
-    json_schema: _Schema | None = None
+    json_schema: dict[str, msgspec.Raw] | None = None
 
 
 class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     enable_thinking: bool | None = None
 
 
-_UnreadOfMessage = unread("_UnreadOfMessage", *_REFUSED_IN_MESSAGES, *_IGNORED_IN_MESSAGES)
-_UnreadOfBody = unread("_UnreadOfBody", *_REFUSED, *_IGNORED, base=SamplingFields)
-
-
-class _Message(_UnreadOfMessage, forbid_unknown_fields=True):
+class _Message(wire.unread(*_REFUSED_IN_MESSAGES, *_IGNORED_IN_MESSAGES)):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[wire.Part] | None = None
     name: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
@@ -136,16 +85,12 @@ class _Message(_UnreadOfMessage, forbid_unknown_fields=True):
     reasoning: str | None = None
 
 
-class _Body(_UnreadOfBody, forbid_unknown_fields=True):
+class _Body(wire.unread(*_REFUSED, *_IGNORED, base=ChoicesFields)):
     messages: list[_Message]
-    model: str
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    stop: str | list[str] | None = None
+    max_tokens: wire.Count | None = None
+    max_completion_tokens: wire.Count | None = None
     logprobs: bool | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] | None = None
+    top_logprobs: wire.Top | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -157,181 +102,93 @@ class _Body(_UnreadOfBody, forbid_unknown_fields=True):
 _DECODER = msgspec.json.Decoder(_Body)
 
 
-class ChatRequest(Asked, frozen=True, kw_only=True):
-    """A parsed chat request, and how its answer is shown."""
-
-    logprobs: bool
-    include_usage: bool
-
-
-class ChatDialect(OpenAIDialect):
+class ChatDialect(ChoicesDialect):
     """The wire format of chat completions for one served model."""
 
-    path = "/chat/completions"
+    path, ids = "/chat/completions", "chatcmpl-"
+    objects = ("chat.completion", "chat.completion.chunk")
+    first: ClassVar = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+    last: ClassVar = {"delta": {}}
 
-    def parse(self, raw: bytes, *, retry: bool | None) -> ChatRequest:
+    def parse(self, raw: bytes, *, retry: bool | None) -> ChoicesRequest:
         """SessionError 400 (404 for another model) that names the field."""
-        body = decode(_DECODER, raw)
-        self._check(body)
+        body = wire.decode(_DECODER, raw, self.model, _REFUSED)
+        if not body.messages:
+            raise wire.bad("`messages` must not be empty", param="messages")
+        if body.top_logprobs and not body.logprobs:
+            raise wire.bad("`top_logprobs` needs `logprobs`", param="top_logprobs")
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         form = body.response_format
-        schema = form.json_schema.schema if form and form.json_schema else NO_JSON
+        schema = ((form and form.json_schema) or {}).get("schema", wire.NO_JSON)
         turn = TurnRequest(
             messages=tuple(_message(message, at) for at, message in enumerate(body.messages)),
-            tools=check_tools([_tool(tool, at) for at, tool in enumerate(body.tools or ())]),
+            tools=wire.check_tools([_tool(tool, at) for at, tool in enumerate(body.tools or ())]),
             tool_choice=_tool_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            schema=schema_text(form.type, schema, "response_format") if form else "",
+            top_logprobs=body.top_logprobs or 0,
+            schema=wire.schema_text(form.type, schema, "response_format") if form else "",
             thinking=_thinking(body),
-            sampling=client_sampling(body, max_new_tokens=limit, vocab_size=self.vocab_size),
-            stop=stop_strings(body.stop),
+            sampling=self.sampling(body, limit),
+            stop=wire.stop_strings(body.stop),
             stream=bool(body.stream),
-            digest=digest(b"chat", raw),
+            digest=wire.digest(b"chat", raw),
             retry=retry,
         )
-        usage = bool(body.stream_options and body.stream_options.include_usage)
-        return ChatRequest(turn=turn, n=body.n or 1, logprobs=bool(body.logprobs), include_usage=usage)
+        return self.asked(body, turn, logprobs=bool(body.logprobs))
 
-    def answer(self, request: ChatRequest, answers: Sequence[Answer]) -> bytes:
-        """The body of a whole answer."""
-        choices = [
-            {
-                "index": index,
-                "message": _shown(answer.message),
-                "logprobs": self.logprobs(answer.pieces) if request.logprobs else None,
-                "finish_reason": finish_reason(answer),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        first = answers[0].turn
-        head = self.head("chat.completion", first.id, first.started_at)
-        return msgspec.json.encode({**head, "choices": choices, "usage": usage([a.turn for a in answers])})
+    def whole(self, message: Message) -> dict[str, Any]:
+        shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+        if message.reasoning:
+            shown["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            shown["content"] = message.content or None
+            shown["tool_calls"] = [_shown_call(call) for call in message.tool_calls]
+        return {"message": shown}
 
-    def stream(self, request: ChatRequest, begun: Sequence[Begun]) -> AnswerStream:
-        return _ChatStream(self, request, begun)
-
-    def models(self) -> bytes:
-        """The answer of `/v1/models`."""
-        card = {"id": self.model, "object": "model", "created": 0, "owned_by": "invrl"}
-        return msgspec.json.encode({"object": "list", "data": [card]})
-
-    def head(self, kind: str, turn_id: str, created: float) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{turn_id}", "object": kind, "created": int(created), "model": self.model}
-
-    def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        return {"content": token_logprobs(pieces, self.token_text), "refusal": None}
-
-    def _check(self, body: _Body) -> None:
-        check_model(body.model, self.model)
-        check_refused(body, _REFUSED)
-        if not body.messages:
-            raise bad("`messages` must not be empty", param="messages")
-        if body.stream_options is not None and not body.stream:
-            raise bad("`stream_options` needs `stream`", param="stream_options")
-
-
-class _ChatStream:
-    """One streamed chat answer."""
-
-    keep_alive = b": waiting\n\n"
-
-    def __init__(self, dialect: ChatDialect, request: ChatRequest, begun: Sequence[Begun]) -> None:
-        self._dialect, self._request, self._begun = dialect, request, begun
-        self._head = dialect.head("chat.completion.chunk", begun[0].turn_id, begun[0].created)
-
-    def head(self) -> bytes:
-        first = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._event(index, first) for index in range(len(self._begun)))
-
-    def piece(self, choice: int, piece: Piece) -> bytes:
-        delta, shows_logprobs = piece.delta, self._request.logprobs and len(piece.ids_T)
-        if not delta and not shows_logprobs:
-            return b""
+    def added(self, delta: Delta) -> dict[str, Any]:
         told: dict[str, Any] = {}
         if delta.reasoning:
             told["reasoning_content"] = delta.reasoning
         if delta.calls:
-            told["tool_calls"] = [_call_delta(call) for call in delta.calls]
+            told["tool_calls"] = [{"index": call.index, **_shown_call(call)} for call in delta.calls]
         if delta.content or not told:
             told["content"] = delta.content
-        logprobs = self._dialect.logprobs((piece,)) if shows_logprobs else None
-        return self._event(choice, told, logprobs=logprobs)
+        return {"delta": told}
 
-    def tail(self, answers: Sequence[Answer]) -> bytes:
-        ends = [self._event(index, {}, finish=finish_reason(each)) for index, each in enumerate(answers)]
-        if self._request.include_usage:
-            ends.append(sent({**self._head, "choices": [], "usage": usage([a.turn for a in answers])}))
-        return b"".join(ends) + b"data: [DONE]\n\n"
+    def logprobs(self, request: ChoicesRequest, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+        return {"content": self.token_logprobs(pieces), "refusal": None}
 
-    def error(self, error: SessionError) -> bytes:
-        return b"data: " + self._dialect.error(error) + b"\n\n"
-
-    def _event(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        *,
-        logprobs: dict[str, Any] | None = None,
-        finish: str | None = None,
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        shown = {"usage": None} if self._request.include_usage else {}
-        return sent({**self._head, "choices": [choice], **shown})
+    def models(self, only: str) -> bytes:
+        """The answer of `/v1/models`, or of `/v1/models/{only}`: SessionError 404 if that is not ours."""
+        card = {"id": self.model, "object": "model", "created": 0, "owned_by": "invrl"}
+        wire.check_model(only or self.model, self.model)
+        return msgspec.json.encode(card if only else {"object": "list", "data": [card]})
 
 
-def finish_reason(answer: Answer) -> str:
-    """As OpenAI names it: a reply that ended with calls ended because of them."""
-    called = answer.message.tool_calls and answer.turn.finish_reason == "stop"
-    return "tool_calls" if called else answer.turn.finish_reason
-
-
-def _shown(message: Message) -> dict[str, Any]:
-    shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
-    if message.reasoning:
-        shown["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        shown["content"] = message.content or None
-        shown["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in message.tool_calls
-        ]
-    return shown
-
-
-def _call_delta(call: CallDelta) -> dict[str, Any]:
-    function: dict[str, str] = {"arguments": call.arguments}
+def _shown_call(call: ToolCall | CallDelta) -> dict[str, Any]:
+    """What comes after the first piece of a call has no name."""
     if not call.name:
-        return {"index": call.index, "function": function}
-    return {
-        "index": call.index,
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, **function},
-    }
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _message(message: _Message, at: int) -> Message:
     param = f"messages[{at}]"
-    role = _ROLES.get(message.role)
-    if role is None:
-        known = ", ".join(_ROLES)
-        raise bad(f"{param}.role: {message.role!r} is not one of {known}", param=f"{param}.role")
+    role = wire.role_of(message.role, _ROLES, param)
     for name in _REFUSED_IN_MESSAGES:
         if getattr(message, name) not in (None, [], ""):
-            raise unsupported(f"{param}.{name}")
+            raise wire.unsupported(f"{param}.{name}")
     if message.content is None and role != "assistant":
-        raise bad(f"{param}.content must be text", param=f"{param}.content")
+        raise wire.bad(f"{param}.content must be text", param=f"{param}.content")
     if role == "tool" and not message.tool_call_id:
-        raise bad(f"{param}.tool_call_id must say which call this answers", param=f"{param}.tool_call_id")
+        raise wire.bad(
+            f"{param}.tool_call_id must say which call this answers", param=f"{param}.tool_call_id"
+        )
     if message.tool_calls and role != "assistant":
-        raise bad(f"{param}.tool_calls: only the assistant calls", param=f"{param}.tool_calls")
+        raise wire.bad(f"{param}.tool_calls: only the assistant calls", param=f"{param}.tool_calls")
     return Message(
         role,
-        text_of(message.content or "", f"{param}.content"),
+        wire.text_of(message.content or "", f"{param}.content"),
         message.reasoning_content or message.reasoning or "",
         tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()),
         message.tool_call_id or "",
@@ -341,18 +198,16 @@ def _message(message: _Message, at: int) -> Message:
 def _tool(tool: _Tool, at: int) -> Tool:
     param = f"tools[{at}]"
     if tool.type != "function" or tool.function is None:
-        raise bad(f"{param}: only functions are supported, not {tool.type!r}", param=param)
-    function = tool.function
-    place = f"{param}.function"
-    return make_tool(function.name, function.description, function.parameters, bool(function.strict), place)
+        raise wire.bad(f"{param}: only functions are supported, not {tool.type!r}", param=param)
+    return wire.make_tool(tool.function, f"{param}.function")
 
 
 def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
-    if plain := plain_choice(choice):
+    if plain := wire.plain_choice(choice):
         return plain
     if isinstance(choice, _Choice) and choice.type == "function" and choice.function:
         return ToolChoice(mode="named", name=choice.function.name)
-    raise bad("`tool_choice` must be auto, none, required, or name a function", param="tool_choice")
+    raise wire.bad("`tool_choice` must be auto, none, required, or name a function", param="tool_choice")
 
 
 def _thinking(body: _Body) -> bool | None:

@@ -22,40 +22,22 @@ of one role that follow each other are one. A call whose arguments were cut off 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic_core import from_json
 
 from invrl.errors import SessionError
+from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
-from invrl.gateway.dialects.wire import (
-    NO_JSON,
-    Count,
-    Unit,
-    bad,
-    check_model,
-    check_refused,
-    check_tools,
-    decode,
-    digest,
-    json_object,
-    make_tool,
-    schema_text,
-    sent,
-    stop_strings,
-    unread,
-)
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.gateway.sampling import ClientSampling
 from invrl.gateway.turns import TurnRequest
 from invrl.types import Turn
 
-_UNKNOWN_HERE = ("container", "mcp_servers", "compaction", "thread")
-_REFUSED: Mapping[str, Sequence[Any]] = {name: (None, []) for name in _UNKNOWN_HERE}
+_REFUSED = {name: (None, []) for name in ("container", "mcp_servers", "compaction", "thread")}
 """Fields not supported, with the values that ask for nothing."""
 _ACCOUNT = ("metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "billing_policy")
 _CONTEXT = ("cache_control", "context_management", "diagnostics")
@@ -80,7 +62,7 @@ class _Block(msgspec.Struct):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: msgspec.Raw = NO_JSON
+    input: msgspec.Raw = wire.NO_JSON
     tool_use_id: str | None = None
     content: str | list[_Block] | None = None
 
@@ -90,12 +72,9 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[_Block]
 
 
-class _Tool(msgspec.Struct):
-    name: str
+class _Tool(wire.Function, kw_only=True):
     type: str | None = None
-    description: str | None = None
-    input_schema: msgspec.Raw = NO_JSON
-    strict: bool | None = None
+    parameters: msgspec.Raw = msgspec.field(default=wire.NO_JSON, name="input_schema")
 
 
 class _Choice(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,23 +85,18 @@ class _Choice(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Thinking(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Count | None = None
+    budget_tokens: wire.Count | None = None
     display: str | None = None
 
 
-class _Format(msgspec.Struct):
-    type: str
-    schema: msgspec.Raw = NO_JSON
-
-
 class _OutputConfig(msgspec.Struct):
-    format: _Format | None = None
+    format: wire.Format | None = None
 
 
-class _Body(unread("_UnreadOfBody", *_REFUSED, *_ACCOUNT, *_CONTEXT, *_ROUTING), forbid_unknown_fields=True):
+class _Body(wire.unread(*_REFUSED, *_ACCOUNT, *_CONTEXT, *_ROUTING)):
     messages: list[_Message]
     model: str
-    max_tokens: Count | None = None
+    max_tokens: wire.Count | None = None
     system: str | list[_Block] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
@@ -130,10 +104,13 @@ class _Body(unread("_UnreadOfBody", *_REFUSED, *_ACCOUNT, *_CONTEXT, *_ROUTING),
     tool_choice: _Choice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-    output_format: _Format | None = None
-    temperature: Unit | None = None
+    output_format: wire.Format | None = None
+    temperature: wire.Unit | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Body)
 
 
 class MessagesRequest(Asked, frozen=True, kw_only=True):
@@ -151,20 +128,19 @@ class MessagesDialect:
 
     def __init__(self, *, model: str) -> None:
         self.model = model
-        self._decoder = msgspec.json.Decoder(_Body)
 
     def parse(self, raw: bytes, *, retry: bool | None) -> MessagesRequest:
         """SessionError 400 (404 for another model) that names the field."""
-        body = decode(self._decoder, raw)
+        body = wire.decode(_DECODER, raw, self.model, _REFUSED)
         if body.max_tokens is None:
-            raise bad("max_tokens: Field required", param="max_tokens")
+            raise wire.bad("max_tokens: Field required", param="max_tokens")
         turn = self._turn(body, raw, retry)
         omits = body.thinking is not None and body.thinking.display == "omitted"
         return MessagesRequest(turn=turn, shows_thinking=bool(turn.thinking), omits_text=omits)
 
     def parse_count(self, raw: bytes) -> TurnRequest:
         """A request whose tokens are counted; as `parse`, without `max_tokens`."""
-        return self._turn(decode(self._decoder, raw), raw, None)
+        return self._turn(wire.decode(_DECODER, raw, self.model, _REFUSED), raw, None)
 
     def counted(self, tokens: int) -> bytes:
         return msgspec.json.encode({"input_tokens": tokens})
@@ -195,12 +171,13 @@ class MessagesDialect:
         detail = {"type": kind, "message": long + error.message}
         return msgspec.json.encode({"type": "error", "error": detail, "request_id": None})
 
-    def models(self) -> bytes:
-        """The answer of `/v1/models` to an Anthropic client."""
+    def models(self, only: str) -> bytes:
+        """As `ChatDialect.models`, to an Anthropic client."""
         card = {"type": "model", "id": self.model, "display_name": self.model, "lifecycle": "active"}
         card["created_at"] = "1970-01-01T00:00:00Z"
+        wire.check_model(only or self.model, self.model)
         ends = {"has_more": False, "first_id": self.model, "last_id": self.model}
-        return msgspec.json.encode({"data": [card], **ends})
+        return msgspec.json.encode(card if only else {"data": [card], **ends})
 
     def message(self, turn_id: str, content: Sequence[Any], usage: Any, **stop: str | None) -> dict[str, Any]:
         """`stop`: what `stop_reason` tells, once it is known."""
@@ -209,22 +186,20 @@ class MessagesDialect:
         return {**head, "content": content, **unknown, **stop, "usage": usage}
 
     def _turn(self, body: _Body, raw: bytes, retry: bool | None) -> TurnRequest:
-        check_model(body.model, self.model)
-        check_refused(body, _REFUSED)
         choice, thinking = body.tool_choice, body.thinking
-        asked = ClientSampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k or None)
+        asked = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k or None}
         form = (body.output_config and body.output_config.format) or body.output_format
         return TurnRequest(
             messages=_messages(body),
-            tools=check_tools([_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())]),
+            tools=wire.check_tools([_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())]),
             tool_choice=_tool_choice(choice),
             parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
-            schema=schema_text(form.type, form.schema, "output_config.format") if form else "",
+            schema=wire.schema_text(form.type, form.schema, "output_config.format") if form else "",
             thinking=thinking and thinking.type != "disabled",
-            sampling=replace(asked, max_new_tokens=body.max_tokens),
-            stop=stop_strings(body.stop_sequences, "stop_sequences"),
+            sampling=ClientSampling(**asked, max_new_tokens=body.max_tokens),
+            stop=wire.stop_strings(body.stop_sequences, "stop_sequences"),
             stream=bool(body.stream),
-            digest=digest(b"messages", raw),
+            digest=wire.digest(b"messages", raw),
             retry=retry,
         )
 
@@ -232,7 +207,7 @@ class MessagesDialect:
 class _MessagesStream:
     """One streamed answer: blocks one after another, each begun, added to, stopped."""
 
-    keep_alive = sent({"type": "ping"}, "ping")
+    keep_alive = wire.sent({"type": "ping"}, "ping")
 
     def __init__(self, dialect: MessagesDialect, request: MessagesRequest, begun: Begun) -> None:
         self._dialect, self._request, self._begun = dialect, request, begun
@@ -296,12 +271,8 @@ class _MessagesStream:
 
 def stop_reason(answer: Answer) -> dict[str, str | None]:
     """As Anthropic names it, with the stop sequence that was met."""
-    if answer.turn.finish_reason == "length":
-        reason = "max_tokens"
-    elif answer.stop:
-        reason = "stop_sequence"
-    else:
-        reason = "tool_use" if answer.message.tool_calls else "end_turn"
+    ended = "stop_sequence" if answer.stop else "tool_use" if answer.message.tool_calls else "end_turn"
+    reason = "max_tokens" if answer.turn.finish_reason == "length" else ended
     return {"stop_reason": reason, "stop_sequence": answer.stop or None}
 
 
@@ -313,7 +284,7 @@ def usage(turn: Turn) -> dict[str, int]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return sent({"type": kind, **fields}, kind)
+    return wire.sent({"type": kind, **fields}, kind)
 
 
 def _signature(turn_id: str) -> str:
@@ -339,7 +310,7 @@ def _messages(body: _Body) -> tuple[Message, ...]:
     """As the template takes them. SessionError 400 that names the block."""
     if not body.messages or body.messages[-1].role == "assistant":
         reason = "the conversation must end with a user message: a reply begun by the client is not supported"
-        raise bad(reason if body.messages else "messages: at least one is required", param="messages")
+        raise wire.bad(reason if body.messages else "messages: at least one is required", param="messages")
     found: list[Message] = []
     if isinstance(body.system, str):
         body.system = [_Block(type="text", text=body.system)]
@@ -350,9 +321,7 @@ def _messages(body: _Body) -> tuple[Message, ...]:
         for each in _split(message, f"messages[{at}].content"):
             last = found[-1] if found else None
             if last and each.role == last.role and each.role in ("user", "assistant"):
-                content = ("" if each.role == "assistant" else "\n").join((last.content, each.content))
-                reasoning, calls = last.reasoning + each.reasoning, last.tool_calls + each.tool_calls
-                found[-1] = Message(each.role, content, reasoning, calls)
+                found[-1] = wire.joined(last, each, "" if each.role == "assistant" else "\n")
             else:
                 found.append(each)
     return tuple(found)
@@ -365,7 +334,7 @@ def _split(message: _Message, param: str) -> list[Message]:
     blocks = () if isinstance(message.content, str) else message.content
     uses = [block for block in blocks if block.type == "tool_use"]
     calls = tuple(
-        ToolCall(block.id or "", block.name or "", json_object(block.input, f"{param}.input") or "{}")
+        ToolCall(block.id or "", block.name or "", wire.json_object(block.input, f"{param}.input") or "{}")
         for block in uses
     )
     found = [
@@ -385,11 +354,11 @@ def _text(role: str, content: str | Sequence[_Block], param: str) -> str:
     for at, block in enumerate(content):
         place = f"{param}[{at}]"
         if block.type not in _BLOCKS[role]:
-            reason = f"{place}: {block.type!r} is refused: only {', '.join(_BLOCKS[role])} can stand here"
-            raise bad(f"{reason}, and this model takes text only", param=place, code="unsupported_content")
+            reason = f"{block.type!r} is refused: only {', '.join(_BLOCKS[role])} can stand here, no images"
+            raise wire.bad(f"{place}: {reason}", param=place, code="unsupported_content")
         for name in _NEEDED.get(block.type, (block.type,)):
             if getattr(block, name) is None:
-                raise bad(f"{place}.{name}: Field required", param=f"{place}.{name}")
+                raise wire.bad(f"{place}.{name}: Field required", param=f"{place}.{name}")
     texts = [block.text or "" for block in content if block.type == "text"]
     return ("" if role == "assistant" else "\n").join(texts)
 
@@ -397,17 +366,16 @@ def _text(role: str, content: str | Sequence[_Block], param: str) -> str:
 def _tool(tool: _Tool, param: str) -> Tool:
     if tool.type not in (None, "custom"):
         reason = f"{param}: {tool.type!r} is a tool of Anthropic's own; only custom tools are supported"
-        raise bad(reason, param=param, code="unsupported_parameter")
-    if not json_object(tool.input_schema, f"{param}.input_schema"):
-        raise bad(f"{param}.input_schema: Field required", param=f"{param}.input_schema")
-    return make_tool(tool.name, tool.description, tool.input_schema, bool(tool.strict), param)
+        raise wire.bad(reason, param=param, code="unsupported_parameter")
+    if not wire.json_object(tool.parameters, f"{param}.input_schema"):
+        raise wire.bad(f"{param}.input_schema: Field required", param=f"{param}.input_schema")
+    return wire.make_tool(tool, param)
 
 
 def _tool_choice(choice: _Choice | None) -> ToolChoice:
-    if choice is None or choice.type == "auto":
-        return ToolChoice()
-    if choice.type == "tool":
-        if not choice.name:
-            raise bad("tool_choice.name: Field required", param="tool_choice.name")
-        return ToolChoice(mode="named", name=choice.name)
-    return ToolChoice(mode="required" if choice.type == "any" else "none")
+    kind = choice.type if choice else "auto"
+    if plain := wire.plain_choice("required" if kind == "any" else kind):
+        return plain
+    if not (choice and choice.name):
+        raise wire.bad("tool_choice.name: Field required", param="tool_choice.name")
+    return ToolChoice(mode="named", name=choice.name)

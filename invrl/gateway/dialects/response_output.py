@@ -73,8 +73,7 @@ class ResponseOutput:
             item = self._calls[call.index]
             if call.arguments:
                 item.parts.append(call.arguments)
-                event = item.event("response.function_call_arguments.delta", delta=call.arguments)
-                events.append(event)
+                events.append(item.event("response.function_call_arguments.delta", delta=call.arguments))
         return events
 
     def close(self, *, complete: bool) -> list[Event]:
@@ -85,19 +84,18 @@ class ResponseOutput:
         status = "completed" if complete else "incomplete"
         self._finish(events, status)
         for call in self._calls:
-            last = call.index == len(self.items) - 1
-            self._done(call, status if last else "completed", events)
+            self._done(call, status, events)
         return events
 
     def _writing(self, kind: str, events: list[Event]) -> _Item:
         """The reasoning or message to write on: the current one, or a new one behind what there is."""
         if self._current is None or self._current.shown["type"] != kind:
             self._finish(events)
-            prefix, more = ("rs", {"summary": []}) if kind == "reasoning" else ("msg", {"role": "assistant"})
+            prefix, more = ("msg", {"role": "assistant"})
+            if kind == "reasoning":
+                prefix, more = ("rs", {"summary": [], "encrypted_content": None})
             place = f"_{len(self.items)}" if self.items else ""
             item = {"type": kind, "id": f"{prefix}_{self._turn_id}{place}", **more}
-            if kind == "reasoning":
-                item["encrypted_content"] = None
             self._current = self._begin(item, events)
             part = self._current.part()
             events.append(self._current.event("response.content_part.added", content_index=0, part=part))
@@ -120,20 +118,19 @@ class ResponseOutput:
         """Ends the reasoning or message that is being written."""
         item, self._current = self._current, None
         if item is not None:
-            last = item.index == len(self.items) - 1
-            self._done(item, status if last else "completed", events)
+            self._done(item, status, events)
 
     def _done(self, item: _Item, status: str, events: list[Event]) -> None:
-        whole = self.items[item.index] = item.whole(status)
+        """`status` is the last item's: those before it are complete."""
+        last = item.index == len(self.items) - 1
+        whole = self.items[item.index] = item.whole(status if last else "completed")
         if item.shown["type"] == "function_call":
             told = {"name": whole["name"], "arguments": whole["arguments"]}
             events.append(item.event("response.function_call_arguments.done", **told))
         else:
             part, place = item.part(), {"content_index": 0}
-            if item.shown["type"] == "reasoning":
-                events.append(item.event(_REASONING + ".done", **place, text=part["text"]))
-            else:
-                told = {"text": part["text"], "logprobs": part["logprobs"]}
-                events.append(item.event(_TEXT + ".done", **place, **told))
+            told = {name: part[name] for name in ("text", "logprobs") if name in part}
+            kind = _REASONING if item.shown["type"] == "reasoning" else _TEXT
+            events.append(item.event(kind + ".done", **place, **told))
             events.append(item.event("response.content_part.done", **place, part=part))
         events.append({"type": "response.output_item.done", "output_index": item.index, "item": whole})

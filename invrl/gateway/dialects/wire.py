@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
@@ -14,19 +14,21 @@ import msgspec
 
 from invrl.errors import SessionError
 from invrl.gateway.generation import Piece
-from invrl.gateway.message import Tool, ToolChoice
+from invrl.gateway.message import Message, Tool, ToolChoice
 from invrl.gateway.sampling import ClientSampling
-from invrl.types import Turn
 
 Body = TypeVar("Body")
+Fields = TypeVar("Fields", bound=msgspec.Struct)
 NO_JSON = msgspec.Raw(b"")
 Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 _Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 _TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
-MOST_CHOICES, _MOST_STOPS, _MOST_TOOLS = 16, 16, 128
+_MOST_STOPS, _MOST_TOOLS = 16, 128
+Top = Annotated[int, msgspec.Meta(ge=0, le=20)]
 _NO_SCHEMA = '{"type": "object"}'
+KEEP_ALIVE = b": waiting\n\n"
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -51,16 +53,30 @@ class Part(msgspec.Struct):
     refusal: str | None = None
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
-    include_obfuscation: bool | None = None
+class Function(msgspec.Struct, kw_only=True):
+    """What a tool is, under whatever names."""
+
+    name: str = ""
+    description: str | None = None
+    parameters: msgspec.Raw = NO_JSON
+    strict: bool | None = None
 
 
-def decode(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
-    """SessionError 400 that names the field."""
+class Format(msgspec.Struct):
+    """What the text of a reply must look like."""
+
+    type: str
+    schema: msgspec.Raw = NO_JSON
+
+
+def decode(
+    decoder: msgspec.json.Decoder[Body], raw: bytes, served: str, refused: Mapping[str, Sequence[Any]]
+) -> Body:
+    """A body for the model `served`. `refused`: fields that are not supported, with the values that ask for
+    nothing. SessionError 400 that names the field, 404 for another model."""
     try:
         raw.decode()  # msgspec does not look into what it skips
-        return decoder.decode(raw)
+        body: Any = decoder.decode(raw)
     except RecursionError:
         raise bad("the request's JSON is nested too deeply") from None
     except UnicodeDecodeError:
@@ -69,11 +85,18 @@ def decode(decoder: msgspec.json.Decoder[Body], raw: bytes) -> Body:
         message = str(error)
         param = message.partition("`$.")[2].rstrip("`") or None
         raise bad(message, param=param) from None
+    check_model(body.model, served)
+    for name, neutral in refused.items():
+        if getattr(body, name) not in neutral:
+            raise unsupported(name)
+    return body
 
 
-def unread(name: str, *fields: str, base: type[msgspec.Struct] = msgspec.Struct) -> type[msgspec.Struct]:
-    """Optional fields of any shape, and those of `base`: taken, so that they are not refused as unknown."""
-    return msgspec.defstruct(name, [(field, Any, None) for field in fields], bases=(base,), kw_only=True)
+def unread(*fields: str, base: type[Fields] = msgspec.Struct) -> type[Fields]:
+    """What has optional fields of any shape, and those of `base`; others are refused as unknown."""
+    optional = [(field, Any, None) for field in fields]
+    made: Any = msgspec.defstruct("Unread", optional, bases=(base,), kw_only=True, forbid_unknown_fields=True)
+    return made
 
 
 def bad(message: str, *, param: str | None = None, code: str = "invalid_request") -> SessionError:
@@ -91,24 +114,6 @@ def check_model(asked: str, served: str) -> None:
         raise SessionError(reason, status=404, code="model_not_found", param="model")
 
 
-def client_sampling(body: msgspec.Struct, *, max_new_tokens: int | None, vocab_size: int) -> ClientSampling:
-    """Of a body with `SamplingFields`. SessionError 400 for what their types do not say."""
-    asked = msgspec.convert(body, ClientSampling, from_attributes=True)  # the fields of both
-    if asked.top_k == 0:
-        raise bad("`top_k` must be -1 (off) or at least 1", param="top_k")
-    for token in asked.logit_bias or ():
-        if not token.isdecimal() or int(token) >= vocab_size:
-            raise bad(f"`logit_bias` names no token: {token!r}", param="logit_bias")
-    return replace(asked, max_new_tokens=max_new_tokens)
-
-
-def check_refused(body: msgspec.Struct, refused: Mapping[str, Sequence[object]]) -> None:
-    """`refused`: fields that are not supported, with the values that ask for nothing."""
-    for name, neutral in refused.items():
-        if getattr(body, name) not in neutral:
-            raise unsupported(name)
-
-
 def stop_strings(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > _MOST_STOPS or "" in stops:
@@ -116,12 +121,14 @@ def stop_strings(stop: str | Sequence[str] | None, param: str = "stop") -> tuple
     return stops
 
 
-def make_tool(name: str, description: str | None, parameters: msgspec.Raw, strict: bool, param: str) -> Tool:
-    """SessionError 400 for a name that no client's parser takes, or a schema that is no object."""
+def make_tool(function: Function, param: str, name: str = "") -> Tool:
+    """SessionError 400 for a name that no client's parser takes, or a schema that is no object. `name`: the
+    function's where it goes by another one."""
+    name = name or function.name
     if not 0 < len(name) <= 128 or not all(each.isalnum() or each in "_-." for each in name):
         raise bad(f"{param}.name: {name!r} must be 1 to 128 letters, digits, _ - .", param=f"{param}.name")
-    schema = json_object(parameters, f"{param}.parameters")
-    return Tool(name=name, description=description or "", parameters=schema, strict=strict)
+    schema, strict = json_object(function.parameters, f"{param}.parameters"), bool(function.strict)
+    return Tool(name=name, description=function.description or "", parameters=schema, strict=strict)
 
 
 def json_object(raw: msgspec.Raw, param: str) -> str:
@@ -136,6 +143,13 @@ def json_object(raw: msgspec.Raw, param: str) -> str:
     return text
 
 
+def role_of(role: str, roles: Mapping[str, str], param: str) -> str:
+    """The model's name of a client's `role`."""
+    if role not in roles:
+        raise bad(f"{param}.role: {role!r} is not one of {', '.join(roles)}", param=f"{param}.role")
+    return roles[role]
+
+
 def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     names = [tool.name for tool in tools]
     if len(names) > _MOST_TOOLS or len(set(names)) != len(names):
@@ -143,13 +157,16 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     return tuple(tools)
 
 
-def plain_choice(choice: object) -> ToolChoice | None:
+def plain_choice(choice: Any) -> ToolChoice | None:
     """A tool choice that names no tool; None for others."""
-    if choice is None or choice == "auto":
-        return ToolChoice()
-    if choice == "none":
-        return ToolChoice(mode="none")
-    return ToolChoice(mode="required") if choice == "required" else None
+    return ToolChoice(mode=choice or "auto") if choice in (None, "auto", "none", "required") else None
+
+
+def joined(first: Message, second: Message, between: str = "") -> Message:
+    """Two messages of one role as one."""
+    content = between.join((first.content, second.content))
+    calls = first.tool_calls + second.tool_calls
+    return Message(first.role, content, first.reasoning + second.reasoning, calls)
 
 
 def text_of(content: str | Sequence[Part], param: str) -> str:
@@ -184,29 +201,13 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-def token_logprobs(pieces: Sequence[Piece], token_text: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Of every sampled token, as chat completions and responses show them."""
-    return [
-        {
-            "token": (text := token_text(token_id)),
-            "logprob": finite(logprob),
-            "bytes": list(text.encode()),
-            "top_logprobs": [],
-        }
-        for piece in pieces
-        for token_id, logprob in zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True)
-    ]
-
-
-def usage(turns: Sequence[Turn]) -> dict[str, Any]:
-    """Of one prompt and all its answers."""
-    prompt, sampled = turns[0].prompt_tokens, sum(len(turn.sampled_ids_T) for turn in turns)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": turns[0].cached_tokens},
-    }
+def sampled(pieces: Sequence[Piece]) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+    """Of every sampled token: id, log-prob, and the likeliest in its place if they were asked for."""
+    for piece in pieces:
+        top, each = piece.top.tolist(), len(piece.top) // max(len(piece.ids_T), 1)
+        told = zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True)
+        for at, (token_id, logprob) in enumerate(told):
+            yield token_id, logprob, top[at * each : (at + 1) * each]
 
 
 def sent(event: Any, name: str = "") -> bytes:
@@ -220,6 +221,27 @@ class OpenAIDialect:
 
     def __init__(self, *, model: str, vocab_size: int, token_text: Callable[[int], str]) -> None:
         self.model, self.vocab_size, self.token_text = model, vocab_size, token_text
+
+    def sampling(self, body: SamplingFields, max_new_tokens: int | None) -> ClientSampling:
+        """SessionError 400 for what the fields' types do not say."""
+        asked = msgspec.convert(body, ClientSampling, from_attributes=True)  # the fields of both
+        if asked.top_k == 0:
+            raise bad("`top_k` must be -1 (off) or at least 1", param="top_k")
+        for token in asked.logit_bias or ():
+            if not token.isdecimal() or int(token) >= self.vocab_size:
+                raise bad(f"`logit_bias` names no token: {token!r}", param="logit_bias")
+        return replace(asked, max_new_tokens=max_new_tokens)
+
+    def token_logprobs(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Of every sampled token, as chat completions and responses show them."""
+        return [
+            {**self._shown(token_id, logprob), "top_logprobs": [self._shown(*each) for each in top]}
+            for token_id, logprob, top in sampled(pieces)
+        ]
+
+    def _shown(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self.token_text(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
 
     def error(self, error: SessionError) -> bytes:
         return msgspec.json.encode({"error": self.told(error)})

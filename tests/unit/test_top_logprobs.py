@@ -1,0 +1,148 @@
+"""The likeliest tokens of each place, in every dialect that shows them; they are not recorded.
+
+The fake engine's likeliest is the sampled token t, then t + 1, t + 2, ..., each half a nat below."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from itertools import accumulate
+from pathlib import Path
+
+import openai
+import pytest
+from fakes import fake_logprob
+from test_gateway_turns import ASK, Running, running
+from tiny_model import make_tiny_model
+
+from invrl.gateway.model_folder import load_renderer
+from invrl.gateway.rendering import Renderer
+from invrl.types import Session
+
+TEXT, END, TOP = "Hi ünïcödé 漢 all of us, and then more", 2, 3
+STREAMED = [False, True]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def renderer(model: Path) -> Renderer:
+    return load_renderer(str(model), 512)
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+    async with running(tmp_path, model, renderer) as made:
+        made.engine.script = lambda _: [*renderer.encode(TEXT), END]
+        yield made
+
+
+def expected(renderer: Renderer) -> list[list[tuple[str, float]]]:
+    """The text and log-prob of the likeliest tokens, place by place."""
+    text = renderer._tokenizer
+    return [
+        [
+            (
+                text.decode([(token + rank) % 512], special=False),
+                pytest.approx(fake_logprob(token) - rank / 2),
+            )
+            for rank in range(TOP)
+        ]
+        for token in [*renderer.encode(TEXT), END]
+    ]
+
+
+def shown(logprobs: list) -> list[list[tuple[str, float]]]:
+    """Of chat completions and responses, which must agree with what they say of the sampled token."""
+    for each in logprobs:
+        top = each.top_logprobs[0]
+        assert (top.token, top.logprob, top.bytes) == (each.token, each.logprob, each.bytes)
+        assert all(bytes(one.bytes).decode() == one.token for one in each.top_logprobs)
+    return [[(one.token, one.logprob) for one in each.top_logprobs] for each in logprobs]
+
+
+async def recorded(gateway: Running, session: Session, top: int = TOP) -> None:
+    """The engine was asked for them, and the turn is as it is without."""
+    assert [request.get("top_logprobs_num") for request in gateway.engine.requests] == [top or None]
+    [turn] = gateway.turns(session)
+    ids = turn.sampled_ids_T.tolist()
+    assert turn.logprobs_T == pytest.approx([fake_logprob(token) for token in ids], abs=1e-6)
+
+
+@pytest.mark.parametrize("stream", STREAMED)
+async def test_chat(gateway: Running, renderer: Renderer, stream: bool):
+    [session] = await gateway.open()
+    answer = await gateway.client(session).chat.completions.create(
+        model="tiny", messages=[ASK], logprobs=True, top_logprobs=TOP, stream=stream
+    )
+    choices = [event.choices[0] async for event in answer] if stream else answer.choices
+    told = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
+    assert shown(told) == expected(renderer)
+    await recorded(gateway, session)
+
+
+@pytest.mark.parametrize("stream", STREAMED)
+async def test_chat_without_them_asks_for_none(gateway: Running, stream: bool):
+    [session] = await gateway.open()
+    answer = await gateway.client(session).chat.completions.create(
+        model="tiny", messages=[ASK], logprobs=True, top_logprobs=0, stream=stream
+    )
+    choices = [event.choices[0] async for event in answer] if stream else answer.choices
+    told = [each for choice in choices if choice.logprobs for each in choice.logprobs.content or ()]
+    assert told
+    assert all(each.top_logprobs == [] for each in told)
+    await recorded(gateway, session, top=0)
+
+
+@pytest.mark.parametrize("stream", STREAMED)
+async def test_completions(gateway: Running, renderer: Renderer, stream: bool):
+    """A dictionary by text: of tokens that look alike (pieces of characters) the likeliest stays."""
+    [session] = await gateway.open()
+    answer = await gateway.client(session).completions.create(
+        model="tiny", prompt="Q", logprobs=TOP, max_tokens=60, stream=stream
+    )
+    pieces = [event.choices[0] async for event in answer] if stream else answer.choices
+    told = [piece.logprobs for piece in pieces if piece.logprobs]
+    wanted = [dict(reversed(place)) for place in expected(renderer)]
+    assert [each for one in told for each in one.top_logprobs] == wanted
+    tokens = [token for one in told for token in one.tokens]
+    assert [each for one in told for each in one.text_offset] == [0, *accumulate(map(len, tokens))][:-1]
+    await recorded(gateway, session)
+
+
+@pytest.mark.parametrize("stream", STREAMED)
+async def test_responses(gateway: Running, renderer: Renderer, stream: bool):
+    [session] = await gateway.open()
+    answer = await gateway.client(session).responses.create(
+        model="tiny",
+        input="Hi",
+        include=["message.output_text.logprobs"],
+        top_logprobs=TOP,
+        stream=stream,
+    )
+    if stream:
+        events = [event async for event in answer]
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        told = [each for event in deltas for each in event.model_dump()["logprobs"]]
+        answer = events[-1].response
+        final = answer.output[0].content[0].model_dump()["logprobs"]
+        assert [each["token"] for each in told] == [each["token"] for each in final]
+        assert [each["top_logprobs"] for each in told] == [each["top_logprobs"] for each in final]
+    assert answer.top_logprobs == TOP
+    assert shown(answer.output[0].content[0].logprobs) == expected(renderer)
+    await recorded(gateway, session)
+
+
+async def test_what_is_refused_and_what_is_not_shown(gateway: Running):
+    [session] = await gateway.open()
+    client = gateway.client(session)
+    chat = {"model": "tiny", "messages": [ASK]}
+    with pytest.raises(openai.BadRequestError, match="needs `logprobs`"):
+        await client.chat.completions.create(**chat, top_logprobs=2)
+    for top in (21, -1):
+        with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+            await client.chat.completions.create(**chat, logprobs=True, top_logprobs=top)
+    await client.responses.create(model="tiny", input="Hi", top_logprobs=2)  # log-probs are not included
+    await recorded(gateway, session, top=0)
