@@ -37,7 +37,7 @@ from invrl.gateway.peers import Peers
 from invrl.gateway.recovery import restored_record
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.session_api import SessionRoutes
-from invrl.gateway.sessions import SessionRegistry, WorkerPlace
+from invrl.gateway.sessions import SessionRecord, SessionRegistry, WorkerPlace
 from invrl.gateway.settings import GatewaySettings
 from invrl.gateway.turns import Turns
 from invrl.lease_store import LeaseStore
