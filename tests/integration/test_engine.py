@@ -166,7 +166,6 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "broken")
     (folder / "model.safetensors").write_bytes(b"no weights")
     server = EngineServer("engine-x", EngineConfig(), model_path=folder, run_folder=tmp_path)
-    server.start()
     try:
         with pytest.raises(ServerError, match=r"(?i)safetensor|header"):
             server.wait_ready()

@@ -151,7 +151,7 @@ def test_saved_steps_must_follow_the_checkpoint(tmp_path: Path) -> None:
         saved_steps(tmp_path, after_step=0)
     with pytest.raises(ConfigError, match="step 3 is to come next"):
         saved_steps(tmp_path, after_step=2)
-    (tmp_path / "step-000006.npz").unlink()
+    (tmp_path / "step-000006.batch").unlink()
     assert saved_steps(tmp_path, after_step=2) == [3, 4]
 
 
