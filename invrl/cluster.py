@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from invrl.guardian import start_guardian
 from invrl.lease_store import LeaseStore
 from invrl.process import free_port
 from invrl.ray_setup import worker_environment
+from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.engine_server import find_device
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.lease_offers import LeaseOffers
@@ -128,23 +129,9 @@ class Cluster:
     buffer: BufferHandle
     rollouts: RolloutHandle
 
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+    async def guard(self, work: Awaitable[T]) -> T:
         """`work`'s result, or the failure of the rollout half if that comes first."""
         return await first_to_fail(self.rollouts.guard(work), self.serving.watch())
-
-
-async def first_to_fail(work: Coroutine[Any, Any, T], watch: Coroutine[Any, Any, None]) -> T:
-    """`work`'s result; if `watch` ends first, it is by raising, and that is raised."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            watching.result()
-        return await working
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 @asynccontextmanager

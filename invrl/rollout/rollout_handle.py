@@ -7,8 +7,8 @@ instead of a batch that never comes. `evaluating.py` makes one without a buffer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from invrl import plugins
 from invrl.interfaces import Buffer
@@ -80,15 +80,11 @@ class RolloutHandle:
     async def stop_dispatching(self) -> None:
         """Leases no more and aborts what runs; evaluations may follow."""
         if self._dispatcher is not None:
-            await self._dispatcher.stop(drain_s=0.0)
+            await self._dispatcher.stop()
 
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+    async def guard(self, work: Awaitable[T]) -> T:
         """`work`'s result, or the failure of the rollout half if that comes first."""
         return await (work if self._dispatcher is None else self._dispatcher.guard(work))
-
-    @property
-    def workers_replaced(self) -> int:
-        return self._pool.replaced
 
     async def evaluate(self, step: int, ended: Callable[[EvalScore], None] = lambda _: None) -> Evaluation:
         """Each mode on the first `eval_tasks` tasks of each set, the same ones each time; `ended` is told
@@ -113,10 +109,8 @@ class RolloutHandle:
                 ended(score)
         return Evaluation(scores=scores)
 
-    async def stop(self, drain_s: float = 5.0) -> None:
-        """Leases no more, gives running rollouts `drain_s` seconds, ends the workers. May be called
-        after a failure."""
-        if self._dispatcher is not None:
-            await self._dispatcher.stop(drain_s)
+    async def stop(self) -> None:
+        """As `stop_dispatching`, and ends the workers. May be called after a failure."""
+        await self.stop_dispatching()
         self._pool.stop()
         await self._sessions.close()

@@ -27,8 +27,6 @@ from invrl.rollout.session_client import SessionClient
 from invrl.types import FailureReason, Session, Task
 from invrl.types import Outcome as SessionOutcome
 
-_BEAT_S = 0.25
-_BLOCKED_WORTH_SAYING_S = 1.0
 _WEIGH_EVERY_S = 1.0
 _HARD_LIMIT = 1.25
 """Times the limit: whoever holds so much blocks the event loop too, and the process ends on the spot."""
@@ -74,7 +72,6 @@ class RolloutWorker:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._client = SessionClient(settings.gateway_url, deadline_s=settings.report_timeout_s)
-        self._watch = _LoopWatch()
         self._scale = _Scale(settings.memory_gb)
 
     async def ready(self) -> None:
@@ -87,7 +84,6 @@ class RolloutWorker:
         self._runner = Runner(function, reward_function, timeout_s=settings.rollout_timeout_s)
         importlib.import_module("openai")  # seconds on a busy machine: not while rollouts share the loop
         self._pool = ConnectionPool()
-        self._watch.start()
         self._scale.start()
 
     async def run(self, assignment: Assignment) -> WorkerReply:
@@ -99,11 +95,9 @@ class RolloutWorker:
             SessionEndpoint(session, model=model, timeout_s=timeout_s, pool=self._pool)
             for session in assignment.sessions
         ]
-        started = time.monotonic()
         outcomes = await self._within_memory(assignment.task, endpoints)
-        blocked_s = self._watch.longest_since(started)
         ended = zip(assignment.sessions, outcomes, strict=True)
-        reports = await asyncio.gather(*(self._report(*each, blocked_s) for each in ended))
+        reports = await asyncio.gather(*(self._report(*each) for each in ended))
         stuck, over = self._runner.stuck_threads, self._scale.over.is_set()
         return WorkerReply(outcomes=tuple(reports), stuck_threads=stuck, over_memory=over)
 
@@ -121,15 +115,9 @@ class RolloutWorker:
         failure = Failure(reason=FailureReason.MEMORY, detail=self._scale.found)
         return [failure] * len(endpoints)
 
-    async def _report(self, session: Session, outcome: Outcome, blocked_s: float) -> SessionOutcome:
+    async def _report(self, session: Session, outcome: Outcome) -> SessionOutcome:
         if isinstance(outcome, Failure):
-            detail = outcome.detail
-            if outcome.reason is FailureReason.TIMEOUT and blocked_s > _BLOCKED_WORTH_SAYING_S:
-                detail += (
-                    f"\nA function blocked this worker's event loop for {blocked_s:.1f} s meanwhile: "
-                    "async functions must await, blocking ones be plain `def`."
-                )
-            return await self._client.abort(session, outcome.reason, detail)
+            return await self._client.abort(session, outcome.reason, outcome.detail)
         return await self._client.finish(session, outcome.reward, outcome.components)
 
 
@@ -165,26 +153,3 @@ class _Scale:
                 time.sleep(_WEIGH_EVERY_S)  # enough for an event loop that runs, to report
                 print(f"ended on the spot: {self.found}", file=sys.stderr, flush=True)
                 os._exit(1)
-
-
-class _LoopWatch:
-    """Measures how long the event loop does not get to run."""
-
-    def __init__(self) -> None:
-        self._blocks: list[tuple[float, float]] = []
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._beat())
-
-    def longest_since(self, start: float) -> float:
-        """Seconds of the longest block that ended after `start` (time.monotonic)."""
-        return max((seconds for ended, seconds in self._blocks if ended > start), default=0.0)
-
-    async def _beat(self) -> None:
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(_BEAT_S)
-            late = time.monotonic() - before - _BEAT_S
-            if late > _BLOCKED_WORTH_SAYING_S:
-                self._blocks = [*self._blocks[-63:], (time.monotonic(), late)]

@@ -178,7 +178,7 @@ async def rollouts(
         handle.dispatch()
         yield handle, buffer
     finally:
-        await handle.stop(drain_s=0.0)
+        await handle.stop()
         ray.kill(actor)
 
 
@@ -212,7 +212,7 @@ async def test_every_failure_has_its_reason_and_the_run_goes_on(stack: Stack) ->
             assert all(len(group.rollouts_G) == GROUP for group in taken.groups)
         await until_ended(stack, bad, rollouts_each=GROUP)
         ended = stack.outcomes()
-        assert handle.workers_replaced == 0
+        assert handle._pool.replaced == 0
     seen = {task.id: {getattr(outcome, "reason", "none") for outcome in ended[task.id]} for task in bad}
     assert seen == {
         "raise": {FailureReason.EXCEPTION},
@@ -236,7 +236,7 @@ async def test_a_worker_that_exits_is_replaced_and_the_run_goes_on(stack: Stack)
         await until_ended(stack, exits, rollouts_each=2 * GROUP - 1)
         await batches(stack, handle, buffer, range(2, 4))
         # Two rounds of two: those of a round may have died together or one by one.
-        assert 2 <= handle.workers_replaced <= 4
+        assert 2 <= handle._pool.replaced <= 4
     ended = stack.outcomes()
     assert {outcome.reason for outcome in ended["exit"]} == {FailureReason.WORKER_DIED}
     tries = [(o.index, o.attempt) for o in ended["exit"]]
@@ -276,7 +276,7 @@ async def test_a_worker_over_its_memory_is_replaced_and_the_run_goes_on(
     async with rollouts(stack, leaks, **changes) as (handle, buffer):
         await until_ended(stack, leaks, rollouts_each=GROUP, seconds=60.0)
         await batches(stack, handle, buffer, range(1, 3))
-        assert handle.workers_replaced >= 1
+        assert handle._pool.replaced >= 1
     ended = stack.outcomes()["leaks"]
     assert {outcome.reason for outcome in ended} == {reason}
     if reason is FailureReason.MEMORY:
@@ -323,7 +323,7 @@ async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
         ended = stack.outcomes()["hang"]
         # Its threads cannot be ended, so the worker was, once its reply had come.
         async with asyncio.timeout(10):
-            while handle.workers_replaced < 1:
+            while handle._pool.replaced < 1:
                 await asyncio.sleep(0.05)
         await batches(stack, handle, buffer, range(2, 4))
     assert {outcome.reason for outcome in ended} == {FailureReason.TIMEOUT}
@@ -388,7 +388,6 @@ async def test_a_blocked_event_loop_is_ended_from_outside(stack: Stack) -> None:
         slow = await run("blocks for a while")
         assert isinstance(slow, FailedRollout)
         assert slow.reason is FailureReason.TIMEOUT
-        assert "blocked this worker's event loop" in slow.detail
         assert pool.replaced == 0
         blocked = asyncio.create_task(run("block"))
         ended = await blocked

@@ -134,5 +134,5 @@ async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path
     with pytest.raises(RuntimeError, match="the buffer is gone"):
         await asyncio.wait_for(offers.guard(asyncio.sleep(60)), 10)
     store.offer(lease("left"))
-    await offers.stop(0.0)
+    await offers.stop()
     assert store.take(time.time()) is None

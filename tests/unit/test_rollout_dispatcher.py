@@ -114,7 +114,7 @@ async def test_slots_are_full_and_refilled_rollout_by_rollout():
     pool.release("g0/3")
     await until(lambda: ("g2/0",) in pool.running)
     assert pool.most == 6
-    await it.stop(0.0)
+    await it.stop()
 
 
 async def test_every_rollout_runs_once():
@@ -127,7 +127,7 @@ async def test_every_rollout_runs_once():
         await until(lambda released=released: released not in pool.running)
     await until(lambda: not it.running and len(pool.calls) == 80)
     assert sorted(pool.calls) == sorted((f"g{g}/{i}",) for g in range(20) for i in range(4))
-    await it.stop(0.0)
+    await it.stop()
     assert opener.aborted == {}
 
 
@@ -140,7 +140,7 @@ async def test_a_group_form_gets_its_sessions_together_even_beyond_the_slots():
     assert list(pool.running) == [first]
     pool.release(*first)
     await until(lambda: tuple(f"g1/{i}" for i in range(4)) in pool.running)
-    await it.stop(0.0)
+    await it.stop()
 
 
 async def test_an_idle_buffer_is_not_hammered():
@@ -148,7 +148,7 @@ async def test_an_idle_buffer_is_not_hammered():
     it = dispatcher(buffer, Opener(), HeldPool(), concurrency=4)
     await asyncio.sleep(0.5)
     assert 5 <= buffer.asked <= 20
-    await it.stop(0.0)
+    await it.stop()
 
 
 async def test_new_work_is_found_soon():
@@ -157,7 +157,7 @@ async def test_new_work_is_found_soon():
     await asyncio.sleep(0.3)
     buffer.left = Leases(groups=1).left
     await until(lambda: len(pool.running) == 4, seconds=0.2)
-    await it.stop(0.0)
+    await it.stop()
 
 
 class BrokenBuffer:
@@ -187,7 +187,7 @@ async def test_a_failure_of_ours_ends_the_wait_for_a_batch(parts, cause):
     with pytest.raises(cause):
         await asyncio.wait_for(it.guard(take()), 2.0)
     await asyncio.wait_for(cancelled.wait(), 1.0)
-    await it.stop(0.0)
+    await it.stop()
 
 
 async def test_a_failure_ends_work_that_itself_started_the_dispatcher():
@@ -200,7 +200,7 @@ async def test_a_failure_ends_work_that_itself_started_the_dispatcher():
 
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(it.guard(starts()), 2.0)
-    await it.stop(0.0)
+    await it.stop()
 
 
 async def test_guard_gives_back_what_it_guards():
@@ -212,19 +212,16 @@ async def test_guard_gives_back_what_it_guards():
 
     with pytest.raises(KeyError):
         await it.guard(fails())
-    await it.stop(0.0)
+    await it.stop()
 
 
-async def test_stop_drains_then_aborts_whatever_is_left():
+async def test_stop_aborts_whatever_is_left():
     buffer, opener, pool = Leases(groups=2), Opener(), HeldPool()
     it = dispatcher(buffer, opener, pool, concurrency=3)
     await until(lambda: len(pool.running) == 3)
-    stopping = asyncio.create_task(it.stop(0.2))
-    await asyncio.sleep(0.02)
-    pool.release("g0/0")
-    await stopping
+    await it.stop()
     assert not pool.running
-    assert opener.aborted == {f"g0/{i}": FailureReason.ABORTED for i in (1, 2, 3)}
+    assert opener.aborted == {f"g0/{i}": FailureReason.ABORTED for i in range(4)}
     assert len(buffer.left) == 1
 
 
@@ -238,4 +235,4 @@ async def test_stop_ends_even_when_the_buffer_swallows_the_cancellation():
 
     it = dispatcher(Swallowing(), Opener(), HeldPool(), concurrency=1)
     await asyncio.sleep(0.01)
-    await asyncio.wait_for(it.stop(0.0), 1.0)
+    await asyncio.wait_for(it.stop(), 1.0)
