@@ -15,6 +15,7 @@ trained and release is what a later life of the run restores. Held by `buffer_ac
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -69,6 +70,8 @@ class Buffer:
         self._source_end = ""
         self._filter = group_filter
         self._ledger = Ledger(emit)
+        self._tasks_of: dict[str, Task] = {}
+        """Of the groups that are not taken, by their ids."""
         self._in_flight: dict[str, OpenGroup] = {}
         self._ready: dict[str, OpenGroup] = {}
         self._replacements: deque[str] = deque()
@@ -92,9 +95,9 @@ class Buffer:
         if under_way >= self._limit or (task := self._next_task()) is None:
             return None
         size = self._group_size
-        group = OpenGroup(self._groups_leased, task, attempts_G=[0] * size, to_lease=list(range(size)))
+        group = OpenGroup(self._groups_leased, task.id, attempts_G=[0] * size, to_lease=list(range(size)))
         self._groups_leased += 1
-        self._in_flight[group.id] = group
+        self._in_flight[group.id], self._tasks_of[group.id] = group, task
         self._count("groups_leased")
         return self._hand_out(group)
 
@@ -134,7 +137,7 @@ class Buffer:
         groups = tuple(group.group() for group in taken)
         batch = TakenBatch(batch_id=self._batches_taken, version=self.version, groups=groups)
         for group in taken:
-            del self._ready[group.id]
+            del self._ready[group.id], self._tasks_of[group.id]
             for index in range(self._group_size):
                 self._move(group, index, RolloutState.TAKEN, batch_id=batch.batch_id)
         for group in eligible[self._batch_size :]:
@@ -193,9 +196,9 @@ class Buffer:
             trained=trained,
             groups_leased=self._groups_leased,
             batches_taken=self._batches_taken,
-            in_flight=tuple(group.snapshot() for group in self._in_flight.values()),
-            ready=tuple(group.snapshot() for group in self._ready.values()),
-            counts=self._ledger.counts(),
+            in_flight=tuple(copy.deepcopy(list(self._in_flight.values()))),
+            ready=tuple(copy.deepcopy(list(self._ready.values()))),
+            counts=dict(self._ledger.counts),
             dropped=dict(self._dropped),
             failed=dict(self._failed),
             sequence=self._ledger.sequence,
@@ -209,16 +212,22 @@ class Buffer:
         self._groups_leased, self._batches_taken = snapshot.groups_leased, snapshot.batches_taken
         self._dropped, self._failed = Counter(snapshot.dropped), Counter(snapshot.failed)
         finished, grouped = RolloutState.FINISHED, RolloutState.GROUPED
-        saved = {one.number: (one, self._in_flight, finished) for one in snapshot.in_flight}
-        saved |= {one.number: (one, self._ready, grouped) for one in snapshot.ready}
+        in_flight, ready = copy.deepcopy((snapshot.in_flight, snapshot.ready))
+        saved = {group.number: (group, self._in_flight, finished) for group in in_flight}
+        saved |= {group.number: (group, self._ready, grouped) for group in ready}
         states: dict[Place, RolloutState] = {}
         for number in range(snapshot.groups_leased):
             task = self._next_task()
             if task is None:
                 raise BufferStateError(f"group g{number} had a task, but {self._source_end}")
             if number in saved:
-                one, home, state = saved[number]
-                group = home[f"g{number}"] = OpenGroup.reopen(one, task)
+                group, home, state = saved[number]
+                if task.id != group.task_id:
+                    raise BufferStateError(
+                        f"group {group.id} had task {group.task_id}, the task source now gives {task.id}: "
+                        "a run resumes only on the tasks that it began with"
+                    )
+                home[group.id], self._tasks_of[group.id] = group, task
                 states.update(group.states(state))
                 if group.to_lease:
                     self._replacements.append(group.id)
@@ -253,7 +262,7 @@ class Buffer:
         metrics, self._since = self._since, {}
         now = {"in_flight": len(self._in_flight), "ready": len(self._ready), "taken": self._groups_taken()}
         metrics |= {f"groups_{name}": Mean(number) for name, number in now.items()}
-        return metrics | {f"rollouts_{state}": Mean(self._ledger.count(state)) for state in RolloutState}
+        return metrics | {f"rollouts_{state}": Mean(self._ledger.counts[state]) for state in RolloutState}
 
     # ------------------------------------------------------------------ inside
 
@@ -291,7 +300,7 @@ class Buffer:
         group.to_lease = []
         for index in indices:
             self._move(group, index, RolloutState.IN_FLIGHT)
-        return GroupLease(group_id=group.id, task=group.task, members=members)
+        return GroupLease(group_id=group.id, task=self._tasks_of[group.id], members=members)
 
     def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
         self._failed[failure] += 1
@@ -346,6 +355,7 @@ class Buffer:
         """End a group that was not taken, with every place of it that has not ended."""
         self._in_flight.pop(group.id, None)
         self._ready.pop(group.id, None)
+        del self._tasks_of[group.id]
         if group.id in self._replacements:
             self._replacements.remove(group.id)
         for index, attempt in enumerate(group.attempts_G):
@@ -374,7 +384,7 @@ class Buffer:
         self._note_drop(reason, len(batch.groups))
 
     def _move(self, group: OpenGroup, index: int, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
-        self._ledger.move(Place(group.id, index, group.attempts_G[index]), group.task.id, state, **facts)
+        self._ledger.move(Place(group.id, index, group.attempts_G[index]), group.task_id, state, **facts)
 
     def _note(self, metrics: dict[str, Metric]) -> None:
         self._since = merge([self._since, metrics])

@@ -13,28 +13,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger import LedgerEntry
+from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.policies import group_filter_function
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError, DeadlineError
 from invrl.metrics import Metric
+from invrl.run_store import RunStore
 from invrl.types import GroupLease, Outcome, TakenBatch, Task, WeightVersion
-
-if TYPE_CHECKING:
-    from invrl.buffer.ledger_store import LedgerStore
-    from invrl.run_store import RunStore
-
-
-def run_store(path: Path) -> tuple[RunStore, LedgerStore]:
-    """Imported here, in the process that uses it, and not with this module."""
-    from invrl.buffer.ledger_store import LedgerStore
-    from invrl.run_store import RunStore
-
-    return RunStore(path), LedgerStore(path)
 
 
 class BufferActor:
@@ -49,7 +38,10 @@ class BufferActor:
         max_attempts: int,
         tasks_factory: Callable[[], Iterator[Task]],
         run_store_path: Path,
-        open_store: Callable[[Path], tuple[RunStore, LedgerStore]] = run_store,
+        open_store: Callable[[Path], tuple[RunStore, LedgerStore]] = lambda at: (
+            RunStore(at),
+            LedgerStore(at),
+        ),
         poll_interval_s: float = 0.02,
     ) -> None:
         self._buffer = Buffer(

@@ -486,5 +486,5 @@ def test_the_ledger_knows_no_other_transitions() -> None:
     ledger.move(place, "t", RolloutState.TRAINED, batch_id=0)
     with pytest.raises(BufferStateError):
         ledger.move(place, "t", RolloutState.DROPPED, reason=DropReason.RUN_ENDED)
-    assert ledger.count(RolloutState.TRAINED) == 1
-    assert ledger.count(RolloutState.IN_FLIGHT) == 0
+    assert ledger.counts[RolloutState.TRAINED] == 1
+    assert ledger.counts[RolloutState.IN_FLIGHT] == 0

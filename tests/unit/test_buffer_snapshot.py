@@ -90,7 +90,7 @@ def in_flight(buffer: Buffer) -> set[Place]:
         Place(f"g{group.number}", index, attempt)
         for group in buffer.snapshot(WeightVersion(0)).in_flight
         for index, attempt in enumerate(group.attempts_G)
-        if index not in {rollout.index for rollout in group.finished} | {*group.to_lease}
+        if index not in {*group.finished, *group.to_lease}
     }
 
 
