@@ -12,7 +12,7 @@ from invrl.errors import InvrlError, WeightSyncError
 from invrl.rollout.fleet import Fleet
 from invrl.train.train_handle import TrainHandle
 from invrl.types import WeightUpdate, WeightVersion
-from invrl.weight_sync import CanaryBound, PhaseDeadlines, WeightTransaction
+from invrl.weight_sync import CanaryBound, WeightTransaction
 
 logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 3
@@ -29,10 +29,10 @@ class FleetUpdater:
         self._restarts: Counter[str] = Counter()
         self._transaction = WeightTransaction(
             trainer,
-            self._fleet.receivers,
+            fleet.receivers,
             canary_prompts=canary_prompts(config.model.folder),
             bound=bound,
-            deadlines=PhaseDeadlines(load=settings.weight_sync_timeout_s),
+            deadline_s=settings.weight_sync_timeout_s,
         )
 
     async def run(self, version: WeightVersion) -> WeightUpdate:

@@ -135,7 +135,7 @@ class Buffer(Protocol):
         """The canary of `version` has passed: tokens sampled under it count."""
 
     async def metrics(self) -> Mapping[str, Metric]:
-        """Counts since the last call (groups and rollouts by state and drop reason, staleness)."""
+        """Counts since the last call (groups and rollouts by state and drop reason)."""
         ...
 
 
@@ -219,12 +219,3 @@ class WeightReceiver(Protocol):
     async def commit(self, version: WeightVersion) -> None: ...
     async def resume(self) -> None: ...
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]: ...
-
-
-class Fleet(Protocol):
-    """The rollout half as the loop holds it (`rollout/rollout_handle.py`)."""
-
-    async def receivers(self) -> Sequence[WeightReceiver]: ...
-
-    async def evict(self, name: str, reason: str) -> None:
-        """Take an engine out of the router: it gets no more traffic."""

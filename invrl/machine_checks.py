@@ -4,10 +4,8 @@ would stop a run, `Doubt` for what may. Nothing is left behind. Called by `docto
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
-import resource
 import socket
 import sys
 import tempfile
@@ -24,7 +22,6 @@ from invrl.errors import ConfigError
 
 _GB = 1e9
 _RAY_DEADLINE_S = 5.0
-_SERVERS = {"invrl.rollout.launch_sglang", "invrl.rollout.launch_router", "invrl.gateway.gateway_server"}
 _REQUIREMENTS = Path(__file__).parents[1] / "launch" / "requirements"
 
 
@@ -38,9 +35,8 @@ class Doubt(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The facts of a machine that no test can plant for real. Bytes are what is free now, but `file_bytes`
-    the largest file, which a memfd is too (-1: no limit). `nvidia`: a driver is loaded, whether the installed
-    torch can use it or not. `open_files`: what this process may open; its children inherit it."""
+    """The facts of a machine that no test can plant for real. Bytes are what is free now. `nvidia`: a driver
+    is loaded, whether the installed torch can use it or not."""
 
     python: tuple[int, int]
     cpus: int
@@ -49,8 +45,6 @@ class Machine:
     torch: str
     memory_bytes: int
     shared_memory_bytes: int
-    open_files: int
-    file_bytes: int
 
 
 def look() -> Machine:
@@ -69,8 +63,6 @@ def look() -> Machine:
         torch=_installed("torch") or "(none)",
         memory_bytes=memory,
         shared_memory_bytes=psutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        file_bytes=resource.getrlimit(resource.RLIMIT_FSIZE)[0],
     )
 
 
@@ -170,9 +162,6 @@ def _shared_memory(config: Config, machine: Machine) -> str:
     """/dev/shm is torch's and Ray's; the weight arena is a memfd of two slots."""
     value = f"{machine.shared_memory_bytes / _GB:.1f} GB free in /dev/shm"
     arena = 2 * _weight_bytes(config) + 2**20
-    if -1 < machine.file_bytes < arena:
-        reason = f"files may hold {machine.file_bytes} bytes, the weight arena needs {arena}"
-        raise ConfigError("RLIMIT_FSIZE", machine.file_bytes, reason, "ulimit -f unlimited")
     fd = os.memfd_create("invrl-doctor")
     try:
         os.ftruncate(fd, arena)
@@ -188,31 +177,6 @@ def _shared_memory(config: Config, machine: Machine) -> str:
     if machine.shared_memory_bytes < _GB:
         raise Doubt(value, "Ray's objects go to disk then", "docker run --shm-size 8g")
     return value
-
-
-def _open_files(config: Config, machine: Machine) -> str:
-    """Two connections per rollout at each end, and what Ray opens."""
-    value, running = f"{machine.open_files} may be open", config.rollout.rollout_concurrency
-    if machine.open_files < 4 * running + 256:
-        raise ConfigError("open files", value, f"{running} rollouts at a time need more", "ulimit -n 65536")
-    if machine.open_files < 2 * config.gateway.max_open_sessions + 1024:
-        raise Doubt(value, "max_open_sessions sessions need more", "ulimit -n 65536")
-    return value
-
-
-def _leftovers(config: Config, machine: Machine) -> str:
-    """Servers of a run whose driver is gone: no ancestor is `invrl`."""
-    left = list[str]()
-    for process in psutil.process_iter(["cmdline"]):
-        if not _SERVERS & set(process.info["cmdline"] or ()):
-            continue
-        with contextlib.suppress(psutil.Error):
-            above = [part for parent in process.parents() for part in parent.cmdline()]
-            if not any(Path(part).name == "invrl" or part == "invrl.cli" for part in above):
-                left.append(str(process.pid))
-    if left:
-        raise Doubt(f"processes {', '.join(left)}", "an earlier run left them", f"kill -9 {' '.join(left)}")
-    return "none"
 
 
 def _ray(config: Config, machine: Machine) -> str:
@@ -239,7 +203,5 @@ MACHINE_CHECKS: dict[str, Callable[[Config, Machine], str]] = {
     "memory": _memory,
     "disk": _disk,
     "shared memory": _shared_memory,
-    "open files": _open_files,
-    "leftover processes": _leftovers,
     "ray": _ray,
 }

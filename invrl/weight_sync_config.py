@@ -21,4 +21,4 @@ class WeightSyncConfig(Section):
     canary_mean_gap: NonNegativeFloat = Field(
         0.0, description="mean |engine - trainer| log-prob on the canary prompts, nats; 0: by dtype"
     )
-    weight_sync_timeout_s: PositiveFloat = Field(120.0, description="deadline of each phase, per engine")
+    weight_sync_timeout_s: PositiveFloat = Field(300.0, description="deadline of each phase, for all engines")

@@ -29,7 +29,7 @@ from invrl.buffer.policies import ZERO_VARIANCE, admission_limit, newest_version
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter
-from invrl.metrics import Max, Mean, Metric, Sum, merge
+from invrl.metrics import Mean, Metric, Sum, merge
 from invrl.types import (
     DropReason,
     FailedRollout,
@@ -144,7 +144,6 @@ class Buffer:
             group.passed_over = True
         self._batch, self._batch_trained = batch, False
         self._batches_taken += 1
-        self._note(_staleness(batch))
         return batch
 
     def trained(self, batch_id: int) -> None:
@@ -391,14 +390,3 @@ class Buffer:
 
     def _count(self, name: str, n: int = 1) -> None:
         self._note({name: Sum(n)})
-
-
-def _staleness(batch: TakenBatch) -> dict[str, Metric]:
-    """Versions that each rollout's oldest token is behind the trainer's, weighted by trained tokens."""
-    rollouts = [rollout for group in batch.groups for rollout in group.rollouts_G if rollout.trained_tokens]
-    ages = [float(batch.version - rollout.oldest_version) for rollout in rollouts]
-    tokens = [float(rollout.trained_tokens) for rollout in rollouts]
-    return {
-        "staleness_mean": Mean(sum(a * t for a, t in zip(ages, tokens, strict=True)), sum(tokens)),
-        "staleness_max": Max(max(ages)),
-    }

@@ -1,4 +1,4 @@
-"""The gateway's session API as any outside environment uses it: open, reward, finish, abort.
+"""The gateway's session API as any outside environment uses it: open, finish, abort.
 
 Invariants: every call ends within its deadline and says what it waited for; a gateway that is full (429),
 restarting (503) or unreachable is asked again until then, with its Retry-After honoured (every call may be
@@ -71,20 +71,13 @@ class SessionClient:
             raise SessionError(f"{what}: it opened others: {answer.text}", status=502, code="bad_answer")
         return sessions
 
-    async def reward(self, session: Session, reward: float, components: Mapping[str, float]) -> None:
-        """Sets the reward of a session that goes on. Raises SessionError, DeadlineError."""
-        body = {"reward": reward, "components": dict(components)}
-        what = f"the reward of session {session.id}"
-        await self._post(f"/sessions/{session.id}/reward", body, session.key, what)
-
     async def finish(
-        self, session: Session, reward: float | None = None, components: Mapping[str, float] | None = None
+        self, session: Session, reward: float, components: Mapping[str, float] | None = None
     ) -> Outcome:
-        """Ends a session; its rollout is committed when this returns. `reward` may have been set
-        before. FailedRollout where the gateway counts it as one (it made no turn, or had been aborted
-        before). Raises SessionError, DeadlineError."""
+        """Ends a session; its rollout is committed when this returns. FailedRollout where the gateway counts
+        it as one (it made no turn, or had been aborted before). Raises SessionError, DeadlineError."""
         what = f"the gateway to finish session {session.id}"
-        body = {} if reward is None else {"reward": reward, "components": dict(components or {})}
+        body = {"reward": reward, "components": dict(components or {})}
         answer = await self._post(f"/sessions/{session.id}/finish", body, session.key, what)
         return _outcome(answer, what)
 

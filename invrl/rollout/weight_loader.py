@@ -8,7 +8,6 @@ written before the whole plan has been checked. The other end is `weight_receive
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -46,7 +45,6 @@ class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     error_is_layout: bool = False
     checksums: dict[str, str] = {}
-    seconds: float = 0.0
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -135,7 +133,6 @@ def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
 
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """SGLang's entry point. Never raises; the reply file appears whole (rename)."""
-    start = time.perf_counter()
     try:
         request = msgspec.json.decode(named_tensors[0][0], type=LoaderRequest)
     except Exception:
@@ -146,7 +143,6 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
         text = str(error) if isinstance(error, InvrlError) else repr(error)
         layout = isinstance(error, LayoutError)
         reply = LoaderReply(nonce=request.nonce, error=text, error_is_layout=layout)
-    reply = msgspec.structs.replace(reply, seconds=time.perf_counter() - start)
     try:
         with open(request.reply_path + ".new", "wb") as file:
             file.write(msgspec.json.encode(reply))
