@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -126,14 +127,7 @@ class _Run:
         await cluster.buffer.release(version)
         await cluster.buffer.advance(version)
 
-        async def save(step: int, snapshot: bytes) -> None:
-            filling = self.checkpoints.begin(step)
-            await trainer.save_checkpoint(str(filling.megatron))
-            await trainer.export_hugging_face(str(filling.hugging_face))
-            filling.buffer.write_bytes(snapshot)
-            await asyncio.to_thread(self.checkpoints.commit, filling)
-
-        interval = self.config.run.save_interval
+        save, interval = partial(self.checkpoints.save, trainer), self.config.run.save_interval
         return Learner(trainer=trainer, weights=weights, save=save, save_interval=interval)
 
     async def _train(self, cluster: Cluster, learner: Learner | None, done: int) -> None:

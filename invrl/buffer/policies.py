@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from invrl.interfaces import GroupFilter
-from invrl.plugins import load_group_filter
+from invrl.plugins import load_plugin
 from invrl.types import DropReason, Group, RolloutSummary, WeightVersion
 
 ZERO_VARIANCE = str(DropReason.ZERO_VARIANCE)
@@ -29,7 +29,7 @@ GROUP_FILTERS: dict[str, GroupFilter] = {"nonzero_variance": nonzero_variance, "
 
 def group_filter_function(name: str) -> GroupFilter:
     """The built-in of that name, or the user's function at `module:name`. Raises PluginError."""
-    return load_group_filter(name, GROUP_FILTERS)
+    return load_plugin(name, "group_filter", GroupFilter, GROUP_FILTERS)
 
 
 def admission_limit(*, max_staleness: int, rollout_batch_size: int, over_sampling_groups: int) -> int:

@@ -18,7 +18,7 @@ from invrl.errors import DeadlineError, ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.engine_server import EngineServer
-from invrl.rollout.health import HealthCheck, HealthPolicy
+from invrl.rollout.health import HealthCheck
 from invrl.rollout.router_server import RouterServer
 from invrl.rollout.sglang_args import router_flags, sglang_flags
 from invrl.rollout.sglang_client import EngineLimits, SglangClient
@@ -104,8 +104,8 @@ class Fleet:
         except BaseException:
             await self.stop()
             raise
-        policy = HealthPolicy(interval_s=self._config.engine_health_interval_s)
-        self._watch = asyncio.create_task(HealthCheck(policy).watch(lambda: self.engines, self.evict))
+        check = HealthCheck(interval_s=self._config.engine_health_interval_s)
+        self._watch = asyncio.create_task(check.watch(lambda: self.engines, self.evict))
 
     async def admit(self) -> None:
         """Let the router know the engines: they hold the fleet's version. ServerError, DeadlineError."""

@@ -32,8 +32,8 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`check`: does this layout fit? `load`: copy the arena's slot. `digest`: hash what is served."""
 
     op: LoaderOp
-    nonce: str
     reply_path: str
+    """Of this request alone."""
     tensors: tuple[TensorSpec, ...] = ()
     """For `check` and `digest`."""
     arena: str = ""
@@ -41,7 +41,6 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
-    nonce: str
     error: str = ""
     error_is_layout: bool = False
     checksums: dict[str, str] = {}
@@ -138,11 +137,10 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
     except Exception:
         return  # nobody to answer; the other end sees that no reply came
     try:
-        reply = LoaderReply(nonce=request.nonce, checksums=_serve(model, request))
+        reply = LoaderReply(checksums=_serve(model, request))
     except Exception as error:
         text = str(error) if isinstance(error, InvrlError) else repr(error)
-        layout = isinstance(error, LayoutError)
-        reply = LoaderReply(nonce=request.nonce, error=text, error_is_layout=layout)
+        reply = LoaderReply(error=text, error_is_layout=isinstance(error, LayoutError))
     try:
         with open(request.reply_path + ".new", "wb") as file:
             file.write(msgspec.json.encode(reply))
@@ -151,17 +149,15 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
         return  # the other end sees that no reply came
 
 
-def read_reply(path: str, nonce: str) -> LoaderReply:
-    """Take the reply to `nonce` from its file. Raises WeightSyncError if there is none, or it is an old
-    one; LayoutError or WeightSyncError with what the engine says went wrong."""
+def read_reply(path: str) -> LoaderReply:
+    """Take a reply from its file. Raises WeightSyncError if there is none, LayoutError or WeightSyncError
+    with what the engine says went wrong."""
     try:
         with open(path, "rb") as file:
             reply = msgspec.json.decode(file.read(), type=LoaderReply)
         os.unlink(path)
     except (OSError, msgspec.DecodeError) as error:
         raise WeightSyncError(f"the engine's weight loader left no reply: {error}") from error
-    if reply.nonce != nonce:
-        raise WeightSyncError("the engine's weight loader replied to another request")
     if reply.error:
         raise (LayoutError if reply.error_is_layout else WeightSyncError)(reply.error)
     return reply

@@ -96,13 +96,12 @@ class EngineReceiver(ABC):
 
     async def _ask(self, op: LoaderOp, *, tensors: Sequence[TensorSpec] = (), arena: str = "") -> LoaderReply:
         """One operation of the loader inside the engine, within `_update`."""
-        nonce = secrets.token_hex(8)
         self._reply_folder.mkdir(parents=True, exist_ok=True)
-        path = str(self._reply_folder / f"{self.name}-{nonce}.reply")
-        request = LoaderRequest(op=op, nonce=nonce, reply_path=path, tensors=tuple(tensors), arena=arena)
+        path = str(self._reply_folder / f"{self.name}-{secrets.token_hex(8)}.reply")
+        request = LoaderRequest(op=op, reply_path=path, tensors=tuple(tensors), arena=arena)
         message = base64.b64encode(_empty_tensor_named(msgspec.json.encode(request).decode())).decode()
         await self._send(message, WEIGHT_LOADER)
-        return read_reply(request.reply_path, nonce)
+        return read_reply(path)
 
     async def _send(self, payload: str, load_format: str) -> None:
         update = self._client.update_weights_from_tensor
