@@ -227,14 +227,11 @@ def _make_trainer(config: Config) -> TrainHandle:
 
 
 def _make_buffer(config: Config, folder: RunFolder) -> BufferHandle:
-    rollout = config.rollout
     made: Any = ray.remote(BufferActor).options(num_cpus=0, max_concurrency=64)
     actor = made.remote(
         config.buffer,
-        rollout_batch_size=rollout.rollout_batch_size,
-        n_samples_per_prompt=rollout.n_samples_per_prompt,
-        max_attempts=rollout.rollout_max_attempts,
-        tasks_factory=partial(load_tasks, rollout, "train", config.run.seed),
+        config.rollout,
+        tasks_factory=partial(load_tasks, config.rollout, "train", config.run.seed),
         run_store_path=folder.store_path,
     )
     return BufferHandle(actor=actor, batch_timeout_s=config.buffer.batch_timeout_s)

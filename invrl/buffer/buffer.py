@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
 
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.counts import BufferCounts
 from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry, Place, RolloutState
 from invrl.buffer.open_group import OpenGroup
 from invrl.buffer.policies import ZERO_VARIANCE, admission_limit, newest_version, oldest_version
@@ -30,6 +29,7 @@ from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter
 from invrl.metrics import Mean, Metric, Sum, merge
+from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     DropReason,
     FailedRollout,
@@ -50,22 +50,16 @@ class Buffer:
     def __init__(
         self,
         config: BufferConfig,
+        rollout: RolloutConfig,
         *,
-        rollout_batch_size: int,
-        n_samples_per_prompt: int,
-        max_attempts: int,
         tasks: Iterator[Task],
         group_filter: GroupFilter,
         emit: Callable[[LedgerEntry], None] | None = None,
     ) -> None:
         self.version = self.released = WeightVersion(0)
-        self._max_staleness, self._max_attempts = config.max_staleness, max_attempts
-        self._batch_size, self._group_size = rollout_batch_size, n_samples_per_prompt
-        self._limit = admission_limit(
-            max_staleness=config.max_staleness,
-            rollout_batch_size=rollout_batch_size,
-            over_sampling_groups=config.over_sampling_groups,
-        )
+        self._max_staleness, self._max_attempts = config.max_staleness, rollout.rollout_max_attempts
+        self._batch_size, self._group_size = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+        self._limit = admission_limit(config, self._batch_size)
         self._tasks = tasks
         self._source_end = ""
         self._filter = group_filter
@@ -78,8 +72,10 @@ class Buffer:
         self._batch: TakenBatch | None = None
         self._batch_trained = False
         self._groups_leased = self._batches_taken = 0
-        self._dropped: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        """Groups dropped since the start, by reason."""
+        self.failed: Counter[str] = Counter()
+        """Rollouts failed since the start, by reason."""
         self._since: dict[str, Metric] = {}
         self._closed = False
 
@@ -198,8 +194,8 @@ class Buffer:
             in_flight=tuple(copy.deepcopy(list(self._in_flight.values()))),
             ready=tuple(copy.deepcopy(list(self._ready.values()))),
             counts=dict(self._ledger.counts),
-            dropped=dict(self._dropped),
-            failed=dict(self._failed),
+            dropped=dict(self.dropped),
+            failed=dict(self.failed),
             sequence=self._ledger.sequence,
         )
 
@@ -209,7 +205,7 @@ class Buffer:
         then is leased again. Raises BufferStateError if the task source gives other tasks."""
         self.version = self.released = snapshot.version
         self._groups_leased, self._batches_taken = snapshot.groups_leased, snapshot.batches_taken
-        self._dropped, self._failed = Counter(snapshot.dropped), Counter(snapshot.failed)
+        self.dropped, self.failed = Counter(snapshot.dropped), Counter(snapshot.failed)
         finished, grouped = RolloutState.FINISHED, RolloutState.GROUPED
         in_flight, ready = copy.deepcopy((snapshot.in_flight, snapshot.ready))
         saved = {group.number: (group, self._in_flight, finished) for group in in_flight}
@@ -242,17 +238,21 @@ class Buffer:
 
     # ------------------------------------------------------------------ what there is to know
 
-    def counts(self) -> BufferCounts:
-        return BufferCounts(
-            needed=self._batch_size,
-            ready=len(self._ready),
-            unreleased=sum(not self._is_released(group) for group in self._ready.values()),
-            in_flight=len(self._in_flight),
-            limit=self._limit,
-            dropped=dict(self._dropped),
-            failed=dict(self._failed),
-            source_end=self._source_end,
-        )
+    @property
+    def can_fill(self) -> bool:
+        """Whether a batch can still come together."""
+        return not self._source_end or len(self._ready) + len(self._in_flight) >= self._batch_size
+
+    def __str__(self) -> str:
+        """What a batch waits for: told by a deadline that runs out."""
+        text = f"{self._batch_size} groups; {len(self._ready)} ready"
+        if unreleased := sum(not self._is_released(group) for group in self._ready.values()):
+            text += f" ({unreleased} of them wait for their weight version's release)"
+        text += f", {len(self._in_flight)} in flight (at most {self._limit} under way)"
+        for name, counts in (("groups dropped", self.dropped), ("rollouts failed", self.failed)):
+            if counts:
+                text += f"; {name}: " + ", ".join(f"{n} {reason}" for reason, n in sorted(counts.items()))
+        return text + (f"; {self._source_end}" if self._source_end else "")
 
     def metrics(self) -> dict[str, Metric]:
         """Events since the last call, and how many groups and rollouts are in each state now.
@@ -278,8 +278,7 @@ class Buffer:
         return len(self._batch.groups) if self._batch is not None else 0
 
     def _next_task(self) -> Task | None:
-        """A source that raises or yields something else has ended; `counts` says why, and who waits for a
-        batch is told."""
+        """A source that raises or yields something else has ended; who waits for a batch is told why."""
         if self._source_end:
             return None
         try:
@@ -302,7 +301,7 @@ class Buffer:
         return GroupLease(group_id=group.id, task=self._tasks_of[group.id], members=members)
 
     def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
-        self._failed[failure] += 1
+        self.failed[failure] += 1
         self._count(f"rollouts_failed/{failure}")
         last = outcome.attempt + 1 >= self._max_attempts
         reason = DropReason.INCOMPLETE if last else DropReason.REPLACED
@@ -367,7 +366,7 @@ class Buffer:
 
     def _note_drop(self, reason: DropReason, groups: int, word: str = "") -> None:
         name = f"{reason}/{word}" if word else str(reason)
-        self._dropped[name] += groups
+        self.dropped[name] += groups
         self._count(f"groups_dropped/{name}", groups)
 
     def _end_batch(self, batch: TakenBatch, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from invrl.buffer.config import BufferConfig
 from invrl.interfaces import GroupFilter
 from invrl.plugins import load_plugin
 from invrl.types import DropReason, Group, RolloutSummary, WeightVersion
@@ -32,14 +33,14 @@ def group_filter_function(name: str) -> GroupFilter:
     return load_plugin(name, "group_filter", GroupFilter, GROUP_FILTERS)
 
 
-def admission_limit(*, max_staleness: int, rollout_batch_size: int, over_sampling_groups: int) -> int:
+def admission_limit(config: BufferConfig, batch_size: int) -> int:
     """Groups that may be under way at once: in flight, ready, or taken and not yet behind a new version.
 
     Groups are taken oldest first, so with at most (k + 1) batches under way the last of them is taken at
     most k versions after it was leased. Over-sampled groups come on top: they replace those that are
     filtered out, and what is left of them ages until it is dropped.
     """
-    return (max_staleness + 1) * rollout_batch_size + over_sampling_groups
+    return (config.max_staleness + 1) * batch_size + config.over_sampling_groups
 
 
 def oldest_version(rollouts: list[RolloutSummary]) -> WeightVersion | None:

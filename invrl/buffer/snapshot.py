@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from invrl.buffer.ledger import RolloutState
 from invrl.buffer.open_group import OpenGroup
 from invrl.types import WeightVersion
@@ -33,10 +31,3 @@ class BufferSnapshot:
     life: int = 0
     outbox_seq: int = 0
     """Last outbox row that is in this snapshot."""
-
-    def to_bytes(self) -> bytes:
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> BufferSnapshot:
-        return msgspec.json.decode(data, type=cls)

@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from invrl.rollout.config import EvalMode
+from invrl.rollout.config import EvalMode, RolloutConfig
 from invrl.rollout.dispatcher import assignments
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_pool import WorkerPool
@@ -108,22 +108,20 @@ class Evaluation:
 
 async def evaluate(
     tasks: Sequence[Task],
+    config: RolloutConfig,
     *,
     mode: EvalMode,
-    samples_per_task: int,
-    max_new_tokens: int,
     sessions: SessionClient,
     pool: WorkerPool,
-    concurrency: int,
     group_form: bool,
     label: str,
     set_name: str = "",
 ) -> EvalScore:
-    """Runs every task `samples_per_task` times (greedy: once). `label` makes the group ids of this
+    """Runs every task `eval_samples_per_task` times (greedy: once). `label` makes the group ids of this
     evaluation its own. Raises what the pool and the gateway raise; never because of a rollout."""
-    samples = 1 if mode == "greedy" else samples_per_task
-    sampling = Sampling(temperature=0.0 if mode == "greedy" else 1.0, max_new_tokens=max_new_tokens)
-    room = asyncio.Semaphore(max(1, concurrency // samples))
+    samples = 1 if mode == "greedy" else config.eval_samples_per_task
+    sampling = Sampling(temperature=0.0 if mode == "greedy" else 1.0, max_new_tokens=config.max_new_tokens)
+    room = asyncio.Semaphore(max(1, config.rollout_concurrency // samples))
 
     async def run_lease(lease: GroupLease) -> list[Outcome]:
         opened = await sessions.open(lease, purpose="eval", sampling=sampling)

@@ -33,6 +33,8 @@ from invrl.types import (
 T = TypeVar("T")
 CONNECTION_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
 """Kept for less than uvicorn's 5 s, so that the server never closes a connection just as we write to it."""
+DEADLINE_S = 60.0
+"""Of a call, unless it says otherwise."""
 _MAX_DETAIL = 4000
 _ASK_AGAIN = frozenset({429, 502, 503, 504})
 _BACKOFF_S = (0.05, 2.0)
@@ -43,12 +45,11 @@ class _Opened(msgspec.Struct):
 
 
 class SessionClient:
-    """Calls the gateway at `base_url` (no /v1). One per event loop. `deadline_s` bounds each call
-    unless the call says otherwise. Without `env_key` it cannot open sessions."""
+    """Calls the gateway at `base_url` (no /v1). One per event loop. Without `env_key` it cannot open
+    sessions."""
 
-    def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = 60.0) -> None:
-        self._url = base_url.rstrip("/")
-        self._env_key, self._deadline_s = env_key, deadline_s
+    def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = DEADLINE_S) -> None:
+        self._url, self._env_key, self._deadline_s = base_url.rstrip("/"), env_key, deadline_s
         self._http = httpx.AsyncClient(limits=CONNECTION_LIMITS, trust_env=False)
 
     async def open(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import psutil
 
 from invrl import plugins
+from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Outcome, Runner
 from invrl.rollout.session_client import SessionClient
@@ -38,15 +39,9 @@ class WorkerSettings:
 
     gateway_url: str
     model: str
-    rollout_function_path: str
-    reward_function_path: str
-    rollout_timeout_s: float
-    memory_gb: float = 0.0
-    """Of the process and its children; 0: no limit."""
+    rollout: RolloutConfig
     python_path: tuple[str, ...] = ()
     """The driver's sys.path: what imports there imports here."""
-    report_timeout_s: float = 60.0
-    """How long a finish or abort may wait for the gateway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +66,17 @@ class RolloutWorker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._client = SessionClient(settings.gateway_url, deadline_s=settings.report_timeout_s)
-        self._scale = _Scale(settings.memory_gb)
+        self._client = SessionClient(settings.gateway_url)
+        self._scale = _Scale(settings.rollout.rollout_worker_memory_gb)
 
     async def ready(self) -> None:
         """Loads the user's functions. Raises PluginError."""
-        settings = self._settings
-        sys.path.extend(path for path in settings.python_path if path not in sys.path)
-        function = plugins.load_rollout_function(settings.rollout_function_path)
-        path = settings.reward_function_path
+        config, paths = self._settings.rollout, self._settings.python_path
+        sys.path.extend(path for path in paths if path not in sys.path)
+        function = plugins.load_rollout_function(config.rollout_function_path)
+        path = config.reward_function_path
         reward_function = plugins.load_reward_function(path) if path else None
-        self._runner = Runner(function, reward_function, timeout_s=settings.rollout_timeout_s)
+        self._runner = Runner(function, reward_function, timeout_s=config.rollout_timeout_s)
         importlib.import_module("openai")  # seconds on a busy machine: not while rollouts share the loop
         self._pool = ConnectionPool()
         self._scale.start()
@@ -89,8 +84,7 @@ class RolloutWorker:
     async def run(self, assignment: Assignment) -> WorkerReply:
         """Runs the rollout function and reports. Raises SessionError or DeadlineError only where the
         gateway does not take the report: the run cannot go on then."""
-        settings = self._settings
-        model, timeout_s = settings.model, settings.rollout_timeout_s
+        model, timeout_s = self._settings.model, self._settings.rollout.rollout_timeout_s
         endpoints = [
             SessionEndpoint(session, model=model, timeout_s=timeout_s, pool=self._pool)
             for session in assignment.sessions

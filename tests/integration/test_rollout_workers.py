@@ -156,9 +156,7 @@ async def rollouts(
     )
     actor = ray.remote(BufferActor).remote(
         BufferConfig(max_staleness=1, over_sampling_groups=4, group_filter="none"),
-        rollout_batch_size=config.rollout_batch_size,
-        n_samples_per_prompt=config.n_samples_per_prompt,
-        max_attempts=config.rollout_max_attempts,
+        config,
         tasks_factory=tasks,
         run_store_path=stack.store_path,
     )
@@ -352,10 +350,8 @@ async def test_a_function_that_is_not_there_is_found_at_start() -> None:
     settings = WorkerSettings(
         gateway_url="http://127.0.0.1:1",
         model="tiny",
-        rollout_function_path=f"{FUNCTIONS}:rolout",
-        reward_function_path="",
+        rollout=RolloutConfig(rollout_function_path=f"{FUNCTIONS}:rolout", rollout_timeout_s=1.0),
         python_path=tuple(sys.path),
-        rollout_timeout_s=1.0,
     )
     worker = RayWorker(settings, "worker", concurrency=4)
     with pytest.raises(PluginError, match="did you mean 'rollout'"):
@@ -368,10 +364,8 @@ async def test_a_blocked_event_loop_is_ended_from_outside(stack: Stack) -> None:
     settings = WorkerSettings(
         gateway_url=stack.url,
         model="tiny",
-        rollout_function_path=f"{FUNCTIONS}:rollout",
-        reward_function_path="",
+        rollout=RolloutConfig(rollout_function_path=f"{FUNCTIONS}:rollout", rollout_timeout_s=4.0),
         python_path=tuple(sys.path),
-        rollout_timeout_s=4.0,
     )
     pool = WorkerPool(
         lambda name: RayWorker(settings, name, concurrency=8), client, size=1, run_timeout_s=9.0

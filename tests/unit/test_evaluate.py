@@ -116,12 +116,10 @@ TASKS = [Task(id=f"t{i}", payload={}, split="eval") for i in range(6)]
 async def run(stage, mode="sampled", samples=1, tasks=TASKS, concurrency=4, group_form=False):
     return await evaluate(
         tasks,
+        RolloutConfig(eval_samples_per_task=samples, max_new_tokens=14, rollout_concurrency=concurrency),
         mode=mode,
-        samples_per_task=samples,
-        max_new_tokens=14,
         sessions=stage,
         pool=stage,
-        concurrency=concurrency,
         group_form=group_form,
         label="1",
     )
