@@ -26,8 +26,8 @@ from invrl.types import FailedRollout, FailureReason, GroupLease, Session
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_POLL_S = (0.01, 0.05)
-"""First and longest wait before the buffer is asked again."""
+_POLL_S = 0.04
+"""Before the buffer is asked again."""
 _ADMISSION_TIMEOUT_S = 600.0
 """A gateway that admits no session for this long is not coming back."""
 _END_TIMEOUT_S = 5.0
@@ -125,7 +125,6 @@ class Dispatcher(Scheduler):
             await self._sessions.abort(session, FailureReason.ABORTED, "the run ended")
 
     async def _schedule(self) -> None:
-        pause, longest = _POLL_S
         # A flag besides the cancellation: wait_for (in the buffer's handle, say) may lose one that comes
         # together with its result, in Python 3.11.
         while not self._stopping:
@@ -137,11 +136,9 @@ class Dispatcher(Scheduler):
             lease = await self._buffer.lease()
             if lease is None:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
+                    async with asyncio.timeout(_POLL_S):
                         await self._changed.wait()
-                pause = min(2 * pause, longest)
                 continue
-            pause, _ = _POLL_S
             sessions = await self._sessions.open(lease, deadline_s=_ADMISSION_TIMEOUT_S)
             self._waiting.extend(assignments(lease, sessions, group_form=self._group_form))
 

@@ -107,7 +107,8 @@ async def test_three_steps_over_the_run_store(handle: BufferHandle, tmp_path: Pa
         await handle.release(WeightVersion(step + 1))
         await handle.advance(WeightVersion(step + 1))
         assert resolve(await handle.metrics())["groups_trained"] == 2
-    assert resolve(await handle.close())["rollouts_trained"] == 12
+    assert resolve(await handle.metrics())["rollouts_trained"] == 12
+    await handle.close()
     store.close()
 
 

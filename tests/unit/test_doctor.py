@@ -183,7 +183,6 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "ray is 9.9.9",
         "install.sh",
     ),
-    ("drift", lambda p: p.dist_info("attrs", "9.9"), "packages", WARNING, "attrs is 9.9", "install.sh"),
     ("idle GPU", fact(nvidia=True), "gpu", WARNING, "uses no GPU", "INVRL_DEVICE=gpu"),
     ("ranks", flag(data_parallel_size="9"), "cpus", FAILED, "8 CPUs", "lower --data-parallel-size to 8"),
     ("one CPU", fact(cpus=1), "cpus", WARNING, "share it", "2 or more"),
