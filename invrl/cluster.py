@@ -155,23 +155,20 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
 
 def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None = None) -> RolloutHandle:
     """Workers and what gives them rollouts; without a buffer it only evaluates."""
+    offers = None
+    if buffer is not None and config.rollout.external_environments:
+        leases = LeaseStore(Path(serving.settings.store_path))
+        offers = LeaseOffers(buffer, leases, timeout_s=config.gateway.lease_timeout_s)
     return RolloutHandle(
         config.rollout,
         buffer=buffer,
-        offers=_lease_offers(config, serving, buffer),
+        offers=offers,
         gateway_url=serving.gateway.url,
         env_key=serving.env_key,
         model=serving.settings.model_name,
         seed=config.run.seed,
         make_worker=partial(RayWorker, concurrency=config.rollout.rollout_concurrency),
     )
-
-
-def _lease_offers(config: Config, serving: Serving, buffer: BufferHandle | None) -> LeaseOffers | None:
-    if buffer is None or not config.rollout.external_environments:
-        return None
-    leases = LeaseStore(Path(serving.settings.store_path))
-    return LeaseOffers(buffer, leases, timeout_s=config.gateway.lease_timeout_s)
 
 
 @asynccontextmanager

@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,19 +152,8 @@ def _disk(config: Config, machine: Machine) -> str:
 
 
 def _shared_memory(config: Config, machine: Machine) -> str:
-    """/dev/shm is torch's and Ray's; the weight arena is a memfd of two slots."""
+    """/dev/shm is torch's and Ray's; the weight arena is a memfd, which counts as memory."""
     value = f"{machine.shared_memory_bytes / _GB:.1f} GB free in /dev/shm"
-    arena = 2 * _weight_bytes(config) + 2**20
-    fd = os.memfd_create("invrl-doctor")
-    try:
-        os.ftruncate(fd, arena)
-        os.pwrite(fd, b"x", arena - 1)
-        with tempfile.TemporaryFile(dir="/dev/shm") as file:
-            file.write(b"x" * 2**16)
-    except OSError as error:
-        raise ConfigError("/dev/shm", value, f"cannot be written ({error})", "mount a tmpfs there") from error
-    finally:
-        os.close(fd)
     if machine.shared_memory_bytes < 64e6:
         raise ConfigError("/dev/shm", value, "SGLang's processes need 64 MB", "docker run --shm-size 8g")
     if machine.shared_memory_bytes < _GB:

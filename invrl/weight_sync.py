@@ -65,8 +65,12 @@ class WeightTransaction:
         if not update.receivers:
             raise WeightSyncError("the fleet has no engine to update")
         staged = await self._stage(update, version)
-        try:
-            await self._exchange(update, staged)
+        try:  # from the pause to the commit on all engines
+            update.paused_at = time.monotonic()
+            await update.each("pause", lambda one: one.pause())
+            update.touched = True
+            await update.each("load", lambda one: load_verified(one, staged))
+            await update.each("commit", lambda one: one.commit(version))
         except BaseException as error:  # cancellation too: no engine may stay paused or mixed
             unrestored = await self._roll_back(update)
             if isinstance(error, WeightSyncError):
@@ -96,14 +100,6 @@ class WeightTransaction:
             raise WeightSyncError(f"staging took over {self.deadline_s} s") from None
         await update.each("prepare", lambda one: one.check(layout, staged))
         return staged
-
-    async def _exchange(self, update: _Update, staged: StagedWeights) -> None:
-        """From the pause to the commit on all engines."""
-        update.paused_at = time.monotonic()
-        await update.each("pause", lambda one: one.pause())
-        update.touched = True
-        await update.each("load", lambda one: load_verified(one, staged))
-        await update.each("commit", lambda one: one.commit(staged.version))
 
     async def _roll_back(self, update: _Update) -> tuple[str, ...]:
         """Names of the engines that could not be brought back to the old weights and resumed."""

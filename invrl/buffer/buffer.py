@@ -102,7 +102,7 @@ class Buffer:
         ended, or it was never leased) is counted and changes nothing."""
         place = Place(outcome.group_id, outcome.index, outcome.attempt)
         if self._ledger.state(place) is not RolloutState.IN_FLIGHT:
-            self._count("outcomes_late" if self._was_leased(place) else "outcomes_unknown")
+            self._count("outcomes_late")
             return
         group = self._in_flight[place.group_id]
         if isinstance(outcome, FailedRollout):
@@ -269,10 +269,6 @@ class Buffer:
         if self._batch is None or self._batch_trained or self._batch.batch_id != batch_id:
             raise BufferStateError(f"batch {batch_id} is not out for training")
         return self._batch
-
-    def _was_leased(self, place: Place) -> bool:
-        number = place.group_id.removeprefix("g")
-        return number.isdecimal() and int(number) < self._groups_leased
 
     def _groups_taken(self) -> int:
         return len(self._batch.groups) if self._batch is not None else 0

@@ -20,12 +20,7 @@ def nonzero_variance(group: Group) -> str | None:
     return ZERO_VARIANCE if len(rewards) == 1 else None
 
 
-def keep_all(group: Group) -> str | None:
-    """Keeps every complete group."""
-    return None
-
-
-GROUP_FILTERS: dict[str, GroupFilter] = {"nonzero_variance": nonzero_variance, "none": keep_all}
+GROUP_FILTERS: dict[str, GroupFilter] = {"nonzero_variance": nonzero_variance, "none": lambda group: None}
 
 
 def group_filter_function(name: str) -> GroupFilter:

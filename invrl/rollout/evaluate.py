@@ -135,8 +135,8 @@ async def evaluate(
         async with room:
             outcomes = await run_lease(lease)
             for attempt in range(1, _ATTEMPTS):
-                again = [at for at, outcome in enumerate(outcomes) if _not_its_fault(outcome)]
-                if not again:
+                failed = [(at, one) for at, one in enumerate(outcomes) if isinstance(one, FailedRollout)]
+                if not (again := [at for at, one in failed if one.reason in _TRY_AGAIN]):
                     break
                 members = tuple(GroupMember(index=at, attempt=attempt) for at in again)
                 for at, outcome in zip(again, await run_lease(replace(lease, members=members)), strict=True):
@@ -196,7 +196,3 @@ def gain_interval(before: EvalScore, after: EvalScore, *, seed: int = 0) -> Inte
 def _task_accuracy(score: EvalScore) -> np.ndarray:
     """Share of exact samples per task: float64 [K]."""
     return np.array([np.mean([reward >= EXACT_REWARD for reward in of_task]) for of_task in score.rewards])
-
-
-def _not_its_fault(outcome: Outcome) -> bool:
-    return isinstance(outcome, FailedRollout) and outcome.reason in _TRY_AGAIN

@@ -111,7 +111,8 @@ def _flags(
         if name not in known:
             raise refusal(f"{prefix} has no such field", _nearest(prefix, name, known))
         action, spelling = known[name]
-        if fix := _owner(action.dest, owned):
+        prefixes = (fix for one, fix in owned.items() if one.endswith("_") and action.dest.startswith(one))
+        if fix := owned.get(action.dest) or next(prefixes, ""):
             raise refusal("invrl sets this itself", fix)
         try:
             parts = _parts(action, spelling, value)
@@ -122,12 +123,6 @@ def _flags(
             raise refusal(reason or repr(error), _fix(action, value)) from error
         flags += parts
     return flags
-
-
-def _owner(dest: str, owned: Mapping[str, str]) -> str:
-    """What to use instead of an option that invrl owns; empty for any other."""
-    prefixes = (fix for name, fix in owned.items() if name.endswith("_") and dest.startswith(name))
-    return owned.get(dest) or next(prefixes, "")
 
 
 def _nearest(prefix: str, name: str, known: Mapping[str, _Option]) -> str:

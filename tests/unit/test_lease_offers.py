@@ -14,7 +14,7 @@ from test_rollout_dispatcher import until
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.policies import keep_all
+from invrl.buffer.policies import GROUP_FILTERS
 from invrl.lease_store import LeaseStore
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.lease_offers import LeaseOffers
@@ -108,7 +108,7 @@ async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path
         BufferConfig(),
         RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2),
         tasks=iter(Task(id=str(n), payload={}) for n in range(100)),
-        group_filter=keep_all,
+        group_filter=GROUP_FILTERS["none"],
     )
     held, store = Held(buffer), LeaseStore(tmp_path / "run.sqlite")
     offers = LeaseOffers(held, store, timeout_s=0.2)  # type: ignore[arg-type]
