@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from pathlib import Path
 
-from invrl.canary import canary_prompts
+from tokenizers import Tokenizer
+
 from invrl.config import Config
 from invrl.errors import InvrlError, WeightSyncError
 from invrl.rollout.fleet import Fleet
@@ -17,6 +19,12 @@ from invrl.weight_sync import CanaryBound, WeightTransaction
 logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 3
 """Of one engine in a run."""
+_CANARY_TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "def add(a: int, b: int) -> int:\n    return a + b\n\nprint(add(12, 30))  # 42",
+    "In 1969 two people walked on the Moon; a third one waited for them in orbit.",
+)
+_CANARY_TOKENS = 32
 
 
 class FleetUpdater:
@@ -61,3 +69,10 @@ class FleetUpdater:
                 await self._fleet.restart(name, await self._trainer.layout(), staged)
             except InvrlError:
                 logger.exception("%s did not come back (try %d)", name, self._restarts[name])
+
+
+def canary_prompts(model_folder: Path) -> list[list[int]]:
+    """Token ids of a few texts, at most 32 each: prose, code and numbers, so that most of a
+    vocabulary's kinds of token are asked for. Needs tokenizer.json only."""
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    return [tokenizer.encode(text, add_special_tokens=False).ids[:_CANARY_TOKENS] for text in _CANARY_TEXTS]

@@ -101,10 +101,6 @@ class Evaluation:
     def values(self) -> dict[str, float]:
         return {name: value for score in self.scores.values() for name, value in score.values().items()}
 
-    def gains_since(self, before: Evaluation) -> Mapping[str, Interval]:
-        """Accuracy gain by score, with paired 95 % intervals."""
-        return {name: gain_interval(before.scores[name], score) for name, score in self.scores.items()}
-
 
 async def evaluate(
     tasks: Sequence[Task],

@@ -62,8 +62,8 @@ class Fleet:
         engine: EngineConfig,
         model_path: Path,
         run_folder: Path,
-        sglang: Mapping[str, str | int | float | bool] | None = None,
-        router: Mapping[str, str | int | float | bool] | None = None,
+        sglang: Mapping[str, object] | None = None,
+        router: Mapping[str, object] | None = None,
         carrier: str = "arena",
     ) -> None:
         """Starts the router. `sglang`, `router`: what the user passes through, by upstream's field names.
@@ -72,10 +72,10 @@ class Fleet:
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
         self._config, self._model_path, self._run_folder = engine, model_path, run_folder
         self._replies = run_folder / "engine_replies"
-        self._sglang_flags = sglang_flags({name: str(value) for name, value in (sglang or {}).items()})
+        self._sglang_flags = sglang_flags(sglang or {})
         self._engines: dict[str, Engine] = {}
         self._version = WeightVersion(0)
-        flags = router_flags({name: str(value) for name, value in (router or {}).items()})
+        flags = router_flags(router or {})
         timeout_s = engine.router_start_timeout_s
         self._watch: asyncio.Task[None] | None = None
         self.evicted: dict[str, str] = {}

@@ -83,25 +83,25 @@ class _Parser(argparse.ArgumentParser):
         return self
 
 
-def sglang_flags(given: Mapping[str, str]) -> list[str]:
+def sglang_flags(given: Mapping[str, object]) -> list[str]:
     """Command-line flags for `given` (names as `--sglang-NAME`, kebab or snake). Raises ConfigError."""
     return _flags("sglang", given, sglang_parser, SGLANG_OWNED)
 
 
-def router_flags(given: Mapping[str, str]) -> list[str]:
+def router_flags(given: Mapping[str, object]) -> list[str]:
     """As `sglang_flags`, for `--router-NAME`."""
     return _flags("router", given, router_parser, ROUTER_OWNED)
 
 
 def _flags(
-    prefix: str, given: Mapping[str, str], load: Callable[[], _Parser], owned: Mapping[str, str]
+    prefix: str, given: Mapping[str, object], load: Callable[[], _Parser], owned: Mapping[str, str]
 ) -> list[str]:
     if not given:
         return []  # the upstream package is not even imported
     parser = load()
     known = _options(parser)
     flags: list[str] = []
-    for raw, value in given.items():
+    for raw, value in ((raw, str(value)) for raw, value in given.items()):
         name = raw.replace("-", "_")
         shown = f"--{prefix}-{raw.replace('_', '-')}"
 

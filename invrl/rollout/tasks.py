@@ -145,24 +145,18 @@ def _unit(file: str) -> str:
 def _read_rows(field: str, file: str) -> list[tuple[int, dict[str, Json]]]:
     """Number (from 1) and fields of each line that is not blank, or of each row of a Parquet file."""
     parquet = _unit(file) == "row"
+    fix = (
+        "give a Parquet file, one row per task"
+        if parquet
+        else "give a JSONL file in UTF-8, one JSON object per line"
+    )
     try:
         rows = _parquet_rows(file) if parquet else _json_rows(Path(file).read_text(encoding="utf-8"))
-    except _BadRow as error:
-        fix = "one JSON value per field" if parquet else _LINES
-        raise ConfigError(field, file, str(error), fix) from error
     except (OSError, ValueError, NotImplementedError, ImportError) as error:  # pyarrow raises all of these
-        fix = "give a Parquet file" if parquet else "give a JSONL file in UTF-8"
         raise ConfigError(field, file, f"cannot be read: {error}", fix) from error
     if not rows:
-        raise ConfigError(field, file, "has no tasks", "one row per task" if parquet else _LINES)
+        raise ConfigError(field, file, "has no tasks", fix)
     return rows
-
-
-_LINES = "one JSON object per line"
-
-
-class _BadRow(Exception):
-    """The message names the line or row."""
 
 
 def _json_rows(text: str) -> list[tuple[int, dict[str, Json]]]:
@@ -174,9 +168,9 @@ def _json_rows(text: str) -> list[tuple[int, dict[str, Json]]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _BadRow(f"line {number} is not JSON: {error}") from error
+            raise ValueError(f"line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise _BadRow(f"line {number} is a JSON {type(row).__name__}, not an object")
+            raise ValueError(f"line {number} is a JSON {type(row).__name__}, not an object")
         rows.append((number, row))
     return rows
 
@@ -190,7 +184,7 @@ def _parquet_rows(file: str) -> list[tuple[int, dict[str, Json]]]:
         try:
             rows.append((number, orjson.loads(orjson.dumps(row, default=_decimal))))
         except orjson.JSONEncodeError as error:
-            raise _BadRow(f"row {number} holds what JSON does not have: {error}") from error
+            raise ValueError(f"row {number} holds what JSON does not have: {error}") from error
     return rows
 
 

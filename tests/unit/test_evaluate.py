@@ -313,7 +313,7 @@ def test_an_evaluation_is_read_back_from_json_as_it_was():
     again = msgspec.json.decode(msgspec.json.encode(evaluation), type=Evaluation)
     assert again == evaluation
     assert again.values() == evaluation.values()
-    assert again.gains_since(evaluation)["greedy"].value == 0.0
+    assert gain_interval(evaluation.scores["greedy"], again.scores["greedy"]).value == 0.0
 
 
 def test_scores_of_several_sets_have_names_of_their_own():
