@@ -179,7 +179,6 @@ class StagedWeights:
     checksums: Mapping[str, str]
     """Per tensor: hex xxh3-64 of its bytes in Hugging Face order (row-major)."""
     num_bytes: int
-    seconds: float
 
 
 class WeightSender(Protocol):

@@ -30,7 +30,6 @@ class Sender:
             handle=str(version),
             checksums={"w": f"bytes-of-{version}"},
             num_bytes=4,
-            seconds=0.0,
         )
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]):
