@@ -53,7 +53,7 @@ class WeightTransaction:
     _: KW_ONLY
     canary_prompts: Sequence[Sequence[int]]
     bound: CanaryBound
-    deadline_s: float
+    deadline_s: float = 300.0
     """Of each phase, over all engines (they work side by side)."""
     committed: StagedWeights | None = field(default=None, init=False)
     """What the fleet holds: for an engine that is restarted. None before the first update."""
