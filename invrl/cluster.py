@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from invrl.guardian import start_guardian
 from invrl.lease_store import LeaseStore
 from invrl.process import free_port
 from invrl.ray_setup import worker_environment
+from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.engine_server import find_device
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.lease_offers import LeaseOffers
@@ -128,23 +129,9 @@ class Cluster:
     buffer: BufferHandle
     rollouts: RolloutHandle
 
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+    async def guard(self, work: Awaitable[T]) -> T:
         """`work`'s result, or the failure of the rollout half if that comes first."""
         return await first_to_fail(self.rollouts.guard(work), self.serving.watch())
-
-
-async def first_to_fail(work: Coroutine[Any, Any, T], watch: Coroutine[Any, Any, None]) -> T:
-    """`work`'s result; if `watch` ends first, it is by raising, and that is raised."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            watching.result()
-        return await working
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -168,23 +155,20 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
 
 def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None = None) -> RolloutHandle:
     """Workers and what gives them rollouts; without a buffer it only evaluates."""
+    offers = None
+    if buffer is not None and config.rollout.external_environments:
+        leases = LeaseStore(Path(serving.settings.store_path))
+        offers = LeaseOffers(buffer, leases, timeout_s=config.gateway.lease_timeout_s)
     return RolloutHandle(
         config.rollout,
         buffer=buffer,
-        offers=_lease_offers(config, serving, buffer),
+        offers=offers,
         gateway_url=serving.gateway.url,
         env_key=serving.env_key,
         model=serving.settings.model_name,
         seed=config.run.seed,
         make_worker=partial(RayWorker, concurrency=config.rollout.rollout_concurrency),
     )
-
-
-def _lease_offers(config: Config, serving: Serving, buffer: BufferHandle | None) -> LeaseOffers | None:
-    if buffer is None or not config.rollout.external_environments:
-        return None
-    leases = LeaseStore(Path(serving.settings.store_path))
-    return LeaseOffers(buffer, leases, timeout_s=config.gateway.lease_timeout_s)
 
 
 @asynccontextmanager
@@ -240,14 +224,11 @@ def _make_trainer(config: Config) -> TrainHandle:
 
 
 def _make_buffer(config: Config, folder: RunFolder) -> BufferHandle:
-    rollout = config.rollout
     made: Any = ray.remote(BufferActor).options(num_cpus=0, max_concurrency=64)
     actor = made.remote(
         config.buffer,
-        rollout_batch_size=rollout.rollout_batch_size,
-        n_samples_per_prompt=rollout.n_samples_per_prompt,
-        max_attempts=rollout.rollout_max_attempts,
-        tasks_factory=partial(load_tasks, rollout, "train", config.run.seed),
+        config.rollout,
+        tasks_factory=partial(load_tasks, config.rollout, "train", config.run.seed),
         run_store_path=folder.store_path,
     )
     return BufferHandle(actor=actor, batch_timeout_s=config.buffer.batch_timeout_s)

@@ -107,9 +107,6 @@ def _engines(config: Config) -> Contradictions:
             reason = "SGLang cannot sample by seed with it, and seeded_sampling is on"
             fix = f"use one of: {', '.join(map(str, seeded))}; or --no-seeded-sampling"
             yield f"sglang.{name}", reason, fix
-    if gateway.gateway_port > 65535:
-        fix = "choose a port up to 65535, or 0 for a free one"
-        yield "gateway.gateway_port", "ports end at 65535", fix
 
 
 def _deadlines(config: Config) -> Contradictions:

@@ -16,19 +16,14 @@ InvrlError
 
 from __future__ import annotations
 
+import copyreg
+
 
 class InvrlError(Exception):
     """Root of everything invrl raises on purpose. Can be pickled, whatever its constructor takes."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.args, self.__dict__))
-
-
-def _rebuild(cls: type[InvrlError], args: tuple[object, ...], facts: dict[str, object]) -> InvrlError:
-    error = cls.__new__(cls)
-    error.args = args
-    error.__dict__.update(facts)
-    return error
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(InvrlError):

@@ -16,8 +16,9 @@ from importlib.metadata import version
 import msgspec
 
 from invrl import __version__
-from invrl.cluster import first_to_fail, make_rollouts, start_ray, start_serving
+from invrl.cluster import make_rollouts, start_ray, start_serving
 from invrl.config import Config
+from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluate import EvalScore
 from invrl.run_folder import RunFolder
 

@@ -57,8 +57,10 @@ def parse_flags(arguments: Sequence[str], mistakes: list[ConfigError] | None = N
         given = value if equals else None
         try:
             if leaf := _LEAF_OF.get(flag):
-                value = _switch(leaf, flag, given) if leaf.is_switch else take_value(flag, given, rest)
-                tables.setdefault(leaf.table, {})[leaf.key] = value
+                if leaf.is_switch and given is not None:
+                    raise ConfigError(flag, given, "a switch takes no value", "write --name or --no-name")
+                read = flag == leaf.flag if leaf.is_switch else take_value(flag, given, rest)
+                tables.setdefault(leaf.table, {})[leaf.key] = read
             elif flag == CONFIG_FLAG:
                 files.append(read_toml(Path(take_value(flag, given, rest)).expanduser()))
             elif flag == PRESET_FLAG:
@@ -90,12 +92,6 @@ def take_value(flag: str, given: str | None, rest: list[str]) -> str:
     if given is None and (not rest or rest[0].startswith("--")):
         raise ConfigError(flag, "", "a value is missing", f"write {flag} VALUE")
     return rest.pop(0) if given is None else given
-
-
-def _switch(leaf: Leaf, flag: str, given: str | None) -> bool:
-    if given is not None:
-        raise ConfigError(flag, given, "a switch takes no value", "write --name or --no-name")
-    return flag == leaf.flag
 
 
 def _upstream_value(given: str | None, rest: list[str]) -> Scalar:

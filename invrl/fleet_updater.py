@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from pathlib import Path
 
-from invrl.canary import canary_prompts
+from tokenizers import Tokenizer
+
 from invrl.config import Config
 from invrl.errors import InvrlError, WeightSyncError
 from invrl.rollout.fleet import Fleet
 from invrl.train.train_handle import TrainHandle
 from invrl.types import WeightUpdate, WeightVersion
-from invrl.weight_sync import CanaryBound, PhaseDeadlines, WeightTransaction
+from invrl.weight_sync import CanaryBound, WeightTransaction
 
 logger = logging.getLogger(__name__)
 _MAX_RESTARTS = 3
 """Of one engine in a run."""
+_CANARY_TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "def add(a: int, b: int) -> int:\n    return a + b\n\nprint(add(12, 30))  # 42",
+    "In 1969 two people walked on the Moon; a third one waited for them in orbit.",
+)
+_CANARY_TOKENS = 32
 
 
 class FleetUpdater:
@@ -29,10 +37,10 @@ class FleetUpdater:
         self._restarts: Counter[str] = Counter()
         self._transaction = WeightTransaction(
             trainer,
-            self._fleet.receivers,
+            fleet.receivers,
             canary_prompts=canary_prompts(config.model.folder),
             bound=bound,
-            deadlines=PhaseDeadlines(load=settings.weight_sync_timeout_s),
+            deadline_s=settings.weight_sync_timeout_s,
         )
 
     async def run(self, version: WeightVersion) -> WeightUpdate:
@@ -61,3 +69,10 @@ class FleetUpdater:
                 await self._fleet.restart(name, await self._trainer.layout(), staged)
             except InvrlError:
                 logger.exception("%s did not come back (try %d)", name, self._restarts[name])
+
+
+def canary_prompts(model_folder: Path) -> list[list[int]]:
+    """Token ids of a few texts, at most 32 each: prose, code and numbers, so that most of a
+    vocabulary's kinds of token are asked for. Needs tokenizer.json only."""
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    return [tokenizer.encode(text, add_special_tokens=False).ids[:_CANARY_TOKENS] for text in _CANARY_TEXTS]

@@ -135,7 +135,7 @@ class Buffer(Protocol):
         """The canary of `version` has passed: tokens sampled under it count."""
 
     async def metrics(self) -> Mapping[str, Metric]:
-        """Counts since the last call (groups and rollouts by state and drop reason, staleness)."""
+        """Counts since the last call (groups and rollouts by state and drop reason)."""
         ...
 
 
@@ -153,10 +153,6 @@ class Trainer(Protocol):
     """All ranks of the trainer behind one handle (`train/train_handle.py`)."""
 
     async def train(self, batch: TrainBatch) -> StepResult: ...
-
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Log-prob of each prompt's token t >= 1 given those before it (temperature 1): [T-1] each."""
-        ...
 
     async def save_checkpoint(self, path: str) -> None: ...
     async def load_checkpoint(self, path: str) -> None: ...
@@ -183,7 +179,6 @@ class StagedWeights:
     checksums: Mapping[str, str]
     """Per tensor: hex xxh3-64 of its bytes in Hugging Face order (row-major)."""
     num_bytes: int
-    seconds: float
 
 
 class WeightSender(Protocol):
@@ -195,7 +190,9 @@ class WeightSender(Protocol):
         """Write the current weights. The weights staged before stay whole until the next call."""
         ...
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]: ...
+    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """Log-prob of each prompt's token t >= 1 given those before it (temperature 1): [T-1] each."""
+        ...
 
 
 class WeightReceiver(Protocol):
@@ -219,12 +216,3 @@ class WeightReceiver(Protocol):
     async def commit(self, version: WeightVersion) -> None: ...
     async def resume(self) -> None: ...
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]: ...
-
-
-class Fleet(Protocol):
-    """The rollout half as the loop holds it (`rollout/rollout_handle.py`)."""
-
-    async def receivers(self) -> Sequence[WeightReceiver]: ...
-
-    async def evict(self, name: str, reason: str) -> None:
-        """Take an engine out of the router: it gets no more traffic."""

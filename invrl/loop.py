@@ -36,7 +36,7 @@ Assemble = Callable[[TakenBatch], TrainBatch]
 """Fetches the tokens of a taken batch from the run's store and computes advantages."""
 Keep = Callable[[int, TrainBatch], None]
 """Writes the batch of a step to disk."""
-Save = Callable[[int, bytes], Awaitable[None]]
+Save = Callable[[int, bytes], Awaitable[object]]
 """Writes the checkpoint of a step: the trainer as it is, and this snapshot of the buffer."""
 Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
 """Held-out evaluation under this version; flat metric values."""

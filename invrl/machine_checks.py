@@ -4,13 +4,10 @@ would stop a run, `Doubt` for what may. Nothing is left behind. Called by `docto
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
-import resource
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +21,6 @@ from invrl.errors import ConfigError
 
 _GB = 1e9
 _RAY_DEADLINE_S = 5.0
-_SERVERS = {"invrl.rollout.launch_sglang", "invrl.rollout.launch_router", "invrl.gateway.gateway_server"}
 _REQUIREMENTS = Path(__file__).parents[1] / "launch" / "requirements"
 
 
@@ -38,9 +34,8 @@ class Doubt(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The facts of a machine that no test can plant for real. Bytes are what is free now, but `file_bytes`
-    the largest file, which a memfd is too (-1: no limit). `nvidia`: a driver is loaded, whether the installed
-    torch can use it or not. `open_files`: what this process may open; its children inherit it."""
+    """The facts of a machine that no test can plant for real. Bytes are what is free now. `nvidia`: a driver
+    is loaded, whether the installed torch can use it or not."""
 
     python: tuple[int, int]
     cpus: int
@@ -49,8 +44,6 @@ class Machine:
     torch: str
     memory_bytes: int
     shared_memory_bytes: int
-    open_files: int
-    file_bytes: int
 
 
 def look() -> Machine:
@@ -69,8 +62,6 @@ def look() -> Machine:
         torch=_installed("torch") or "(none)",
         memory_bytes=memory,
         shared_memory_bytes=psutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        file_bytes=resource.getrlimit(resource.RLIMIT_FSIZE)[0],
     )
 
 
@@ -83,31 +74,25 @@ def _python(config: Config, machine: Machine) -> str:
 
 
 def _packages(config: Config, machine: Machine) -> str:
-    """Against pyproject.toml, and the exact pins of launch/requirements where the sources are at hand."""
+    """Against pyproject.toml, and the pins beside it where the sources are at hand."""
     from packaging.requirements import Requirement
 
     device = "gpu" if machine.gpus else "cpu"
-
-    def pins(name: str) -> list[Requirement]:
-        file = _REQUIREMENTS / f"{name}{'-gpu' if machine.gpus else ''}.txt"
-        lines = file.read_text().splitlines() if file.is_file() else []
-        return [Requirement(line) for line in lines if line and line[0] not in "#-"]
-
-    def unlike(needs: list[Requirement]) -> list[str]:
-        found = [(need, _installed(need.name)) for need in needs]
-        wrong = [(n, have) for n, have in found if have and not n.specifier.contains(have, prereleases=True)]
-        return [f"{need.name} is {have}, not {need.specifier}" for need, have in wrong]
-
-    needs = [Requirement(line) for line in importlib.metadata.requires("invrl") or ()] + pins("nodeps")
+    file = _REQUIREMENTS / f"nodeps{'-gpu' if machine.gpus else ''}.txt"
+    pins = [line for line in file.read_text().splitlines() if line[:1] not in "#-"] if file.is_file() else []
+    needs = [Requirement(line) for line in (*(importlib.metadata.requires("invrl") or ()), *pins)]
     needs = [need for need in needs if not need.marker or need.marker.evaluate({"extra": device})]
     if config.run.debug_train_only:  # neither engine nor router is started
         needs = [need for need in needs if not need.name.startswith("sglang")]
-    missing = [f"{need.name} is missing" for need in needs if not _installed(need.name)]
-    wrong, drifted, fix = missing + unlike(needs), unlike(pins("constraints")), "run launch/install.sh"
+    wrong = list[str]()
+    for need in needs:
+        if not (have := _installed(need.name)):
+            wrong.append(f"{need.name} is missing")
+        elif not need.specifier.contains(have, prereleases=True):
+            wrong.append(f"{need.name} is {have}, not {need.specifier}")
     if wrong:
+        fix = "run launch/install.sh"
         raise ConfigError("packages", "; ".join(wrong), "not what invrl was made for", fix)
-    if drifted:
-        raise Doubt("; ".join(drifted), "not the versions that the tests ran with", fix)
     return f"{len(needs)} as required"
 
 
@@ -167,52 +152,13 @@ def _disk(config: Config, machine: Machine) -> str:
 
 
 def _shared_memory(config: Config, machine: Machine) -> str:
-    """/dev/shm is torch's and Ray's; the weight arena is a memfd of two slots."""
+    """/dev/shm is torch's and Ray's; the weight arena is a memfd, which counts as memory."""
     value = f"{machine.shared_memory_bytes / _GB:.1f} GB free in /dev/shm"
-    arena = 2 * _weight_bytes(config) + 2**20
-    if -1 < machine.file_bytes < arena:
-        reason = f"files may hold {machine.file_bytes} bytes, the weight arena needs {arena}"
-        raise ConfigError("RLIMIT_FSIZE", machine.file_bytes, reason, "ulimit -f unlimited")
-    fd = os.memfd_create("invrl-doctor")
-    try:
-        os.ftruncate(fd, arena)
-        os.pwrite(fd, b"x", arena - 1)
-        with tempfile.TemporaryFile(dir="/dev/shm") as file:
-            file.write(b"x" * 2**16)
-    except OSError as error:
-        raise ConfigError("/dev/shm", value, f"cannot be written ({error})", "mount a tmpfs there") from error
-    finally:
-        os.close(fd)
     if machine.shared_memory_bytes < 64e6:
         raise ConfigError("/dev/shm", value, "SGLang's processes need 64 MB", "docker run --shm-size 8g")
     if machine.shared_memory_bytes < _GB:
         raise Doubt(value, "Ray's objects go to disk then", "docker run --shm-size 8g")
     return value
-
-
-def _open_files(config: Config, machine: Machine) -> str:
-    """Two connections per rollout at each end, and what Ray opens."""
-    value, running = f"{machine.open_files} may be open", config.rollout.rollout_concurrency
-    if machine.open_files < 4 * running + 256:
-        raise ConfigError("open files", value, f"{running} rollouts at a time need more", "ulimit -n 65536")
-    if machine.open_files < 2 * config.gateway.max_open_sessions + 1024:
-        raise Doubt(value, "max_open_sessions sessions need more", "ulimit -n 65536")
-    return value
-
-
-def _leftovers(config: Config, machine: Machine) -> str:
-    """Servers of a run whose driver is gone: no ancestor is `invrl`."""
-    left = list[str]()
-    for process in psutil.process_iter(["cmdline"]):
-        if not _SERVERS & set(process.info["cmdline"] or ()):
-            continue
-        with contextlib.suppress(psutil.Error):
-            above = [part for parent in process.parents() for part in parent.cmdline()]
-            if not any(Path(part).name == "invrl" or part == "invrl.cli" for part in above):
-                left.append(str(process.pid))
-    if left:
-        raise Doubt(f"processes {', '.join(left)}", "an earlier run left them", f"kill -9 {' '.join(left)}")
-    return "none"
 
 
 def _ray(config: Config, machine: Machine) -> str:
@@ -239,7 +185,5 @@ MACHINE_CHECKS: dict[str, Callable[[Config, Machine], str]] = {
     "memory": _memory,
     "disk": _disk,
     "shared memory": _shared_memory,
-    "open files": _open_files,
-    "leftover processes": _leftovers,
     "ray": _ray,
 }

@@ -127,15 +127,12 @@ class MlflowSink:
 
 
 class ThreadedSink:
-    """A sink over a network, opened, written and closed in a thread of its own. Up to `capacity` rows wait;
-    what comes when as many do is dropped and counted. `close` waits `close_s` seconds."""
+    """A sink over a network, opened, written and closed in a thread of its own, which nobody waits for but
+    `close`, for `close_s` seconds."""
 
-    def __init__(
-        self, name: str, opened: Callable[[], Sink], capacity: int = 1000, close_s: float = 30.0
-    ) -> None:
-        self.name, self.dropped = name, 0
-        self._opened, self._close_s = opened, close_s
-        self._rows: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(capacity)
+    def __init__(self, name: str, opened: Callable[[], Sink], close_s: float = 30.0) -> None:
+        self.name, self._opened, self._close_s = name, opened, close_s
+        self._rows: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -152,25 +149,16 @@ class ThreadedSink:
         """Raises what the thread met since."""
         if self._error is not None:
             raise self._error
-        try:
-            self._rows.put_nowait((step, dict(values)))
-        except queue.Full:
-            self.dropped += 1
-            if self.dropped == 1:
-                logger.warning("%s is too slow: rows are dropped from step %d on", self.name, step)
+        self._rows.put((step, dict(values)))
 
     def close(self) -> None:
         """Raises what the thread met, or DeadlineError if it hangs."""
-        ends = time.monotonic() + self._close_s
-        with contextlib.suppress(queue.Full):
-            self._rows.put(None, timeout=self._close_s)
-        self._thread.join(max(0.0, ends - time.monotonic()))
-        if self.dropped:
-            logger.error("%s was too slow: %d rows were dropped", self.name, self.dropped)
+        self._rows.put(None)
+        self._thread.join(self._close_s)
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
-            raise DeadlineError(f"{self.name} to take its last {self._rows.qsize()} rows", self._close_s)
+            raise DeadlineError(f"{self.name} to take its last {self._rows.qsize() - 1} rows", self._close_s)
 
 
 class SinkSet:

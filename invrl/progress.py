@@ -15,8 +15,7 @@ from typing import IO, Literal, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from rich.text import Text
 
 from invrl.metric_sinks import SinkSet
@@ -24,9 +23,8 @@ from invrl.run_folder import write_atomically
 
 logger = logging.getLogger(__name__)
 
-REWARD = "rollout/reward_mean"
 SHOWN = {
-    REWARD: "reward",
+    "rollout/reward_mean": "reward",
     "rollout/reward_std": "std",
     "rollout/response_length": "tokens/rollout",
     "train/grad_norm": "grad norm",
@@ -66,31 +64,31 @@ class PlainProgress(NoProgress):
         self._last_phase = name
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        held_out = {name: name for name in values if name.startswith("eval/") and name.endswith("/accuracy")}
-        labels = {name: label for name, label in SHOWN.items() if name in values} | held_out
-        shown = ", ".join(f"{label} {_number(values[name])}" for name, label in labels.items())
-        self.note(f"[{time.monotonic() - self._started:6.1f} s] step {step}/{self._num_steps}: {shown}")
+        seconds = time.monotonic() - self._started
+        self.note(f"[{seconds:6.1f} s] step {step}/{self._num_steps}: {_shown(values)}")
 
 
 class LiveProgress(NoProgress):
-    """A few lines at the bottom of a terminal, redrawn four times a second; notes scroll above."""
+    """Two lines at the bottom of a terminal, redrawn four times a second; notes scroll above."""
 
     def __init__(self, num_steps: int, console: Console) -> None:
         super().__init__(console.file)
-        self._num_steps, self._started = num_steps, time.monotonic()
-        self._phase, self._phase_since, self._step = "starting", self._started, 0
-        self._values: Mapping[str, float] = {}
-        self._rewards: list[float] = []
+        columns = (
+            "step {task.completed}/{task.total}",
+            BarColumn(30),
+            "{task.description}",
+            TimeElapsedColumn(),
+        )
+        self._bar, self._numbers = Progress(*columns, console=console), ""
+        self._run = self._bar.add_task("starting", total=num_steps)
         self._live = Live(console=console, redirect_stderr=False, get_renderable=self.render)
         self._live.start()
 
     def phase(self, name: str, step: int) -> None:
-        self._phase, self._phase_since, self._step = name, time.monotonic(), step
+        self._bar.update(self._run, description=name, completed=step)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        self._step, self._values = step, {**self._values, **values}
-        if REWARD in values:
-            self._rewards.append(values[REWARD])
+        self._numbers = _shown(values) or self._numbers
 
     def note(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False)
@@ -99,27 +97,14 @@ class LiveProgress(NoProgress):
         self._live.stop()
 
     def render(self) -> RenderableType:
-        now = time.monotonic()
-        head, numbers = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
-        head.add_row(
-            f"step {self._step}/{self._num_steps}",
-            ProgressBar(total=self._num_steps, completed=self._step, width=30),
-            f"{self._phase} {now - self._phase_since:.0f} s",
-            Text(f"{now - self._started:.0f} s in all", style="dim"),
-        )
-        shown = [(label, self._values[name]) for name, label in SHOWN.items() if name in self._values]
-        if shown:
-            numbers.add_row(*(f"{label} [bold]{_number(value)}[/]" for label, value in shown))
-        return Group(head, numbers, Text(sparkline(self._rewards[-60:]), style="green"))
+        return Group(self._bar, Text(self._numbers))
 
 
-def sparkline(values: list[float]) -> str:
-    """The values as bars, from their lowest to their highest."""
-    if not values:
-        return ""
-    low, high = min(values), max(values)
-    bars = "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (high - low or 1.0))] for value in values)
-    return f"reward {_number(low)} {bars} {_number(high)}"
+def _shown(values: Mapping[str, float]) -> str:
+    """The metrics of the screen, and held-out accuracies."""
+    held_out = {name: name for name in values if name.startswith("eval/") and name.endswith("/accuracy")}
+    labels = {name: label for name, label in SHOWN.items() if name in values} | held_out
+    return ", ".join(f"{label} {_number(values[name])}" for name, label in labels.items())
 
 
 def _number(value: float) -> str:

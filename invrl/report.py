@@ -7,7 +7,6 @@ import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from invrl.errors import ConfigError
 
@@ -15,13 +14,6 @@ Json = dict[str, float | None]
 REWARD, REWARD_STD = "rollout/reward_mean", "rollout/reward_std"
 EVAL_PREFIX, EVAL_SUFFIX = "eval/", "/accuracy"
 """Held-out results: `eval/[<set>/]<mode>/accuracy`, with its 95 % interval in `..._low` and `..._high`."""
-
-
-class Curve(NamedTuple):
-    """One metric over steps."""
-
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
 
 
 def read_metrics(path: Path) -> list[Json]:
@@ -35,11 +27,10 @@ def read_metrics(path: Path) -> list[Json]:
     return rows
 
 
-def curve(rows: Sequence[Json], name: str) -> Curve:
-    """Steps and values of one metric; of a step written twice (a resumed run) the later counts."""
+def curve(rows: Sequence[Json], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric; of a step with two rows the later counts."""
     points = {int(row["step"] or 0): value for row in rows if (value := row.get(name)) is not None}
-    steps = tuple(sorted(points))
-    return Curve(steps, tuple(points[step] for step in steps))
+    return [*points], [*points.values()]
 
 
 def eval_names(rows: Sequence[Json]) -> list[str]:
@@ -64,23 +55,23 @@ def _draw(rows: Sequence[Json], title: str, picture: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    reward, spread = curve(rows, REWARD), curve(rows, REWARD_STD)
+    (steps, reward), (spread_steps, spread) = curve(rows, REWARD), curve(rows, REWARD_STD)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     label = "training reward (mean of the batch)"
-    axes.plot(reward.steps, reward.values, color="C0", linewidth=1.2, label=label)
-    if spread.steps == reward.steps:
-        low = [mean - std for mean, std in zip(reward.values, spread.values, strict=True)]
-        high = [mean + std for mean, std in zip(reward.values, spread.values, strict=True)]
-        axes.fill_between(reward.steps, low, high, color="C0", alpha=0.12, linewidth=0)
+    axes.plot(steps, reward, color="C0", linewidth=1.2, label=label)
+    if spread_steps == steps:
+        low = [mean - std for mean, std in zip(reward, spread, strict=True)]
+        high = [mean + std for mean, std in zip(reward, spread, strict=True)]
+        axes.fill_between(steps, low, high, color="C0", alpha=0.12, linewidth=0)
     for i, name in enumerate(eval_names(rows)):
-        held_out, low, high = (curve(rows, name + part) for part in ("", "_low", "_high"))
+        (steps, shares), (_, low), (_, high) = (curve(rows, name + part) for part in ("", "_low", "_high"))
         color, mode = f"C{i + 1}", name[len(EVAL_PREFIX) : -len(EVAL_SUFFIX)]
-        axes.plot(held_out.steps, held_out.values, "o--", color=color, label=f"held-out accuracy, {mode}")
-        if held_out.steps == low.steps == high.steps:
-            axes.vlines(held_out.steps, low.values, high.values, color=color, alpha=0.5)
-        for point in zip(held_out.steps, held_out.values, strict=True):
+        axes.plot(steps, shares, "o--", color=color, label=f"held-out accuracy, {mode}")
+        if len(steps) == len(low) == len(high):
+            axes.vlines(steps, low, high, color=color, alpha=0.5)
+        for point in zip(steps, shares, strict=True):
             axes.annotate(f"{point[1]:.2f}", point, xytext=(4, 4), textcoords="offset points", color=color)
     axes.set(title=title, xlabel="step", ylabel="reward, accuracy")
     axes.grid(alpha=0.3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Iterator
@@ -71,20 +72,12 @@ class RunFolder:
             yield
 
     def rewind_metrics(self, step: int) -> None:
-        """The run goes on after `step`: rows of later steps, which are lost, move to metrics.lost.jsonl."""
+        """The run goes on after `step`: rows of later steps are lost."""
         if not self.metrics_path.exists():
             return
         rows = self.metrics_path.read_text().splitlines(keepends=True)
-        kept, lost = [], []
-        for row in rows:
-            try:
-                (kept if json.loads(row)["step"] <= step else lost).append(row)
-            except ValueError:  # cut off by the crash
-                lost.append(row.rstrip() + "\n")
-        if lost:
-            with self.metrics_path.with_suffix(".lost.jsonl").open("a") as file:
-                file.writelines(lost)
-            write_atomically(self.metrics_path, "".join(kept))
+        whole = [row for row in rows if row.endswith("}\n")]  # the last may be cut off by a crash
+        write_atomically(self.metrics_path, "".join(row for row in whole if json.loads(row)["step"] <= step))
 
     def log_path(self, process: str) -> Path:
         """Log file of the process of this name."""
@@ -109,7 +102,8 @@ def make_run_folder(config: Config) -> RunFolder:
     Raises ConfigError if the folder holds another configuration, or things that are not a run's."""
     root, name = _place(config)
     try:
-        path = root / name if name else _new_by_time(root)
+        # Two runs of one second get two folders.
+        path = root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
         path.mkdir(parents=True, exist_ok=True)
         folder = RunFolder(path=path)
         _check_holder(folder, config)
@@ -131,19 +125,6 @@ def _place(config: Config) -> tuple[Path, str]:
 
 def _unwritable(root: Path, error: OSError) -> ConfigError:
     return ConfigError("run.run_root", str(root), f"cannot be written: {error}", "give a writable --run-root")
-
-
-def _new_by_time(root: Path) -> Path:
-    """A folder nobody else made: mkdir is the test, so two runs of one second get two folders."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
-        path = root / (stamp + suffix)
-        try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            continue
-    raise OSError(f"{root} has a hundred runs of {stamp}")
 
 
 def _check_holder(folder: RunFolder, config: Config) -> None:

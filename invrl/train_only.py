@@ -5,7 +5,6 @@ losses and weights are that run's, bit for bit in float32. Called by `training.p
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from invrl.batch_file import batch_path, load_batch, saved_steps
@@ -29,9 +28,7 @@ async def run_train_only(config: Config, checkpoints: Checkpoints, observer: Run
         for step in steps:
             observer.phase("train", step)
             observer.step(step, train_values(await trainer.train(load_batch(batch_path(data, step)))))
-        filling = checkpoints.begin(steps[-1] if steps else done)
-        observer.phase("checkpoint", filling.step)
-        await trainer.save_checkpoint(str(filling.megatron))
-        await trainer.export_hugging_face(str(filling.hugging_face))
-        last = await asyncio.to_thread(checkpoints.commit, filling)
+        end = steps[-1] if steps else done
+        observer.phase("checkpoint", end)
+        last = await checkpoints.save(trainer, end)
     observer.note(f"model: {last.hugging_face}")

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -28,7 +29,7 @@ from invrl.loop import Learner, Parts, run_loop
 from invrl.metric_sinks import open_sinks
 from invrl.progress import RunObserver, open_progress
 from invrl.report import write_report
-from invrl.rollout.evaluate import Evaluation
+from invrl.rollout.evaluate import Evaluation, gain_interval
 from invrl.run_folder import RunFolder, write_atomically
 from invrl.run_store import RunStore, abandon_open_sessions
 from invrl.train_only import run_train_only
@@ -126,14 +127,7 @@ class _Run:
         await cluster.buffer.release(version)
         await cluster.buffer.advance(version)
 
-        async def save(step: int, snapshot: bytes) -> None:
-            filling = self.checkpoints.begin(step)
-            await trainer.save_checkpoint(str(filling.megatron))
-            await trainer.export_hugging_face(str(filling.hugging_face))
-            filling.buffer.write_bytes(snapshot)
-            await asyncio.to_thread(self.checkpoints.commit, filling)
-
-        interval = self.config.run.save_interval
+        save, interval = partial(self.checkpoints.save, trainer), self.config.run.save_interval
         return Learner(trainer=trainer, weights=weights, save=save, save_interval=interval)
 
     async def _train(self, cluster: Cluster, learner: Learner | None, done: int) -> None:
@@ -191,8 +185,8 @@ class _Run:
     def _compare(self, before: Evaluation, after: Evaluation) -> None:
         """Held-out accuracy before and after, on the screen and in report/evaluation.json."""
         rows: dict[str, dict[str, float]] = {}
-        for mode, gain in after.gains_since(before).items():
-            problems = after.scores[mode].samples
+        for mode, score in after.scores.items():
+            problems, gain = score.samples, gain_interval(before.scores[mode], score)
             old, new = (one.scores[mode].accuracy.value for one in (before, after))
             rows[mode] = {"problems": float(problems), "before": old, "after": new}
             rows[mode] |= {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}

@@ -357,7 +357,6 @@ class WeightUpdate:
 
     version: WeightVersion
     num_bytes: int
-    checksum: str
     seconds: Mapping[str, float]
     """Keys: prepare, stage, pause, load, commit, resume, canary; `paused` is the whole time that
     generation stood still."""

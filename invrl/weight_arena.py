@@ -15,7 +15,6 @@ import mmap
 import os
 import secrets
 import struct
-import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,15 +166,12 @@ class ArenaWriter:
 
     def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
         """Write all tensors of the layout, each once, any order, any device. Raises LayoutError."""
-        start = time.monotonic()
         slot = self._slot if version == self._version else 1 - self._slot
         checksums = self._write(self._views[slot], tensors)
         self._slot, self._version = slot, version
         handle = ArenaHandle(path=self.path, arena_id=self._arena.id, slot=slot).to_json()
-        size, seconds = sum(map(num_bytes, self._arena.tensors)), time.monotonic() - start
-        return StagedWeights(
-            version=version, handle=handle, checksums=checksums, num_bytes=size, seconds=seconds
-        )
+        size = sum(map(num_bytes, self._arena.tensors))
+        return StagedWeights(version=version, handle=handle, checksums=checksums, num_bytes=size)
 
     def _write(
         self, views: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]

@@ -5,7 +5,6 @@ memory on a CPU. Imports torch and sglang only where tensors are touched. Used b
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,6 @@ class BucketSender:
 
     def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
         """As `ArenaWriter.stage`. Raises LayoutError."""
-        start = time.monotonic()
         given = {name: tensor.detach() for name, tensor in tensors}
         specs = [spec_of(name, tensor) for name, tensor in given.items()]
         if sorted(specs, key=lambda s: s.name) != sorted(self._tensors, key=lambda s: s.name):
@@ -41,10 +39,8 @@ class BucketSender:
         payloads = [self._bucket(version, given, group) for group in self._groups()]
         handle = json.dumps(payloads)
         checksums = {name: checksum(tensor) for name, tensor in given.items()}
-        size, seconds = sum(map(num_bytes, self._tensors)), time.monotonic() - start
-        return StagedWeights(
-            version=version, handle=handle, checksums=checksums, num_bytes=size, seconds=seconds
-        )
+        size = sum(map(num_bytes, self._tensors))
+        return StagedWeights(version=version, handle=handle, checksums=checksums, num_bytes=size)
 
     def _groups(self) -> Iterable[list[str]]:
         """Names in layout order; a tensor over the bound travels alone."""

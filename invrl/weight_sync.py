@@ -17,7 +17,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import numpy as np
-import xxhash
 
 from invrl.errors import CanaryError, ChecksumError, DeadlineError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightReceiver, WeightSender
@@ -44,19 +43,6 @@ class CanaryBound:
         return cls(max_gap=2.0, mean_gap=0.1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseDeadlines:
-    """Seconds each phase may take, over all engines (they work side by side)."""
-
-    stage: float = 300.0
-    prepare: float = 300.0
-    pause: float = 60.0
-    load: float = 120.0
-    commit: float = 30.0
-    resume: float = 30.0
-    canary: float = 300.0
-
-
 @dataclass(slots=True, eq=False)
 class WeightTransaction:
     """Remembers the weights staged last, to go back to. One update at a time."""
@@ -67,19 +53,24 @@ class WeightTransaction:
     _: KW_ONLY
     canary_prompts: Sequence[Sequence[int]]
     bound: CanaryBound
-    deadlines: PhaseDeadlines = field(default_factory=PhaseDeadlines)
+    deadline_s: float = 300.0
+    """Of each phase, over all engines (they work side by side)."""
     committed: StagedWeights | None = field(default=None, init=False)
     """What the fleet holds: for an engine that is restarted. None before the first update."""
 
     async def run(self, version: WeightVersion) -> WeightUpdate:
         """Give `version` to every engine. Raises LayoutError, ChecksumError, CanaryError or another
         WeightSyncError; except after CanaryError every engine not in `unrestored` serves the old one."""
-        update = _Update(receivers=tuple(await self.receivers()), deadlines=self.deadlines)
+        update = _Update(receivers=tuple(await self.receivers()), deadline_s=self.deadline_s)
         if not update.receivers:
             raise WeightSyncError("the fleet has no engine to update")
         staged = await self._stage(update, version)
-        try:
-            await self._exchange(update, staged)
+        try:  # from the pause to the commit on all engines
+            update.paused_at = time.monotonic()
+            await update.each("pause", lambda one: one.pause())
+            update.touched = True
+            await update.each("load", lambda one: load_verified(one, staged))
+            await update.each("commit", lambda one: one.commit(version))
         except BaseException as error:  # cancellation too: no engine may stay paused or mixed
             unrestored = await self._roll_back(update)
             if isinstance(error, WeightSyncError):
@@ -92,7 +83,6 @@ class WeightTransaction:
         return WeightUpdate(
             version=version,
             num_bytes=staged.num_bytes,
-            checksum=combined_checksum(staged.checksums),
             seconds=update.seconds,
             canary_max_gap=maximum,
             canary_mean_gap=mean,
@@ -103,21 +93,13 @@ class WeightTransaction:
         """Generation goes on meanwhile. Nothing is touched yet, so errors need no undoing."""
         try:
             with timed(update.seconds, "stage"):
-                async with asyncio.timeout(self.deadlines.stage):
+                async with asyncio.timeout(self.deadline_s):
                     layout = await self.sender.layout()
                     staged = await self.sender.stage(version)
         except TimeoutError:
-            raise WeightSyncError(f"staging took over {self.deadlines.stage} s") from None
+            raise WeightSyncError(f"staging took over {self.deadline_s} s") from None
         await update.each("prepare", lambda one: one.check(layout, staged))
         return staged
-
-    async def _exchange(self, update: _Update, staged: StagedWeights) -> None:
-        """From the pause to the commit on all engines."""
-        update.paused_at = time.monotonic()
-        await update.each("pause", lambda one: one.pause())
-        update.touched = True
-        await update.each("load", lambda one: load_verified(one, staged))
-        await update.each("commit", lambda one: one.commit(staged.version))
 
     async def _roll_back(self, update: _Update) -> tuple[str, ...]:
         """Names of the engines that could not be brought back to the old weights and resumed."""
@@ -168,7 +150,7 @@ class _Update:
     """One run's bookkeeping: who is in it, who was lost, what took how long."""
 
     receivers: tuple[WeightReceiver, ...]
-    deadlines: PhaseDeadlines
+    deadline_s: float
     seconds: dict[str, float] = field(default_factory=dict)
     lost: dict[str, Exception] = field(default_factory=dict)
     paused_at: float = 0.0
@@ -196,14 +178,13 @@ class _Update:
         self, phase: Phase, receivers: Sequence[WeightReceiver], call: Call
     ) -> Mapping[str, Exception]:
         """What failed, by engine. The phase's seconds are those of the slowest."""
-        deadline_s: float = getattr(self.deadlines, phase)
 
         async def one(receiver: WeightReceiver) -> Exception | None:
             try:
-                async with asyncio.timeout(deadline_s):
+                async with asyncio.timeout(self.deadline_s):
                     await call(receiver)
             except TimeoutError:
-                return DeadlineError(f"engine {receiver.name}", deadline_s)
+                return DeadlineError(f"engine {receiver.name}", self.deadline_s)
             except Exception as error:
                 return error
             return None
@@ -223,9 +204,3 @@ async def load_verified(receiver: WeightReceiver, staged: StagedWeights) -> None
         first, all_of = wrong[0] if wrong else "names", len(staged.checksums)
         reason = f"{len(wrong)} of {all_of} tensors are not what was sent, {first} first"
         raise ChecksumError(reason, engine=receiver.name)
-
-
-def combined_checksum(checksums: Mapping[str, str]) -> str:
-    """One hash over names and per-tensor hashes, whatever their order."""
-    lines = "".join(f"{name} {checksums[name]}\n" for name in sorted(checksums))
-    return xxhash.xxh3_64_hexdigest(lines.encode())

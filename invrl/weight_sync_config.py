@@ -15,10 +15,6 @@ class WeightSyncConfig(Section):
     weight_carrier: Literal["arena", "bucket"] = Field(
         "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
     )
-    canary_max_gap: NonNegativeFloat = Field(
-        0.0, description="largest |engine - trainer| log-prob on the canary prompts, nats; 0: by dtype"
-    )
-    canary_mean_gap: NonNegativeFloat = Field(
-        0.0, description="mean |engine - trainer| log-prob on the canary prompts, nats; 0: by dtype"
-    )
-    weight_sync_timeout_s: PositiveFloat = Field(120.0, description="deadline of each phase, per engine")
+    canary_max_gap: NonNegativeFloat = Field(0.0, description="engine to trainer, nats; 0: by dtype")
+    canary_mean_gap: NonNegativeFloat = Field(0.0, description="the same on average; 0: by dtype")
+    weight_sync_timeout_s: PositiveFloat = Field(300.0, description="deadline of each phase, for all engines")

@@ -90,9 +90,8 @@ async def scripted_stack(
         tap = await stack.enter_async_context(EngineTap(engine.url))
         router = RouterServer(run_folder=folder, start_timeout_s=240)
         stack.push_async_callback(asyncio.to_thread, router.stop)
-        router.start()
-        await router.wait_ready()
-        await router.register(tap.url, api_key="engine-key")
+        await asyncio.to_thread(router.wait_ready)
+        await asyncio.to_thread(router.register, tap.url, api_key="engine-key")
         tokens = {"context_length": 200_000, "vocab_size": engine.vocab_size}
         async with _gateway(folder, model, router, **{**tokens, **changes}) as settings:
             yield Stack(settings=settings, tap=tap, engine=engine, model=model)
@@ -106,14 +105,14 @@ async def real_stack(
     engine, router = fleet.engines[name].server, fleet._router
     limits = {"context_length": fleet.limits.context_length, "vocab_size": fleet.limits.vocab_size}
     async with EngineTap(engine.url) as tap:
-        await router.unregister(engine.url)
-        await router.register(tap.url, api_key=engine.api_key)
+        await asyncio.to_thread(router.unregister, engine.url)
+        await asyncio.to_thread(router.register, tap.url, api_key=engine.api_key)
         try:
             async with _gateway(folder, model, router, **{**limits, **changes}) as settings:
                 yield Stack(settings=settings, tap=tap, engine=None, model=model)
         finally:
-            await router.unregister(tap.url)
-            await router.register(engine.url, api_key=engine.api_key)
+            await asyncio.to_thread(router.unregister, tap.url)
+            await asyncio.to_thread(router.register, engine.url, api_key=engine.api_key)
 
 
 @contextlib.asynccontextmanager

@@ -15,20 +15,21 @@ trained and release is what a later life of the run restores. Held by `buffer_ac
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
 
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.counts import BufferCounts
 from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry, Place, RolloutState
 from invrl.buffer.open_group import OpenGroup
 from invrl.buffer.policies import ZERO_VARIANCE, admission_limit, newest_version, oldest_version
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter
-from invrl.metrics import Max, Mean, Metric, Sum, merge
+from invrl.metrics import Mean, Metric, Sum, merge
+from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     DropReason,
     FailedRollout,
@@ -49,34 +50,32 @@ class Buffer:
     def __init__(
         self,
         config: BufferConfig,
+        rollout: RolloutConfig,
         *,
-        rollout_batch_size: int,
-        n_samples_per_prompt: int,
-        max_attempts: int,
         tasks: Iterator[Task],
         group_filter: GroupFilter,
         emit: Callable[[LedgerEntry], None] | None = None,
     ) -> None:
         self.version = self.released = WeightVersion(0)
-        self._max_staleness, self._max_attempts = config.max_staleness, max_attempts
-        self._batch_size, self._group_size = rollout_batch_size, n_samples_per_prompt
-        self._limit = admission_limit(
-            max_staleness=config.max_staleness,
-            rollout_batch_size=rollout_batch_size,
-            over_sampling_groups=config.over_sampling_groups,
-        )
+        self._max_staleness, self._max_attempts = config.max_staleness, rollout.rollout_max_attempts
+        self._batch_size, self._group_size = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+        self._limit = admission_limit(config, self._batch_size)
         self._tasks = tasks
         self._source_end = ""
         self._filter = group_filter
         self._ledger = Ledger(emit)
+        self._tasks_of: dict[str, Task] = {}
+        """Of the groups that are not taken, by their ids."""
         self._in_flight: dict[str, OpenGroup] = {}
         self._ready: dict[str, OpenGroup] = {}
         self._replacements: deque[str] = deque()
         self._batch: TakenBatch | None = None
         self._batch_trained = False
         self._groups_leased = self._batches_taken = 0
-        self._dropped: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        """Groups dropped since the start, by reason."""
+        self.failed: Counter[str] = Counter()
+        """Rollouts failed since the start, by reason."""
         self._since: dict[str, Metric] = {}
         self._closed = False
 
@@ -92,9 +91,9 @@ class Buffer:
         if under_way >= self._limit or (task := self._next_task()) is None:
             return None
         size = self._group_size
-        group = OpenGroup(self._groups_leased, task, attempts_G=[0] * size, to_lease=list(range(size)))
+        group = OpenGroup(self._groups_leased, task.id, attempts_G=[0] * size, to_lease=list(range(size)))
         self._groups_leased += 1
-        self._in_flight[group.id] = group
+        self._in_flight[group.id], self._tasks_of[group.id] = group, task
         self._count("groups_leased")
         return self._hand_out(group)
 
@@ -103,7 +102,7 @@ class Buffer:
         ended, or it was never leased) is counted and changes nothing."""
         place = Place(outcome.group_id, outcome.index, outcome.attempt)
         if self._ledger.state(place) is not RolloutState.IN_FLIGHT:
-            self._count("outcomes_late" if self._was_leased(place) else "outcomes_unknown")
+            self._count("outcomes_late")
             return
         group = self._in_flight[place.group_id]
         if isinstance(outcome, FailedRollout):
@@ -134,14 +133,13 @@ class Buffer:
         groups = tuple(group.group() for group in taken)
         batch = TakenBatch(batch_id=self._batches_taken, version=self.version, groups=groups)
         for group in taken:
-            del self._ready[group.id]
+            del self._ready[group.id], self._tasks_of[group.id]
             for index in range(self._group_size):
                 self._move(group, index, RolloutState.TAKEN, batch_id=batch.batch_id)
         for group in eligible[self._batch_size :]:
             group.passed_over = True
         self._batch, self._batch_trained = batch, False
         self._batches_taken += 1
-        self._note(_staleness(batch))
         return batch
 
     def trained(self, batch_id: int) -> None:
@@ -193,11 +191,11 @@ class Buffer:
             trained=trained,
             groups_leased=self._groups_leased,
             batches_taken=self._batches_taken,
-            in_flight=tuple(group.snapshot() for group in self._in_flight.values()),
-            ready=tuple(group.snapshot() for group in self._ready.values()),
-            counts=self._ledger.counts(),
-            dropped=dict(self._dropped),
-            failed=dict(self._failed),
+            in_flight=tuple(copy.deepcopy(list(self._in_flight.values()))),
+            ready=tuple(copy.deepcopy(list(self._ready.values()))),
+            counts=dict(self._ledger.counts),
+            dropped=dict(self.dropped),
+            failed=dict(self.failed),
             sequence=self._ledger.sequence,
         )
 
@@ -207,18 +205,24 @@ class Buffer:
         then is leased again. Raises BufferStateError if the task source gives other tasks."""
         self.version = self.released = snapshot.version
         self._groups_leased, self._batches_taken = snapshot.groups_leased, snapshot.batches_taken
-        self._dropped, self._failed = Counter(snapshot.dropped), Counter(snapshot.failed)
+        self.dropped, self.failed = Counter(snapshot.dropped), Counter(snapshot.failed)
         finished, grouped = RolloutState.FINISHED, RolloutState.GROUPED
-        saved = {one.number: (one, self._in_flight, finished) for one in snapshot.in_flight}
-        saved |= {one.number: (one, self._ready, grouped) for one in snapshot.ready}
+        in_flight, ready = copy.deepcopy((snapshot.in_flight, snapshot.ready))
+        saved = {group.number: (group, self._in_flight, finished) for group in in_flight}
+        saved |= {group.number: (group, self._ready, grouped) for group in ready}
         states: dict[Place, RolloutState] = {}
         for number in range(snapshot.groups_leased):
             task = self._next_task()
             if task is None:
                 raise BufferStateError(f"group g{number} had a task, but {self._source_end}")
             if number in saved:
-                one, home, state = saved[number]
-                group = home[f"g{number}"] = OpenGroup.reopen(one, task)
+                group, home, state = saved[number]
+                if task.id != group.task_id:
+                    raise BufferStateError(
+                        f"group {group.id} had task {group.task_id}, the task source now gives {task.id}: "
+                        "a run resumes only on the tasks that it began with"
+                    )
+                home[group.id], self._tasks_of[group.id] = group, task
                 states.update(group.states(state))
                 if group.to_lease:
                     self._replacements.append(group.id)
@@ -234,17 +238,21 @@ class Buffer:
 
     # ------------------------------------------------------------------ what there is to know
 
-    def counts(self) -> BufferCounts:
-        return BufferCounts(
-            needed=self._batch_size,
-            ready=len(self._ready),
-            unreleased=sum(not self._is_released(group) for group in self._ready.values()),
-            in_flight=len(self._in_flight),
-            limit=self._limit,
-            dropped=dict(self._dropped),
-            failed=dict(self._failed),
-            source_end=self._source_end,
-        )
+    @property
+    def can_fill(self) -> bool:
+        """Whether a batch can still come together."""
+        return not self._source_end or len(self._ready) + len(self._in_flight) >= self._batch_size
+
+    def __str__(self) -> str:
+        """What a batch waits for: told by a deadline that runs out."""
+        text = f"{self._batch_size} groups; {len(self._ready)} ready"
+        if unreleased := sum(not self._is_released(group) for group in self._ready.values()):
+            text += f" ({unreleased} of them wait for their weight version's release)"
+        text += f", {len(self._in_flight)} in flight (at most {self._limit} under way)"
+        for name, counts in (("groups dropped", self.dropped), ("rollouts failed", self.failed)):
+            if counts:
+                text += f"; {name}: " + ", ".join(f"{n} {reason}" for reason, n in sorted(counts.items()))
+        return text + (f"; {self._source_end}" if self._source_end else "")
 
     def metrics(self) -> dict[str, Metric]:
         """Events since the last call, and how many groups and rollouts are in each state now.
@@ -253,7 +261,7 @@ class Buffer:
         metrics, self._since = self._since, {}
         now = {"in_flight": len(self._in_flight), "ready": len(self._ready), "taken": self._groups_taken()}
         metrics |= {f"groups_{name}": Mean(number) for name, number in now.items()}
-        return metrics | {f"rollouts_{state}": Mean(self._ledger.count(state)) for state in RolloutState}
+        return metrics | {f"rollouts_{state}": Mean(self._ledger.counts[state]) for state in RolloutState}
 
     # ------------------------------------------------------------------ inside
 
@@ -262,16 +270,11 @@ class Buffer:
             raise BufferStateError(f"batch {batch_id} is not out for training")
         return self._batch
 
-    def _was_leased(self, place: Place) -> bool:
-        number = place.group_id.removeprefix("g")
-        return number.isdecimal() and int(number) < self._groups_leased
-
     def _groups_taken(self) -> int:
         return len(self._batch.groups) if self._batch is not None else 0
 
     def _next_task(self) -> Task | None:
-        """A source that raises or yields something else has ended; `counts` says why, and who waits for a
-        batch is told."""
+        """A source that raises or yields something else has ended; who waits for a batch is told why."""
         if self._source_end:
             return None
         try:
@@ -291,10 +294,10 @@ class Buffer:
         group.to_lease = []
         for index in indices:
             self._move(group, index, RolloutState.IN_FLIGHT)
-        return GroupLease(group_id=group.id, task=group.task, members=members)
+        return GroupLease(group_id=group.id, task=self._tasks_of[group.id], members=members)
 
     def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
-        self._failed[failure] += 1
+        self.failed[failure] += 1
         self._count(f"rollouts_failed/{failure}")
         last = outcome.attempt + 1 >= self._max_attempts
         reason = DropReason.INCOMPLETE if last else DropReason.REPLACED
@@ -346,6 +349,7 @@ class Buffer:
         """End a group that was not taken, with every place of it that has not ended."""
         self._in_flight.pop(group.id, None)
         self._ready.pop(group.id, None)
+        del self._tasks_of[group.id]
         if group.id in self._replacements:
             self._replacements.remove(group.id)
         for index, attempt in enumerate(group.attempts_G):
@@ -358,7 +362,7 @@ class Buffer:
 
     def _note_drop(self, reason: DropReason, groups: int, word: str = "") -> None:
         name = f"{reason}/{word}" if word else str(reason)
-        self._dropped[name] += groups
+        self.dropped[name] += groups
         self._count(f"groups_dropped/{name}", groups)
 
     def _end_batch(self, batch: TakenBatch, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
@@ -374,21 +378,10 @@ class Buffer:
         self._note_drop(reason, len(batch.groups))
 
     def _move(self, group: OpenGroup, index: int, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
-        self._ledger.move(Place(group.id, index, group.attempts_G[index]), group.task.id, state, **facts)
+        self._ledger.move(Place(group.id, index, group.attempts_G[index]), group.task_id, state, **facts)
 
     def _note(self, metrics: dict[str, Metric]) -> None:
         self._since = merge([self._since, metrics])
 
     def _count(self, name: str, n: int = 1) -> None:
         self._note({name: Sum(n)})
-
-
-def _staleness(batch: TakenBatch) -> dict[str, Metric]:
-    """Versions that each rollout's oldest token is behind the trainer's, weighted by trained tokens."""
-    rollouts = [rollout for group in batch.groups for rollout in group.rollouts_G if rollout.trained_tokens]
-    ages = [float(batch.version - rollout.oldest_version) for rollout in rollouts]
-    tokens = [float(rollout.trained_tokens) for rollout in rollouts]
-    return {
-        "staleness_mean": Mean(sum(a * t for a, t in zip(ages, tokens, strict=True)), sum(tokens)),
-        "staleness_max": Max(max(ages)),
-    }

@@ -13,28 +13,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger import LedgerEntry
+from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.policies import group_filter_function
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError, DeadlineError
 from invrl.metrics import Metric
+from invrl.rollout.config import RolloutConfig
+from invrl.run_store import RunStore
 from invrl.types import GroupLease, Outcome, TakenBatch, Task, WeightVersion
-
-if TYPE_CHECKING:
-    from invrl.buffer.ledger_store import LedgerStore
-    from invrl.run_store import RunStore
-
-
-def run_store(path: Path) -> tuple[RunStore, LedgerStore]:
-    """Imported here, in the process that uses it, and not with this module."""
-    from invrl.buffer.ledger_store import LedgerStore
-    from invrl.run_store import RunStore
-
-    return RunStore(path), LedgerStore(path)
 
 
 class BufferActor:
@@ -43,20 +35,19 @@ class BufferActor:
     def __init__(
         self,
         config: BufferConfig,
+        rollout: RolloutConfig,
         *,
-        rollout_batch_size: int,
-        n_samples_per_prompt: int,
-        max_attempts: int,
         tasks_factory: Callable[[], Iterator[Task]],
         run_store_path: Path,
-        open_store: Callable[[Path], tuple[RunStore, LedgerStore]] = run_store,
+        open_store: Callable[[Path], tuple[RunStore, LedgerStore]] = lambda at: (
+            RunStore(at),
+            LedgerStore(at),
+        ),
         poll_interval_s: float = 0.02,
     ) -> None:
         self._buffer = Buffer(
             config,
-            rollout_batch_size=rollout_batch_size,
-            n_samples_per_prompt=n_samples_per_prompt,
-            max_attempts=max_attempts,
+            rollout,
             tasks=tasks_factory(),
             group_filter=group_filter_function(config.group_filter),
             emit=lambda entry: self._entries.append(entry),
@@ -75,7 +66,7 @@ class BufferActor:
         when the actor is alive. Outbox rows of earlier lives count only as `Buffer.restore` says."""
         if self._poller is not None:
             return
-        before = BufferSnapshot.from_bytes(snapshot) if snapshot else None
+        before = msgspec.json.decode(snapshot, type=BufferSnapshot) if snapshot else None
         parent, step, sequence = (before.life, int(before.trained), before.sequence) if before else (0, 0, 0)
         self._life = self._ledger.begin(parent=parent, step=step, sequence=sequence)
         newest = self._ledger.last_outbox_row()
@@ -89,12 +80,12 @@ class BufferActor:
         """The buffer as of now, for a checkpoint; its ledger entries are kept before this answers."""
         taken = replace(self._buffer.snapshot(trained), life=self._life, outbox_seq=self._seen)
         await self._keep()
-        return taken.to_bytes()
+        return msgspec.json.encode(taken)
 
     async def lease(self) -> GroupLease | None:
         self._check_poller()
         lease = self._buffer.lease()
-        if lease is None and not self._buffer.counts().can_fill:
+        if lease is None and not self._buffer.can_fill:
             await self._notify()
         return lease
 
@@ -112,8 +103,8 @@ class BufferActor:
                 if (batch := self._buffer.take()) is not None:
                     return batch
                 waited = time.monotonic() - start
-                if waited >= timeout_s or not self._buffer.counts().can_fill:
-                    raise DeadlineError(f"a batch of {self._buffer.counts()}", waited)
+                if waited >= timeout_s or not self._buffer.can_fill:
+                    raise DeadlineError(f"a batch of {self._buffer}", waited)
                 try:
                     await asyncio.wait_for(self._changed.wait(), timeout_s - waited)
                 except TimeoutError:
@@ -137,13 +128,12 @@ class BufferActor:
     async def metrics(self) -> Mapping[str, Metric]:
         return self._buffer.metrics()
 
-    async def close(self) -> Mapping[str, Metric]:
-        """End the run: everything untrained is dropped. The last metrics."""
+    async def close(self) -> None:
+        """End the run: everything untrained is dropped."""
         if self._poller is not None:
             self._poller.cancel()
         self._buffer.close()
         await self._keep()
-        return self._buffer.metrics()
 
     async def _poll(self) -> None:
         """The outbox is read in a thread: a slow disk must not hold up leases."""

@@ -11,10 +11,6 @@ class BufferConfig(Section):
     """0 is the synchronous loop, 1 is one-step-off-policy, k is fully asynchronous: one number."""
 
     max_staleness: NonNegativeInt = Field(0, description="versions a trained token may lag the trainer's")
-    over_sampling_groups: NonNegativeInt = Field(
-        0, description="groups in flight beyond what the batch needs, to replace those that are filtered out"
-    )
-    group_filter: str = Field(
-        "nonzero_variance", description="built-in filter ('nonzero_variance', 'none') or module:name"
-    )
+    over_sampling_groups: NonNegativeInt = Field(0, description="groups in place of those filtered out")
+    group_filter: str = Field("nonzero_variance", description="this filter, 'none', or module:name")
     batch_timeout_s: PositiveFloat = Field(1800.0, description="deadline for a whole batch to come together")

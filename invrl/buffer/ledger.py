@@ -87,23 +87,18 @@ class Ledger:
         self.sequence = 0
         """Of the next entry."""
         self._states: dict[Place, RolloutState] = {}
-        self._counts: Counter[RolloutState] = Counter()
+        self.counts: Counter[RolloutState] = Counter()
+        """Rollouts that are in each state now, of those that ever were."""
 
     def state(self, place: Place) -> RolloutState | None:
         """None: never leased, or forgotten."""
         return self._states.get(place)
 
-    def count(self, state: RolloutState) -> int:
-        return self._counts[state]
-
-    def counts(self) -> dict[RolloutState, int]:
-        return dict(self._counts)
-
     def restore(
         self, states: Mapping[Place, RolloutState], counts: Mapping[RolloutState, int], sequence: int
     ) -> None:
         """As of a snapshot."""
-        self._states, self._counts, self.sequence = dict(states), Counter(counts), sequence
+        self._states, self.counts, self.sequence = dict(states), Counter(counts), sequence
 
     def forget(self, places: Iterable[Place]) -> None:
         """Places of a group that has ended: nothing can happen to them any more."""
@@ -114,7 +109,7 @@ class Ledger:
         """The life of the run that leased this place is over, and brought no outcome: it is leased anew."""
         if self._states.pop(place) is not RolloutState.IN_FLIGHT:
             raise BufferStateError(f"rollout {place} is not in flight")
-        self._counts[RolloutState.IN_FLIGHT] -= 1
+        self.counts[RolloutState.IN_FLIGHT] -= 1
 
     def move(
         self, place: Place, task_id: str, state: RolloutState, **facts: Unpack[EntryFacts]
@@ -129,9 +124,9 @@ class Ledger:
         if (entry.batch_id is not None) != (state in (RolloutState.TAKEN, RolloutState.TRAINED)):
             raise BufferStateError(f"rollout {place}: state {state} with batch {entry.batch_id}")
         if before is not None:
-            self._counts[before] -= 1
+            self.counts[before] -= 1
         self._states[place] = state
-        self._counts[state] += 1
+        self.counts[state] += 1
         self.sequence += 1
         if self._emit is not None:
             self._emit(entry)

@@ -1,19 +1,20 @@
-"""A group that is not taken: its members' current attempts and what has come back. Owned by `buffer.py`."""
+"""A group that is not taken: its members' current attempts and what has come back. Owned by `buffer.py`, part
+of its snapshot."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from invrl.buffer.ledger import Place, RolloutState
-from invrl.buffer.snapshot import GroupSnapshot
-from invrl.errors import BufferStateError
-from invrl.types import Group, RolloutSummary, Task
+from invrl.types import Group, RolloutSummary
 
 
 @dataclass(slots=True)
 class OpenGroup:
+    """A member that is not `finished` is in flight, or `to_lease`."""
+
     number: int
-    task: Task
+    task_id: str
     attempts_G: list[int]
     to_lease: list[int]
     """Indices whose current attempt nobody has leased."""
@@ -32,7 +33,7 @@ class OpenGroup:
         return len(self.finished) == len(self.attempts_G)
 
     def group(self) -> Group:
-        return Group(id=self.id, task_id=self.task.id, rollouts_G=tuple(self.rollouts()))
+        return Group(id=self.id, task_id=self.task_id, rollouts_G=tuple(self.rollouts()))
 
     def places(self) -> list[Place]:
         """Every try so far, those that nobody has leased yet among them."""
@@ -50,30 +51,3 @@ class OpenGroup:
             elif place.index not in self.to_lease:
                 states[place] = RolloutState.IN_FLIGHT
         return states
-
-    def snapshot(self) -> GroupSnapshot:
-        return GroupSnapshot(
-            number=self.number,
-            task_id=self.task.id,
-            attempts_G=tuple(self.attempts_G),
-            to_lease=tuple(self.to_lease),
-            finished=tuple(self.rollouts()),
-            passed_over=self.passed_over,
-        )
-
-    @classmethod
-    def reopen(cls, saved: GroupSnapshot, task: Task) -> OpenGroup:
-        """Raises BufferStateError if the group had another task."""
-        if task.id != saved.task_id:
-            raise BufferStateError(
-                f"group g{saved.number} had task {saved.task_id}, the task source now gives {task.id}: "
-                "a run resumes only on the tasks that it began with"
-            )
-        return cls(
-            number=saved.number,
-            task=task,
-            attempts_G=list(saved.attempts_G),
-            to_lease=list(saved.to_lease),
-            finished={rollout.index: rollout for rollout in saved.finished},
-            passed_over=saved.passed_over,
-        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from invrl.buffer.config import BufferConfig
 from invrl.interfaces import GroupFilter
-from invrl.plugins import load_group_filter
+from invrl.plugins import load_plugin
 from invrl.types import DropReason, Group, RolloutSummary, WeightVersion
 
 ZERO_VARIANCE = str(DropReason.ZERO_VARIANCE)
@@ -19,27 +20,22 @@ def nonzero_variance(group: Group) -> str | None:
     return ZERO_VARIANCE if len(rewards) == 1 else None
 
 
-def keep_all(group: Group) -> str | None:
-    """Keeps every complete group."""
-    return None
-
-
-GROUP_FILTERS: dict[str, GroupFilter] = {"nonzero_variance": nonzero_variance, "none": keep_all}
+GROUP_FILTERS: dict[str, GroupFilter] = {"nonzero_variance": nonzero_variance, "none": lambda group: None}
 
 
 def group_filter_function(name: str) -> GroupFilter:
     """The built-in of that name, or the user's function at `module:name`. Raises PluginError."""
-    return load_group_filter(name, GROUP_FILTERS)
+    return load_plugin(name, "group_filter", GroupFilter, GROUP_FILTERS)
 
 
-def admission_limit(*, max_staleness: int, rollout_batch_size: int, over_sampling_groups: int) -> int:
+def admission_limit(config: BufferConfig, batch_size: int) -> int:
     """Groups that may be under way at once: in flight, ready, or taken and not yet behind a new version.
 
     Groups are taken oldest first, so with at most (k + 1) batches under way the last of them is taken at
     most k versions after it was leased. Over-sampled groups come on top: they replace those that are
     filtered out, and what is left of them ages until it is dropped.
     """
-    return (max_staleness + 1) * rollout_batch_size + over_sampling_groups
+    return (config.max_staleness + 1) * batch_size + config.over_sampling_groups
 
 
 def oldest_version(rollouts: list[RolloutSummary]) -> WeightVersion | None:

@@ -8,22 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from invrl.buffer.ledger import RolloutState
-from invrl.types import RolloutSummary, WeightVersion
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSnapshot:
-    """A group that was not taken. A member without a summary was in flight, or `to_lease`."""
-
-    number: int
-    task_id: str
-    attempts_G: tuple[int, ...]
-    to_lease: tuple[int, ...]
-    finished: tuple[RolloutSummary, ...]
-    passed_over: bool
+from invrl.buffer.open_group import OpenGroup
+from invrl.types import WeightVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +21,8 @@ class BufferSnapshot:
     groups_leased: int
     """Also the data cursor: each group drew one task."""
     batches_taken: int
-    in_flight: tuple[GroupSnapshot, ...]
-    ready: tuple[GroupSnapshot, ...]
+    in_flight: tuple[OpenGroup, ...]
+    ready: tuple[OpenGroup, ...]
     counts: Mapping[RolloutState, int]
     dropped: Mapping[str, int]
     failed: Mapping[str, int]
@@ -44,10 +31,3 @@ class BufferSnapshot:
     life: int = 0
     outbox_seq: int = 0
     """Last outbox row that is in this snapshot."""
-
-    def to_bytes(self) -> bytes:
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> BufferSnapshot:
-        return msgspec.json.decode(data, type=cls)

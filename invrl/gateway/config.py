@@ -39,7 +39,7 @@ class GatewayConfig(SessionPolicy):
     """Where agents reach us, and how many at a time."""
 
     gateway_host: str = Field("127.0.0.1", description="address the gateway listens on; the only public one")
-    gateway_port: NonNegativeInt = Field(0, description="the gateway's port; 0: a free one")
+    gateway_port: NonNegativeInt = Field(0, le=65535, description="the gateway's port; 0: a free one")
     gateway_workers: PositiveInt = Field(
         1, le=256, description="processes that share the gateway's port; each session stays with one"
     )

@@ -51,9 +51,9 @@ class GatewayServer:
         host = self._settings.host
         return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self._settings.port}"
 
-    def wait_ready(self, *, deadline_s: float = 60.0) -> float:
-        """Seconds until it answers. Raises ServerError, DeadlineError."""
-        return self.process.wait_ready(self._answers, deadline_s=deadline_s)
+    def wait_ready(self, *, deadline_s: float = 60.0) -> None:
+        """Until it answers. Raises ServerError, DeadlineError."""
+        self.process.wait_until(self._answers, deadline_s=deadline_s)
 
     def check_alive(self) -> None:
         """Starts it again if it has died: from the thread that started it, which it dies with. Raises

@@ -19,22 +19,16 @@ class RolloutConfig(Section):
         description="module:name of the rollout function: async (task, endpoint) -> reward or RolloutResult",
     )
     external_environments: bool = Field(
-        False, description="train with environments that we do not start: they lease tasks at the gateway"
+        False, description="environments that we do not start lease the tasks"
     )
     reward_function_path: str = Field(
-        "", description="module:name of (task, result) -> float, applied to what the rollout function returns"
+        "", description="module:name of (task, result) -> float; scores results"
     )
-    task_source_path: str = Field(
-        "", description="module:name of a function (split, seed) -> iterator of Task; or give --task-file"
-    )
-    task_file: str = Field(
-        "", description="JSONL or Parquet (*.parquet) file of tasks; fields are named by the next flags"
-    )
+    task_source_path: str = Field("", description="module:name of (split, seed) -> Tasks; or --task-file")
+    task_file: str = Field("", description="JSONL or Parquet (*.parquet) file of tasks, one object each")
     task_id_key: str = Field("id", description="field with the task's id (line or row number if absent)")
     task_label_key: str = Field("label", description="field with the label")
-    eval_task_file: str = Field(
-        "", description="JSONL or Parquet file of held-out tasks (else the source's split 'eval')"
-    )
+    eval_task_file: str = Field("", description="the same of held-out tasks (else the source's split 'eval')")
     rollout_batch_size: PositiveInt = Field(4, description="groups in one training batch")
     n_samples_per_prompt: PositiveInt = Field(8, description="rollouts in one group")
     rollout_workers: PositiveInt = Field(1, description="Ray actors that run rollout functions")
@@ -43,9 +37,7 @@ class RolloutConfig(Section):
     )
     rollout_concurrency: PositiveInt = Field(32, description="rollouts at a time, over all workers")
     rollout_timeout_s: PositiveFloat = Field(300.0, description="a rollout that takes longer has failed")
-    rollout_max_attempts: PositiveInt = Field(
-        3, description="tries at a place in a group until it is given up"
-    )
+    rollout_max_attempts: PositiveInt = Field(3, description="tries at a place in a group")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature of training rollouts")
     max_new_tokens: PositiveInt = Field(512, description="tokens one turn may sample")
     eval_interval: NonNegativeInt = Field(0, description="steps between evaluations; 0: before and after")
@@ -66,9 +58,7 @@ class EngineConfig(Section):
 
     num_engines: PositiveInt = Field(1, description="SGLang servers in the fleet")
     engine_dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="of weights and compute")
-    seeded_sampling: bool = Field(
-        False, description="draw each generation by a seed of its own, from --seed and its place in the run"
-    )
+    seeded_sampling: bool = Field(False, description="each generation by a seed of its own, made from --seed")
     engine_max_total_tokens: PositiveInt = Field(16384, description="KV-cache tokens per engine (CPU)")
     engine_start_timeout_s: PositiveFloat = Field(300.0, description="deadline for an engine to be healthy")
     engine_health_interval_s: PositiveFloat = Field(5.0, description="seconds between our own health checks")

@@ -15,8 +15,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
 from invrl.interfaces import Buffer
 from invrl.rollout.session_client import SessionClient
@@ -26,12 +26,26 @@ from invrl.types import FailedRollout, FailureReason, GroupLease, Session
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_POLL_S = (0.01, 0.05)
-"""First and longest wait before the buffer is asked again."""
+_POLL_S = 0.04
+"""Before the buffer is asked again."""
 _ADMISSION_TIMEOUT_S = 600.0
 """A gateway that admits no session for this long is not coming back."""
 _END_TIMEOUT_S = 5.0
 """The run is over: a gateway that is gone needs no abort."""
+
+
+async def first_to_fail(work: Awaitable[T], watch: Awaitable[None]) -> T:
+    """`work`'s result; if `watch` ends first, it is by raising, and that is raised."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            watching.result()
+        return await working
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 class Scheduler:
@@ -40,49 +54,40 @@ class Scheduler:
     def __init__(self) -> None:
         self._stopping = False
         self._scheduler: asyncio.Task[None] | None = None
-        self._failed: asyncio.Future[None] | None = None
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
         """Begins to lease, in the running event loop."""
-        self._failed = self._failed or asyncio.get_running_loop().create_future()
         self._scheduler = asyncio.create_task(self._guarded(self._schedule()))
 
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+    async def guard(self, work: Awaitable[T]) -> T:
         """`work`'s result; if the scheduler, which `work` may start, fails first, `work` is cancelled and
         that failure raised."""
-        self._failed = self._failed or asyncio.get_running_loop().create_future()
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self._failed.result()
-            return await task
-        finally:
-            task.cancel()
+        return await first_to_fail(work, asyncio.shield(self._failed))
 
-    async def stop(self, drain_s: float) -> None:
-        """Leases no more, lets running rollouts end for `drain_s` seconds, aborts the rest."""
+    async def stop(self) -> None:
+        """Leases no more, aborts what runs."""
         self._stopping = True
         if self._scheduler is not None:
             self._scheduler.cancel()
             await asyncio.wait({self._scheduler})
-        await self._drain(drain_s)
-        if self._failed is not None and self._failed.done():
+        await self._end_all()
+        if self._failed.done():
             self._failed.exception()  # seen: no warning about it at exit
 
     async def _schedule(self) -> None:
         raise NotImplementedError
 
-    async def _drain(self, drain_s: float) -> None:
+    async def _end_all(self) -> None:
         """Ends what still runs."""
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, work: Awaitable[None]) -> None:
         try:
             await work
         except Exception as error:
-            if self._failed is not None and not self._failed.done():
+            if not self._failed.done():
                 self._failed.set_exception(error)
-            if self._scheduler is not None and self._scheduler is not asyncio.current_task():
+            if self._scheduler is not None:
                 self._scheduler.cancel()
 
 
@@ -104,16 +109,12 @@ class Dispatcher(Scheduler):
         """Rollouts running now."""
         return sum(len(assignment.sessions) for assignment in self._runs.values())
 
-    async def _drain(self, drain_s: float) -> None:
-        left = [session for assignment in self._waiting for session in assignment.sessions]
+    async def _end_all(self) -> None:
+        left = [one for each in (*self._waiting, *self._runs.values()) for one in each.sessions]
         self._waiting.clear()
-        if self._runs:
-            await asyncio.wait(set(self._runs), timeout=drain_s)
-        for run, assignment in list(self._runs.items()):
+        for run in (runs := list(self._runs)):
             run.cancel()
-            left.extend(assignment.sessions)
-        if self._runs:
-            await asyncio.wait(set(self._runs))
+        await asyncio.gather(*runs, return_exceptions=True)
         ended = await asyncio.gather(*(self._end(session) for session in left), return_exceptions=True)
         for error in ended:
             if isinstance(error, BaseException):
@@ -124,7 +125,6 @@ class Dispatcher(Scheduler):
             await self._sessions.abort(session, FailureReason.ABORTED, "the run ended")
 
     async def _schedule(self) -> None:
-        pause, longest = _POLL_S
         # A flag besides the cancellation: wait_for (in the buffer's handle, say) may lose one that comes
         # together with its result, in Python 3.11.
         while not self._stopping:
@@ -136,11 +136,9 @@ class Dispatcher(Scheduler):
             lease = await self._buffer.lease()
             if lease is None:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
+                    async with asyncio.timeout(_POLL_S):
                         await self._changed.wait()
-                pause = min(2 * pause, longest)
                 continue
-            pause, _ = _POLL_S
             sessions = await self._sessions.open(lease, deadline_s=_ADMISSION_TIMEOUT_S)
             self._waiting.extend(assignments(lease, sessions, group_form=self._group_form))
 

@@ -47,7 +47,9 @@ class SessionEndpoint:
         import openai  # a second to import: the driver, which imports this module, need not pay
 
         timeout = httpx.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
-        transport = self._pool if _running_loop() is self._pool.loop else _new_transport()
+        # None in a thread without a loop, where asyncio.get_running_loop would raise.
+        ours = asyncio._get_running_loop() is self._pool.loop
+        transport = self._pool if ours else _new_transport()
         return openai.AsyncOpenAI(
             base_url=self.base_url,
             api_key=self.api_key,
@@ -75,10 +77,3 @@ class SessionEndpoint:
 
 def _new_transport() -> httpx.AsyncHTTPTransport:
     return httpx.AsyncHTTPTransport(limits=CONNECTION_LIMITS, trust_env=False)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

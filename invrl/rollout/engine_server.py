@@ -8,7 +8,6 @@ here. Used by `fleet`."""
 from __future__ import annotations
 
 import ctypes
-import secrets
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +16,7 @@ from typing import Literal
 
 import httpx
 
-from invrl.process import LocalServer, free_port
+from invrl.process import ServerProcess, free_port, random_key
 from invrl.rollout.config import EngineConfig
 
 Device = Literal["cpu", "cuda"]
@@ -57,8 +56,11 @@ def count_gpus() -> int:
     return count.value if found else 0
 
 
-class EngineServer(LocalServer):
-    """`start`, `wait_ready`, `stop`. Start it from a thread that lives as long as it should."""
+class EngineServer(ServerProcess):
+    """Start it from a thread that lives as long as it should."""
+
+    grace_s = 1.0
+    """Its own draining would only wait for requests whose callers are gone."""
 
     def __init__(
         self,
@@ -69,50 +71,18 @@ class EngineServer(LocalServer):
         run_folder: Path,
         passthrough: Sequence[str] = (),
     ) -> None:
-        super().__init__(name, run_folder=run_folder)
-        self.admin_key = secrets.token_hex(24)
-        self._config, self._model_path, self._passthrough = config, model_path, tuple(passthrough)
+        self.api_key, self.admin_key, self._config = random_key(), random_key(), config
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [*_command(config, find_device(), model_path, port), *passthrough]  # later flags win
+        keys = f"--api-key={self.api_key} --admin-api-key={self.admin_key}"
+        env = {"OMP_NUM_THREADS": "1", "INVRL_KEY_FLAGS": keys}
+        super().__init__(name, command, log=run_folder / "logs" / f"{name}.log", env=env)
 
-    def start(self, *, version: int = 0) -> None:
-        """Returns at once. `version` names the weights in `model_path`."""
-        self.port = free_port()
-        command = self._command(find_device(), version)
-        keys = {"INVRL_ENGINE_API_KEY": self.api_key, "INVRL_ENGINE_ADMIN_KEY": self.admin_key}
-        self._launch(command, {"OMP_NUM_THREADS": "1", **keys})
-
-    def wait_ready(self) -> float:
-        """Seconds until the engine made its first token. Raises ServerError with the log's last lines
-        if it died, DeadlineError after `engine_start_timeout_s`."""
-        return self.process.wait_ready(self._makes_a_token, deadline_s=self._config.engine_start_timeout_s)
-
-    def stop(self, *, grace_s: float = 1.0) -> None:
-        """Its own draining would only wait for requests whose callers are gone."""
-        super().stop(grace_s=grace_s)
-
-    def _command(self, device: Device, version: int) -> list[str]:
-        """The command line; later flags win, so what a user passes through comes last."""
-        config = self._config
-        flags = {
-            "model-path": str(self._model_path),
-            "host": "127.0.0.1",
-            "port": str(self.port),
-            "dtype": config.engine_dtype,
-            "weight-version": str(version),
-            "custom-weight-loader": WEIGHT_LOADER,
-            # info prints the server's arguments, keys included, and a line per prefill
-            "log-level": "warning",
-        }
-        if device == "cpu":
-            flags |= _CPU_FLAGS | {"max-total-tokens": str(config.engine_max_total_tokens)}
-        command = [sys.executable, "-m", "invrl.rollout.launch_sglang"]
-        command += [part for name, value in flags.items() for part in (f"--{name}", value)]
-        # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.
-        command += ["--incremental-streaming-output", "--skip-server-warmup"]
-        if device == "cpu":
-            command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
-        if config.seeded_sampling:
-            command.append("--enable-deterministic-inference")  # otherwise SGLang ignores seeds
-        return [*command, *self._passthrough]
+    def wait_ready(self) -> None:
+        """Until the engine made its first token. Raises ServerError with the log's last lines if it died,
+        DeadlineError after `engine_start_timeout_s`."""
+        self.wait_until(self._makes_a_token, deadline_s=self._config.engine_start_timeout_s)
 
     def _makes_a_token(self) -> bool:
         """One token instead of SGLang's own warm-up: the server counts as up only after it."""
@@ -131,6 +101,30 @@ class EngineServer(LocalServer):
         except httpx.HTTPError:
             return False
         return frozen.status_code == 200
+
+
+def _command(config: EngineConfig, device: Device, model_path: Path, port: int) -> list[str]:
+    flags = {
+        "model-path": str(model_path),
+        "host": "127.0.0.1",
+        "port": str(port),
+        "dtype": config.engine_dtype,
+        "weight-version": "0",
+        "custom-weight-loader": WEIGHT_LOADER,
+        # info prints the server's arguments, keys included, and a line per prefill
+        "log-level": "warning",
+    }
+    if device == "cpu":
+        flags |= _CPU_FLAGS | {"max-total-tokens": str(config.engine_max_total_tokens)}
+    command = [sys.executable, "-m", "invrl.rollout.launch_sglang"]
+    command += [part for name, value in flags.items() for part in (f"--{name}", value)]
+    # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.
+    command += ["--incremental-streaming-output", "--skip-server-warmup"]
+    if device == "cpu":
+        command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
+    if config.seeded_sampling:
+        command.append("--enable-deterministic-inference")  # otherwise SGLang ignores seeds
+    return command
 
 
 def _bearer(key: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from invrl.rollout.config import EvalMode
+from invrl.rollout.config import EvalMode, RolloutConfig
 from invrl.rollout.dispatcher import assignments
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_pool import WorkerPool
@@ -101,29 +101,23 @@ class Evaluation:
     def values(self) -> dict[str, float]:
         return {name: value for score in self.scores.values() for name, value in score.values().items()}
 
-    def gains_since(self, before: Evaluation) -> Mapping[str, Interval]:
-        """Accuracy gain by score, with paired 95 % intervals."""
-        return {name: gain_interval(before.scores[name], score) for name, score in self.scores.items()}
-
 
 async def evaluate(
     tasks: Sequence[Task],
+    config: RolloutConfig,
     *,
     mode: EvalMode,
-    samples_per_task: int,
-    max_new_tokens: int,
     sessions: SessionClient,
     pool: WorkerPool,
-    concurrency: int,
     group_form: bool,
     label: str,
     set_name: str = "",
 ) -> EvalScore:
-    """Runs every task `samples_per_task` times (greedy: once). `label` makes the group ids of this
+    """Runs every task `eval_samples_per_task` times (greedy: once). `label` makes the group ids of this
     evaluation its own. Raises what the pool and the gateway raise; never because of a rollout."""
-    samples = 1 if mode == "greedy" else samples_per_task
-    sampling = Sampling(temperature=0.0 if mode == "greedy" else 1.0, max_new_tokens=max_new_tokens)
-    room = asyncio.Semaphore(max(1, concurrency // samples))
+    samples = 1 if mode == "greedy" else config.eval_samples_per_task
+    sampling = Sampling(temperature=0.0 if mode == "greedy" else 1.0, max_new_tokens=config.max_new_tokens)
+    room = asyncio.Semaphore(max(1, config.rollout_concurrency // samples))
 
     async def run_lease(lease: GroupLease) -> list[Outcome]:
         opened = await sessions.open(lease, purpose="eval", sampling=sampling)
@@ -137,8 +131,8 @@ async def evaluate(
         async with room:
             outcomes = await run_lease(lease)
             for attempt in range(1, _ATTEMPTS):
-                again = [at for at, outcome in enumerate(outcomes) if _not_its_fault(outcome)]
-                if not again:
+                failed = [(at, one) for at, one in enumerate(outcomes) if isinstance(one, FailedRollout)]
+                if not (again := [at for at, one in failed if one.reason in _TRY_AGAIN]):
                     break
                 members = tuple(GroupMember(index=at, attempt=attempt) for at in again)
                 for at, outcome in zip(again, await run_lease(replace(lease, members=members)), strict=True):
@@ -198,7 +192,3 @@ def gain_interval(before: EvalScore, after: EvalScore, *, seed: int = 0) -> Inte
 def _task_accuracy(score: EvalScore) -> np.ndarray:
     """Share of exact samples per task: float64 [K]."""
     return np.array([np.mean([reward >= EXACT_REWARD for reward in of_task]) for of_task in score.rewards])
-
-
-def _not_its_fault(outcome: Outcome) -> bool:
-    return isinstance(outcome, FailedRollout) and outcome.reason in _TRY_AGAIN

@@ -18,7 +18,7 @@ from invrl.errors import DeadlineError, ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.engine_server import EngineServer
-from invrl.rollout.health import HealthCheck, HealthPolicy
+from invrl.rollout.health import HealthCheck
 from invrl.rollout.router_server import RouterServer
 from invrl.rollout.sglang_args import router_flags, sglang_flags
 from invrl.rollout.sglang_client import EngineLimits, SglangClient
@@ -62,24 +62,25 @@ class Fleet:
         engine: EngineConfig,
         model_path: Path,
         run_folder: Path,
-        sglang: Mapping[str, str | int | float | bool] | None = None,
-        router: Mapping[str, str | int | float | bool] | None = None,
+        sglang: Mapping[str, object] | None = None,
+        router: Mapping[str, object] | None = None,
         carrier: str = "arena",
     ) -> None:
-        """`sglang`, `router`: what the user passes through, by upstream's field names. ConfigError."""
+        """Starts the router. `sglang`, `router`: what the user passes through, by upstream's field names.
+        ConfigError."""
         self._carrier = carrier
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
         self._config, self._model_path, self._run_folder = engine, model_path, run_folder
         self._replies = run_folder / "engine_replies"
-        self._sglang_flags = sglang_flags({name: str(value) for name, value in (sglang or {}).items()})
+        self._sglang_flags = sglang_flags(sglang or {})
         self._engines: dict[str, Engine] = {}
         self._version = WeightVersion(0)
-        flags = router_flags({name: str(value) for name, value in (router or {}).items()})
+        flags = router_flags(router or {})
         timeout_s = engine.router_start_timeout_s
-        self._router = RouterServer(run_folder=run_folder, start_timeout_s=timeout_s, passthrough=flags)
         self._watch: asyncio.Task[None] | None = None
         self.evicted: dict[str, str] = {}
         """Name -> reason of engines that left and were not restarted."""
+        self._router = RouterServer(run_folder=run_folder, start_timeout_s=timeout_s, passthrough=flags)
 
     @property
     def router_url(self) -> str:
@@ -94,19 +95,17 @@ class Fleet:
         return dict(self._engines)
 
     async def start(self) -> None:
-        """All engines at once, and the router; no engine is routable before `admit`. On an error nothing
-        is left running."""
+        """All engines at once; none is routable before `admit`. On an error nothing is left running."""
         try:
-            self._router.start()
             names = [f"engine-{at}" for at in range(self._config.num_engines)]
             self._engines = {name: self._launch(name) for name in names}
             await asyncio.gather(*(self._ready(engine) for engine in self._engines.values()))
-            await self._router.wait_ready()
+            await asyncio.to_thread(self._router.wait_ready)
         except BaseException:
             await self.stop()
             raise
-        policy = HealthPolicy(interval_s=self._config.engine_health_interval_s)
-        self._watch = asyncio.create_task(HealthCheck(policy).watch(lambda: self.engines, self.evict))
+        check = HealthCheck(interval_s=self._config.engine_health_interval_s)
+        self._watch = asyncio.create_task(check.watch(lambda: self.engines, self.evict))
 
     async def admit(self) -> None:
         """Let the router know the engines: they hold the fleet's version. ServerError, DeadlineError."""
@@ -134,7 +133,7 @@ class Fleet:
         _LOG.error("%s leaves the fleet: %s", name, reason)
         self.evicted[name] = reason
         with contextlib.suppress(ServerError, DeadlineError):  # a router that is gone routes to nobody
-            await self._router.unregister(engine.server.url)
+            await asyncio.to_thread(self._router.unregister, engine.server.url)
         await self._end(engine)
 
     async def restart(self, name: str, layout: WeightLayout, staged: StagedWeights) -> None:
@@ -173,9 +172,8 @@ class Fleet:
 
     def _launch(self, name: str) -> Engine:
         model, folder, flags = self._model_path, self._run_folder, self._sglang_flags
-        server = EngineServer(name, self._config, model_path=model, run_folder=folder, passthrough=flags)
         # In this thread: the kernel ends a child together with the thread that started it.
-        server.start()
+        server = EngineServer(name, self._config, model_path=model, run_folder=folder, passthrough=flags)
         url, key, admin_key = server.url, server.api_key, server.admin_key
         client = SglangClient(url, limits=self.limits, api_key=key, admin_key=admin_key, name=name)
         receiver = RECEIVERS[self._carrier](name, client, reply_folder=self._replies)
@@ -185,7 +183,8 @@ class Fleet:
         await asyncio.to_thread(engine.server.wait_ready)
 
     async def _register(self, engine: Engine) -> None:
-        await self._router.register(engine.server.url, api_key=engine.server.api_key)
+        server = engine.server
+        await asyncio.to_thread(self._router.register, server.url, api_key=server.api_key)
 
     async def _end(self, engine: Engine) -> None:
         await engine.client.close()

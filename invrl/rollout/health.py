@@ -7,8 +7,8 @@ answers in a row, and a dead process at once. Run by `fleet`."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -22,20 +22,13 @@ class Checked(Protocol):
     async def generates(self, *, deadline_s: float) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthPolicy:
-    interval_s: float = 5.0
-    deadline_s: float = 30.0
-    """A busy engine may take long to get to the probe's token."""
-    failures: int = 3
-
-
 class HealthCheck:
-    """`round` looks once at every engine; `watch` does so until cancelled."""
+    """`round` looks once at every engine; `watch` does so every `interval_s` until cancelled."""
 
-    def __init__(self, policy: HealthPolicy) -> None:
-        self._policy = policy
-        self._failed: dict[str, int] = {}
+    def __init__(self, *, interval_s: float = 5.0, deadline_s: float = 30.0, failures: int = 3) -> None:
+        """`deadline_s`: a busy engine may take long to get to the probe's token."""
+        self._interval_s, self._deadline_s, self._failures = interval_s, deadline_s, failures
+        self._failed: Counter[str] = Counter()
 
     async def round(self, engines: Mapping[str, Checked]) -> dict[str, str]:
         """Name -> reason of the engines that must leave."""
@@ -46,7 +39,7 @@ class HealthCheck:
         self, engines: Callable[[], Mapping[str, Checked]], evict: Callable[[str, str], Awaitable[None]]
     ) -> None:
         while True:
-            await asyncio.sleep(self._policy.interval_s)
+            await asyncio.sleep(self._interval_s)
             for name, reason in (await self.round(engines())).items():
                 await evict(name, reason)
 
@@ -55,13 +48,13 @@ class HealthCheck:
             return "its process has ended"
         if engine.paused():
             return ""
-        generates = await engine.generates(deadline_s=self._policy.deadline_s)
+        generates = await engine.generates(deadline_s=self._deadline_s)
         # Paused while we asked: the silence proves nothing.
         if generates or engine.paused():
-            self._failed.pop(engine.name, None)
+            del self._failed[engine.name]
             return ""
-        self._failed[engine.name] = self._failed.get(engine.name, 0) + 1
-        if self._failed[engine.name] < self._policy.failures:
+        self._failed[engine.name] += 1
+        if self._failed[engine.name] < self._failures:
             return ""
         del self._failed[engine.name]
-        return f"it made no token within {self._policy.deadline_s} s, {self._policy.failures} times in a row"
+        return f"it made no token within {self._deadline_s} s, {self._failures} times in a row"

@@ -6,17 +6,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
-
-
-def key_flags(environ: Mapping[str, str]) -> list[str]:
-    """Sampling needs one key, management another; each engine's own is given when it is registered."""
-    flags: list[str] = []
-    if key := environ.get("INVRL_ROUTER_API_KEY"):
-        flags.append(f"--api-key={key}")  # it may begin with a dash
-    if key := environ.get("INVRL_ROUTER_MANAGEMENT_KEY"):
-        flags += ["--control-plane-api-keys", f"invrl:invrl:admin:{key}"]
-    return flags
 
 
 def main(argv: list[str]) -> None:
@@ -32,4 +21,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main([*sys.argv[1:], *key_flags(os.environ)])
+    main([*sys.argv[1:], *os.environ.pop("INVRL_KEY_FLAGS", "").split()])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Mapping
 
 from invrl import cpu_stand_ins
 
@@ -19,13 +18,6 @@ if __name__ == "__main__":
 if __name__ in ("__main__", "__mp_main__"):
     sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it: 1.5 s
 cpu_stand_ins.apply()
-
-
-def key_flags(environ: Mapping[str, str]) -> list[str]:
-    """The keys as flags: they come by environment, which other users of the machine cannot read."""
-    variables = {"--api-key": "INVRL_ENGINE_API_KEY", "--admin-api-key": "INVRL_ENGINE_ADMIN_KEY"}
-    given = {flag: environ.get(variable) for flag, variable in variables.items()}
-    return [f"{flag}={key}" for flag, key in given.items() if key]  # a key may begin with a dash
 
 
 def main(argv: list[str]) -> None:
@@ -47,4 +39,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main([*sys.argv[1:], *key_flags(os.environ)])
+    # Keys come by environment, which other users of the machine cannot read.
+    main([*sys.argv[1:], *os.environ.pop("INVRL_KEY_FLAGS", "").split()])

@@ -30,5 +30,5 @@ class LeaseOffers(Scheduler):
                 await self._buffer.record(failure)
             await asyncio.sleep(_POLL_S)
 
-    async def _drain(self, drain_s: float) -> None:
+    async def _end_all(self) -> None:
         await asyncio.to_thread(self._leases.withdraw)

@@ -7,8 +7,8 @@ instead of a batch that never comes. `evaluating.py` makes one without a buffer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from invrl import plugins
 from invrl.interfaces import Buffer
@@ -16,12 +16,11 @@ from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher, Scheduler
 from invrl.rollout.eval_sets import load_eval_sets
 from invrl.rollout.evaluate import EvalScore, Evaluation, evaluate
-from invrl.rollout.session_client import SessionClient
+from invrl.rollout.session_client import DEADLINE_S, SessionClient
 from invrl.rollout.worker_actor import WorkerSettings
 from invrl.rollout.worker_pool import Worker, WorkerPool
 
 T = TypeVar("T")
-_REPORT_TIMEOUT_S = 60.0
 _STUCK_MARGIN_S = 10.0
 
 
@@ -42,23 +41,19 @@ class RolloutHandle:
         make_worker: Callable[[WorkerSettings, str], Worker],
     ) -> None:
         self._config, self._seed = config, seed
-        self._sessions = SessionClient(gateway_url, env_key=env_key, deadline_s=_REPORT_TIMEOUT_S)
+        self._sessions = SessionClient(gateway_url, env_key=env_key)
         self._group_form = plugins.is_group_form(plugins.load_rollout_function(config.rollout_function_path))
         settings = WorkerSettings(
             gateway_url=gateway_url,
             model=model,
-            rollout_function_path=config.rollout_function_path,
-            reward_function_path=config.reward_function_path,
-            rollout_timeout_s=config.rollout_timeout_s,
-            memory_gb=config.rollout_worker_memory_gb,
+            rollout=config,
             python_path=tuple(sys.path),
-            report_timeout_s=_REPORT_TIMEOUT_S,
         )
         self._pool = WorkerPool(
             lambda name: make_worker(settings, name),
             self._sessions,
             size=config.rollout_workers,
-            run_timeout_s=config.rollout_timeout_s + _REPORT_TIMEOUT_S + _STUCK_MARGIN_S,
+            run_timeout_s=config.rollout_timeout_s + DEADLINE_S + _STUCK_MARGIN_S,
         )
         self._dispatcher = offers
         self._workers = offers is None or config.eval_tasks > 0
@@ -80,15 +75,11 @@ class RolloutHandle:
     async def stop_dispatching(self) -> None:
         """Leases no more and aborts what runs; evaluations may follow."""
         if self._dispatcher is not None:
-            await self._dispatcher.stop(drain_s=0.0)
+            await self._dispatcher.stop()
 
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+    async def guard(self, work: Awaitable[T]) -> T:
         """`work`'s result, or the failure of the rollout half if that comes first."""
         return await (work if self._dispatcher is None else self._dispatcher.guard(work))
-
-    @property
-    def workers_replaced(self) -> int:
-        return self._pool.replaced
 
     async def evaluate(self, step: int, ended: Callable[[EvalScore], None] = lambda _: None) -> Evaluation:
         """Each mode on the first `eval_tasks` tasks of each set, the same ones each time; `ended` is told
@@ -99,13 +90,11 @@ class RolloutHandle:
             for mode in dict.fromkeys(config.eval_modes):
                 score = await evaluate(
                     tasks,
+                    config,
                     set_name=name,
                     mode=mode,
-                    samples_per_task=config.eval_samples_per_task,
-                    max_new_tokens=config.max_new_tokens,
                     sessions=self._sessions,
                     pool=self._pool,
-                    concurrency=config.rollout_concurrency,
                     group_form=self._group_form,
                     label=f"{step}/{name}" if name else str(step),
                 )
@@ -113,10 +102,8 @@ class RolloutHandle:
                 ended(score)
         return Evaluation(scores=scores)
 
-    async def stop(self, drain_s: float = 5.0) -> None:
-        """Leases no more, gives running rollouts `drain_s` seconds, ends the workers. May be called
-        after a failure."""
-        if self._dispatcher is not None:
-            await self._dispatcher.stop(drain_s)
+    async def stop(self) -> None:
+        """As `stop_dispatching`, and ends the workers. May be called after a failure."""
+        await self.stop_dispatching()
         self._pool.stop()
         await self._sessions.close()

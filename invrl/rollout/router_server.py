@@ -7,18 +7,15 @@ that engine holds the fleet's version). Used by `fleet`."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import secrets
 import sys
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import aiohttp
+import httpx
 
-from invrl.errors import DeadlineError, ServerError
-from invrl.process import LocalServer, free_port
+from invrl.errors import ServerError
+from invrl.process import ServerProcess, free_port, random_key
 
 _FLAGS = {
     # A session's turns stay on the engine that caches them; cache_aware sent all sessions that share a
@@ -40,94 +37,72 @@ _FLAGS = {
 _SWITCHES = ("--disable-retries", "--disable-circuit-breaker")
 
 
-class RouterServer(LocalServer):
-    """`start`, `wait_ready`, then `register` engines."""
+class RouterServer(ServerProcess):
+    """`wait_ready`, then `register` engines. Every call blocks."""
 
     def __init__(self, *, run_folder: Path, start_timeout_s: float, passthrough: Sequence[str] = ()) -> None:
-        super().__init__("router", run_folder=run_folder)
-        self._start_timeout_s, self._passthrough = start_timeout_s, tuple(passthrough)
-        self._management_key = secrets.token_hex(24)
-        self._worker_ids: dict[str, str] = {}
-
-    def start(self) -> None:
-        self.port = free_port()
-        # Keys are given by environment (see `launch_router`): a command line can be read by anybody.
+        self._start_timeout_s, self._worker_ids = start_timeout_s, dict[str, str]()
+        self.api_key, self._management_key = random_key(), random_key()
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "invrl.rollout.launch_router"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
         command += [part for name, value in _FLAGS.items() for part in (f"--{name}", value)]
-        command += [*_SWITCHES, *self._passthrough]
-        env = {"INVRL_ROUTER_API_KEY": self.api_key, "INVRL_ROUTER_MANAGEMENT_KEY": self._management_key}
-        self._launch(command, env)
+        command += [*_SWITCHES, *passthrough]
+        # Sampling needs one key, management another; each engine's own is given when it is registered.
+        keys = f"--api-key={self.api_key} --control-plane-api-keys invrl:invrl:admin:{self._management_key}"
+        log = run_folder / "logs" / "router.log"
+        super().__init__("router", command, log=log, env={"INVRL_KEY_FLAGS": keys})
 
-    async def wait_ready(self) -> None:
+    def wait_ready(self) -> None:
         """Until the router answers. Raises ServerError if it died, DeadlineError."""
-        process = self.process
 
-        async def answers() -> bool:
-            process.check_alive()
+        def answers() -> bool:
             with contextlib.suppress(ServerError):
-                await self._workers()
+                self._workers()
                 return True
             return False
 
-        def waited_for() -> str:
-            return f"the router to answer; last lines of {process.log}:\n{process.log_tail()}"
+        self.wait_until(answers, deadline_s=self._start_timeout_s)
 
-        await _until(answers, waited_for, self._start_timeout_s)
-
-    async def register(self, url: str, *, api_key: str, deadline_s: float = 60.0) -> None:
+    def register(self, url: str, *, api_key: str) -> None:
         """Returns once the router routes to this engine. DeadlineError, ServerError."""
-        await self._call("POST", "/workers", {"url": url, "api_key": api_key})
+        self._call("POST", "/workers", {"url": url, "api_key": api_key})
 
-        async def routed() -> bool:
-            for worker in await self._workers():
+        def routed() -> bool:
+            for worker in self._workers():
                 if worker.get("url") == url and worker.get("is_healthy"):
                     self._worker_ids[url] = str(worker["id"])
                     return True
             return False
 
-        await _until(routed, lambda: f"the router to route to {url}", deadline_s)
+        self.wait_until(routed, f"route to {url}", deadline_s=60.0)
 
-    async def unregister(self, url: str, *, deadline_s: float = 60.0) -> None:
+    def unregister(self, url: str) -> None:
         """Returns once the router no longer routes to this engine. Nothing to do for a stranger."""
-        worker_id = self._worker_ids.pop(url, None)
-        if worker_id is None:
+        if (worker_id := self._worker_ids.pop(url, None)) is None:
             return
-        await self._call("DELETE", f"/workers/{worker_id}", None)
+        self._call("DELETE", f"/workers/{worker_id}")
 
-        async def gone() -> bool:
-            return all(worker.get("url") != url for worker in await self._workers())
+        def gone() -> bool:
+            return all(worker.get("url") != url for worker in self._workers())
 
-        await _until(gone, lambda: f"the router to forget {url}", deadline_s)
+        self.wait_until(gone, f"forget {url}", deadline_s=60.0)
 
-    async def _workers(self) -> list[dict[str, object]]:
-        answer = await self._call("GET", "/workers", None)
-        workers = answer.get("workers", [])
+    def _workers(self) -> list[dict[str, object]]:
+        workers = self._call("GET", "/workers").get("workers", [])
         assert isinstance(workers, list)
         return workers
 
-    async def _call(self, method: str, path: str, body: dict[str, str] | None) -> dict[str, object]:
+    def _call(self, method: str, path: str, body: dict[str, str] | None = None) -> dict[str, object]:
         headers = {"Authorization": f"Bearer {self._management_key}"}
-        timeout = aiohttp.ClientTimeout(total=30.0)
         try:
-            async with (
-                aiohttp.ClientSession(headers=headers, timeout=timeout) as http,
-                http.request(method, self.url + path, json=body) as response,
-            ):
-                if response.status >= 300:
-                    text = (await response.text())[:500]
-                    raise ServerError(f"the router answered {method} {path} with {response.status}: {text}")
-                return dict(await response.json())
-        except (aiohttp.ClientError, TimeoutError) as error:
+            with httpx.Client(headers=headers, timeout=30.0, verify=False, trust_env=False) as http:
+                answer = http.request(method, self.url + path, json=body)
+        except httpx.HTTPError as error:
             raise ServerError(f"the router does not answer {method} {path}: {error!r}") from error
-
-
-async def _until(
-    probe: Callable[[], Awaitable[bool]], waited_for: Callable[[], str], deadline_s: float
-) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not await probe():
-        if time.monotonic() > deadline:
-            raise DeadlineError(waited_for(), deadline_s)
-        await asyncio.sleep(0.1)
+        if not answer.is_success:
+            reason = f"the router answered {method} {path} with {answer.status_code}: {answer.text[:500]}"
+            raise ServerError(reason)
+        return dict(answer.json())

@@ -160,11 +160,11 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
     agent talks to other servers too."""
     if isinstance(error, Rejected):
         return Failure(reason=error.reason, detail=error.detail)
-    origins = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
+    ours = tuple(endpoint.base_url.removesuffix("/v1") for endpoint in endpoints)
     reason = FailureReason.EXCEPTION
     for each in _chain(error):
         request, response = _carried(each, "request"), _carried(each, "response")
-        if not isinstance(request, httpx.Request) or _origin(request.url) not in origins:
+        if not isinstance(request, httpx.Request) or not str(request.url).startswith(ours):
             continue
         if isinstance(each, httpx.TimeoutException):
             reason = FailureReason.TIMEOUT
@@ -241,7 +241,3 @@ def _carried(error: BaseException, name: str) -> object:
         return getattr(error, name, None)
     except Exception:
         return None
-
-
-def _origin(url: httpx.URL) -> tuple[str, int | None]:
-    return url.host, url.port

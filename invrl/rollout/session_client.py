@@ -1,4 +1,4 @@
-"""The gateway's session API as any outside environment uses it: open, reward, finish, abort.
+"""The gateway's session API as any outside environment uses it: open, finish, abort.
 
 Invariants: every call ends within its deadline and says what it waited for; a gateway that is full (429),
 restarting (503) or unreachable is asked again until then, with its Retry-After honoured (every call may be
@@ -33,6 +33,8 @@ from invrl.types import (
 T = TypeVar("T")
 CONNECTION_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
 """Kept for less than uvicorn's 5 s, so that the server never closes a connection just as we write to it."""
+DEADLINE_S = 60.0
+"""Of a call, unless it says otherwise."""
 _MAX_DETAIL = 4000
 _ASK_AGAIN = frozenset({429, 502, 503, 504})
 _BACKOFF_S = (0.05, 2.0)
@@ -43,12 +45,11 @@ class _Opened(msgspec.Struct):
 
 
 class SessionClient:
-    """Calls the gateway at `base_url` (no /v1). One per event loop. `deadline_s` bounds each call
-    unless the call says otherwise. Without `env_key` it cannot open sessions."""
+    """Calls the gateway at `base_url` (no /v1). One per event loop. Without `env_key` it cannot open
+    sessions."""
 
-    def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = 60.0) -> None:
-        self._url = base_url.rstrip("/")
-        self._env_key, self._deadline_s = env_key, deadline_s
+    def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = DEADLINE_S) -> None:
+        self._url, self._env_key, self._deadline_s = base_url.rstrip("/"), env_key, deadline_s
         self._http = httpx.AsyncClient(limits=CONNECTION_LIMITS, trust_env=False)
 
     async def open(
@@ -71,20 +72,13 @@ class SessionClient:
             raise SessionError(f"{what}: it opened others: {answer.text}", status=502, code="bad_answer")
         return sessions
 
-    async def reward(self, session: Session, reward: float, components: Mapping[str, float]) -> None:
-        """Sets the reward of a session that goes on. Raises SessionError, DeadlineError."""
-        body = {"reward": reward, "components": dict(components)}
-        what = f"the reward of session {session.id}"
-        await self._post(f"/sessions/{session.id}/reward", body, session.key, what)
-
     async def finish(
-        self, session: Session, reward: float | None = None, components: Mapping[str, float] | None = None
+        self, session: Session, reward: float, components: Mapping[str, float] | None = None
     ) -> Outcome:
-        """Ends a session; its rollout is committed when this returns. `reward` may have been set
-        before. FailedRollout where the gateway counts it as one (it made no turn, or had been aborted
-        before). Raises SessionError, DeadlineError."""
+        """Ends a session; its rollout is committed when this returns. FailedRollout where the gateway counts
+        it as one (it made no turn, or had been aborted before). Raises SessionError, DeadlineError."""
         what = f"the gateway to finish session {session.id}"
-        body = {} if reward is None else {"reward": reward, "components": dict(components or {})}
+        body = {"reward": reward, "components": dict(components or {})}
         answer = await self._post(f"/sessions/{session.id}/finish", body, session.key, what)
         return _outcome(answer, what)
 

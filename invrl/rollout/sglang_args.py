@@ -11,7 +11,7 @@ import argparse
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from invrl.errors import ConfigError
 
@@ -68,11 +68,8 @@ ROUTER_OWNED = {
 }
 
 
-class _Option(NamedTuple):
-    """One spelling of an option of the installed package."""
-
-    action: argparse.Action
-    spelling: str
+_Option = tuple[argparse.Action, str]
+"""Of the installed package, in one of its spellings."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -86,25 +83,25 @@ class _Parser(argparse.ArgumentParser):
         return self
 
 
-def sglang_flags(given: Mapping[str, str]) -> list[str]:
+def sglang_flags(given: Mapping[str, object]) -> list[str]:
     """Command-line flags for `given` (names as `--sglang-NAME`, kebab or snake). Raises ConfigError."""
     return _flags("sglang", given, sglang_parser, SGLANG_OWNED)
 
 
-def router_flags(given: Mapping[str, str]) -> list[str]:
+def router_flags(given: Mapping[str, object]) -> list[str]:
     """As `sglang_flags`, for `--router-NAME`."""
     return _flags("router", given, router_parser, ROUTER_OWNED)
 
 
 def _flags(
-    prefix: str, given: Mapping[str, str], load: Callable[[], _Parser], owned: Mapping[str, str]
+    prefix: str, given: Mapping[str, object], load: Callable[[], _Parser], owned: Mapping[str, str]
 ) -> list[str]:
     if not given:
         return []  # the upstream package is not even imported
     parser = load()
     known = _options(parser)
     flags: list[str] = []
-    for raw, value in given.items():
+    for raw, value in ((raw, str(value)) for raw, value in given.items()):
         name = raw.replace("-", "_")
         shown = f"--{prefix}-{raw.replace('_', '-')}"
 
@@ -113,24 +110,19 @@ def _flags(
 
         if name not in known:
             raise refusal(f"{prefix} has no such field", _nearest(prefix, name, known))
-        option = known[name]
-        if fix := _owner(option.action.dest, owned):
+        action, spelling = known[name]
+        prefixes = (fix for one, fix in owned.items() if one.endswith("_") and action.dest.startswith(one))
+        if fix := owned.get(action.dest) or next(prefixes, ""):
             raise refusal("invrl sets this itself", fix)
         try:
-            parts = _parts(option, value)
+            parts = _parts(action, spelling, value)
             parser.parse_args(parts)
         except Exception as error:  # the types of some options raise what they like
-            reason = str(error).removeprefix(f"argument {'/'.join(option.action.option_strings)}: ")
+            reason = str(error).removeprefix(f"argument {'/'.join(action.option_strings)}: ")
             reason = reason.partition(" (choose from")[0].rstrip(".")  # the fix names them
-            raise refusal(reason or repr(error), _fix(option.action, value)) from error
+            raise refusal(reason or repr(error), _fix(action, value)) from error
         flags += parts
     return flags
-
-
-def _owner(dest: str, owned: Mapping[str, str]) -> str:
-    """What to use instead of an option that invrl owns; empty for any other."""
-    prefixes = (fix for name, fix in owned.items() if name.endswith("_") and dest.startswith(name))
-    return owned.get(dest) or next(prefixes, "")
 
 
 def _nearest(prefix: str, name: str, known: Mapping[str, _Option]) -> str:
@@ -151,9 +143,8 @@ def _fix(action: argparse.Action, value: str) -> str:
     return f"give {'values' if action.nargs in ('+', '*') else 'a value'} as the package's own --help says"
 
 
-def _parts(option: _Option, value: str) -> list[str]:
+def _parts(action: argparse.Action, spelling: str, value: str) -> list[str]:
     """The flag and its value as the package's command line has them. Raises ValueError."""
-    action, spelling = option
     truth = {"true": True, "1": True, "yes": True, "": True, "false": False, "0": False, "no": False}
     if action.nargs == 0:
         if value.lower() not in truth:
@@ -209,10 +200,8 @@ def router_parser() -> _Parser:
 def _options(parser: argparse.ArgumentParser) -> dict[str, _Option]:
     """By snake_case name, aliases too (--tensor-parallel-size is tp_size)."""
     found: dict[str, _Option] = {}
-    for action in parser._actions:
-        spellings = [one for one in action.option_strings if one.startswith("--") and one != "--help"]
-        for spelling in spellings:
-            found[spelling[2:].replace("-", "_")] = _Option(action, spelling)
-        if spellings:
-            found.setdefault(action.dest, _Option(action, spellings[0]))
+    for spelling, action in parser._option_string_actions.items():
+        if spelling.startswith("--") and spelling != "--help":
+            found[spelling[2:].replace("-", "_")] = action, spelling
+            found.setdefault(action.dest, (action, spelling))
     return found

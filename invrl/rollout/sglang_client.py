@@ -171,10 +171,6 @@ class SglangClient:
             raise ServerError(f"{self.name}: prompt log-probs of other lengths than the prompts")
         return [np.array([entry[0] for entry in row], np.float32) for row in rows]
 
-    async def abort(self, rid: str) -> None:
-        """End one generation (behind a router: ask the engine itself)."""
-        await self._control("/abort_request", {"rid": rid})
-
     def validate(self, input_ids: Sequence[int] | NDArray[np.int32], max_new_tokens: int) -> None:
         """SessionError (400) for what the engine would die of, refuse or cut short."""
         ids_T = np.asarray(input_ids, np.int64)
@@ -231,13 +227,12 @@ class SglangClient:
         answer = await self._ask("/model_info", deadline_s=_CONTROL_DEADLINE_S)
         return str(orjson.loads(answer)["weight_version"])
 
-    async def answers(self, *, deadline_s: float) -> bool:
-        """The HTTP process answers (it does so while generation is paused)."""
-        return await self._succeeds("/server_info", deadline_s)
-
     async def generates(self, *, deadline_s: float) -> bool:
         """The scheduler makes a token: False while paused, starting, or hung."""
-        return await self._succeeds("/health_generate", deadline_s)
+        with contextlib.suppress(ServerError, DeadlineError):
+            await self._ask("/health_generate", deadline_s=deadline_s)
+            return True
+        return False
 
     # ------------------------------------------------------------------ wire
 
@@ -313,13 +308,6 @@ class SglangClient:
             raise DeadlineError(f"{self.name} to answer {path}", deadline_s) from None
         except aiohttp.ClientError as error:
             raise ServerError(f"{self.name} does not answer {path}: {error!r}") from error
-
-    async def _succeeds(self, path: str, deadline_s: float) -> bool:
-        try:
-            await self._ask(path, deadline_s=deadline_s)
-        except (ServerError, DeadlineError):
-            return False
-        return True
 
 
 class _Span(msgspec.Struct):

@@ -6,7 +6,6 @@ mistake before a process starts; `load_tasks` feeds the buffer and the evaluatio
 
 from __future__ import annotations
 
-import datetime
 import decimal
 import json
 import random
@@ -14,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+
+import orjson
 
 from invrl import plugins
 from invrl.errors import ConfigError, PluginError
@@ -26,7 +27,7 @@ def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
     """Tasks of "train" (without end, shuffled again for each epoch) or "eval" (finite, in order of
     the file or source). Raises ConfigError, PluginError where the tasks cannot be had."""
     if config.task_source_path:
-        source = plugins.load_task_source(config.task_source_path)
+        source = plugins.load_plugin(config.task_source_path, "task_source_path", TaskSource)
         return _distinct(_checked_passes(source, config.task_source_path, split, seed))
     tasks = _read_split(config, split)
     return _distinct(_shuffled_epochs(tasks, seed)) if split == "train" else iter(tasks)
@@ -144,24 +145,18 @@ def _unit(file: str) -> str:
 def _read_rows(field: str, file: str) -> list[tuple[int, dict[str, Json]]]:
     """Number (from 1) and fields of each line that is not blank, or of each row of a Parquet file."""
     parquet = _unit(file) == "row"
+    fix = (
+        "give a Parquet file, one row per task"
+        if parquet
+        else "give a JSONL file in UTF-8, one JSON object per line"
+    )
     try:
         rows = _parquet_rows(file) if parquet else _json_rows(Path(file).read_text(encoding="utf-8"))
-    except _BadRow as error:
-        fix = "one JSON value per field" if parquet else _LINES
-        raise ConfigError(field, file, str(error), fix) from error
     except (OSError, ValueError, NotImplementedError, ImportError) as error:  # pyarrow raises all of these
-        fix = "give a Parquet file" if parquet else "give a JSONL file in UTF-8"
         raise ConfigError(field, file, f"cannot be read: {error}", fix) from error
     if not rows:
-        raise ConfigError(field, file, "has no tasks", "one row per task" if parquet else _LINES)
+        raise ConfigError(field, file, "has no tasks", fix)
     return rows
-
-
-_LINES = "one JSON object per line"
-
-
-class _BadRow(Exception):
-    """The message names the line or row."""
 
 
 def _json_rows(text: str) -> list[tuple[int, dict[str, Json]]]:
@@ -173,40 +168,30 @@ def _json_rows(text: str) -> list[tuple[int, dict[str, Json]]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _BadRow(f"line {number} is not JSON: {error}") from error
+            raise ValueError(f"line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise _BadRow(f"line {number} is a JSON {type(row).__name__}, not an object")
+            raise ValueError(f"line {number} is a JSON {type(row).__name__}, not an object")
         rows.append((number, row))
     return rows
 
 
 def _parquet_rows(file: str) -> list[tuple[int, dict[str, Json]]]:
+    """Lists and structs as they are, a map as pairs, times in ISO 8601, decimals as floats."""
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file).read()
     rows: list[tuple[int, dict[str, Json]]] = []
-    for number, row in enumerate(table.to_pylist(), start=1):
+    for number, row in enumerate(parquet.ParquetFile(file).read().to_pylist(), start=1):
         try:
-            rows.append((number, {str(name): _as_json(value) for name, value in row.items()}))
-        except TypeError as error:
-            raise _BadRow(f"row {number} holds {error}, which JSON does not have") from error
+            rows.append((number, orjson.loads(orjson.dumps(row, default=_decimal))))
+        except orjson.JSONEncodeError as error:
+            raise ValueError(f"row {number} holds what JSON does not have: {error}") from error
     return rows
 
 
-def _as_json(value: object) -> Json:
-    """Lists and structs as they are, a map as pairs, times in ISO 8601, decimals as floats. TypeError
-    for what has no such form (bytes)."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [_as_json(each) for each in value]
-    if isinstance(value, dict):
-        return {str(name): _as_json(each) for name, each in value.items()}
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
+def _decimal(value: object) -> float:
     if isinstance(value, decimal.Decimal):
         return float(value)
-    raise TypeError(f"a value of type {type(value).__name__}")
+    raise TypeError
 
 
 def _column(

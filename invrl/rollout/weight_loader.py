@@ -8,7 +8,6 @@ written before the whole plan has been checked. The other end is `weight_receive
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -33,8 +32,8 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`check`: does this layout fit? `load`: copy the arena's slot. `digest`: hash what is served."""
 
     op: LoaderOp
-    nonce: str
     reply_path: str
+    """Of this request alone."""
     tensors: tuple[TensorSpec, ...] = ()
     """For `check` and `digest`."""
     arena: str = ""
@@ -42,11 +41,9 @@ class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
-    nonce: str
     error: str = ""
     error_is_layout: bool = False
     checksums: dict[str, str] = {}
-    seconds: float = 0.0
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -135,18 +132,15 @@ def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
 
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """SGLang's entry point. Never raises; the reply file appears whole (rename)."""
-    start = time.perf_counter()
     try:
         request = msgspec.json.decode(named_tensors[0][0], type=LoaderRequest)
     except Exception:
         return  # nobody to answer; the other end sees that no reply came
     try:
-        reply = LoaderReply(nonce=request.nonce, checksums=_serve(model, request))
+        reply = LoaderReply(checksums=_serve(model, request))
     except Exception as error:
         text = str(error) if isinstance(error, InvrlError) else repr(error)
-        layout = isinstance(error, LayoutError)
-        reply = LoaderReply(nonce=request.nonce, error=text, error_is_layout=layout)
-    reply = msgspec.structs.replace(reply, seconds=time.perf_counter() - start)
+        reply = LoaderReply(error=text, error_is_layout=isinstance(error, LayoutError))
     try:
         with open(request.reply_path + ".new", "wb") as file:
             file.write(msgspec.json.encode(reply))
@@ -155,17 +149,15 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
         return  # the other end sees that no reply came
 
 
-def read_reply(path: str, nonce: str) -> LoaderReply:
-    """Take the reply to `nonce` from its file. Raises WeightSyncError if there is none, or it is an old
-    one; LayoutError or WeightSyncError with what the engine says went wrong."""
+def read_reply(path: str) -> LoaderReply:
+    """Take a reply from its file. Raises WeightSyncError if there is none, LayoutError or WeightSyncError
+    with what the engine says went wrong."""
     try:
         with open(path, "rb") as file:
             reply = msgspec.json.decode(file.read(), type=LoaderReply)
         os.unlink(path)
     except (OSError, msgspec.DecodeError) as error:
         raise WeightSyncError(f"the engine's weight loader left no reply: {error}") from error
-    if reply.nonce != nonce:
-        raise WeightSyncError("the engine's weight loader replied to another request")
     if reply.error:
         raise (LayoutError if reply.error_is_layout else WeightSyncError)(reply.error)
     return reply

@@ -96,13 +96,15 @@ class EngineReceiver(ABC):
 
     async def _ask(self, op: LoaderOp, *, tensors: Sequence[TensorSpec] = (), arena: str = "") -> LoaderReply:
         """One operation of the loader inside the engine, within `_update`."""
-        nonce = secrets.token_hex(8)
+        import torch
+
         self._reply_folder.mkdir(parents=True, exist_ok=True)
-        path = str(self._reply_folder / f"{self.name}-{nonce}.reply")
-        request = LoaderRequest(op=op, nonce=nonce, reply_path=path, tensors=tuple(tensors), arena=arena)
-        message = base64.b64encode(_empty_tensor_named(msgspec.json.encode(request).decode())).decode()
-        await self._send(message, WEIGHT_LOADER)
-        return read_reply(request.reply_path, nonce)
+        path = str(self._reply_folder / f"{self.name}-{secrets.token_hex(8)}.reply")
+        request = LoaderRequest(op=op, reply_path=path, tensors=tuple(tensors), arena=arena)
+        # The name of an empty tensor carries the request.
+        named = pickle.dumps([(msgspec.json.encode(request).decode(), torch.empty(0))])
+        await self._send(base64.b64encode(named).decode(), WEIGHT_LOADER)
+        return read_reply(path)
 
     async def _send(self, payload: str, load_format: str) -> None:
         update = self._client.update_weights_from_tensor
@@ -150,10 +152,3 @@ def _as_weight_sync(engine: str) -> Iterator[None]:
         raise
     except (ServerError, DeadlineError, TimeoutError) as error:
         raise WeightSyncError(f"{engine}: {error}", engine=engine) from error
-
-
-def _empty_tensor_named(text: str) -> bytes:
-    """A pickled [(text, empty tensor)]: the name carries the request."""
-    import torch
-
-    return pickle.dumps([(text, torch.empty(0))])

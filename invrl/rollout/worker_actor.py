@@ -21,14 +21,13 @@ from dataclasses import dataclass
 import psutil
 
 from invrl import plugins
+from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Outcome, Runner
 from invrl.rollout.session_client import SessionClient
 from invrl.types import FailureReason, Session, Task
 from invrl.types import Outcome as SessionOutcome
 
-_BEAT_S = 0.25
-_BLOCKED_WORTH_SAYING_S = 1.0
 _WEIGH_EVERY_S = 1.0
 _HARD_LIMIT = 1.25
 """Times the limit: whoever holds so much blocks the event loop too, and the process ends on the spot."""
@@ -40,15 +39,9 @@ class WorkerSettings:
 
     gateway_url: str
     model: str
-    rollout_function_path: str
-    reward_function_path: str
-    rollout_timeout_s: float
-    memory_gb: float = 0.0
-    """Of the process and its children; 0: no limit."""
+    rollout: RolloutConfig
     python_path: tuple[str, ...] = ()
     """The driver's sys.path: what imports there imports here."""
-    report_timeout_s: float = 60.0
-    """How long a finish or abort may wait for the gateway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,37 +66,32 @@ class RolloutWorker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._client = SessionClient(settings.gateway_url, deadline_s=settings.report_timeout_s)
-        self._watch = _LoopWatch()
-        self._scale = _Scale(settings.memory_gb)
+        self._client = SessionClient(settings.gateway_url)
+        self._scale = _Scale(settings.rollout.rollout_worker_memory_gb)
 
     async def ready(self) -> None:
         """Loads the user's functions. Raises PluginError."""
-        settings = self._settings
-        sys.path.extend(path for path in settings.python_path if path not in sys.path)
-        function = plugins.load_rollout_function(settings.rollout_function_path)
-        path = settings.reward_function_path
+        config, paths = self._settings.rollout, self._settings.python_path
+        sys.path.extend(path for path in paths if path not in sys.path)
+        function = plugins.load_rollout_function(config.rollout_function_path)
+        path = config.reward_function_path
         reward_function = plugins.load_reward_function(path) if path else None
-        self._runner = Runner(function, reward_function, timeout_s=settings.rollout_timeout_s)
+        self._runner = Runner(function, reward_function, timeout_s=config.rollout_timeout_s)
         importlib.import_module("openai")  # seconds on a busy machine: not while rollouts share the loop
         self._pool = ConnectionPool()
-        self._watch.start()
         self._scale.start()
 
     async def run(self, assignment: Assignment) -> WorkerReply:
         """Runs the rollout function and reports. Raises SessionError or DeadlineError only where the
         gateway does not take the report: the run cannot go on then."""
-        settings = self._settings
-        model, timeout_s = settings.model, settings.rollout_timeout_s
+        model, timeout_s = self._settings.model, self._settings.rollout.rollout_timeout_s
         endpoints = [
             SessionEndpoint(session, model=model, timeout_s=timeout_s, pool=self._pool)
             for session in assignment.sessions
         ]
-        started = time.monotonic()
         outcomes = await self._within_memory(assignment.task, endpoints)
-        blocked_s = self._watch.longest_since(started)
         ended = zip(assignment.sessions, outcomes, strict=True)
-        reports = await asyncio.gather(*(self._report(*each, blocked_s) for each in ended))
+        reports = await asyncio.gather(*(self._report(*each) for each in ended))
         stuck, over = self._runner.stuck_threads, self._scale.over.is_set()
         return WorkerReply(outcomes=tuple(reports), stuck_threads=stuck, over_memory=over)
 
@@ -121,15 +109,9 @@ class RolloutWorker:
         failure = Failure(reason=FailureReason.MEMORY, detail=self._scale.found)
         return [failure] * len(endpoints)
 
-    async def _report(self, session: Session, outcome: Outcome, blocked_s: float) -> SessionOutcome:
+    async def _report(self, session: Session, outcome: Outcome) -> SessionOutcome:
         if isinstance(outcome, Failure):
-            detail = outcome.detail
-            if outcome.reason is FailureReason.TIMEOUT and blocked_s > _BLOCKED_WORTH_SAYING_S:
-                detail += (
-                    f"\nA function blocked this worker's event loop for {blocked_s:.1f} s meanwhile: "
-                    "async functions must await, blocking ones be plain `def`."
-                )
-            return await self._client.abort(session, outcome.reason, detail)
+            return await self._client.abort(session, outcome.reason, outcome.detail)
         return await self._client.finish(session, outcome.reward, outcome.components)
 
 
@@ -165,26 +147,3 @@ class _Scale:
                 time.sleep(_WEIGH_EVERY_S)  # enough for an event loop that runs, to report
                 print(f"ended on the spot: {self.found}", file=sys.stderr, flush=True)
                 os._exit(1)
-
-
-class _LoopWatch:
-    """Measures how long the event loop does not get to run."""
-
-    def __init__(self) -> None:
-        self._blocks: list[tuple[float, float]] = []
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._beat())
-
-    def longest_since(self, start: float) -> float:
-        """Seconds of the longest block that ended after `start` (time.monotonic)."""
-        return max((seconds for ended, seconds in self._blocks if ended > start), default=0.0)
-
-    async def _beat(self) -> None:
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(_BEAT_S)
-            late = time.monotonic() - before - _BEAT_S
-            if late > _BLOCKED_WORTH_SAYING_S:
-                self._blocks = [*self._blocks[-63:], (time.monotonic(), late)]

@@ -101,9 +101,9 @@ def _measure_halves(
     speeds, batch = asyncio.run(measure_rollouts(config, folder, repetitions=count, new_tokens=tokens))
     if not trainer:
         return speeds
-    save_batch(work / "batch.npz", batch)
+    save_batch(work / "step.batch", batch)
     out = work / "trainer.json"
-    command = [sys.executable, "-m", "bench.trainer", str(folder.config_path), str(work / "batch.npz")]
+    command = [sys.executable, "-m", "bench.trainer", str(folder.config_path), str(work / "step.batch")]
     paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     subprocess.run(
         [*command, str(options.repetitions), str(out)], check=True, env={**os.environ, "PYTHONPATH": paths}

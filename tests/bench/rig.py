@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -44,10 +45,9 @@ class Rig:
         self.gateways: dict[str, GatewayServer] = {}
 
     async def start(self) -> None:
-        self.engine.wait_ready(self._engine_listens, deadline_s=120.0)
-        self.router.start()
-        await self.router.wait_ready()
-        await self.router.register(self.engine_url, api_key="")
+        self.engine.wait_until(self._engine_listens, deadline_s=120.0)
+        await asyncio.to_thread(self.router.wait_ready)
+        await asyncio.to_thread(self.router.register, self.engine_url, api_key="")
         for name in ("on", "off"):
             self.gateways[name] = self._gateway(name)
         for gateway in self.gateways.values():
@@ -71,7 +71,7 @@ class Rig:
         """Each with all below it, but for the load generator."""
         servers = {
             "gateway": self.gateways[gateway].process,
-            "router": self.router.process,
+            "router": self.router,
             "engine": self.engine,
         }
         families = {name: psutil.Process(server.pid) for name, server in servers.items()}
@@ -80,7 +80,7 @@ class Rig:
 
     def check(self) -> None:
         """ServerError if one of them has ended."""
-        for process in (self.engine, self.router.process, *(each.process for each in self.gateways.values())):
+        for process in (self.engine, self.router, *(each.process for each in self.gateways.values())):
             process.check_alive()
 
     def _gateway(self, name: str) -> GatewayServer:

@@ -102,7 +102,7 @@ class RankPool:
     def stop(self) -> None:
         for process, connection in self._processes:
             connection.close()
-            process.stop(grace_s=1.0)
+            process.stop()
 
 
 class Trainer:

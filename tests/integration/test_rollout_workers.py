@@ -156,9 +156,7 @@ async def rollouts(
     )
     actor = ray.remote(BufferActor).remote(
         BufferConfig(max_staleness=1, over_sampling_groups=4, group_filter="none"),
-        rollout_batch_size=config.rollout_batch_size,
-        n_samples_per_prompt=config.n_samples_per_prompt,
-        max_attempts=config.rollout_max_attempts,
+        config,
         tasks_factory=tasks,
         run_store_path=stack.store_path,
     )
@@ -178,7 +176,7 @@ async def rollouts(
         handle.dispatch()
         yield handle, buffer
     finally:
-        await handle.stop(drain_s=0.0)
+        await handle.stop()
         ray.kill(actor)
 
 
@@ -212,7 +210,7 @@ async def test_every_failure_has_its_reason_and_the_run_goes_on(stack: Stack) ->
             assert all(len(group.rollouts_G) == GROUP for group in taken.groups)
         await until_ended(stack, bad, rollouts_each=GROUP)
         ended = stack.outcomes()
-        assert handle.workers_replaced == 0
+        assert handle._pool.replaced == 0
     seen = {task.id: {getattr(outcome, "reason", "none") for outcome in ended[task.id]} for task in bad}
     assert seen == {
         "raise": {FailureReason.EXCEPTION},
@@ -236,7 +234,7 @@ async def test_a_worker_that_exits_is_replaced_and_the_run_goes_on(stack: Stack)
         await until_ended(stack, exits, rollouts_each=2 * GROUP - 1)
         await batches(stack, handle, buffer, range(2, 4))
         # Two rounds of two: those of a round may have died together or one by one.
-        assert 2 <= handle.workers_replaced <= 4
+        assert 2 <= handle._pool.replaced <= 4
     ended = stack.outcomes()
     assert {outcome.reason for outcome in ended["exit"]} == {FailureReason.WORKER_DIED}
     tries = [(o.index, o.attempt) for o in ended["exit"]]
@@ -269,7 +267,7 @@ async def test_a_worker_over_its_memory_is_replaced_and_the_run_goes_on(
     async with rollouts(stack, leaks, **changes) as (handle, buffer):
         await until_ended(stack, leaks, rollouts_each=GROUP)
         await batches(stack, handle, buffer, range(1, 3))
-        assert handle.workers_replaced >= 1
+        assert handle._pool.replaced >= 1
     ended = stack.outcomes()["leaks"]
     assert {outcome.reason for outcome in ended} == {reason}
     if reason is FailureReason.MEMORY:
@@ -316,7 +314,7 @@ async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
         ended = stack.outcomes()["hang"]
         # Its threads cannot be ended, so the worker was, once its reply had come.
         async with asyncio.timeout(60):
-            while handle.workers_replaced < 1:
+            while handle._pool.replaced < 1:
                 await asyncio.sleep(0.05)
         await batches(stack, handle, buffer, range(2, 4))
     assert {outcome.reason for outcome in ended} == {FailureReason.TIMEOUT}
@@ -345,10 +343,8 @@ async def test_a_function_that_is_not_there_is_found_at_start() -> None:
     settings = WorkerSettings(
         gateway_url="http://127.0.0.1:1",
         model="tiny",
-        rollout_function_path=f"{FUNCTIONS}:rolout",
-        reward_function_path="",
+        rollout=RolloutConfig(rollout_function_path=f"{FUNCTIONS}:rolout", rollout_timeout_s=1.0),
         python_path=tuple(sys.path),
-        rollout_timeout_s=1.0,
     )
     worker = RayWorker(settings, "worker", concurrency=4)
     with pytest.raises(PluginError, match="did you mean 'rollout'"):
@@ -361,10 +357,8 @@ async def test_a_blocked_event_loop_is_ended_from_outside(stack: Stack) -> None:
     settings = WorkerSettings(
         gateway_url=stack.url,
         model="tiny",
-        rollout_function_path=f"{FUNCTIONS}:rollout",
-        reward_function_path="",
+        rollout=RolloutConfig(rollout_function_path=f"{FUNCTIONS}:rollout", rollout_timeout_s=8.0),
         python_path=tuple(sys.path),
-        rollout_timeout_s=8.0,
     )
     pool = WorkerPool(
         lambda name: RayWorker(settings, name, concurrency=8), client, size=1, run_timeout_s=20.0
@@ -381,7 +375,6 @@ async def test_a_blocked_event_loop_is_ended_from_outside(stack: Stack) -> None:
         slow = await run("blocks for a while")
         assert isinstance(slow, FailedRollout)
         assert slow.reason is FailureReason.TIMEOUT
-        assert "blocked this worker's event loop" in slow.detail
         assert pool.replaced == 0
         blocked = asyncio.create_task(run("block"))
         ended = await blocked

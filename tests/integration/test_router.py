@@ -63,12 +63,12 @@ async def test_engine_management_does_not_pass(tiny_fleet: Fleet, path: str) -> 
 async def test_only_a_registered_engine_gets_traffic(tiny_fleet: Fleet, router_client: SglangClient) -> None:
     server = tiny_fleet.engines["engine-0"].server
     router = tiny_fleet._router
-    await router.unregister(server.url)
+    await asyncio.to_thread(router.unregister, server.url)
     try:
         with pytest.raises(ServerError, match="503"):
             await router_client.generate(request(3))
     finally:
-        await router.register(server.url, api_key=server.api_key)
+        await asyncio.to_thread(router.register, server.url, api_key=server.api_key)
     assert len((await router_client.generate(request(3))).ids_T) == 6
 
 

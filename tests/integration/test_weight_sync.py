@@ -59,7 +59,7 @@ async def update(tiny_model: Path, receiver: EngineReceiver) -> Update:
 
 
 def held(receiver: EngineReceiver, sender: TorchSender):
-    staged = StagedWeights(version=WeightVersion(0), handle="", checksums={}, num_bytes=0, seconds=0)
+    staged = StagedWeights(version=WeightVersion(0), handle="", checksums={}, num_bytes=0)
     return receiver.checksums(staged)
 
 

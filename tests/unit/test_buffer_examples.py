@@ -13,6 +13,8 @@ from invrl.buffer.policies import GROUP_FILTERS, admission_limit, group_filter_f
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import GroupFilter
 from invrl.metrics import resolve
+from invrl.rollout.config import RolloutConfig
+from invrl.step_metrics import rollout_metrics
 from invrl.types import (
     DropReason,
     FailedRollout,
@@ -87,9 +89,7 @@ def make(
 ) -> Buffer:
     return Buffer(
         BufferConfig(max_staleness=staleness, over_sampling_groups=over),
-        rollout_batch_size=batch,
-        n_samples_per_prompt=group,
-        max_attempts=attempts,
+        RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=group, rollout_max_attempts=attempts),
         tasks=source if source is not None else tasks(),
         group_filter=group_filter,
         emit=None if entries is None else entries.append,
@@ -119,9 +119,7 @@ def values(buffer: Buffer) -> dict[str, float]:
 def test_groups_under_way_are_bounded(staleness: int, over: int, expected: int) -> None:
     buffer = make(staleness=staleness, over=over, batch=3)
     assert len(lease_all(buffer)) == expected
-    assert expected == admission_limit(
-        max_staleness=staleness, rollout_batch_size=3, over_sampling_groups=over
-    )
+    assert expected == admission_limit(BufferConfig(max_staleness=staleness, over_sampling_groups=over), 3)
 
 
 def test_at_bound_0_nothing_is_leased_between_take_and_advance() -> None:
@@ -153,10 +151,9 @@ def test_at_bound_1_the_next_batch_is_sampled_while_this_one_trains() -> None:
     buffer.trained(batch.batch_id)
     buffer.release(WeightVersion(1))
     buffer.advance(WeightVersion(1))
-    buffer.metrics()
     batch = buffer.take()
     assert batch is not None
-    assert values(buffer)["staleness_max"] == 1.0
+    assert rollout_metrics(batch)["staleness_max"].value() == 1.0
 
 
 def test_advance_without_a_new_version_frees_the_places() -> None:
@@ -224,7 +221,7 @@ def test_after_the_last_attempt_the_group_is_dropped_whole() -> None:
     assert got["rollouts_dropped/replaced"] == 1
     assert got["rollouts_failed/exception"] == 2
     assert got["outcomes_late"] == 1
-    assert buffer.counts().in_flight == 0
+    assert not buffer._in_flight
 
 
 def test_a_dropped_group_leaves_no_replacement_behind() -> None:
@@ -292,7 +289,7 @@ def test_a_users_filter_keeps_its_own_word(group_filter: GroupFilter, word: str)
     complete(buffer, "g0")
     assert values(buffer)[f"groups_dropped/filtered/{word}"] == 1
     assert {(e.reason, e.detail) for e in entries if e.reason} == {(DropReason.FILTERED, word)}
-    assert buffer.counts().dropped == {f"filtered/{word}": 1}
+    assert buffer.dropped == {f"filtered/{word}": 1}
 
 
 def test_a_group_without_a_trained_token_is_dropped() -> None:
@@ -317,8 +314,7 @@ def test_a_batch_waits_for_the_canary_of_its_tokens() -> None:
     buffer.lease()
     complete(buffer, "g0", oldest=0, newest=1)  # the engines are already on 1
     assert buffer.take() is None
-    assert buffer.counts().unreleased == 1
-    assert "1 of them wait for their weight version's release" in str(buffer.counts())
+    assert "1 of them wait for their weight version's release" in str(buffer)
     buffer.release(WeightVersion(1))
     assert buffer.take() is not None
 
@@ -343,7 +339,7 @@ def test_a_group_with_one_member_too_old_is_given_up_at_once() -> None:
     buffer.lease()
     buffer.record(summary("g0", 0))
     buffer.advance(WeightVersion(1))
-    assert buffer.counts().in_flight == 0
+    assert not buffer._in_flight
     assert values(buffer)["rollouts_dropped/stale"] == 2  # the one in flight too
 
 
@@ -458,12 +454,12 @@ def dict_source() -> Iterator[Task]:
 def test_a_source_that_ends_is_named(source: Iterator[Task], word: str) -> None:
     buffer = make(staleness=1, batch=1, source=source)
     assert len(lease_all(buffer)) == 1
-    assert buffer.counts().can_fill  # g0 is still to come
+    assert buffer.can_fill  # g0 is still to come
     complete(buffer, "g0")
     batch = buffer.take()
     assert batch is not None
-    assert not buffer.counts().can_fill
-    assert str(buffer.counts()).endswith(word)
+    assert not buffer.can_fill
+    assert str(buffer).endswith(word)
 
 
 # ------------------------------------------------------------------ the ledger
@@ -486,5 +482,5 @@ def test_the_ledger_knows_no_other_transitions() -> None:
     ledger.move(place, "t", RolloutState.TRAINED, batch_id=0)
     with pytest.raises(BufferStateError):
         ledger.move(place, "t", RolloutState.DROPPED, reason=DropReason.RUN_ENDED)
-    assert ledger.count(RolloutState.TRAINED) == 1
-    assert ledger.count(RolloutState.IN_FLIGHT) == 0
+    assert ledger.counts[RolloutState.TRAINED] == 1
+    assert ledger.counts[RolloutState.IN_FLIGHT] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from test_buffer_examples import complete, failure, lease_all, make, summary, tasks
 
@@ -17,7 +18,9 @@ from invrl.types import GroupLease, TakenBatch, WeightVersion
 
 
 def through_bytes(buffer: Buffer, trained: int) -> BufferSnapshot:
-    return BufferSnapshot.from_bytes(buffer.snapshot(WeightVersion(trained)).to_bytes())
+    return msgspec.json.decode(
+        msgspec.json.encode(buffer.snapshot(WeightVersion(trained))), type=BufferSnapshot
+    )
 
 
 def play(buffer: Buffer, pending: list[GroupLease], step: int, *, draw: random.Random) -> TakenBatch:
@@ -90,7 +93,7 @@ def in_flight(buffer: Buffer) -> set[Place]:
         Place(f"g{group.number}", index, attempt)
         for group in buffer.snapshot(WeightVersion(0)).in_flight
         for index, attempt in enumerate(group.attempts_G)
-        if index not in {rollout.index for rollout in group.finished} | {*group.to_lease}
+        if index not in {*group.finished, *group.to_lease}
     }
 
 

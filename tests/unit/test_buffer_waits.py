@@ -15,6 +15,7 @@ from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger import LedgerEntry
 from invrl.errors import BufferStateError, DeadlineError
 from invrl.metrics import resolve
+from invrl.rollout.config import RolloutConfig
 from invrl.types import FailedRollout, FailureReason, GroupLease, RolloutSummary, Task, WeightVersion
 
 
@@ -79,9 +80,7 @@ def one() -> Iterator[Task]:
 async def running(outbox: Outbox, *, batch: int = 2, tasks=endless) -> AsyncIterator[BufferActor]:
     actor = BufferActor(
         BufferConfig(),
-        rollout_batch_size=batch,
-        n_samples_per_prompt=2,
-        max_attempts=1,
+        RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=2, rollout_max_attempts=1),
         tasks_factory=tasks,
         run_store_path=Path("unused"),
         open_store=lambda path: (outbox, outbox),

@@ -116,12 +116,10 @@ TASKS = [Task(id=f"t{i}", payload={}, split="eval") for i in range(6)]
 async def run(stage, mode="sampled", samples=1, tasks=TASKS, concurrency=4, group_form=False):
     return await evaluate(
         tasks,
+        RolloutConfig(eval_samples_per_task=samples, max_new_tokens=14, rollout_concurrency=concurrency),
         mode=mode,
-        samples_per_task=samples,
-        max_new_tokens=14,
         sessions=stage,
         pool=stage,
-        concurrency=concurrency,
         group_form=group_form,
         label="1",
     )
@@ -315,7 +313,7 @@ def test_an_evaluation_is_read_back_from_json_as_it_was():
     again = msgspec.json.decode(msgspec.json.encode(evaluation), type=Evaluation)
     assert again == evaluation
     assert again.values() == evaluation.values()
-    assert again.gains_since(evaluation)["greedy"].value == 0.0
+    assert gain_interval(evaluation.scores["greedy"], again.scores["greedy"]).value == 0.0
 
 
 def test_scores_of_several_sets_have_names_of_their_own():

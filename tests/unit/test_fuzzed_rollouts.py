@@ -29,6 +29,7 @@ from invrl.buffer.policies import group_filter_function
 from invrl.gateway.outcome import failed, summarise
 from invrl.gateway.sessions import SessionRecord
 from invrl.interfaces import RolloutResult
+from invrl.rollout.config import RolloutConfig
 from invrl.rollout.rewards import MAX_REWARD
 from invrl.rollout.runner import Failure, Runner
 from invrl.types import (
@@ -264,9 +265,7 @@ class Loop:
         tasks = (Task(id=f"t{n}", payload={}) for n in itertools.count())
         self.buffer = Buffer(
             BufferConfig(max_staleness=8, over_sampling_groups=AT_ONCE),
-            rollout_batch_size=BATCH,
-            n_samples_per_prompt=GROUP,
-            max_attempts=3,
+            RolloutConfig(rollout_batch_size=BATCH, n_samples_per_prompt=GROUP, rollout_max_attempts=3),
             tasks=tasks,
             group_filter=group_filter_function(self.random.choice(["nonzero_variance", "none"])),
             emit=self.entries.append,
@@ -290,7 +289,7 @@ class Loop:
                 leases.append(lease)
             await asyncio.gather(*(self.one(lease, member) for lease in leases for member in lease.members))
             stepped = self.step()
-            assert leases or stepped, f"neither work nor a batch: {self.buffer.counts()}"
+            assert leases or stepped, f"neither work nor a batch: {self.buffer}"
             while stepped and self.random.random() < 0.7:
                 stepped = self.step()
         self.buffer.close()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from invrl.rollout.health import HealthCheck, HealthPolicy
-
-POLICY = HealthPolicy(interval_s=0.01, deadline_s=1.0, failures=2)
+from invrl.rollout.health import HealthCheck
 
 
 @dataclass
@@ -27,7 +25,7 @@ class Engine:
 
 
 async def rounds(engine: Engine, count: int) -> list[dict[str, str]]:
-    check = HealthCheck(POLICY)
+    check = HealthCheck(deadline_s=1.0, failures=2)
     return [await check.round({engine.name: engine}) for _ in range(count)]
 
 

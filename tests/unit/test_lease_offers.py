@@ -14,8 +14,9 @@ from test_rollout_dispatcher import until
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.policies import keep_all
+from invrl.buffer.policies import GROUP_FILTERS
 from invrl.lease_store import LeaseStore
+from invrl.rollout.config import RolloutConfig
 from invrl.rollout.lease_offers import LeaseOffers
 from invrl.run_store import RunStore, RunStoreWriter, abandon_open_sessions
 from invrl.types import GroupLease, GroupMember, Sampling, Session, Task
@@ -105,11 +106,9 @@ class Held:
 async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path: Path) -> None:
     buffer = Buffer(
         BufferConfig(),
-        rollout_batch_size=2,
-        n_samples_per_prompt=2,
-        max_attempts=2,
+        RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2),
         tasks=iter(Task(id=str(n), payload={}) for n in range(100)),
-        group_filter=keep_all,
+        group_filter=GROUP_FILTERS["none"],
     )
     held, store = Held(buffer), LeaseStore(tmp_path / "run.sqlite")
     offers = LeaseOffers(held, store, timeout_s=600.0)  # type: ignore[arg-type]
@@ -126,7 +125,7 @@ async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path
     assert [one.group_id for one in taken] == ["g0", "g1"]
     assert opened(writer, taken[1], *taken[1].members)
     writer.close()
-    await until(lambda: buffer.counts().failed == {"timeout": 2})
+    await until(lambda: buffer.failed == {"timeout": 2})
     again = []
     await until(lambda: again.append(store.take(time.time())) or again[-1] is not None)
     assert (again[-1].group_id, again[-1].members) == ("g0", (M(index=0, attempt=1), M(index=1, attempt=1)))
@@ -134,5 +133,5 @@ async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path
     with pytest.raises(RuntimeError, match="the buffer is gone"):
         await asyncio.wait_for(offers.guard(asyncio.Event().wait()), 60)
     store.offer(lease("left"))
-    await offers.stop(0.0)
+    await offers.stop()
     assert store.take(time.time()) is None

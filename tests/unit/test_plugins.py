@@ -10,12 +10,12 @@ import pytest
 from invrl.algorithms.advantages import ADVANTAGES, advantage_function
 from invrl.algorithms.surrogates import SURROGATES, surrogate_function
 from invrl.errors import ConfigError, PluginError
+from invrl.interfaces import GroupFilter, TaskSource
 from invrl.plugins import (
     is_group_form,
-    load_group_filter,
+    load_plugin,
     load_reward_function,
     load_rollout_function,
-    load_task_source,
 )
 
 GOOD = """
@@ -82,8 +82,8 @@ def test_rollout_functions_that_fit(here: Path, name: str) -> None:
 def test_the_other_plug_points(here: Path) -> None:
     assert load_reward_function("my_agent:reward").__name__ == "reward"  # type: ignore[attr-defined]
     assert callable(load_reward_function("my_package.rewards:exact"))
-    assert list(load_task_source("my_agent:tasks")("train", 0)) == []
-    assert load_group_filter("my_agent:keep", {})(None) is None  # type: ignore[arg-type]
+    assert list(load_plugin("my_agent:tasks", "task_source_path", TaskSource)("train", 0)) == []
+    assert load_plugin("my_agent:keep", "group_filter", GroupFilter)(None) is None  # type: ignore[arg-type]
     assert callable(advantage_function("my_agent:advantage"))
     assert callable(surrogate_function("my_agent:loss"))
 

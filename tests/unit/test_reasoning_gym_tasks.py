@@ -15,6 +15,7 @@ from reasoning_gym.factory import DATASETS
 
 from invrl import plugins
 from invrl.errors import PluginError
+from invrl.interfaces import TaskSource
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.tasks import check_tasks
 from invrl.types import Task
@@ -55,7 +56,7 @@ async def reward(task: Task, text: str | None, finish_reason: str = "stop"):
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_dataset_by_name_scores_its_own_answer_and_survives_nonsense(name: str) -> None:
-    task = first(plugins.load_task_source(f"{PATH}:{name}"))
+    task = first(plugins.load_plugin(f"{PATH}:{name}", "task_source_path", TaskSource))
     assert task.id.startswith(f"{name}/")
     if name not in NO_ANSWER:
         assert (await reward(task, str(task.label))).reward == 1.0
@@ -154,7 +155,7 @@ def test_train_goes_on_with_new_questions_and_eval_of_a_small_dataset_ends() -> 
 )
 def test_a_wrong_name_is_told_the_nearest(name: str, reason: str, fix: str) -> None:
     with pytest.raises(PluginError) as caught:
-        plugins.load_task_source(f"{PATH}:{name}")
+        plugins.load_plugin(f"{PATH}:{name}", "task_source_path", TaskSource)
     assert reason in caught.value.reason
     assert fix in caught.value.fix
 
@@ -174,8 +175,9 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
     code = f"""
 import sys
 sys.modules["reasoning_gym"] = None
-from invrl.plugins import load_task_source
-load_task_source("{PATH}:gcd")
+from invrl.interfaces import TaskSource
+from invrl.plugins import load_plugin
+load_plugin("{PATH}:gcd", "task_source_path", TaskSource)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     last = done.stderr.splitlines()[-1]

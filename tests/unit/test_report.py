@@ -40,16 +40,14 @@ def test_a_dead_run_gets_its_picture(tmp_path: Path) -> None:
 
 def test_curves_hold_what_was_measured(tmp_path: Path) -> None:
     rows = read_metrics(dead_run(tmp_path) / "metrics.jsonl")
-    reward = curve(rows, "rollout/reward_mean")
-    assert (reward.steps, reward.values) == ((1, 2, 3), (0.25, 0.5, 0.75))
+    assert curve(rows, "rollout/reward_mean") == ([1, 2, 3], [0.25, 0.5, 0.75])
     assert eval_names(rows) == ["eval/greedy/accuracy", "eval/sampled/accuracy"]
 
 
 def test_a_step_written_twice_counts_once_and_null_not_at_all(tmp_path: Path) -> None:
     rows = [{"step": 2, "a": 1.0}, {"step": 1, "a": None}, {"step": 2, "a": 3.0}, {"step": 3, "b": 1.0}]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = curve(read_metrics(tmp_path / "m.jsonl"), "a")
-    assert (found.steps, found.values) == ((2,), (3.0,))
+    assert curve(read_metrics(tmp_path / "m.jsonl"), "a") == ([2], [3.0])
 
 
 def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ async def test_slots_are_full_and_refilled_rollout_by_rollout():
     pool.release("g0/3")
     await until(lambda: ("g2/0",) in pool.running)
     assert pool.most == 6
-    await it.stop(0.0)
+    await it.stop()
 
 
 async def test_every_rollout_runs_once():
@@ -127,7 +127,7 @@ async def test_every_rollout_runs_once():
         await until(lambda released=released: released not in pool.running)
     await until(lambda: not it.running and len(pool.calls) == 80)
     assert sorted(pool.calls) == sorted((f"g{g}/{i}",) for g in range(20) for i in range(4))
-    await it.stop(0.0)
+    await it.stop()
     assert opener.aborted == {}
 
 
@@ -140,7 +140,7 @@ async def test_a_group_form_gets_its_sessions_together_even_beyond_the_slots():
     assert list(pool.running) == [first]
     pool.release(*first)
     await until(lambda: tuple(f"g1/{i}" for i in range(4)) in pool.running)
-    await it.stop(0.0)
+    await it.stop()
 
 
 async def test_an_idle_buffer_is_not_hammered_and_new_work_is_found_soon(monkeypatch):
@@ -153,7 +153,7 @@ async def test_an_idle_buffer_is_not_hammered_and_new_work_is_found_soon(monkeyp
     assert buffer.asked <= len(pauses) + 1
     buffer.left = Leases(groups=1).left
     await until(lambda: len(pool.running) == 4)
-    await it.stop(0.0)
+    await it.stop()
 
 
 class BrokenBuffer:
@@ -183,7 +183,7 @@ async def test_a_failure_of_ours_ends_the_wait_for_a_batch(parts, cause):
     with pytest.raises(cause):
         await asyncio.wait_for(it.guard(take()), 60.0)
     await asyncio.wait_for(cancelled.wait(), 60.0)
-    await it.stop(0.0)
+    await it.stop()
 
 
 async def test_a_failure_ends_work_that_itself_started_the_dispatcher():
@@ -196,7 +196,7 @@ async def test_a_failure_ends_work_that_itself_started_the_dispatcher():
 
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(it.guard(starts()), 60.0)
-    await it.stop(0.0)
+    await it.stop()
 
 
 async def test_guard_gives_back_what_it_guards():
@@ -208,19 +208,16 @@ async def test_guard_gives_back_what_it_guards():
 
     with pytest.raises(KeyError):
         await it.guard(fails())
-    await it.stop(0.0)
+    await it.stop()
 
 
-async def test_stop_drains_then_aborts_whatever_is_left():
+async def test_stop_aborts_whatever_is_left():
     buffer, opener, pool = Leases(groups=2), Opener(), HeldPool()
     it = dispatcher(buffer, opener, pool, concurrency=3)
     await until(lambda: len(pool.running) == 3)
-    stopping = asyncio.create_task(it.stop(1.0))
-    await until(lambda: it._scheduler.done())
-    pool.release("g0/0")
-    await stopping
+    await it.stop()
     assert not pool.running
-    assert opener.aborted == {f"g0/{i}": FailureReason.ABORTED for i in (1, 2, 3)}
+    assert opener.aborted == {f"g0/{i}": FailureReason.ABORTED for i in range(4)}
     assert len(buffer.left) == 1
 
 
@@ -237,4 +234,4 @@ async def test_stop_ends_even_when_the_buffer_swallows_the_cancellation():
 
     it = dispatcher(Swallowing(), Opener(), HeldPool(), concurrency=1)
     await asked.wait()
-    await asyncio.wait_for(it.stop(0.0), 60.0)
+    await asyncio.wait_for(it.stop(), 60.0)

@@ -210,16 +210,6 @@ async def test_finish_of_a_session_that_failed(gateway):
     assert await gateway.client.finish(session(0, 0), 1.0) == failed
 
 
-async def test_reward_then_finish_without_one(gateway):
-    gateway.answers = [(200, {}, {}), (200, SUMMARY, {})]
-    await gateway.client.reward(session(0, 0), 0.5, {})
-    await gateway.client.finish(session(0, 0))
-    assert [(path, body) for path, _, body in gateway.requests] == [
-        ("/sessions/s0/reward", {"reward": 0.5, "components": {}}),
-        ("/sessions/s0/finish", {}),
-    ]
-
-
 FAILED = FailedRollout(
     session_id="s3",
     task_id="t",

@@ -12,7 +12,7 @@ import pytest
 
 from invrl.config_checks import _SEEDED_BACKENDS
 from invrl.errors import ConfigError
-from invrl.rollout import launch_router, sglang_args
+from invrl.rollout import sglang_args
 from invrl.rollout.sglang_args import (
     ROUTER_OWNED,
     SGLANG_OWNED,
@@ -159,20 +159,6 @@ def test_a_negated_switch_keeps_its_meaning() -> None:
         sglang_flags({"no-dllm-fdfo": "true"}) == sglang_flags({"dllm_fdfo": "false"}) == ["--no-dllm-fdfo"]
     )
     assert sglang_flags({"no-dllm-fdfo": "false"}) == ["--dllm-fdfo"]
-
-
-def test_a_key_that_begins_with_a_dash_is_a_value() -> None:
-    """Random keys do, one in 64."""
-    from invrl.rollout import launch_sglang  # not at the top: it changes what this process can import
-
-    parser = argparse.ArgumentParser()
-    for option in ("--api-key", "--admin-api-key", "--control-plane-api-keys"):
-        parser.add_argument(option)
-    engine = launch_sglang.key_flags({"INVRL_ENGINE_API_KEY": "-a", "INVRL_ENGINE_ADMIN_KEY": "--b"})
-    router = launch_router.key_flags({"INVRL_ROUTER_API_KEY": "-c", "INVRL_ROUTER_MANAGEMENT_KEY": "-d"})
-    keys = vars(parser.parse_args(engine))
-    assert (keys["api_key"], keys["admin_api_key"]) == ("-a", "--b")
-    assert parser.parse_args(router).api_key == "-c"
 
 
 def test_seeded_sampling_allows_attention_that_sglang_can_repeat() -> None:

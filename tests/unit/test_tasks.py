@@ -231,7 +231,9 @@ def test_what_is_wrong_in_a_parquet_file_is_named_with_its_row(tmp_path):
     assert "rows 1 and 2 have the same id '3'" in refused({"id": [3, 3]})
     assert "row 2: the id None is not" in refused({"id": ["a", None]})
     assert "row 1 has no field 'gold' (row 1 has: id)" in refused({"id": [1]}, task_label_key="gold")
-    assert "row 1 holds a value of type bytes" in refused({"picture": [b"\xff"]})
+    assert "row 1 holds what JSON does not have: Type is not JSON serializable: bytes" in refused(
+        {"picture": [b"\xff"]}
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 and no more", b'{"id": 1}\n', None])

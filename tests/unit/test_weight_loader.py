@@ -54,9 +54,9 @@ def values(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def ask(parameters: dict[str, torch.Tensor], tmp_path: Path, **fields):
-    request = LoaderRequest(nonce="n", reply_path=str(tmp_path / "reply"), **fields)
+    request = LoaderRequest(reply_path=str(tmp_path / "reply"), **fields)
     run(model(parameters), [(msgspec.json.encode(request).decode(), torch.empty(0))])  # type: ignore[arg-type]
-    return read_reply(request.reply_path, "n")
+    return read_reply(request.reply_path)
 
 
 def test_load_puts_every_part_in_its_rows_and_digest_reads_them_back(tmp_path: Path) -> None:
@@ -111,10 +111,6 @@ def test_the_loader_never_raises(tmp_path: Path) -> None:
         ask(engine(), tmp_path, op="check", tensors=(TensorSpec(name="nope", shape=(1,), dtype="float32"),))
 
 
-def test_an_old_or_missing_reply_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_reply_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="left no reply"):
-        read_reply(str(tmp_path / "reply"), "n")
-    request = LoaderRequest(op="check", nonce="old", reply_path=str(tmp_path / "reply"))
-    run(model({}), [(msgspec.json.encode(request).decode(), torch.empty(0))])  # type: ignore[arg-type]
-    with pytest.raises(WeightSyncError, match="another request"):
-        read_reply(request.reply_path, "new")
+        read_reply(str(tmp_path / "reply"))
