@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-import aiohttp
 import msgspec
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from invrl.errors import DeadlineError, ServerError, SessionError
+from invrl.rollout.http_connection import HttpConnection, HttpConnections, HttpError
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 
 _CONTROL_DEADLINE_S = 60.0
@@ -110,7 +110,8 @@ class SglangClient:
         self.limits = limits
         self._api_key, self._admin_key = api_key, admin_key
         self._generate_deadline_s = generate_deadline_s
-        self._session: aiohttp.ClientSession | None = None
+        # Kept for less than the server's 5 s: it must not close one just as we write to it.
+        self._http = HttpConnections(self.base_url, idle_s=2.0)
 
     async def __aenter__(self) -> Self:
         return self
@@ -119,9 +120,7 @@ class SglangClient:
         await self.close()
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._http.close()
 
     # ------------------------------------------------------------------ generation
 
@@ -141,7 +140,7 @@ class SglangClient:
             async with asyncio.timeout(self._generate_deadline_s):
                 opened = self._open("/generate", body, key=self._api_key, routing_key=request.routing_key)
                 async with opened as response:
-                    async for event in _events(response.content):
+                    async for event in _events(response):
                         before = len(answer.ids)
                         answer.add(event)
                         if len(answer.ids) > before:
@@ -149,8 +148,6 @@ class SglangClient:
         except TimeoutError:
             waited_for = f"{self.name} to finish generation {request.rid}"
             raise DeadlineError(waited_for, self._generate_deadline_s) from None
-        except aiohttp.ClientError as error:
-            raise ServerError(f"{self.name}: the stream of {request.rid} broke off: {error!r}") from error
         yield answer.result()
 
     async def prompt_logprobs(
@@ -263,26 +260,23 @@ class SglangClient:
     @contextlib.asynccontextmanager
     async def _open(
         self, path: str, body: Mapping[str, Json] | None, *, key: str, routing_key: str = ""
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer's beginning: to a POST of `body`, or to a GET where there is none. ServerError for a
-        status other than 200."""
-        if self._session is None:
-            # No bound. Kept for less than the server's 5 s: it must not close one just as we write to it.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-            # Deadlines are set per call, by what is waited for; aiohttp's total of 300 s is not one of ours.
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
+    ) -> AsyncIterator[HttpConnection]:
+        """The answer's beginning: to a POST of `body`, or to a GET where there is none. ServerError where
+        there is none, or another status than 200."""
         headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         if routing_key:
             headers["X-SMG-Routing-Key"] = routing_key
-        method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
-        url = self.base_url + path
-        async with self._session.request(method, url, data=data, headers=headers) as response:
-            if response.status != 200:
-                text = (await response.read())[:500].decode(errors="replace")
-                raise ServerError(f"{self.name} answered {path} with {response.status}: {text}")
-            yield response
+        method, data = ("GET", b"") if body is None else ("POST", orjson.dumps(body))
+        try:
+            async with self._http.request(method, path, headers, data) as response:
+                if response.status != 200:
+                    text = (await response.read())[:500].decode(errors="replace")
+                    raise ServerError(f"{self.name} answered {path} with {response.status}: {text}")
+                yield response
+        except HttpError as error:
+            raise ServerError(f"{self.name} does not answer {path}: {error}") from error
 
     async def _control(
         self, path: str, body: Mapping[str, Json], *, deadline_s: float = _CONTROL_DEADLINE_S
@@ -306,8 +300,6 @@ class SglangClient:
                     return await response.read()
         except TimeoutError:
             raise DeadlineError(f"{self.name} to answer {path}", deadline_s) from None
-        except aiohttp.ClientError as error:
-            raise ServerError(f"{self.name} does not answer {path}: {error!r}") from error
 
 
 class _Span(msgspec.Struct):
@@ -342,10 +334,10 @@ class _Event(msgspec.Struct):
 _EVENT = msgspec.json.Decoder(_Event)
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[_Event]:
-    """Server-sent events until `[DONE]`. A line may be longer than aiohttp's line limit."""
+async def _events(response: HttpConnection) -> AsyncIterator[_Event]:
+    """Server-sent events until `[DONE]`."""
     pending = b""
-    async for data in content.iter_any():
+    async for data in response.pieces():
         pending += data
         *lines, pending = pending.split(b"\n")
         for line in lines:

@@ -1,0 +1,194 @@
+"""Keep-alive connections: whole and chunked answers, reuse, and every way in which a server lets go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import uvloop
+
+from invrl.rollout.http_connection import HttpConnections, HttpError
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest):
+    def run(test: Callable[[], object]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+
+    return run
+
+
+class Server:
+    """Answers each request with the next of `answers`: bytes, events to wait for, None for the connection's
+    end."""
+
+    def __init__(self, *answers: list[bytes | asyncio.Event | None]) -> None:
+        self.answers, self.requests, self.connections = list(answers), [], 0
+        self.left = asyncio.Event()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                self.requests.append((head, await reader.readexactly(length)))
+                for part in self.answers.pop(0):
+                    if isinstance(part, asyncio.Event):
+                        await part.wait()
+                    elif part is None:
+                        writer.close()
+                        return
+                    else:
+                        writer.write(part)
+                        await writer.drain()
+        self.left.set()
+        writer.close()
+
+    @contextlib.asynccontextmanager
+    async def running(self, idle_s: float = 60.0) -> AsyncIterator[HttpConnections]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        http = HttpConnections(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/base/", idle_s=idle_s)
+        try:
+            yield http
+        finally:
+            http.close()
+            server.close()
+
+
+async def ask(http: HttpConnections) -> tuple[int, bytes]:
+    async with http.request("POST", "/x", {"Extra": "é"}, b"body") as answer:
+        return answer.status, await answer.read()
+
+
+def test_a_connection_is_used_again(run):
+    async def test():
+        refusal = b"HTTP/1.1 503 No\r\ncontent-length: 2\r\n\r\nno"
+        server = Server([WHOLE], [WHOLE[:20], WHOLE[20:41], WHOLE[41:]], [refusal], [CHUNKED, b"0\r\n\r\n"])
+        async with server.running() as http:
+            assert [await ask(http) for _ in range(4)] == [
+                (200, b"hello"),
+                (200, b"hello"),
+                (503, b"no"),
+                (200, b""),
+            ]
+        assert server.connections == 1
+        head, body = server.requests[0]
+        assert head.startswith(b"POST /base/x HTTP/1.1\r\nHost: 127.0.0.1:")
+        assert b"Extra: \xe9\r\n" in head
+        assert body == b"body"
+
+    run(test)
+
+
+def test_calls_at_a_time_have_a_connection_each(run):
+    async def test():
+        gate = asyncio.Event()
+        server = Server([gate, WHOLE], [WHOLE], [WHOLE])
+        async with server.running() as http:
+            first = asyncio.create_task(ask(http))
+            while not server.requests:
+                await asyncio.sleep(0.001)
+            assert await ask(http) == (200, b"hello")
+            gate.set()
+            assert await first == (200, b"hello")
+            assert await ask(http) == (200, b"hello")
+        assert server.connections == 2
+
+    run(test)
+
+
+def test_pieces_come_as_they_are_sent(run):
+    async def test():
+        gate = asyncio.Event()
+        async with Server([CHUNKED, b"3\r\none\r\n", gate, b"3\r\ntwo\r\n0\r\n\r\n"]).running() as http:
+            pieces = []
+            async with http.request("GET", "/", {}, b"") as answer:
+                async for piece in answer.pieces():
+                    pieces.append(piece)
+                    gate.set()
+        assert pieces == [b"one", b"two"]
+
+    run(test)
+
+
+def test_who_leaves_early_closes_the_connection(run):
+    async def test():
+        server = Server([CHUNKED, b"3\r\none\r\n", never := asyncio.Event(), b"x"], [WHOLE])
+        async with server.running() as http:
+            async with http.request("GET", "/", {}, b"") as answer:
+                async for _ in answer.pieces():
+                    break
+            never.set()
+            await server.left.wait()
+            assert await ask(http) == (200, b"hello")
+        assert server.connections == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ([None], "closed the connection"),
+        ([WHOLE[:-2], None], "closed the connection"),
+        ([CHUNKED, b"3\r\none\r\n", None], "closed the connection"),
+        ([b"220 smtp.example.com ESMTP\r\n"], "no HTTP/1.1"),
+    ],
+)
+def test_an_answer_that_breaks_off_is_an_error(run, answer, reason):
+    async def test():
+        server = Server(answer, [WHOLE])
+        async with server.running() as http:
+            with pytest.raises(HttpError, match=reason):
+                await ask(http)
+            assert await ask(http) == (200, b"hello")  # on another connection
+
+    run(test)
+
+
+@pytest.mark.parametrize("more", [b"more", WHOLE, WHOLE + WHOLE])
+def test_more_than_was_asked_for_ends_with_its_connection(run, more):
+    async def test():
+        server = Server([WHOLE + more], [WHOLE])
+        async with server.running() as http:
+            assert [await ask(http) for _ in range(2)] == [(200, b"hello")] * 2
+        assert server.connections == 2
+
+    run(test)
+
+
+def test_what_the_server_has_closed_or_is_old_is_not_used_again(run):
+    async def test():
+        closing = WHOLE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+        server = Server([closing], [WHOLE, None], [WHOLE])
+        async with server.running() as http:
+            for _ in range(2):
+                assert await ask(http) == (200, b"hello")
+            while http._idle[0][1].reusable:  # until its end has been seen
+                await asyncio.sleep(0.001)
+            assert await ask(http) == (200, b"hello")
+        assert server.connections == 3
+        server = Server([WHOLE], [WHOLE])
+        async with server.running(idle_s=0.0) as http:
+            assert [await ask(http) for _ in range(2)] == [(200, b"hello")] * 2
+        assert server.connections == 2
+
+    run(test)
+
+
+def test_nobody_listens(run):
+    async def test():
+        async with Server().running() as http:
+            pass
+        with pytest.raises(HttpError, match=r"cannot connect to 127\.0\.0\.1"):
+            await ask(http)
+
+    run(test)
