@@ -1,7 +1,8 @@
 """Keep-alive HTTP/1.1 connections to one server, for calls whose latency counts.
 
-Half the CPU of a general client's, and the answer is acknowledged at once: routers write its head and its
-first token apart, and without it the token waits up to 40 ms for the other end (Nagle's algorithm, RFC 896).
+A quarter less of the gateway's CPU per streamed answer than with a general client. What the server writes is
+acknowledged at once: the router writes an answer's head and its first token apart, and without it the token
+may wait 20 to 40 ms (Nagle's algorithm, RFC 896).
 No redirects, no proxies, no compression. Used by `sglang_client.py`."""
 
 from __future__ import annotations
