@@ -23,7 +23,12 @@ def batch_path(folder: Path, step: int) -> Path:
 
 def save_batch(path: Path, batch: TrainBatch) -> None:
     """Appears whole or not at all."""
-    content = msgspec.msgpack.encode(batch, enc_hook=lambda array: (array.dtype.str, array.tobytes()))
+
+    def saved(array: np.ndarray) -> tuple[str, bytes]:
+        assert array.ndim == 1, "every array of a batch has one axis"
+        return array.dtype.str, array.tobytes()
+
+    content = msgspec.msgpack.encode(batch, enc_hook=saved)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".partial")
     new.write_bytes(zlib.compress(content))

@@ -158,7 +158,7 @@ class ThreadedSink:
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
-            raise DeadlineError(f"{self.name} to take its last {self._rows.qsize() - 1} rows", self._close_s)
+            raise DeadlineError(f"{self.name} to take its last {self._rows.qsize()} rows", self._close_s)
 
 
 class SinkSet:

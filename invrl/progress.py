@@ -79,16 +79,16 @@ class LiveProgress(NoProgress):
             "{task.description}",
             TimeElapsedColumn(),
         )
-        self._bar, self._numbers = Progress(*columns, console=console), ""
+        self._bar, self._values = Progress(*columns, console=console), dict[str, float]()
         self._run = self._bar.add_task("starting", total=num_steps)
         self._live = Live(console=console, redirect_stderr=False, get_renderable=self.render)
         self._live.start()
 
     def phase(self, name: str, step: int) -> None:
-        self._bar.update(self._run, description=name, completed=step)
+        self._bar.update(self._run, description=name, completed=max(0, step - 1))
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        self._numbers = _shown(values) or self._numbers
+        self._values |= values
 
     def note(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False)
@@ -97,7 +97,7 @@ class LiveProgress(NoProgress):
         self._live.stop()
 
     def render(self) -> RenderableType:
-        return Group(self._bar, Text(self._numbers))
+        return Group(self._bar, Text(_shown(self._values)))
 
 
 def _shown(values: Mapping[str, float]) -> str:

@@ -83,6 +83,7 @@ _encode = msgspec.json.encode
 _Statement = tuple[str, tuple[object, ...]]
 _Work = tuple[tuple[_Statement, ...], Future[None]]
 """Statements that belong into one transaction, and who waits for it."""
+_BUSY_MS = 30_000
 _CHECKPOINT = "checkpoint"
 _CHECKPOINT_EVERY = 200
 """Commits: about the 1,000 pages after which SQLite itself would, within one of them."""
@@ -109,7 +110,7 @@ class StoredSession:
 def connect(path: Path) -> sqlite3.Connection:
     """Autocommit connection with the schema in place; whoever comes first creates the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(path, timeout=_BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=NORMAL")
     db.executescript(_SCHEMA)
@@ -216,6 +217,7 @@ class RunStoreWriter:
 
     def _submit(self, statements: Iterable[_Statement]) -> Future[None]:
         done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # who is cancelled while it waits takes no commit back
         work = (tuple(statements), done)
         if self._handed > self._done or not self._commit(self._db, [work]):
             self._handed += 1
@@ -252,10 +254,11 @@ class RunStoreWriter:
                 for sql, values in statements:
                     db.execute(sql, values)
             db.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:  # a value may be no SQLite's, and the transaction must not stay open
             with contextlib.suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
-            if db is self._db and error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
+            if db is self._db and code & 0xFF == sqlite3.SQLITE_BUSY:
                 return False
             if len(batch) == 1:
                 batch[0][1].set_exception(error)
@@ -271,8 +274,10 @@ class RunStoreWriter:
         """Nobody waits for it, but where the log has become long: it is cut when nothing is written."""
         with contextlib.suppress(sqlite3.Error):
             _, pages, _ = self._patient.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-            if pages > _LONG_LOG:
+            if pages > _LONG_LOG:  # nobody can write while it waits for readers
+                self._patient.execute("PRAGMA busy_timeout=50")
                 self._patient.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._patient.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
 
 
 class RunStore:

@@ -24,6 +24,7 @@ from invrl.metrics import timed
 from invrl.types import WeightUpdate, WeightVersion
 
 Phase = Literal["prepare", "pause", "load", "commit", "resume", "canary"]
+_SHORT, _SHORT_S = ("pause", "commit", "resume"), 60.0
 Call = Callable[[WeightReceiver], Awaitable[None]]
 
 
@@ -54,7 +55,7 @@ class WeightTransaction:
     canary_prompts: Sequence[Sequence[int]]
     bound: CanaryBound
     deadline_s: float = 300.0
-    """Of each phase, over all engines (they work side by side)."""
+    """Of each phase, over all engines (they work side by side); of the short ones at most `_SHORT_S`."""
     committed: StagedWeights | None = field(default=None, init=False)
     """What the fleet holds: for an engine that is restarted. None before the first update."""
 
@@ -178,13 +179,14 @@ class _Update:
         self, phase: Phase, receivers: Sequence[WeightReceiver], call: Call
     ) -> Mapping[str, Exception]:
         """What failed, by engine. The phase's seconds are those of the slowest."""
+        deadline_s = min(self.deadline_s, _SHORT_S) if phase in _SHORT else self.deadline_s
 
         async def one(receiver: WeightReceiver) -> Exception | None:
             try:
-                async with asyncio.timeout(self.deadline_s):
+                async with asyncio.timeout(deadline_s):
                     await call(receiver)
             except TimeoutError:
-                return DeadlineError(f"engine {receiver.name}", self.deadline_s)
+                return DeadlineError(f"engine {receiver.name}", deadline_s)
             except Exception as error:
                 return error
             return None

@@ -17,4 +17,6 @@ class WeightSyncConfig(Section):
     )
     canary_max_gap: NonNegativeFloat = Field(0.0, description="engine to trainer, nats; 0: by dtype")
     canary_mean_gap: NonNegativeFloat = Field(0.0, description="the same on average; 0: by dtype")
-    weight_sync_timeout_s: PositiveFloat = Field(300.0, description="deadline of each phase, for all engines")
+    weight_sync_timeout_s: PositiveFloat = Field(
+        300.0, description="deadline of each phase of an update; pause, commit and resume have 60 s at most"
+    )

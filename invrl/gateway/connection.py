@@ -86,9 +86,8 @@ class ClientConnection:
         try:
             return await answering
         except asyncio.CancelledError:
-            if not self.gone.is_set():
+            if not self.gone.is_set() or caller.uncancel():
                 raise
-            caller.uncancel()
             return False
         finally:
             self._watch.remove_done_callback(leave)

@@ -102,9 +102,11 @@ class Conversation:
         self.asked[prompt] += 1
         return prompt, self.asked[prompt]
 
-    def start(self, digest: str, generation: Generation) -> None:
+    def start(self, digest: str, generation: Generation, *, replay: bool = False) -> None:
+        """`replay`: it tells a recorded turn again, which stays recorded."""
         self._generations[digest] = generation
-        self.recorded.pop(digest, None)
+        if not replay:
+            self.recorded.pop(digest, None)
         self._running = {other for other in self._running if other.running} | {generation}
 
     def keep_turn(self, generation: Generation, node: Node) -> None:

@@ -99,7 +99,7 @@ class Generation:
         self._joined = 0
         """So many of them, the first ones, are of `_JOINED` chunks each: less memory."""
         self._spans: tuple[VersionSpan, ...] = ()
-        self.started_at = time.time()
+        self.started_at, self.finished_at = time.time(), 0.0
         self._attached = 0
         self._waiters: list[asyncio.Future[None]] = []
         self._task = asyncio.create_task(self._run())
@@ -256,7 +256,7 @@ class Generation:
             fork_reason=proposal.fork_reason,
             constrained=proposal.constrained,
             started_at=self.started_at,
-            finished_at=time.time(),
+            finished_at=self.finished_at or time.time(),
         )
         return turn, self._commit(turn, proposal, self._parser.message)
 

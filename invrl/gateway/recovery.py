@@ -1,4 +1,4 @@
-"""What a gateway worker takes up after the death of its predecessor, from the run's store alone.
+"""Recorded turns, told again: after the death of a worker, to its successor, and to a client's retry.
 
 Open sessions are known at once; a conversation is read when it is first asked for. Invariants: a restored
 forest holds exactly the committed ids; aborted turns are never continued; the retry of a request whose turn
@@ -79,7 +79,7 @@ def replay(
     generation = Generation(
         proposal, engine=_Recorded(turn, matched), renderer=renderer, parser=parser, commit=_committed
     )
-    generation.started_at = turn.started_at
+    generation.started_at, generation.finished_at = turn.started_at, turn.finished_at
     return generation
 
 

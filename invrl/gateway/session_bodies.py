@@ -54,7 +54,7 @@ class RewardBody(Section):
     """Of the session, or of one of its turns, or of the branches through a turn."""
 
     reward: Number
-    components: dict[str, Number] = Field(default_factory=dict, max_length=256)
+    components: dict[_Name, Number] = Field(default_factory=dict, max_length=256)
     turn: _Name = ""
     branch: _Name = ""
 
@@ -64,7 +64,7 @@ class RewardBody(Section):
 
 class FinishBody(Section):
     reward: Number | None = None
-    components: dict[str, Number] = Field(default_factory=dict, max_length=256)
+    components: dict[_Name, Number] = Field(default_factory=dict, max_length=256)
 
     def value(self) -> Reward | None:
         return None if self.reward is None else Reward(value=self.reward, components=self.components)

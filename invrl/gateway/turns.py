@@ -136,7 +136,7 @@ class Turns:
             earlier = replay(
                 node, stop=request.stop, stream=request.stream, renderer=self.renderer, parser=parser
             )
-            conversation.start(request.digest, earlier)
+            conversation.start(request.digest, earlier, replay=True)
         if earlier is not None:
             self.counts["retries_answered"] += 1
             return earlier, ()
@@ -199,7 +199,8 @@ class Turns:
         """The answer has left whole: the turn may be trained."""
         generation.delivered, turn_id = True, generation.proposal.request.rid
         self._delivered(conversation, turn_id)
-        if not conversation.frozen and (node := conversation.forest.turn(turn_id)):
+        node = None if conversation.frozen else conversation.forest.turn(turn_id)
+        if node is not None and not generation.proposal.request.top_logprobs:  # which no turn holds
             conversation.keep_turn(generation, node)
 
     def _delivered(self, conversation: Conversation, turn_id: str) -> None:

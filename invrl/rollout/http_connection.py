@@ -90,6 +90,7 @@ class HttpConnection(asyncio.Protocol):
 
     def send(self, request: bytes) -> None:
         self.status, self._whole, self.reusable = 0, False, False
+        self._body = []  # who was cancelled may have left the answer before unread
         self._parser = httptools.HttpResponseParser(self)
         self._transport.write(request)
         if self._socket is not None:  # holds until the kernel thinks otherwise
@@ -146,6 +147,9 @@ class HttpConnection(asyncio.Protocol):
             self._broken = f"the server sent no HTTP/1.1: {error}"
             self.close()
         self._wake()
+
+    def eof_received(self) -> None:
+        self.reusable = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False

@@ -100,9 +100,10 @@ class RouterServer(ServerProcess):
         try:
             with httpx.Client(headers=headers, timeout=30.0, verify=False, trust_env=False) as http:
                 answer = http.request(method, self.url + path, json=body)
-        except httpx.HTTPError as error:
+            if answer.is_success:
+                return dict(answer.json())
+        except (httpx.HTTPError, ValueError) as error:  # another server may answer, not in JSON
             raise ServerError(f"the router does not answer {method} {path}: {error!r}") from error
-        if not answer.is_success:
-            reason = f"the router answered {method} {path} with {answer.status_code}: {answer.text[:500]}"
-            raise ServerError(reason)
-        return dict(answer.json())
+        raise ServerError(
+            f"the router answered {method} {path} with {answer.status_code}: {answer.text[:500]}"
+        )

@@ -160,11 +160,11 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
     agent talks to other servers too."""
     if isinstance(error, Rejected):
         return Failure(reason=error.reason, detail=error.detail)
-    ours = tuple(endpoint.base_url.removesuffix("/v1") for endpoint in endpoints)
+    ours = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
     reason = FailureReason.EXCEPTION
     for each in _chain(error):
         request, response = _carried(each, "request"), _carried(each, "response")
-        if not isinstance(request, httpx.Request) or not str(request.url).startswith(ours):
+        if not isinstance(request, httpx.Request) or _origin(request.url) not in ours:
             continue
         if isinstance(each, httpx.TimeoutException):
             reason = FailureReason.TIMEOUT
@@ -177,6 +177,10 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
     except Exception:  # what an exception says of itself is user code too
         text = f"a {type(error).__name__} that cannot be shown"
     return Failure(reason=reason, detail=text)
+
+
+def _origin(url: httpx.URL) -> tuple[str, int | None]:
+    return url.host, url.port
 
 
 def _printable(failure: Failure, endpoints: Sequence[Endpoint]) -> Failure:

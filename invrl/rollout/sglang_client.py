@@ -129,13 +129,13 @@ class SglangClient:
         DeadlineError. Cancelling the call cancels the generation."""
         body, deadline_s = self._body(request, stream=False), self._generate_deadline_s
         answer = await self._ask("/generate", body, deadline_s=deadline_s, routing_key=request.routing_key)
-        return _Answer(request.top_logprobs).add(_EVENT.decode(answer)).result()
+        return _Answer(request).add(_EVENT.decode(answer)).result()
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateResult, None]:
         """Chunks of new tokens as they come; the last item is the whole result. Errors as in `generate`.
         Closing the iterator drops the connection, which ends the generation within 0.1 s."""
         body = self._body(request, stream=True)
-        answer = _Answer(request.top_logprobs)
+        answer = _Answer(request)
         try:
             async with asyncio.timeout(self._generate_deadline_s):
                 opened = self._open("/generate", body, key=self._api_key, routing_key=request.routing_key)
@@ -317,6 +317,7 @@ class _Finish(msgspec.Struct):
 class _Meta(msgspec.Struct):
     """The part of SGLang's `meta_info` that we read; decoding checks it."""
 
+    id: str
     prompt_tokens: int
     weight_version: str
     cached_tokens: int = 0
@@ -347,17 +348,19 @@ async def _events(response: HttpConnection) -> AsyncIterator[_Event]:
 
 class _Answer:
     """Tokens of one generation put together from disjoint segments (`--incremental-streaming-output`)
-    or from one whole answer. `top`: likeliest tokens that were asked for at each place."""
+    or from one whole answer."""
 
-    def __init__(self, top: int) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         self.ids, self.logprobs = array("i"), array("f")
-        self._each, self._top = top, list[tuple[int, float]]()
+        self._rid, self._each, self._top = request.rid, request.top_logprobs, list[tuple[int, float]]()
         self._meta: _Meta | None = None
 
     def add(self, event: _Event) -> _Answer:
         if event.meta_info is None:
             detail = bytes(event.error or b"")[:500].decode(errors="replace")
             raise ServerError(f"the engine failed a generation: {detail}")
+        if event.meta_info.id != self._rid:  # whatever went wrong on the way: no tokens of another session
+            raise ServerError(f"generation {event.meta_info.id} answered for {self._rid}")
         for logprob, token, _ in event.meta_info.output_token_logprobs:
             self.ids.append(token)
             self.logprobs.append(logprob)

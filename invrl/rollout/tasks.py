@@ -6,6 +6,7 @@ mistake before a process starts; `load_tasks` feeds the buffer and the evaluatio
 
 from __future__ import annotations
 
+import datetime
 import decimal
 import json
 import random
@@ -176,21 +177,24 @@ def _json_rows(text: str) -> list[tuple[int, dict[str, Json]]]:
 
 
 def _parquet_rows(file: str) -> list[tuple[int, dict[str, Json]]]:
-    """Lists and structs as they are, a map as pairs, times in ISO 8601, decimals as floats."""
+    """Lists and structs as they are, a map as pairs, times in ISO 8601, decimals as floats, NaN and infinity
+    as null."""
     from pyarrow import parquet
 
     rows: list[tuple[int, dict[str, Json]]] = []
     for number, row in enumerate(parquet.ParquetFile(file).read().to_pylist(), start=1):
         try:
-            rows.append((number, orjson.loads(orjson.dumps(row, default=_decimal))))
+            rows.append((number, orjson.loads(orjson.dumps(row, default=_json))))
         except orjson.JSONEncodeError as error:
             raise ValueError(f"row {number} holds what JSON does not have: {error}") from error
     return rows
 
 
-def _decimal(value: object) -> float:
+def _json(value: object) -> float | str:
     if isinstance(value, decimal.Decimal):
         return float(value)
+    if isinstance(value, datetime.date | datetime.time):  # pandas' own kinds, where it is installed
+        return value.isoformat()
     raise TypeError
 
 

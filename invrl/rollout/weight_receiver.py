@@ -34,7 +34,7 @@ class EngineReceiver(ABC):
     """What every carrier shares; a carrier is `load`."""
 
     def __init__(
-        self, name: str, client: SglangClient, *, reply_folder: Path, deadline_s: float = 120.0
+        self, name: str, client: SglangClient, *, reply_folder: Path, deadline_s: float = 300.0
     ) -> None:
         self.name, self._client = name, client
         self._reply_folder, self._deadline_s = reply_folder, deadline_s

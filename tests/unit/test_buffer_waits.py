@@ -149,7 +149,7 @@ async def test_a_deadline_names_what_is_missing() -> None:
             lease = await actor.lease()
             await asyncio.sleep(0.001)
         finish(lease, outbox)
-        while "1 ready, 0 in flight" not in str(actor._buffer.counts()):
+        while "1 ready, 0 in flight" not in str(actor._buffer):
             await asyncio.sleep(0.001)
         with pytest.raises(DeadlineError) as caught:
             await actor.take(0.3)

@@ -165,6 +165,18 @@ def test_more_than_was_asked_for_ends_with_its_connection(run, more):
     run(test)
 
 
+def test_an_answer_that_nobody_read_is_not_the_next_ones(run):
+    async def test():
+        server = Server([WHOLE.replace(b"hello", b"stale")], [WHOLE])
+        async with server.running() as http:
+            async with http.request("POST", "/x", {}, b"") as answer:
+                assert answer.status == 200
+            assert await ask(http) == (200, b"hello")
+        assert server.connections == 1
+
+    run(test)
+
+
 def test_what_the_server_has_closed_or_is_old_is_not_used_again(run):
     async def test():
         closing = WHOLE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")

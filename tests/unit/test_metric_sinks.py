@@ -165,7 +165,7 @@ def test_a_sink_that_hangs_is_not_waited_for(errors: Callable[[], list[str]]) ->
     sinks.close()
     (hung,) = errors()
     assert "Collecting failed to close" in hung
-    assert "for Collecting to take its last 2 rows" in hung
+    assert "for Collecting to take its last 3 rows" in hung  # with row 0
     inner.go.set()
 
 

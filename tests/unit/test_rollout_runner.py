@@ -17,6 +17,7 @@ from invrl.types import FailureReason, Task
 
 TASK = Task(id="t", payload={"q": "?"}, label="4")
 OURS = "http://127.0.0.1:8000/s/key/v1"
+CHILDS = OURS.rpartition("/s/")[0] + "/s/isk-child/v1"
 
 
 class Address:
@@ -288,6 +289,7 @@ def wrapped(error):
         (status_error(f"{OURS}/chat/completions", 503), FailureReason.ENGINE),
         (wrapped(status_error(f"{OURS}/chat/completions", 500)), FailureReason.ENGINE),
         (httpx.ConnectError("refused", request=httpx.Request("POST", OURS)), FailureReason.ENGINE),
+        (status_error(f"{CHILDS}/chat/completions", 503), FailureReason.ENGINE),
         (httpx.ReadTimeout("late", request=httpx.Request("POST", OURS)), FailureReason.TIMEOUT),
         (status_error(f"{OURS}/chat/completions", 400), FailureReason.EXCEPTION),
         (status_error("http://judge.example/v1/chat", 503), FailureReason.EXCEPTION),

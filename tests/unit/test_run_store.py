@@ -197,6 +197,41 @@ def test_the_log_is_cut_when_it_has_become_long(tmp_path: Path, monkeypatch: pyt
     assert [t.id for t in reader.turns("a")] == [str(number) for number in range(200)]
 
 
+def test_a_reader_that_stays_holds_no_writer_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_store, "_LONG_LOG", 10)
+    monkeypatch.setattr(run_store, "_CHECKPOINT_EVERY", 50)
+    writer, reader = RunStoreWriter(tmp_path / "run.db"), sqlite3.connect(tmp_path / "run.db")
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT count(*) FROM turns").fetchone() == (0,)
+    for number in range(100):
+        writer.add_turn(turn(str(number)), b"[]").result(20)  # of the 30 s that a connection waits
+    reader.close()
+    writer.close()
+
+
+def test_who_is_cancelled_takes_no_commit_back(tmp_path: Path):
+    writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
+    blocker = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    cancelled = writer.add_turn(turn("1"), b"[]")
+    assert not cancelled.cancel()
+    blocker.execute("ROLLBACK")
+    cancelled.result(60)
+    writer.add_turn(turn("2"), b"[]").result(60)
+    assert [t.id for t in reader.turns("a")] == ["1", "2"]
+    writer.close()
+
+
+def test_what_no_database_can_hold_fails_alone(tmp_path: Path):
+    writer, other = RunStoreWriter(tmp_path / "run.db"), RunStoreWriter(tmp_path / "run.db")
+    with pytest.raises(UnicodeEncodeError):
+        writer.add_turn(turn("\ud800"), b"[]").result(60)
+    assert other.add_turn(turn("1"), b"[]").done()  # nothing holds the database
+    assert writer.add_turn(turn("2"), b"[]").done()
+    writer.close()
+    other.close()
+
+
 def test_keys_are_not_in_the_file(tmp_path: Path):
     writer = RunStoreWriter(tmp_path / "run.db")
     writer.open_sessions([session("a")], [b"hash"], 1.0).result(60)
