@@ -74,18 +74,18 @@ class LiveProgress(NoProgress):
     def __init__(self, num_steps: int, console: Console) -> None:
         super().__init__(console.file)
         columns = (
-            "step {task.completed}/{task.total}",
+            "step {task.fields[step]}/{task.total}",
             BarColumn(30),
             "{task.description}",
             TimeElapsedColumn(),
         )
         self._bar, self._values = Progress(*columns, console=console), dict[str, float]()
-        self._run = self._bar.add_task("starting", total=num_steps)
+        self._run = self._bar.add_task("starting", total=num_steps, step=0)
         self._live = Live(console=console, redirect_stderr=False, get_renderable=self.render)
         self._live.start()
 
     def phase(self, name: str, step: int) -> None:
-        self._bar.update(self._run, description=name, completed=max(0, step - 1))
+        self._bar.update(self._run, description=name, step=step, completed=max(0, step - 1))
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._values |= values
