@@ -160,8 +160,7 @@ class ReplyParser:
         """What was handed to the call parser."""
         self._told = 0
         """How much of that was told as content."""
-        self._content: list[str] = []
-        self._thought: list[str] = []
+        self._content = self._thought = ""
         self._calls: list[ToolCall] = []
         self._begun = 0
         """Calls of the text so far; those over the limit are not told."""
@@ -202,7 +201,7 @@ class ReplyParser:
     @property
     def message(self) -> Message:
         """All that was told so far."""
-        return Message("assistant", "".join(self._content), "".join(self._thought), tuple(self._calls))
+        return Message("assistant", self._content, self._thought, tuple(self._calls))
 
     def _apart(self, method: str, *text: str) -> tuple[str, str]:
         """Reasoning and the rest, as the method of SGLang's parser tells them."""
@@ -289,12 +288,12 @@ class ReplyParser:
 
     def _add(self, delta: Delta) -> Delta:
         """Newlines around the thinking's marks are the template's, not the reply's."""
-        if not any(self._thought):
+        if not self._thought and delta.reasoning.startswith("\n"):
             delta = replace(delta, reasoning=delta.reasoning.lstrip("\n"))
-        if (delta.reasoning or any(self._thought)) and not any(self._content):
+        if (delta.reasoning or self._thought) and not self._content and delta.content.startswith("\n"):
             delta = replace(delta, content=delta.content.lstrip("\n"))
-        self._content.append(delta.content)
-        self._thought.append(delta.reasoning)
+        self._content += delta.content
+        self._thought += delta.reasoning
         for call in delta.calls:
             if call.index == len(self._calls):
                 self._calls.append(ToolCall(call.id, call.name, call.arguments))

@@ -9,6 +9,7 @@ emitted are never made again from text. Made by `model_folder.py`; used by `turn
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -200,7 +201,7 @@ class TextStream:
 
     def __init__(self, renderer: Renderer, stop: Sequence[str], *, special: bool = False) -> None:
         self._renderer, self._stop, self._special = renderer, tuple(stop), special
-        self._ids: list[int] = []
+        self._ids = array("i")
         self._shown_from = 0
         """Ids before this one have been decoded for good; a few of them are context for the rest."""
         self._read_to = 0
