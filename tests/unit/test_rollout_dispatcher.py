@@ -149,7 +149,7 @@ async def test_an_idle_buffer_is_not_hammered_and_new_work_is_found_soon(monkeyp
     monkeypatch.setattr(asyncio, "timeout", lambda seconds: pauses.append(seconds) or timeout(seconds))
     it = dispatcher(buffer, Opener(), pool, concurrency=4)
     await until(lambda: buffer.asked > 8)
-    assert pauses[:8] == [0.01, 0.02, 0.04, 0.05, 0.05, 0.05, 0.05, 0.05]
+    assert set(pauses) == {0.04}
     assert buffer.asked <= len(pauses) + 1
     buffer.left = Leases(groups=1).left
     await until(lambda: len(pool.running) == 4)
