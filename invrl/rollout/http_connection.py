@@ -1,8 +1,8 @@
 """Keep-alive HTTP/1.1 connections to one server, for calls whose latency counts.
 
-A quarter less of the gateway's CPU per streamed answer than with a general client. What the server writes is
-acknowledged at once: the router writes an answer's head and its first token apart, and without it the token
-may wait 20 to 40 ms (Nagle's algorithm, RFC 896).
+In one pair of runs the gateway took 2.5 CPU-ms for a streamed answer with it, 3.2 with aiohttp. What the
+server writes is acknowledged at once: one first token in a hundred came 23 ms late through the router, which
+fits Nagle's algorithm (RFC 896) there, and no longer does.
 No redirects, no proxies, no compression. Used by `sglang_client.py`."""
 
 from __future__ import annotations

@@ -12,24 +12,14 @@ import openai
 import pytest
 from fakes import fake_logprob
 from test_gateway_turns import ASK, Running, running
-from tiny_model import make_tiny_model
+from test_gateway_turns import model as model
+from test_gateway_turns import renderer as renderer
 
-from invrl.gateway.model_folder import load_renderer
 from invrl.gateway.rendering import Renderer
 from invrl.types import Session
 
 TEXT, END, TOP = "Hi ünïcödé 漢 all of us, and then more", 2, 3
 STREAMED = [False, True]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
 
 
 @pytest.fixture
