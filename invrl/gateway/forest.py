@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
+from typing import Self
 
 from invrl.gateway.message import MatchLevel, Message, Tool, digests, tools_digest
 from invrl.types import Turn
@@ -96,20 +98,41 @@ class Match:
     level: MatchLevel = MatchLevel.EXACT
 
 
+class _Index:
+    """The conversations of all nodes by their digests, at one level; `tools`: told apart by their tools. It
+    follows when it is asked: most sessions need the strictest level alone."""
+
+    def __init__(self, level: MatchLevel, *, tools: bool) -> None:
+        self.level, self._tools = level, tools
+        self.nodes: dict[bytes, Node] = {}
+        """The latest node of each conversation."""
+        self.answered: set[bytes] = set()
+        """Conversations that a recorded reply follows."""
+        self._ends: dict[str, tuple[bytes, int, dict[str, str]]] = {}
+        """Where each turn's conversation ends: what `digests` goes on from."""
+
+    def follow(self, nodes: Mapping[str, Node]) -> Self:
+        for turn_id, node in islice(nodes.items(), len(self._ends), None):
+            seed, earlier, calls = b"", 0, dict[str, str]()
+            if node.parent is not None:
+                seed, earlier, calls = self._ends[node.parent.turn.id]
+            elif self._tools:
+                seed = tools_digest(node.tools)
+            calls = dict(calls)
+            *_, before, whole = digests(node.messages, self.level, seed, earlier=earlier, calls=calls)
+            self.nodes[whole] = node
+            self.answered.add(before)
+            self._ends[turn_id] = whole, earlier + len(node.messages), calls
+        return self
+
+
 class Forest:
     """The turns of one session. `level`: the most that a returned message may differ."""
 
     def __init__(self, level: MatchLevel = MatchLevel.WITHOUT_REASONING) -> None:
-        self._levels = [each for each in MatchLevel if each <= level]
-        self._nodes: dict[MatchLevel, dict[bytes, Node]] = {each: {} for each in self._levels}
-        """The latest node of each conversation, by the conversation's digest."""
+        self._indexes = [_Index(each, tools=True) for each in MatchLevel if each <= level]
+        self._any_tools = _Index(level, tools=False)
         self._by_turn: dict[str, Node] = {}
-        self._known: set[bytes] = set()
-        """Digests of all recorded conversations, whatever the tools."""
-        self._answered: set[bytes] = set()
-        """Digests of conversations that a recorded reply follows, whatever the tools."""
-        self._reply_depth: dict[bytes, int] = {}
-        """Of each reply by itself: the most messages that came before it."""
         self._texts: dict[str, str] = {}
         """Of turns without a template: all that the ids of their paths stand for."""
 
@@ -118,15 +141,7 @@ class Forest:
         return len(self._by_turn)
 
     def add(self, node: Node) -> None:
-        conversation = node.conversation()
-        seed = tools_digest(node.tools)
-        for level in self._levels:
-            self._nodes[level][digests(conversation, level, seed)[-1]] = node
-        loosest = digests(conversation, self._levels[-1])
-        self._known.add(loosest[-1])
-        self._answered.add(loosest[-2])
-        alone = digests(conversation[-1:], self._levels[-1])[-1]
-        self._reply_depth[alone] = max(self._reply_depth.get(alone, 0), len(conversation) - 1)
+        """Its parent has been added before."""
         self._by_turn[node.turn.id] = node
 
     def turn(self, turn_id: str) -> Node | None:
@@ -162,11 +177,12 @@ class Forest:
         found, depth, at_level = None, 0, MatchLevel.EXACT
         replies = [at + 1 for at, message in enumerate(messages) if message.role == "assistant"]
         seed = tools_digest(tools)
-        for level in self._levels if self.size and replies else ():
-            prefixes, nodes = digests(messages, level, seed), self._nodes[level]
+        for index in self._indexes if self.size and replies else ():
+            prefixes = digests(messages, index.level, seed)
+            nodes = index.follow(self._by_turn).nodes
             deepest = next((n for n in reversed(replies) if n > depth and prefixes[n] in nodes), None)
             if deepest is not None:
-                found, depth, at_level = nodes[prefixes[deepest]], deepest, level
+                found, depth, at_level = nodes[prefixes[deepest]], deepest, index.level
             if depth == replies[-1]:
                 break
         fork = None
@@ -176,14 +192,20 @@ class Forest:
 
     def _why(self, messages: Sequence[Message], replies: Sequence[int], depth: int) -> ForkReason | None:
         """What became of the replies of ours behind `depth`."""
-        loosest = self._levels[-1]
-        prefixes = digests(messages, loosest)
+        index = self._any_tools.follow(self._by_turn)
+        prefixes = digests(messages, index.level)
         unmatched = [n for n in replies if n > depth]
-        if any(prefixes[n] in self._known for n in unmatched):
+        if any(prefixes[n] in index.nodes for n in unmatched):
             return ForkReason.TOOLS_CHANGED
-        if any(prefixes[n - 1] in self._answered for n in unmatched):
+        if any(prefixes[n - 1] in index.answered for n in unmatched):
             return ForkReason.HISTORY_EDITED
-        alone = [(n - 1, digests(messages[n - 1 : n], loosest)[-1]) for n in unmatched]
-        if any(before < self._reply_depth.get(digest, 0) for before, digest in alone):
+        if any(self._had_more(messages[n - 1], n) for n in unmatched):
             return ForkReason.COMPACTED
         return ForkReason.NEW_CONVERSATION if depth == 0 else None
+
+    def _had_more(self, reply: Message, depth: int) -> bool:
+        """Whether this reply was recorded behind more messages than `depth`, itself included."""
+        level = self._any_tools.level
+        [_, asked] = digests([reply], level)
+        nodes = (node for node in self._by_turn.values() if len(node.conversation()) > depth)
+        return any(digests(node.messages[-1:], level)[-1] == asked for node in nodes)

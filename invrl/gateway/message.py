@@ -77,18 +77,25 @@ class MatchLevel(IntEnum):
     """Reasoning may be missing or altered."""
 
 
-def digests(messages: Sequence[Message], level: MatchLevel, seed: bytes = b"") -> list[bytes]:
-    """One digest per prefix of the conversation, the empty one (`seed`) first."""
+def digests(
+    messages: Sequence[Message],
+    level: MatchLevel,
+    seed: bytes = b"",
+    *,
+    earlier: int = 0,
+    calls: dict[str, str] | None = None,
+) -> list[bytes]:
+    """One digest per prefix of the conversation, the empty one (`seed`) first. To go on from one: `seed` is
+    its digest, `earlier` the messages that it has, `calls` (which grows) its tool-call ids by their place."""
     digest = seed
     found = [digest]
-    calls: dict[str, str] = {}
-    """Tool-call ids so far, by their place."""
-    for at, message in enumerate(messages):
+    calls = {} if calls is None else calls
+    for at, message in enumerate(messages, earlier):
         for nth, call in enumerate(message.tool_calls):
             calls[call.id] = f"{at}.{nth}"
         parts = _parts(message, level, calls)
         encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
-        lengths = b",".join(b"%d" % len(part) for part in encoded)
+        lengths = b",".join([b"%d" % len(part) for part in encoded])
         digest = hashlib.blake2b(b"".join([digest, lengths, b";", *encoded]), digest_size=16).digest()
         found.append(digest)
     return found

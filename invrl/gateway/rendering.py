@@ -12,6 +12,7 @@ import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
 from invrl.errors import SessionError
@@ -24,6 +25,8 @@ _RESULT = Message("tool", "1", tool_call_id="call-1")
 _LOOP = (Message("user", "x"), _CALL, _RESULT, _CALL, _RESULT)
 _THINK, _THOUGHT = "<think>", "</think>"
 _UNFINISHED = "�"
+_FIRSTS = 64
+"""Beginnings of conversations whose ids are kept: a group's members ask the same, one soon after the other."""
 
 
 class TextTokenizer(Protocol):
@@ -63,6 +66,7 @@ class Renderer:
     ) -> None:
         self._template, self._tokenizer, self._vocab_size = template, tokenizer, vocab_size
         self._keep_thinking = keep_thinking
+        self._first = lru_cache(_FIRSTS)(lambda prompt: array("i", self.encode(self.text(prompt))))
         self.after_reply, self.end_of_turn, self.end_of_turn_id = self._find_end_of_turn()
         marks = [tokenizer.encode(mark) for mark in (_THINK, _THOUGHT)]
         self._thinking_ids = [ids[0] for ids in marks] if all(len(ids) == 1 for ids in marks) else []
@@ -76,7 +80,7 @@ class Renderer:
 
     def first(self, prompt: Prompt) -> list[int]:
         """The whole conversation and the head of the reply. SessionError 400 if the template refuses."""
-        return self.encode(self.text(prompt))
+        return self._first(prompt).tolist()
 
     def tail(self, prompt: Prompt, depth: int, path: Sequence[int]) -> Tail:
         """What follows `path`, the recorded ids of the first `depth` messages. If they do not end with the

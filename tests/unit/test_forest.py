@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invrl.gateway.forest import Forest, ForkReason, Node
-from invrl.gateway.message import MatchLevel, Message, Tool, ToolCall
+from invrl.gateway.message import MatchLevel, Message, Tool, ToolCall, digests
 from invrl.types import Turn, VersionSpan, WeightVersion
 
 SYSTEM, ASK, REPLY = Message("system", "s"), Message("user", "q"), Message("assistant", "a")
@@ -163,3 +163,13 @@ def test_match_agrees_with_comparing_every_conversation(turns: list[list[Message
     match = forest.match(request)
     assert match.depth == expected
     assert (match.node.conversation() if match.node else []) == request[:expected]
+
+
+@pytest.mark.parametrize("level", list(MatchLevel))
+@pytest.mark.parametrize("split", range(6))
+def test_digests_go_on_from_any_prefix(level: MatchLevel, split: int):
+    talk = [ASK, CALLS, *RESULTS, REPLY, MORE]
+    whole, calls = digests(talk, level, b"tools"), dict[str, str]()
+    before = digests(talk[:split], level, b"tools", calls=calls)
+    after = digests(talk[split:], level, before[-1], earlier=split, calls=calls)
+    assert before + after[1:] == whole
