@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -148,7 +148,10 @@ class CountEndpoint(AgentEndpoint):
 def _choices(request: Asked) -> list[TurnRequest]:
     """One turn for each of `n`. Retries find each again by its own digest."""
     turn = request.turn
-    return [replace(turn, digest=f"{turn.digest}-{nth}") if nth else turn for nth in range(request.n)]
+    return [
+        turn,
+        *(msgspec.structs.replace(turn, digest=f"{turn.digest}-{nth}") for nth in range(1, request.n)),
+    ]
 
 
 def _begun(generation: Generation) -> Begun:

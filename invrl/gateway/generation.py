@@ -12,9 +12,9 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,8 +33,7 @@ _ASK_AGAIN_S = 0.5
 """The router takes about a second to leave a dead engine; clients' own retries cover more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Proposal:
+class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What will be sampled, and where in the forest it goes."""
 
     request: GenerateRequest
@@ -49,8 +48,7 @@ class Proposal:
     constrained: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What one chunk of the engine adds to the answer."""
 
     delta: Delta
@@ -60,8 +58,7 @@ class Piece:
     """As in `GenerateChunk`: only shown, never recorded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A committed turn as a dialect shows it."""
 
     turn: Turn
@@ -176,7 +173,7 @@ class Generation:
             raise
         rest = self._parser.push(self._stream.finish()), self._parser.finish()
         for delta in rest:
-            self._publish(replace(_EMPTY, delta=delta))
+            self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
         turn, durable = self._record(result.finish_reason, result)
         await asyncio.shield(durable)
         if result.finish_reason == "abort":
@@ -194,7 +191,7 @@ class Generation:
                 raise
             _log.warning("asking again: %s", error)
             await asyncio.sleep(_ASK_AGAIN_S)
-            return await self._ask(replace(request, rid=request.rid + "-again"))
+            return await self._ask(msgspec.structs.replace(request, rid=request.rid + "-again"))
 
     async def _ask(self, request: GenerateRequest) -> GenerateResult:
         if self.proposal.stream:

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+from msgspec import structs
 from pydantic import BaseModel
 
 from invrl.errors import ConfigError, SessionError
@@ -62,8 +64,7 @@ def choose_parsers(tool_calls: str, reasoning: str, *, template: str) -> Parsers
     return Parsers(tool_calls=calls, reasoning=thoughts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallDelta:
+class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What a piece adds to the reply's call number `index`. `id` and `name` come with its first piece."""
 
     index: int
@@ -72,8 +73,7 @@ class CallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What a piece of text adds to the reply."""
 
     content: str = ""
@@ -284,14 +284,14 @@ class ReplyParser:
     def _limited(self, calls: Sequence[CallDelta]) -> tuple[CallDelta, ...]:
         most = self._most_calls
         told = [c for c in calls if (c.name or c.arguments) and (most is None or c.index < most)]
-        return tuple(replace(each, arguments=_sayable(each.arguments)) for each in told)
+        return tuple(structs.replace(each, arguments=_sayable(each.arguments)) for each in told)
 
     def _add(self, delta: Delta) -> Delta:
         """Newlines around the thinking's marks are the template's, not the reply's."""
         if not self._thought and delta.reasoning.startswith("\n"):
-            delta = replace(delta, reasoning=delta.reasoning.lstrip("\n"))
+            delta = structs.replace(delta, reasoning=delta.reasoning.lstrip("\n"))
         if (delta.reasoning or self._thought) and not self._content and delta.content.startswith("\n"):
-            delta = replace(delta, content=delta.content.lstrip("\n"))
+            delta = structs.replace(delta, content=delta.content.lstrip("\n"))
         self._content += delta.content
         self._thought += delta.reasoning
         for call in delta.calls:

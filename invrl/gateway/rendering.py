@@ -26,7 +26,7 @@ _LOOP = (Message("user", "x"), _CALL, _RESULT, _CALL, _RESULT)
 _THINK, _THOUGHT = "<think>", "</think>"
 _UNFINISHED = "�"
 _FIRSTS = 64
-"""Beginnings of conversations whose ids are kept: a group's members ask the same, one soon after the other."""
+"""First prompts whose ids are kept: the members of a group ask the same, one soon after the other."""
 
 
 class TextTokenizer(Protocol):

@@ -37,13 +37,12 @@ _HEAD_TOKENS = 8
 _SHOWN = ("id", "parent_id", "fork_reason", "finish_reason", "prompt_tokens", "cached_tokens")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRequest:
+class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What every dialect's request comes down to."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    tool_choice: ToolChoice = msgspec.field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
     top_logprobs: int = 0
     """So many of the likeliest tokens are shown at each place."""
@@ -65,8 +64,7 @@ class TurnRequest:
     """What the client says; None: nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _Place(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Where a request continues the forest, and the ids it adds there."""
 
     parent: Node | None
@@ -74,7 +72,7 @@ class _Place:
     context_ids: list[int]
     fork: ForkReason | None
     prompt: Prompt
-    counted: Mapping[str, int] = field(default_factory=dict)
+    counted: Mapping[str, int] = msgspec.field(default_factory=dict)
     """What the place costs, for the metrics."""
 
 

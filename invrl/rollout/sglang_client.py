@@ -12,7 +12,7 @@ import contextlib
 import json
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -47,8 +47,7 @@ class EngineLimits:
         return cls(vocab_size=int(config["vocab_size"]), context_length=min(positions, max_total_tokens - 64))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One generation. `input_ids_T` is the whole prompt; `routing_key` keeps a session on one engine."""
 
     rid: str
@@ -57,27 +56,25 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    extra_sampling: Mapping[str, Json] = field(default_factory=dict)
+    extra_sampling: Mapping[str, Json] = msgspec.field(default_factory=dict)
     """Further SGLang sampling parameters by their own names (`top_k`, `json_schema`, ...)."""
     routing_key: str = ""
     top_logprobs: int = 0
     """So many of the likeliest tokens are wanted at each place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GenerateChunk:
+class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The tokens that arrived since the chunk before."""
 
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
     """Of the whole output so far: who cancels keeps what was sampled, with its versions."""
-    top: NDArray[np.void] = field(default_factory=lambda: NO_TOP)
+    top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
     """[T * top_logprobs]: of each token in turn the likeliest in its place, the likeliest first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GenerateResult:
+class GenerateResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A finished generation, whole. An aborted one holds what was sampled before."""
 
     ids_T: NDArray[np.int32]
@@ -88,7 +85,7 @@ class GenerateResult:
     """The token id or the string that ended it."""
     prompt_tokens: int
     cached_tokens: int
-    top: NDArray[np.void] = field(default_factory=lambda: NO_TOP)
+    top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
 
 
 class SglangClient:
