@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
 from invrl.errors import DeadlineError, ServerError, SessionError
@@ -148,10 +149,8 @@ class CountEndpoint(AgentEndpoint):
 def _choices(request: Asked) -> list[TurnRequest]:
     """One turn for each of `n`. Retries find each again by its own digest."""
     turn = request.turn
-    return [
-        turn,
-        *(msgspec.structs.replace(turn, digest=f"{turn.digest}-{nth}") for nth in range(1, request.n)),
-    ]
+    others = (structs.replace(turn, digest=f"{turn.digest}-{nth}") for nth in range(1, request.n))
+    return [turn, *others]
 
 
 def _begun(generation: Generation) -> Begun:
