@@ -162,11 +162,8 @@ class Trainer(Protocol):
 # ------------------------------------------------------------------ seams of the weight transaction
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightLayout:
-    """What the trainer will send: the tensors, in sending order."""
-
-    tensors: tuple[TensorSpec, ...]
+WeightLayout = tuple[TensorSpec, ...]
+"""What the trainer will send: the tensors, in sending order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from invrl.errors import InvrlError, LayoutError, WeightSyncError
+from invrl.interfaces import WeightLayout
 from invrl.types import TensorSpec
-from invrl.weight_arena import Arena, ArenaHandle, checksum, open_arena
+from invrl.weight_arena import ArenaHandle, checksum, map_arena
 
 if TYPE_CHECKING:
     import torch
@@ -25,19 +26,14 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 """Engine parameters that hold several checkpoint tensors, first rows first; weights and biases."""
 
 
-LoaderOp = Literal["check", "load", "digest"]
-
-
 class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`check`: does this layout fit? `load`: copy the arena's slot. `digest`: hash what is served."""
+    """Does this layout fit? If so, copy the arena's slot (`arena`), or hash what is served (`digest`)."""
 
-    op: LoaderOp
     reply_path: str
     """Of this request alone."""
-    tensors: tuple[TensorSpec, ...] = ()
-    """For `check` and `digest`."""
-    arena: str = ""
-    """ArenaHandle as JSON, for `load`."""
+    tensors: WeightLayout
+    arena: ArenaHandle | None = None
+    digest: bool = False
 
 
 class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,25 +42,13 @@ class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
     checksums: dict[str, str] = {}
 
 
-class _Place(msgspec.Struct, frozen=True):
-    """Rows [first, first + rows) of an engine parameter are the tensor `spec`."""
-
-    spec: TensorSpec
-    parameter: object
-    first: int
-
-    def view(self) -> torch.Tensor:
-        parameter: torch.Tensor = self.parameter.data  # pyright: ignore[reportAttributeAccessIssue]
-        return parameter.narrow(0, self.first, self.spec.shape[0])
-
-
-def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> list[_Place]:
-    """Where each tensor lives in the engine. LayoutError unless every tensor has a place of its shape
-    and dtype and every parameter is covered, each row once."""
-    rows = {spec.name: spec.shape[0] if spec.shape else 1 for spec in tensors}
+def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+    """The rows of the engine's parameters that hold each tensor. LayoutError unless every tensor has a
+    place of its shape and dtype and every parameter is covered, each row once."""
+    rows = {spec.name: spec.shape[0] for spec in tensors}
     if len(rows) != len(tensors):
         raise LayoutError("a tensor name occurs twice in the layout")
-    places: list[_Place] = []
+    places: dict[str, torch.Tensor] = {}
     covered = dict.fromkeys(parameters, 0)
     for spec in tensors:
         home, first = _home(spec.name, parameters, rows)
@@ -82,7 +66,7 @@ def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) 
                 f"{home}, {str(parameter.dtype).removeprefix('torch.')} {tuple(parameter.shape)}"
             )
         covered[home] += rows[spec.name]
-        places.append(_Place(spec, parameter, first))
+        places[spec.name] = parameter.data[first:end]
     for name, parameter in parameters.items():
         # SGLang pads the vocabulary; the rows beyond it belong to no token.
         padded = name.endswith(("embed_tokens.weight", "lm_head.weight")) and covered[name] > 0
@@ -105,29 +89,17 @@ def _home(name: str, parameters: Mapping[str, torch.Tensor], rows: Mapping[str, 
     raise LayoutError(f"{name}: the engine has no such weight")
 
 
-@lru_cache(maxsize=1)
-def _arena(path: str, arena_id: str) -> Arena:
-    """Kept mapped: faulting a fresh mapping costs more than the copy. The newest only."""
-    return open_arena(ArenaHandle(path=path, arena_id=arena_id, slot=0))
+_mapped = lru_cache(maxsize=1)(map_arena)
+"""Kept mapped: faulting a fresh mapping costs more than the copy. The newest only."""
 
 
 def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
-    import torch
-
-    parameters = dict(model.named_parameters())
-    if request.op == "load":
-        handle = ArenaHandle.from_json(request.arena)
-        arena = _arena(handle.path, handle.arena_id)
-        places = plan(parameters, arena.tensors)
-        views = arena.views(handle.slot)
-        with torch.no_grad():
-            for place in places:
-                place.view().copy_(views[place.spec.name])
-        return {}
-    places = plan(parameters, request.tensors)
-    if request.op == "check":
-        return {}
-    return {place.spec.name: checksum(place.view()) for place in places}
+    places = plan(dict(model.named_parameters()), request.tensors)
+    if request.arena is not None:
+        views = _mapped(request.arena.path, request.tensors)[request.arena.slot]
+        for name, place in places.items():
+            place.copy_(views[name])
+    return {name: checksum(place) for name, place in places.items()} if request.digest else {}
 
 
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -25,9 +25,9 @@ from invrl.errors import DeadlineError, LayoutError, ServerError, WeightSyncErro
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.rollout.engine_server import WEIGHT_LOADER
 from invrl.rollout.sglang_client import SglangClient
-from invrl.rollout.weight_loader import LoaderOp, LoaderReply, LoaderRequest, read_reply
-from invrl.types import TensorSpec, WeightVersion
-from invrl.weight_arena import ArenaHandle, open_arena
+from invrl.rollout.weight_loader import LoaderReply, LoaderRequest, read_reply
+from invrl.types import WeightVersion
+from invrl.weight_arena import ArenaHandle
 
 
 class EngineReceiver(ABC):
@@ -38,18 +38,18 @@ class EngineReceiver(ABC):
     ) -> None:
         self.name, self._client = name, client
         self._reply_folder, self._deadline_s = reply_folder, deadline_s
-        self._approved: WeightLayout | None = None
+        self._approved: WeightLayout = ()
         self.is_paused = False
         """For the health check: a paused engine makes no token."""
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
         """LayoutError unless the layout is exactly the engine's weights. The engine is asked once per
         layout: outside a pause it answers only when no request runs, and nothing about it changes."""
-        if set(staged.checksums) != {spec.name for spec in layout.tensors}:
+        if set(staged.checksums) != {spec.name for spec in layout}:
             raise LayoutError("what was staged is not what the layout names", engine=self.name)
         if layout != self._approved:
             async with self._update():
-                await self._ask("check", tensors=layout.tensors)
+                await self._ask(layout)
             self._approved = layout
 
     async def pause(self) -> None:
@@ -62,10 +62,8 @@ class EngineReceiver(ABC):
     async def load(self, staged: StagedWeights) -> None: ...
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
-        if self._approved is None:
-            raise WeightSyncError("checksums before check", engine=self.name)
         async with self._update():
-            reply = await self._ask("digest", tensors=self._approved.tensors)
+            reply = await self._ask(self._approved, digest=True)
         return reply.checksums
 
     async def commit(self, version: WeightVersion) -> None:
@@ -94,13 +92,15 @@ class EngineReceiver(ABC):
             finally:
                 await self._client.end_weight_update()
 
-    async def _ask(self, op: LoaderOp, *, tensors: Sequence[TensorSpec] = (), arena: str = "") -> LoaderReply:
-        """One operation of the loader inside the engine, within `_update`."""
+    async def _ask(
+        self, layout: WeightLayout, *, arena: ArenaHandle | None = None, digest: bool = False
+    ) -> LoaderReply:
+        """One request to the loader inside the engine, within `_update`."""
         import torch
 
         self._reply_folder.mkdir(parents=True, exist_ok=True)
         path = str(self._reply_folder / f"{self.name}-{secrets.token_hex(8)}.reply")
-        request = LoaderRequest(op=op, reply_path=path, tensors=tuple(tensors), arena=arena)
+        request = LoaderRequest(reply_path=path, tensors=layout, arena=arena, digest=digest)
         # The name of an empty tensor carries the request.
         named = pickle.dumps([(msgspec.json.encode(request).decode(), torch.empty(0))])
         await self._send(base64.b64encode(named).decode(), WEIGHT_LOADER)
@@ -114,16 +114,9 @@ class EngineReceiver(ABC):
 class ArenaReceiver(EngineReceiver):
     """The engine maps the trainer's arena and copies a slot into its parameters."""
 
-    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        with _as_weight_sync(self.name):
-            arena = open_arena(ArenaHandle.from_json(staged.handle))
-        if arena.tensors != layout.tensors:
-            raise LayoutError("the arena was laid out for other tensors", engine=self.name)
-        await super().check(layout, staged)
-
     async def load(self, staged: StagedWeights) -> None:
         async with self._update():
-            await self._ask("load", arena=staged.handle)
+            await self._ask(self._approved, arena=msgspec.json.decode(staged.handle, type=ArenaHandle))
 
 
 class BucketReceiver(EngineReceiver):
@@ -131,8 +124,7 @@ class BucketReceiver(EngineReceiver):
     unknown names and dies of wrong shapes, so `check` must have passed."""
 
     async def load(self, staged: StagedWeights) -> None:
-        if self._approved is None:
-            raise WeightSyncError("load before check", engine=self.name)
+        assert self._approved, "load before check"
         async with self._update():
             for payload in json.loads(staged.handle):
                 await self._send(payload, "flattened_bucket")

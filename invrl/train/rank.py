@@ -73,7 +73,7 @@ class TrainRank:
         return self._step.logprobs(rows_of(samples))
 
     def layout(self) -> WeightLayout:
-        return WeightLayout(tensors=weight_specs(self._model, self._config, self._served))
+        return weight_specs(self._model, self._config, self._served)
 
     def stage(self, version: WeightVersion) -> StagedWeights:
         """Write the current weights, by Hugging Face name, where engines can take them. Those staged before
@@ -83,7 +83,7 @@ class TrainRank:
     @cached_property
     def _carrier(self) -> ArenaWriter | BucketSender:
         """Only the rank that sends takes the memory."""
-        return _CARRIERS[self._settings.carrier](self.layout().tensors)
+        return _CARRIERS[self._settings.carrier](self.layout())
 
     def save_checkpoint(self, path: str) -> None:
         """Model, optimizer, schedule and RNG; all ranks together. The folder must be empty or new."""
