@@ -34,7 +34,6 @@ from invrl.rollout.fleet import Fleet
 from invrl.rollout.lease_offers import LeaseOffers
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.tasks import load_tasks
-from invrl.rollout.worker_handle import RayWorker
 from invrl.run_folder import RunFolder
 from invrl.train.train_actor import RankSettings, TrainActor
 from invrl.train.train_handle import TrainHandle
@@ -167,7 +166,6 @@ def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None 
         env_key=serving.env_key,
         model=serving.settings.model_name,
         seed=config.run.seed,
-        make_worker=partial(RayWorker, concurrency=config.rollout.rollout_concurrency),
     )
 
 
