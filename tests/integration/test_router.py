@@ -62,7 +62,7 @@ async def test_engine_management_does_not_pass(tiny_fleet: Fleet, path: str) -> 
 
 async def test_only_a_registered_engine_gets_traffic(tiny_fleet: Fleet, router_client: SglangClient) -> None:
     server = tiny_fleet.engines["engine-0"].server
-    router = tiny_fleet._router
+    router = tiny_fleet.router
     await asyncio.to_thread(router.unregister, server.url)
     try:
         with pytest.raises(ServerError, match="503"):
