@@ -143,7 +143,6 @@ class Buffer(Protocol):
 class StepResult:
     """What training on one batch did."""
 
-    batch_id: int
     optimizer_steps: int
     metrics: Mapping[str, Metric]
     seconds: Mapping[str, float]

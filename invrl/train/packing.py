@@ -215,13 +215,9 @@ def _blocks(tree: list[_Branch]) -> list[AttentionBlock]:
 # ------------------------------------------------------------------ mini-batches and ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankBatch:
-    """One rank's work: its share of each mini-batch (one optimizer step each). Totals in a mini-batch
-    are of the whole mini-batch over all ranks: its denominators."""
-
-    batch_id: int
-    mini_batches: tuple[TrainBatch, ...]
+Shard = tuple[TrainBatch, ...]
+"""One rank's work: its share of each mini-batch (one optimizer step each), whose total is that of the whole
+mini-batch over all ranks: its denominator."""
 
 
 def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
@@ -232,32 +228,21 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
     parts: list[list[int]] = [[] for _ in range(min(steps, len(groups)))]
     for index, sample in enumerate(batch.samples):
         parts[part_of[sample.group_id]].append(index)
-    return [part for part in (_whole(_select(batch, indices)) for indices in parts) if part.total_tokens]
+    made = [_select(batch, indices) for indices in parts]
+    totals = [sum(int(sample.loss_mask_T.sum()) for sample in part.samples) for part in made]
+    return [replace(part, total_tokens=n) for part, n in zip(made, totals, strict=True) if n]
 
 
 def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
-    """These samples; the totals stay the whole batch's."""
+    """These samples; the total stays the whole batch's."""
     samples = tuple(batch.samples[index] for index in indices)
     return replace(batch, samples=samples, advantages=tuple(batch.advantages[index] for index in indices))
 
 
-def _whole(batch: TrainBatch) -> TrainBatch:
-    """With its own samples' totals."""
-    return replace(
-        batch,
-        total_tokens=sum(int(sample.loss_mask_T.sum()) for sample in batch.samples),
-        total_rollouts=len({(sample.rollout_id, sample.attempt) for sample in batch.samples}),
-        total_samples=len(batch.samples),
-    )
-
-
-def shard_batch(batch: TrainBatch, *, ranks: int, steps: int) -> list[RankBatch]:
+def shard_batch(batch: TrainBatch, *, ranks: int, steps: int) -> list[Shard]:
     """Each rank's share of each mini-batch. What a mini-batch holds does not depend on `ranks`."""
-    shards = [_shard(mini_batch, ranks) for mini_batch in mini_batches(batch, steps)]
-    return [
-        RankBatch(batch_id=batch.batch_id, mini_batches=tuple(shard[rank] for shard in shards))
-        for rank in range(ranks)
-    ]
+    shares = [_shard(mini_batch, ranks) for mini_batch in mini_batches(batch, steps)]
+    return [tuple(by_rank[rank] for by_rank in shares) for rank in range(ranks)]
 
 
 def _shard(batch: TrainBatch, ranks: int) -> list[TrainBatch]:
