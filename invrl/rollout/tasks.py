@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import orjson
@@ -76,29 +76,21 @@ def _usable_id(name: str) -> bool:
 
 def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
     """One pass of the source for "eval"; for "train" a source that ends is started again."""
-    while True:
-        empty = True
+    for _ in count() if split == "train" else range(1):
+        task = None
         try:
-            iterator = iter(source(split, seed))
+            for task in source(split, seed):
+                if not isinstance(task, Task):
+                    raise _source_error(path, f"{split!r} yielded a {type(task).__name__}, not a Task")
+                if not (isinstance(task.id, str) and _usable_id(task.id)):
+                    raise _source_error(path, f"{split!r} yielded the task id {task.id!r}: {_ID_FIX}")
+                yield task
+        except PluginError:
+            raise
         except Exception as error:
-            raise _source_error(path, f"{path}({split!r}, {seed}) raised {error!r}") from error
-        while True:
-            try:
-                task = next(iterator)
-            except StopIteration:
-                break
-            except Exception as error:
-                raise _source_error(path, f"the split {split!r} raised {error!r}") from error
-            if not isinstance(task, Task):
-                raise _source_error(path, f"the split {split!r} yielded a {type(task).__name__}, not a Task")
-            if not (isinstance(task.id, str) and _usable_id(task.id)):
-                raise _source_error(path, f"the split {split!r} yielded the task id {task.id!r}: {_ID_FIX}")
-            empty = False
-            yield task
-        if empty:
+            raise _source_error(path, f"the split {split!r} with seed {seed} raised {error!r}") from error
+        if task is None:
             raise _source_error(path, f"the split {split!r} has no tasks")
-        if split != "train":
-            return
 
 
 def _source_error(path: str, reason: str) -> PluginError:
