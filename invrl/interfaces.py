@@ -192,7 +192,7 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """One engine's side of a carrier. Every call has a deadline and raises WeightSyncError."""
+    """One engine's side of a carrier. Every call has a deadline and raises InvrlError."""
 
     @property
     def name(self) -> str: ...

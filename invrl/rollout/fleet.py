@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +85,6 @@ class Fleet:
         self._carrier = carrier
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
         self._config, self._model_path, self._run_folder = engine, model_path, run_folder
-        self._replies = run_folder / "engine_replies"
         self._sglang_flags = sglang_flags(sglang or {})
         self.engines: dict[str, Engine] = {}
         flags = router_flags(router or {})
@@ -162,7 +160,6 @@ class Fleet:
         engines, self.engines = list(self.engines.values()), {}
         await asyncio.gather(*(self._end(engine) for engine in engines))
         await asyncio.to_thread(self.router.stop)
-        shutil.rmtree(self._replies, ignore_errors=True)
 
     async def _watch_health(self) -> None:
         check = HealthCheck()
@@ -177,7 +174,7 @@ class Fleet:
         server = EngineServer(name, self._config, model_path=model, run_folder=folder, passthrough=flags)
         url, key, admin_key = server.url, server.api_key, server.admin_key
         client = SglangClient(url, limits=self.limits, api_key=key, admin_key=admin_key, name=name)
-        receiver = RECEIVERS[self._carrier](name, client, reply_folder=self._replies)
+        receiver = RECEIVERS[self._carrier](name, client)
         return Engine(server=server, client=client, receiver=receiver)
 
     async def _ready(self, engine: Engine) -> None:

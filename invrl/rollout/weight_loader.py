@@ -7,7 +7,7 @@ written before the whole plan has been checked. The other end is `weight_receive
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -103,31 +103,26 @@ def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
 
 
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's entry point. Never raises; the reply file appears whole (rename)."""
+    """SGLang's entry point. Never raises: the other end sees that no reply came."""
     try:
         request = msgspec.json.decode(named_tensors[0][0], type=LoaderRequest)
     except Exception:
-        return  # nobody to answer; the other end sees that no reply came
+        return  # nobody to answer
     try:
         reply = LoaderReply(checksums=_serve(model, request))
     except Exception as error:
         text = str(error) if isinstance(error, InvrlError) else repr(error)
         reply = LoaderReply(error=text, error_is_layout=isinstance(error, LayoutError))
-    try:
-        with open(request.reply_path + ".new", "wb") as file:
-            file.write(msgspec.json.encode(reply))
-        os.replace(request.reply_path + ".new", request.reply_path)
-    except OSError:
-        return  # the other end sees that no reply came
+    with contextlib.suppress(OSError), open(request.reply_path, "wb") as file:
+        file.write(msgspec.json.encode(reply))
 
 
 def read_reply(path: str) -> LoaderReply:
-    """Take a reply from its file. Raises WeightSyncError if there is none, LayoutError or WeightSyncError
+    """A reply from its file. Raises WeightSyncError if there is none, LayoutError or WeightSyncError
     with what the engine says went wrong."""
     try:
         with open(path, "rb") as file:
             reply = msgspec.json.decode(file.read(), type=LoaderReply)
-        os.unlink(path)
     except (OSError, msgspec.DecodeError) as error:
         raise WeightSyncError(f"the engine's weight loader left no reply: {error}") from error
     if reply.error:

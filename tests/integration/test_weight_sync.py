@@ -131,10 +131,10 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
 
 
 async def test_buckets_carry_the_same_bytes(
-    tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver, tmp_path: Path
+    tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver
 ) -> None:
     sender = TorchSender(tiny_model, carrier="bucket")
-    bucket = BucketReceiver("engine-0", tiny_fleet.engines["engine-0"].client, reply_folder=tmp_path)
+    bucket = BucketReceiver("engine-0", tiny_fleet.engines["engine-0"].client)
     update = Update(sender, [bucket])
     for seed in range(3):
         sender.train(seed)
@@ -146,7 +146,7 @@ async def test_buckets_carry_the_same_bytes(
 class TestRefusedBeforeAByteMoved:
     @pytest.mark.parametrize("fault", ["shape", "name", "dtype", "missing", "twice_as_long"])
     async def test_layout(
-        self, fault: str, update: Update, tiny_model: Path, receiver: EngineReceiver, tmp_path: Path
+        self, fault: str, update: Update, tiny_model: Path, receiver: EngineReceiver
     ) -> None:
         before = await held(receiver, update.sender)
         wrong = TorchSender(tiny_model)
@@ -236,10 +236,8 @@ class TestMutationsTrip:
         assert await held(receiver, update.sender) == before  # the old weights are back
         assert await receiver.logprobs(CANARY)
 
-    async def test_a_skipped_update_trips_the_checksum(
-        self, update: Update, tiny_fleet: Fleet, tmp_path: Path
-    ) -> None:
-        skipping = Skipping("engine-0", tiny_fleet.engines["engine-0"].client, reply_folder=tmp_path)
+    async def test_a_skipped_update_trips_the_checksum(self, update: Update, tiny_fleet: Fleet) -> None:
+        skipping = Skipping("engine-0", tiny_fleet.engines["engine-0"].client)
         other = Update(update.sender, [skipping])
         update.sender.train(3)
         with pytest.raises(ChecksumError, match="25 of 25") as raised:
@@ -249,11 +247,9 @@ class TestMutationsTrip:
         await skipping.resume()
         await update.run()
 
-    async def test_a_dropped_bucket_trips_the_checksum(
-        self, tiny_model: Path, tiny_fleet: Fleet, tmp_path: Path
-    ) -> None:
+    async def test_a_dropped_bucket_trips_the_checksum(self, tiny_model: Path, tiny_fleet: Fleet) -> None:
         sender = TorchSender(tiny_model, carrier="bucket")
-        dropping = Dropping("engine-0", tiny_fleet.engines["engine-0"].client, reply_folder=tmp_path)
+        dropping = Dropping("engine-0", tiny_fleet.engines["engine-0"].client)
         dropping.drop = False
         update = Update(sender, [dropping])
         await update.run()
@@ -276,3 +272,10 @@ async def test_an_arena_that_is_gone_is_an_error_not_a_dead_engine(
     with pytest.raises(WeightSyncError, match="/proc/1/fd/9999"):
         await receiver.load(lost)
     assert await receiver.logprobs(CANARY)
+
+
+async def test_buckets_staged_again_after_a_failure_leave_those_before_whole(tiny_model: Path) -> None:
+    sender = TorchSender(tiny_model, carrier="bucket")
+    for version in (1, 2, 2, 3, 3):
+        await sender.stage(WeightVersion(version))
+    assert list(sender._writer._alive) == [2, 3]  # type: ignore[union-attr]
