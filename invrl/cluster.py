@@ -29,7 +29,7 @@ from invrl.lease_store import LeaseStore
 from invrl.process import free_port
 from invrl.ray_setup import worker_environment
 from invrl.rollout.dispatcher import first_to_fail
-from invrl.rollout.engine_server import find_device
+from invrl.rollout.engine_server import count_gpus
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.lease_offers import LeaseOffers
 from invrl.rollout.rollout_handle import RolloutHandle
@@ -212,7 +212,7 @@ def _make_trainer(config: Config) -> TrainHandle:
         megatron=dict(config.megatron),
         seed=config.run.seed,
     )
-    actor: Any = ray.remote(TrainActor).options(num_cpus=0, num_gpus=1 if find_device() == "cuda" else 0)
+    actor: Any = ray.remote(TrainActor).options(num_cpus=0, num_gpus=min(1, count_gpus()))
     return TrainHandle(
         [actor.remote(settings(rank=rank)) for rank in range(config.train.data_parallel_size)],
         steps_per_batch=config.algorithm.steps_per_batch,

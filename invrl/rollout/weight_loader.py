@@ -45,48 +45,37 @@ class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
 def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
     """The rows of the engine's parameters that hold each tensor. LayoutError unless every tensor has a
     place of its shape and dtype and every parameter is covered, each row once."""
-    rows = {spec.name: spec.shape[0] for spec in tensors}
-    if len(rows) != len(tensors):
+    specs = {spec.name: spec for spec in tensors}
+    if len(specs) != len(tensors):
         raise LayoutError("a tensor name occurs twice in the layout")
     places: dict[str, torch.Tensor] = {}
-    covered = dict.fromkeys(parameters, 0)
-    for spec in tensors:
-        home, first = _home(spec.name, parameters, rows)
-        parameter = parameters[home]
-        end = first + rows[spec.name]
-        fits = (
-            len(spec.shape) == parameter.dim()
-            and spec.shape[1:] == tuple(parameter.shape[1:])
-            and end <= parameter.shape[0]
-            and str(parameter.dtype) == f"torch.{spec.dtype}"
-        )
-        if not fits:
-            raise LayoutError(
-                f"{spec.name}: {spec.dtype} {spec.shape} does not fit rows {first}:{end} of the engine's "
-                f"{home}, {str(parameter.dtype).removeprefix('torch.')} {tuple(parameter.shape)}"
-            )
-        covered[home] += rows[spec.name]
-        places[spec.name] = parameter.data[first:end]
     for name, parameter in parameters.items():
+        fused = next((one for one in FUSED if f".{one}." in name), "")
+        first = 0
+        for part in [name.replace(fused, one) for one in FUSED[fused]] if fused else [name]:
+            if (spec := specs.pop(part, None)) is None:
+                raise LayoutError(f"{part}: the layout lacks it, so rows of the engine's {name} too")
+            end = first + spec.shape[0]
+            fits = (
+                len(spec.shape) == parameter.dim()
+                and spec.shape[1:] == tuple(parameter.shape[1:])
+                and end <= parameter.shape[0]
+                and str(parameter.dtype) == f"torch.{spec.dtype}"
+            )
+            if not fits:
+                raise LayoutError(
+                    f"{part}: {spec.dtype} {spec.shape} does not fit rows {first}:{end} of the engine's "
+                    f"{name}, {str(parameter.dtype).removeprefix('torch.')} {tuple(parameter.shape)}"
+                )
+            places[part] = parameter.data[first:end]
+            first = end
         # SGLang pads the vocabulary; the rows beyond it belong to no token.
-        padded = name.endswith(("embed_tokens.weight", "lm_head.weight")) and covered[name] > 0
-        if covered[name] != parameter.shape[0] and not padded:
-            raise LayoutError(f"{name}: the layout gives {covered[name]} of its {parameter.shape[0]} rows")
+        padded = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        if first != parameter.shape[0] and not padded:
+            raise LayoutError(f"{name}: the layout gives {first} of its {parameter.shape[0]} rows")
+    if specs:
+        raise LayoutError(f"{next(iter(specs))}: the engine has no such weight")
     return places
-
-
-def _home(name: str, parameters: Mapping[str, torch.Tensor], rows: Mapping[str, int]) -> tuple[str, int]:
-    """The engine parameter that holds a checkpoint tensor, and its first row there."""
-    if name in parameters:
-        return name, 0
-    for fused, parts in FUSED.items():
-        for at, part in enumerate(parts):
-            if f".{part}." in name:
-                home = name.replace(part, fused)
-                before = [name.replace(part, other) for other in parts[:at]]
-                if home in parameters and all(other in rows for other in before):
-                    return home, sum(rows[other] for other in before)
-    raise LayoutError(f"{name}: the engine has no such weight")
 
 
 _mapped = lru_cache(maxsize=1)(map_arena)

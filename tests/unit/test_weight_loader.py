@@ -80,7 +80,7 @@ def test_load_puts_every_part_in_its_rows_and_digest_reads_them_back(tmp_path: P
 
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_every_tensor_is_needed(name: str) -> None:
-    with pytest.raises(LayoutError, match=r"rows|no such weight"):
+    with pytest.raises(LayoutError, match=name.replace(".", r"\.")):
         plan(engine(), [spec for spec in SPECS if spec.name != name])
 
 
@@ -105,7 +105,7 @@ def test_the_loader_never_raises(tmp_path: Path) -> None:
     run(model(engine()), [])  # type: ignore[arg-type]
     run(model(engine()), [("not json", torch.empty(0))])  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="no such weight"):
-        ask(engine(), tmp_path, tensors=(TensorSpec(name="nope", shape=(1,), dtype="float32"),))
+        ask(engine(), tmp_path, tensors=(*SPECS, TensorSpec(name="nope", shape=(1,), dtype="float32")))
 
 
 def test_a_missing_reply_is_an_error(tmp_path: Path) -> None:
