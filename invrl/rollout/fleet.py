@@ -87,11 +87,10 @@ class Fleet:
         self._config, self._model_path, self._run_folder = engine, model_path, run_folder
         self._sglang_flags = sglang_flags(sglang or {})
         self.engines: dict[str, Engine] = {}
-        flags = router_flags(router or {})
-        timeout_s = engine.router_start_timeout_s
         self._watch: asyncio.Task[None] | None = None
         self.evicted: dict[str, str] = {}
         """Name -> reason of engines that left and were not restarted."""
+        flags, timeout_s = router_flags(router or {}), engine.router_start_timeout_s
         self.router = RouterServer(run_folder=run_folder, start_timeout_s=timeout_s, passthrough=flags)
 
     async def start(self) -> None:
@@ -134,8 +133,6 @@ class Fleet:
     async def restart(self, name: str, layout: WeightLayout, staged: StagedWeights) -> None:
         """Bring an evicted engine back with `staged` (the fleet's version), proved by checksum, and
         only then let the router know it. Raises ServerError, DeadlineError, WeightSyncError."""
-        if name in self.engines:
-            raise ServerError(f"{name} is running")
         engine = self._launch(name)
         try:
             await self._ready(engine)

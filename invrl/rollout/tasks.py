@@ -50,10 +50,7 @@ def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
 def check_tasks(config: RolloutConfig, seed: int) -> None:
     """Everything about tasks that can be wrong, found now. Reads the files whole, and of a source the
     first training task and the held-out tasks. Raises ConfigError, PluginError."""
-    if bool(config.task_source_path) == bool(config.task_file):
-        reason = "both a task source and a task file are given" if config.task_file else "there are no tasks"
-        fix = "give one of --task-source-path and --task-file"
-        raise ConfigError("task_source_path", config.task_source_path, reason, fix)
+    _check_one_place(config, config.task_file)
     unnamed = config.eval_tasks and not config.eval_sets  # named sets: `load_eval_sets`
     if unnamed and config.task_file and not config.eval_task_file:
         reason = f"{config.eval_tasks} held-out tasks are asked for and training tasks come from a file"
@@ -61,6 +58,13 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
     next(load_tasks(config, "train", seed))
     if unnamed:
         load_eval_tasks(config, seed)
+
+
+def _check_one_place(config: RolloutConfig, file: str) -> None:
+    if bool(config.task_source_path) == bool(file):
+        reason = f"tasks come from the file {file} as well" if file else "there are no tasks"
+        fix = "give one of --task-source-path and --task-file"
+        raise ConfigError("task_source_path", config.task_source_path, reason, fix)
 
 
 _ID_FIX = "give each task an id of 1 to 256 characters, in Unicode"
@@ -251,8 +255,5 @@ def held_out_only(config: RolloutConfig) -> RolloutConfig:
     if config.eval_sets:
         return config
     file = config.eval_task_file or config.task_file
-    if bool(file) == bool(config.task_source_path):
-        reason = f"tasks come from the file {file} as well" if file else "there are no tasks"
-        fix = "give one of --task-file and --task-source-path, or --eval-sets, which goes before both"
-        raise ConfigError("task_source_path", config.task_source_path, reason, fix)
+    _check_one_place(config, file)
     return config.model_copy(update={"task_file": "", "eval_task_file": file})

@@ -157,20 +157,16 @@ def _skip_collectives_of_one() -> None:
     copies each of them, more than once: a fifth of a step."""
     import megatron.core.distributed.param_and_grad_buffer as module
 
-    buffers: Any = module
-    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
-        setattr(buffers, name, _unless_in_place(getattr(buffers, name)))
-
-
-def _unless_in_place(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Output and input are the same numbers only in a group of one."""
-
-    @functools.wraps(collective)
-    def called(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def unless_in_place(
+        collective: Callable[..., Any], output: Any, given: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Output and input are the same numbers only in a group of one."""
         same = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
         return None if same else collective(output, given, *args, **kwargs)
 
-    return called
+    buffers: Any = module
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(buffers, name, functools.partial(unless_in_place, getattr(buffers, name)))
 
 
 def _repair_distributed_optimizer() -> None:

@@ -46,14 +46,13 @@ class TrainRank:
         self._settings = settings
         self._config = read_hf_config(settings.model_path)
         self._model = build_model(self._config, settings.model_path, dtype, options.transformer)
-        self._reference = None
-        if settings.algorithm.kl_coef > 0:
-            frozen = build_model(self._config, settings.model_path, dtype, options.transformer)
-            self._reference = frozen.requires_grad_(False)
-        distributed, optimizer = distribute(self._model, settings.train, options)
-        schedule = make_schedule(optimizer, settings.train)
-        parts, train, algorithm = (distributed, optimizer, schedule), settings.train, settings.algorithm
-        self._step = TrainStep(*parts, self._reference, train=train, algorithm=algorithm)
+        train, algorithm, reference = settings.train, settings.algorithm, None
+        if algorithm.kl_coef > 0:
+            reference = build_model(self._config, settings.model_path, dtype, options.transformer)
+            reference.requires_grad_(False)
+        distributed, optimizer = distribute(self._model, train, options)
+        schedule = make_schedule(optimizer, train)
+        self._step = TrainStep(distributed, optimizer, schedule, reference, train=train, algorithm=algorithm)
         self._checkpoint = Checkpoint(self._model, optimizer, schedule)
         self._served: torch.dtype = getattr(torch, settings.weight_dtype)
 
