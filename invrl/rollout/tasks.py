@@ -62,7 +62,7 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
 
 def _check_one_place(config: RolloutConfig, file: str) -> None:
     if bool(config.task_source_path) == bool(file):
-        reason = f"tasks come from the file {file} as well" if file else "there are no tasks"
+        reason = f"both a task source and the file {file} are given" if file else "there are no tasks"
         fix = "give one of --task-source-path and --task-file"
         raise ConfigError("task_source_path", config.task_source_path, reason, fix)
 

@@ -204,7 +204,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(pool: RankPool, model: Pa
 
 @pytest.mark.parametrize("bound", [0.0, 0.1])
 def test_the_gradient_norm_is_bounded(pool: RankPool, model: Path, bound: float) -> None:
-    """Adam's first step under an eps far above any gradient is lr / eps times the clipped one. 0: no bound."""
+    """Adam's first step under an eps far above any gradient is lr / eps times the clipped one. 0: none."""
     trainer = pool.build(
         model,
         train=settings(clip_grad=bound, lr=1e5, sharded=False),
