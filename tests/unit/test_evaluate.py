@@ -423,5 +423,5 @@ def test_eval_takes_the_task_file_and_needs_one_place():
     assert held_out_only(named) == named
     with pytest.raises(ConfigError, match="there are no tasks"):
         held_out_only(RolloutConfig())
-    with pytest.raises(ConfigError, match="as well"):
+    with pytest.raises(ConfigError, match="both"):
         held_out_only(RolloutConfig(task_file="a.jsonl", task_source_path="m:f"))
