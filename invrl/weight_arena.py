@@ -66,10 +66,11 @@ def map_arena(
     whole = torch.from_file(path, shared=writable, size=2 * slot_bytes, dtype=torch.uint8)
 
     def slot(start: int) -> dict[str, torch.Tensor]:
-        raw = (whole[start + at :][: num_bytes(spec)] for at, spec in zip(offsets, layout, strict=True))
-        return {
-            s.name: r.view(getattr(torch, s.dtype)).view(s.shape) for r, s in zip(raw, layout, strict=True)
-        }
+        views: dict[str, torch.Tensor] = {}
+        for at, spec in zip(offsets, layout, strict=True):
+            raw = whole[start + at :][: num_bytes(spec)]
+            views[spec.name] = raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+        return views
 
     return slot(0), slot(slot_bytes)
 
