@@ -88,7 +88,7 @@ def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -
 
     config = resolve(*parse_flags(arguments))
     if evaluates:
-        from invrl.rollout.eval_sets import held_out_only
+        from invrl.rollout.tasks import held_out_only
 
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     check_run(config, trains=trains, evaluates=evaluates)

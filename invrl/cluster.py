@@ -29,12 +29,11 @@ from invrl.lease_store import LeaseStore
 from invrl.process import free_port
 from invrl.ray_setup import worker_environment
 from invrl.rollout.dispatcher import first_to_fail
-from invrl.rollout.engine_server import find_device
+from invrl.rollout.engine_server import count_gpus
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.lease_offers import LeaseOffers
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.tasks import load_tasks
-from invrl.rollout.worker_handle import RayWorker
 from invrl.run_folder import RunFolder
 from invrl.train.train_actor import RankSettings, TrainActor
 from invrl.train.train_handle import TrainHandle
@@ -108,8 +107,8 @@ def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> Gatewa
         "port": config.gateway.gateway_port or free_port(),
         "workers": config.gateway.gateway_workers,
         "public_url": config.gateway.gateway_public_url,
-        "router_url": fleet.router_url,
-        "router_api_key": fleet.router_api_key,
+        "router_url": fleet.router.url,
+        "router_api_key": fleet.router.api_key,
         "env_key": os.environ.get("INVRL_ENV_KEY") or f"env-{secrets.token_urlsafe(24)}",
         "model_path": str(config.model.folder),
         "model_name": config.model.folder.name,
@@ -167,7 +166,6 @@ def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None 
         env_key=serving.env_key,
         model=serving.settings.model_name,
         seed=config.run.seed,
-        make_worker=partial(RayWorker, concurrency=config.rollout.rollout_concurrency),
     )
 
 
@@ -214,7 +212,7 @@ def _make_trainer(config: Config) -> TrainHandle:
         megatron=dict(config.megatron),
         seed=config.run.seed,
     )
-    actor: Any = ray.remote(TrainActor).options(num_cpus=0, num_gpus=1 if find_device() == "cuda" else 0)
+    actor: Any = ray.remote(TrainActor).options(num_cpus=0, num_gpus=min(1, count_gpus()))
     return TrainHandle(
         [actor.remote(settings(rank=rank)) for rank in range(config.train.data_parallel_size)],
         steps_per_batch=config.algorithm.steps_per_batch,

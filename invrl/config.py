@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import tomli_w
-from pydantic import Field, NonNegativeInt, PositiveInt, StrictBool, StrictFloat, StrictInt, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+)
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.presets import PRESETS
@@ -24,7 +34,6 @@ from invrl.gateway.config import GatewayConfig
 from invrl.rollout.config import EngineConfig, RolloutConfig
 from invrl.section import Section
 from invrl.train.config import TrainConfig
-from invrl.weight_sync_config import WeightSyncConfig
 
 Scalar = StrictBool | StrictInt | StrictFloat | str
 """What a pass-through option or a flag can be."""
@@ -63,6 +72,19 @@ class ModelConfig(Section):
     def folder(self) -> Path:
         """Absolute; meaningless without a `model_path`."""
         return Path(self.model_path).expanduser().absolute()
+
+
+class WeightSyncConfig(Section):
+    """How new weights reach the engines, and what proves that they are there."""
+
+    weight_carrier: Literal["arena", "bucket"] = Field(
+        "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
+    )
+    canary_max_gap: NonNegativeFloat = Field(0.0, description="engine to trainer, nats; 0: by dtype")
+    canary_mean_gap: NonNegativeFloat = Field(0.0, description="the same on average; 0: by dtype")
+    weight_sync_timeout_s: PositiveFloat = Field(
+        300.0, description="deadline of each phase of an update; pause, commit and resume have 60 s at most"
+    )
 
 
 class Config(Section):

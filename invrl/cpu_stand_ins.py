@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 _ABSENT = ("sgl_kernel", "torchvision", "torchvision.transforms", "torchvision.transforms.functional")
-_OPERATORS: list[torch.library.Library] = []
-"""Kept alive: an operator ends with its library."""
 
 
 class _Absent(types.ModuleType):
@@ -75,31 +73,20 @@ def allow_seeds() -> None:
 
     add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
-    _OPERATORS.append(library := torch.library.Library("sgl_kernel", "FRAGMENT"))
-    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
-    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    operator = "sgl_kernel::murmur_hash32_cpu"
+    torch.library.define(operator, "(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    torch.library.impl(operator, "CPU", seeded_noise)
 
 
-def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """SGLang's hash behind its seeded noise: MurmurHash3_x86_32 (A. Appleby, smhasher) with seed 0 of 16
-    bytes, little-endian: 64-bit seed, 32-bit position, 32-bit column. [N], [N], [V] -> uint32 [N, V]."""
+def seeded_noise(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """What SGLang's sampler compares with log-probs, in place of its hash of the same: each row's own random
+    numbers, by its seed and position (numpy's Philox). [N], [N], [V] -> uint32 [N, V]."""
     import numpy as np
     import torch
 
-    def rotated(x: np.ndarray, by: int) -> np.ndarray:
-        return x << np.uint32(by) | x >> np.uint32(32 - by)
-
-    words = seed.numpy().astype(np.uint64)[:, None]
-    low, high = (words & np.uint64(0xFFFFFFFF)).astype(np.uint32), (words >> np.uint64(32)).astype(np.uint32)
-    hashed = np.zeros_like(low)
-    place = positions.numpy().astype(np.uint32)[:, None]
-    for block in (low, high, place, columns.numpy().astype(np.uint32)[None, :]):
-        mixed = rotated(block * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
-        hashed = rotated(hashed ^ mixed, 13) * np.uint32(5) + np.uint32(0xE6546B64)
-    hashed = hashed ^ np.uint32(16)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        hashed = (hashed ^ hashed >> np.uint32(shift)) * np.uint32(factor)
-    return torch.from_numpy(hashed ^ hashed >> np.uint32(16))
+    keys = (s << 64 | p for s, p in zip(seed.tolist(), positions.tolist(), strict=True))
+    rows = [np.random.Philox(key=key).random_raw(len(columns)).astype(np.uint32) for key in keys]
+    return torch.from_numpy(np.stack(rows))
 
 
 def fork_children() -> None:

@@ -51,7 +51,6 @@ class FleetUpdater:
             for name in error.unrestored:
                 await self._fleet.evict(name, str(error))
             raise
-        await self._fleet.committed(version)
         for name in update.lost_engines:
             await self._fleet.evict(name, f"lost in the update to version {version}")
         await self._restart_evicted()

@@ -143,7 +143,6 @@ class Buffer(Protocol):
 class StepResult:
     """What training on one batch did."""
 
-    batch_id: int
     optimizer_steps: int
     metrics: Mapping[str, Metric]
     seconds: Mapping[str, float]
@@ -162,11 +161,8 @@ class Trainer(Protocol):
 # ------------------------------------------------------------------ seams of the weight transaction
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightLayout:
-    """What the trainer will send: the tensors, in sending order."""
-
-    tensors: tuple[TensorSpec, ...]
+WeightLayout = tuple[TensorSpec, ...]
+"""What the trainer will send: the tensors, in sending order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +192,7 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """One engine's side of a carrier. Every call has a deadline and raises WeightSyncError."""
+    """One engine's side of a carrier. Every call has a deadline and raises InvrlError."""
 
     @property
     def name(self) -> str: ...

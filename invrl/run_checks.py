@@ -11,7 +11,7 @@ from pathlib import Path
 
 from invrl.config import Config
 from invrl.errors import ConfigError, InvrlError
-from invrl.rollout.eval_sets import load_eval_sets
+from invrl.rollout.tasks import load_eval_sets
 
 UPSTREAM = ("sglang options", "router options", "megatron options")
 """Options that pass through, against the installed packages' own definitions; slow to import."""

@@ -332,8 +332,6 @@ class TrainBatch:
     advantages: tuple[NDArray[np.float32], ...]
     total_tokens: int
     """Trained tokens in the whole batch."""
-    total_rollouts: int
-    total_samples: int
 
     def __post_init__(self) -> None:
         if len(self.samples) != len(self.advantages):

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from invrl.errors import LayoutError
-from invrl.interfaces import StagedWeights
-from invrl.types import TensorSpec, WeightVersion
+from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.types import WeightVersion
 from invrl.weight_arena import checksum, num_bytes, spec_of
 
 if TYPE_CHECKING:
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 class BucketSender:
     """The trainer's end of the bucket carrier: `stage` serialises handles of buckets of bounded size.
-    Keeps the two newest versions alive. Shared memory by file on CPU: nothing but a killed trainer
-    leaves a file behind (the arena has no such flaw)."""
+    Keeps what it staged last and the version before that alive. Shared memory by file on CPU: nothing but a
+    killed trainer leaves a file behind (the arena has no such flaw)."""
 
-    def __init__(self, tensors: Sequence[TensorSpec], *, bucket_bytes: int = 64 << 20) -> None:
-        self._tensors = tuple(tensors)
+    def __init__(self, layout: WeightLayout, *, bucket_bytes: int = 64 << 20) -> None:
+        self._layout = layout
         self._bucket_bytes = bucket_bytes
         self._alive: dict[WeightVersion, list[torch.Tensor]] = {}
 
@@ -31,29 +32,22 @@ class BucketSender:
         """As `ArenaWriter.stage`. Raises LayoutError."""
         given = {name: tensor.detach() for name, tensor in tensors}
         specs = [spec_of(name, tensor) for name, tensor in given.items()]
-        if sorted(specs, key=lambda s: s.name) != sorted(self._tensors, key=lambda s: s.name):
+        if sorted(specs, key=lambda s: s.name) != sorted(self._layout, key=lambda s: s.name):
             raise LayoutError("the tensors to stage are not those of the layout")
-        while len(self._alive) > 1:
-            del self._alive[min(self._alive)]
-        self._alive[version] = []
+        before = [old for old in self._alive if old != version][-1:]
+        self._alive = {old: self._alive[old] for old in before} | {version: []}
         payloads = [self._bucket(version, given, group) for group in self._groups()]
         handle = json.dumps(payloads)
         checksums = {name: checksum(tensor) for name, tensor in given.items()}
-        size = sum(map(num_bytes, self._tensors))
+        size = sum(map(num_bytes, self._layout))
         return StagedWeights(version=version, handle=handle, checksums=checksums, num_bytes=size)
 
     def _groups(self) -> Iterable[list[str]]:
-        """Names in layout order; a tensor over the bound travels alone."""
-        group: list[str] = []
-        size = 0
-        for spec in self._tensors:
-            if group and size + num_bytes(spec) > self._bucket_bytes:
-                yield group
-                group, size = [], 0
-            group.append(spec.name)
-            size += num_bytes(spec)
-        if group:
-            yield group
+        """Names in layout order; a bucket holds what begins within the same `bucket_bytes`."""
+        *starts, _ = accumulate(map(num_bytes, self._layout), initial=0)
+        placed = zip((start // self._bucket_bytes for start in starts), self._layout, strict=True)
+        for _, group in groupby(placed, lambda each: each[0]):
+            yield [spec.name for _, spec in group]
 
     def _bucket(self, version: WeightVersion, given: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
         import torch.multiprocessing

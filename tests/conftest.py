@@ -48,6 +48,6 @@ async def tiny_fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory)
 async def router_client(tiny_fleet: Fleet) -> AsyncIterator[SglangClient]:
     """What the gateway holds: the router's address and key."""
     async with SglangClient(
-        tiny_fleet.router_url, limits=tiny_fleet.limits, api_key=tiny_fleet.router_api_key, name="router"
+        tiny_fleet.router.url, limits=tiny_fleet.limits, api_key=tiny_fleet.router.api_key, name="router"
     ) as client:
         yield client

@@ -29,7 +29,11 @@ class TorchSender:
             for name, p in self.model.named_parameters()
         ]
         self.tensors = tuple(specs)
-        self._writer = ArenaWriter(specs) if carrier == "arena" else BucketSender(specs, bucket_bytes=40_000)
+        self._writer = (
+            ArenaWriter(self.tensors)
+            if carrier == "arena"
+            else BucketSender(self.tensors, bucket_bytes=40_000)
+        )
         self.mistake: Callable[[Tensors], Tensors] = lambda tensors: tensors
         self.spoil: Callable[[StagedWeights], StagedWeights] = lambda staged: staged
 
@@ -47,7 +51,7 @@ class TorchSender:
         return {name: checksum(tensor) for name, tensor in self.parameters().items()}
 
     async def layout(self) -> WeightLayout:
-        return WeightLayout(tensors=self.tensors)
+        return self.tensors
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
         return self.spoil(self._writer.stage(version, self.mistake(self.parameters()).items()))

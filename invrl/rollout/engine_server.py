@@ -12,14 +12,11 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 import httpx
 
 from invrl.process import ServerProcess, free_port, random_key
 from invrl.rollout.config import EngineConfig
-
-Device = Literal["cpu", "cuda"]
 
 WEIGHT_LOADER = "invrl.rollout.weight_loader.run"
 """The loader that SGLang imports into its scheduler process, by the path it wants."""
@@ -35,11 +32,6 @@ _CPU_FLAGS = {
     # the next. 32 quickstart prompts took 5.4 CPU-seconds with their ten tokens, and now take 3.6.
     "chunked-prefill-size": "256",
 }
-
-
-def find_device() -> Device:
-    """What an engine runs on here."""
-    return "cuda" if count_gpus() else "cpu"
 
 
 def count_gpus() -> int:
@@ -74,7 +66,7 @@ class EngineServer(ServerProcess):
         self.api_key, self.admin_key, self._config = random_key(), random_key(), config
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [*_command(config, find_device(), model_path, port), *passthrough]  # later flags win
+        command = [*_command(config, model_path, port), *passthrough]  # later flags win
         keys = f"--api-key={self.api_key} --admin-api-key={self.admin_key}"
         env = {"OMP_NUM_THREADS": "1", "INVRL_KEY_FLAGS": keys}
         super().__init__(name, command, log=run_folder / "logs" / f"{name}.log", env=env)
@@ -103,7 +95,7 @@ class EngineServer(ServerProcess):
         return frozen.status_code == 200
 
 
-def _command(config: EngineConfig, device: Device, model_path: Path, port: int) -> list[str]:
+def _command(config: EngineConfig, model_path: Path, port: int) -> list[str]:
     flags = {
         "model-path": str(model_path),
         "host": "127.0.0.1",
@@ -114,13 +106,13 @@ def _command(config: EngineConfig, device: Device, model_path: Path, port: int) 
         # info prints the server's arguments, keys included, and a line per prefill
         "log-level": "warning",
     }
-    if device == "cpu":
+    if on_cpu := not count_gpus():
         flags |= _CPU_FLAGS | {"max-total-tokens": str(config.engine_max_total_tokens)}
     command = [sys.executable, "-m", "invrl.rollout.launch_sglang"]
     command += [part for name, value in flags.items() for part in (f"--{name}", value)]
     # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.
     command += ["--incremental-streaming-output", "--skip-server-warmup"]
-    if device == "cpu":
+    if on_cpu:
         command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
     if config.seeded_sampling:
         command.append("--enable-deterministic-inference")  # otherwise SGLang ignores seeds

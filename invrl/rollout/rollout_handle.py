@@ -1,32 +1,33 @@
 """The rollout half as the driver holds it: workers, dispatcher and held-out evaluation in one object.
 
-Lives in the driver's event loop; `cluster.py` makes it, with a factory of workers (`RayWorker`), and
-runs the loop under `guard`, so that a failure of the rollout half ends the run with its own cause
-instead of a batch that never comes. `evaluating.py` makes one without a buffer."""
+Lives in the driver's event loop; `cluster.py` makes it and runs the loop under `guard`, so that a failure
+of the rollout half ends the run with its own cause instead of a batch that never comes. `evaluating.py`
+makes one without a buffer."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from invrl import plugins
 from invrl.interfaces import Buffer
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher, Scheduler
-from invrl.rollout.eval_sets import load_eval_sets
 from invrl.rollout.evaluate import EvalScore, Evaluation, evaluate
 from invrl.rollout.session_client import DEADLINE_S, SessionClient
+from invrl.rollout.tasks import load_eval_sets
 from invrl.rollout.worker_actor import WorkerSettings
-from invrl.rollout.worker_pool import Worker, WorkerPool
+from invrl.rollout.worker_pool import RayWorker, WorkerPool
 
 T = TypeVar("T")
 _STUCK_MARGIN_S = 10.0
 
 
 class RolloutHandle:
-    """`model` is the name agents send; `make_worker(settings, name)` starts a worker. Without a buffer there
-    are evaluations only; with `offers`, environments that we do not start run what it leases."""
+    """`model` is the name agents send. Without a buffer there are evaluations only; with `offers`,
+    environments that we do not start run what it leases."""
 
     def __init__(
         self,
@@ -38,19 +39,14 @@ class RolloutHandle:
         env_key: str,
         model: str,
         seed: int,
-        make_worker: Callable[[WorkerSettings, str], Worker],
     ) -> None:
         self._config, self._seed = config, seed
         self._sessions = SessionClient(gateway_url, env_key=env_key)
         self._group_form = plugins.is_group_form(plugins.load_rollout_function(config.rollout_function_path))
-        settings = WorkerSettings(
-            gateway_url=gateway_url,
-            model=model,
-            rollout=config,
-            python_path=tuple(sys.path),
-        )
+        paths = tuple(sys.path)
+        settings = WorkerSettings(gateway_url=gateway_url, model=model, rollout=config, python_path=paths)
         self._pool = WorkerPool(
-            lambda name: make_worker(settings, name),
+            partial(RayWorker, settings, concurrency=config.rollout_concurrency),
             self._sessions,
             size=config.rollout_workers,
             run_timeout_s=config.rollout_timeout_s + DEADLINE_S + _STUCK_MARGIN_S,

@@ -28,7 +28,7 @@ _FLAGS = {
     "health-check-timeout-secs": "10",
     "health-failure-threshold": "3",
     "health-success-threshold": "1",
-    # Answered while generation is paused; /health is not. A hung scheduler is `health.py`'s business.
+    # Answered while generation is paused; /health is not. A hung scheduler is for `HealthCheck`.
     "health-check-endpoint": "/server_info",
     "shutdown-grace-period-secs": "1",
     "log-level": "warn",

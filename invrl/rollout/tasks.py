@@ -1,8 +1,9 @@
-"""Where tasks come from: a source function by import path, or a JSONL or Parquet file.
+"""Where tasks come from: a source function by import path, or a JSONL or Parquet file; for an evaluation
+the held-out sets that `eval_sets` names, or the one unnamed set.
 
 Invariants: the same split and seed give the same tasks in the same order; the ids of one iterator
-are distinct (the n-th repeat of an id is "id@n"); "eval" is finite. `check_tasks` finds every
-mistake before a process starts; `load_tasks` feeds the buffer and the evaluation."""
+are distinct (the n-th repeat of an id is "id@n"); "eval" is finite. `check_tasks` and `load_eval_sets` find
+every mistake before a process starts; `load_tasks` feeds the buffer and the evaluation."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ import datetime
 import decimal
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import orjson
@@ -48,17 +50,21 @@ def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
 def check_tasks(config: RolloutConfig, seed: int) -> None:
     """Everything about tasks that can be wrong, found now. Reads the files whole, and of a source the
     first training task and the held-out tasks. Raises ConfigError, PluginError."""
-    if bool(config.task_source_path) == bool(config.task_file):
-        reason = "both a task source and a task file are given" if config.task_file else "there are no tasks"
-        fix = "give one of --task-source-path and --task-file"
-        raise ConfigError("task_source_path", config.task_source_path, reason, fix)
-    unnamed = config.eval_tasks and not config.eval_sets  # named sets: `eval_sets.py`
+    _check_one_place(config, config.task_file)
+    unnamed = config.eval_tasks and not config.eval_sets  # named sets: `load_eval_sets`
     if unnamed and config.task_file and not config.eval_task_file:
         reason = f"{config.eval_tasks} held-out tasks are asked for and training tasks come from a file"
         raise ConfigError("eval_task_file", "", reason, "give --eval-task-file, or --eval-tasks 0")
     next(load_tasks(config, "train", seed))
     if unnamed:
         load_eval_tasks(config, seed)
+
+
+def _check_one_place(config: RolloutConfig, file: str) -> None:
+    if bool(config.task_source_path) == bool(file):
+        reason = f"both a task source and the file {file} are given" if file else "there are no tasks"
+        fix = "give one of --task-source-path and --task-file"
+        raise ConfigError("task_source_path", config.task_source_path, reason, fix)
 
 
 _ID_FIX = "give each task an id of 1 to 256 characters, in Unicode"
@@ -74,29 +80,21 @@ def _usable_id(name: str) -> bool:
 
 def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
     """One pass of the source for "eval"; for "train" a source that ends is started again."""
-    while True:
-        empty = True
+    for _ in count() if split == "train" else range(1):
+        task = None
         try:
-            iterator = iter(source(split, seed))
+            for task in source(split, seed):
+                if not isinstance(task, Task):
+                    raise _source_error(path, f"{split!r} yielded a {type(task).__name__}, not a Task")
+                if not (isinstance(task.id, str) and _usable_id(task.id)):
+                    raise _source_error(path, f"{split!r} yielded the task id {task.id!r}: {_ID_FIX}")
+                yield task
+        except PluginError:
+            raise
         except Exception as error:
-            raise _source_error(path, f"{path}({split!r}, {seed}) raised {error!r}") from error
-        while True:
-            try:
-                task = next(iterator)
-            except StopIteration:
-                break
-            except Exception as error:
-                raise _source_error(path, f"the split {split!r} raised {error!r}") from error
-            if not isinstance(task, Task):
-                raise _source_error(path, f"the split {split!r} yielded a {type(task).__name__}, not a Task")
-            if not (isinstance(task.id, str) and _usable_id(task.id)):
-                raise _source_error(path, f"the split {split!r} yielded the task id {task.id!r}: {_ID_FIX}")
-            empty = False
-            yield task
-        if empty:
+            raise _source_error(path, f"the split {split!r} with seed {seed} raised {error!r}") from error
+        if task is None:
             raise _source_error(path, f"the split {split!r} has no tasks")
-        if split != "train":
-            return
 
 
 def _source_error(path: str, reason: str) -> PluginError:
@@ -220,3 +218,42 @@ def _id_text(value: Json, field: str, file: str, line: int) -> str:
         return name
     reason = f"{_unit(file)} {line}: the id {value!r} is not a string or integer that can be used"
     raise ConfigError(field, file, reason, _ID_FIX)
+
+
+# ------------------------------------------------------------------ what an evaluation runs on
+
+
+_SET, _SOURCE = re.compile(r"([\w.-]{1,64})=(.+)"), re.compile(r"[\w.]+:\w+")
+
+
+def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ...]]:
+    """The first `eval_tasks` tasks (0: all) of each set by name; the name is empty where none was given.
+    Raises ConfigError, PluginError."""
+    if not config.eval_sets:
+        return {"": load_eval_tasks(config, seed)}
+    sets: dict[str, tuple[Task, ...]] = {}
+    for entry in config.eval_sets:
+        parts = _SET.fullmatch(entry)
+        if parts is None or parts[1] in sets:
+            reason = "not NAME=WHERE, the name of letters, digits, '.', '_', '-'"
+            reason = f"another set is called {parts[1]!r}" if parts else reason
+            fix = "write name=tasks.jsonl or name=module:source, each name once"
+            raise ConfigError("eval_sets", entry, reason, fix)
+        name, where = parts.groups()
+        source, file = (where, "") if _SOURCE.fullmatch(where) else ("", where)
+        place = {"task_source_path": source, "eval_task_file": file}
+        try:
+            sets[name] = load_eval_tasks(config.model_copy(update=place), seed)
+        except ConfigError as error:
+            raise type(error)("eval_sets", entry, error.reason, error.fix) from error
+    return sets
+
+
+def held_out_only(config: RolloutConfig) -> RolloutConfig:
+    """As `invrl eval` reads it: a task file is what is evaluated. Raises ConfigError without exactly one
+    place that tasks come from."""
+    if config.eval_sets:
+        return config
+    file = config.eval_task_file or config.task_file
+    _check_one_place(config, file)
+    return config.model_copy(update={"task_file": "", "eval_task_file": file})

@@ -6,7 +6,7 @@ returns. Rollouts of one worker share its process: `os._exit` in one takes the o
 fail as WORKER_DIED and are replaced; more `rollout_workers` spread the damage), and memory that one
 holds counts for all (over `rollout_worker_memory_gb` they end as MEMORY, and the worker asks to be
 replaced). Child processes that rollouts start live until their worker ends at the latest. Held by
-`worker_handle.py`."""
+`worker_pool.py`."""
 
 from __future__ import annotations
 

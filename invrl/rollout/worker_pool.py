@@ -4,7 +4,7 @@ Invariant: when `run` returns, every session of the assignment has ended, whatev
 of a worker that died are aborted WORKER_DIED, those of one that does not answer are aborted TIMEOUT and the
 worker is killed (which fails its other assignments as WORKER_DIED). A worker with a thread that cannot be
 ended, or over its memory limit, gets no more work and is killed once it is empty. Used by the dispatcher and
-the evaluation; makes workers through a factory, so it knows nothing of Ray."""
+the evaluation; makes workers through a factory (`RayWorker`, or the tests' fakes)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-from invrl.errors import ServerError
+import ray
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+
+from invrl.errors import DeadlineError, ServerError
 from invrl.rollout.session_client import SessionClient
-from invrl.rollout.worker_actor import Assignment, WorkerReply
+from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerReply, WorkerSettings
 from invrl.types import FailureReason, Outcome
 
 _log = logging.getLogger(__name__)
@@ -28,23 +31,41 @@ class WorkerDied(Exception):
     """The worker's process is gone. Caught by the pool, never leaves it."""
 
 
-class WorkerStuck(Exception):
-    """The worker has not answered by the pool's deadline. Caught by the pool, never leaves it."""
+class RayWorker:
+    """One worker's process: a Ray actor, for `concurrency` rollouts of training and as many of an evaluation
+    beside them. Calls raise WorkerDied, TimeoutError, and what the worker raises."""
 
+    def __init__(self, settings: WorkerSettings, name: str, *, concurrency: int) -> None:
+        self.name = name
+        self._actor: Any = (
+            ray.remote(RolloutWorker)
+            # Never a queue in Ray: its wait would count against a rollout's deadline.
+            .options(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=2 * concurrency + 8)
+            .remote(settings)
+        )
 
-class Worker(Protocol):
-    """One worker process, as `worker_handle.RayWorker` and the tests' fakes have it."""
+    async def ready(self, deadline_s: float) -> None:
+        await self._answer(self._actor.ready.remote(), deadline_s)
 
-    @property
-    def name(self) -> str: ...
-    async def ready(self, deadline_s: float) -> None: ...
-    async def run(self, assignment: Assignment, deadline_s: float) -> WorkerReply: ...
-    def kill(self) -> None: ...
+    async def run(self, assignment: Assignment, deadline_s: float) -> WorkerReply:
+        return await self._answer(self._actor.run.remote(assignment), deadline_s)
+
+    def kill(self) -> None:
+        """Ends the process; calls in it end as WorkerDied."""
+        ray.kill(self._actor)
+
+    async def _answer(self, ref: Any, deadline_s: float) -> Any:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), deadline_s)
+        except (RayActorError, TaskCancelledError) as error:  # user code may cancel every task of its loop
+            raise WorkerDied(f"{self.name}: {error}") from None
+        except RayTaskError as error:
+            raise error.cause from None
 
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    worker: Worker
+    worker: RayWorker
     ready: asyncio.Task[None]
     busy: int = 0
     """Rollouts running in it."""
@@ -56,7 +77,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        make_worker: Callable[[str], Worker],
+        make_worker: Callable[[str], RayWorker],
         sessions: SessionClient,
         *,
         size: int,
@@ -88,9 +109,10 @@ class WorkerPool:
             if self._replace(seat, str(died)):
                 self._count_death(died)
             return await self._abort(assignment, FailureReason.WORKER_DIED, str(died))
-        except WorkerStuck as stuck:
+        except TimeoutError:
             seat.worker.kill()
-            self._replace(seat, str(stuck))
+            stuck = f"{seat.worker.name} did not answer within {self._run_timeout_s:g} s"
+            self._replace(seat, stuck)
             detail = f"{stuck}: its code blocks the worker's event loop or holds the interpreter's lock"
             return await self._abort(assignment, FailureReason.TIMEOUT, detail)
         finally:
@@ -123,6 +145,8 @@ class WorkerPool:
             await asyncio.shield(seat.ready)
         except WorkerDied as died:
             raise ServerError(f"{seat.worker.name} died while it was started: {died}") from None
+        except TimeoutError:
+            raise DeadlineError(f"{seat.worker.name} to start", self._start_timeout_s) from None
 
     def _replace(self, seat: _Seat, why: str) -> bool:
         """False if another assignment saw it first."""

@@ -108,21 +108,13 @@ def _stand_in_for_cuda() -> None:
 
 
 class _Stream:
-    """A CUDA stream or event where everything has already happened."""
+    """A CUDA stream or event where everything has already happened: every call on it says so (it is true)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def _nothing(self, *args: Any) -> None:
-        pass
-
-    wait_stream = wait_event = record = wait = synchronize = _nothing
-
-    def record_event(self, *args: Any) -> _Stream:
-        return self
-
-    def query(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+        return lambda *args, **kwargs: self
 
 
 def _factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -165,20 +157,16 @@ def _skip_collectives_of_one() -> None:
     copies each of them, more than once: a fifth of a step."""
     import megatron.core.distributed.param_and_grad_buffer as module
 
-    buffers: Any = module
-    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
-        setattr(buffers, name, _unless_in_place(getattr(buffers, name)))
-
-
-def _unless_in_place(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Output and input are the same numbers only in a group of one."""
-
-    @functools.wraps(collective)
-    def called(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def unless_in_place(
+        collective: Callable[..., Any], output: Any, given: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Output and input are the same numbers only in a group of one."""
         same = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
         return None if same else collective(output, given, *args, **kwargs)
 
-    return called
+    buffers: Any = module
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(buffers, name, functools.partial(unless_in_place, getattr(buffers, name)))
 
 
 def _repair_distributed_optimizer() -> None:

@@ -20,33 +20,30 @@ from invrl.errors import ConfigError
 
 Scalar = bool | int | float | str
 
-_BY_FLAG = {
-    **dict.fromkeys(("lr", "min_lr"), "--lr"),
-    "weight_decay": "--weight-decay",
-    "adam_beta1": "--adam-beta1",
-    "adam_beta2": "--adam-beta2",
-    "clip_grad": "--clip-grad",
-    "use_distributed_optimizer": "--use-distributed-optimizer",
-    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "--train-dtype"),
-    **dict.fromkeys(("autocast_dtype", "enable_autocast"), "--train-dtype"),
-}
 _SIZES = """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
     context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
     num_distributed_optimizer_instances
 """.split()
+_BY_FLAG = {
+    **{name: f"--{name.replace('_', '-')}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2")},
+    **{"min_lr": "--lr-min", "clip_grad": "--clip-grad"},
+    "use_distributed_optimizer": "--use-distributed-optimizer",
+    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "--train-dtype"),
+    **dict.fromkeys(("autocast_dtype", "enable_autocast"), "--train-dtype"),
+    **dict.fromkeys(_SIZES, "--data-parallel-size"),
+}
 _ACCEPTED = """
     recompute_granularity recompute_method recompute_num_layers recompute_modules fp32_residual_connection
     deterministic_mode disable_bf16_reduced_precision_matmul bias_dropout_fusion barrier_with_L1_time
     config_logger_dir bucket_size grad_reduce_in_fp32 check_for_nan_in_grad check_for_large_grads
     pad_buckets_for_high_nccl_busbw suggested_communication_unit_size reduce_scatter_with_fp32_accumulation
-    nccl_ub disable_symmetric_registration optimizer adam_eps sgd_momentum decoupled_weight_decay
-    apply_wd_to_qk_layernorm log_num_zeros_in_grad
+    nccl_ub disable_symmetric_registration adam_eps decoupled_weight_decay apply_wd_to_qk_layernorm
+    log_num_zeros_in_grad
 """.split()
 """What may be set. Every other field says what is computed (config.json decides that), is fixed by the
 training step and its layers, would be ignored without a word, needs a library or a layout that the trainer
 does not have, or breaks what invrl promises (float32 master weights)."""
-_OPTIMIZERS = ("adam", "sgd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +119,9 @@ def _refuse(name: str, value: Scalar, known: set[str]) -> None:
         settable = f"the ones that may be set: {', '.join(sorted(_ACCEPTED))}"
         fix = f"did you mean {_flag(near[0])}?" if near else settable
         raise _error(name, value, "Megatron has no such field", fix)
-    if name in _SIZES and str(value) != "1":
-        fix = "use --data-parallel-size for more ranks"
-        raise _error(name, value, "the trainer is data-parallel only, as yet", fix)
-    if name not in _ACCEPTED and name not in _SIZES:
+    if name not in _ACCEPTED:
         reason = "config.json or the training step decides this field, or the trainer is not built for it"
         raise _error(name, value, reason, "leave it out")
-    if name == "optimizer" and value not in _OPTIMIZERS:
-        raise _error(name, value, "the trainer does not have this optimizer", f"use {', '.join(_OPTIMIZERS)}")
 
 
 def _flag(name: str) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,13 +214,9 @@ def _blocks(tree: list[_Branch]) -> list[AttentionBlock]:
 # ------------------------------------------------------------------ mini-batches and ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankBatch:
-    """One rank's work: its share of each mini-batch (one optimizer step each). Totals in a mini-batch
-    are of the whole mini-batch over all ranks: its denominators."""
-
-    batch_id: int
-    mini_batches: tuple[TrainBatch, ...]
+Shard = tuple[TrainBatch, ...]
+"""One rank's work: its share of each mini-batch (one optimizer step each), whose total is that of the whole
+mini-batch over all ranks: its denominator."""
 
 
 def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
@@ -232,70 +227,45 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
     parts: list[list[int]] = [[] for _ in range(min(steps, len(groups)))]
     for index, sample in enumerate(batch.samples):
         parts[part_of[sample.group_id]].append(index)
-    return [part for part in (_whole(_select(batch, indices)) for indices in parts) if part.total_tokens]
+    made = [_select(batch, indices) for indices in parts]
+    totals = [sum(int(sample.loss_mask_T.sum()) for sample in part.samples) for part in made]
+    return [replace(part, total_tokens=n) for part, n in zip(made, totals, strict=True) if n]
 
 
 def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
-    """These samples; the totals stay the whole batch's."""
+    """These samples; the total stays the whole batch's."""
     samples = tuple(batch.samples[index] for index in indices)
     return replace(batch, samples=samples, advantages=tuple(batch.advantages[index] for index in indices))
 
 
-def _whole(batch: TrainBatch) -> TrainBatch:
-    """With its own samples' totals."""
-    return replace(
-        batch,
-        total_tokens=sum(int(sample.loss_mask_T.sum()) for sample in batch.samples),
-        total_rollouts=len({(sample.rollout_id, sample.attempt) for sample in batch.samples}),
-        total_samples=len(batch.samples),
-    )
-
-
-def shard_batch(batch: TrainBatch, *, ranks: int, steps: int) -> list[RankBatch]:
+def shard_batch(batch: TrainBatch, *, ranks: int, steps: int) -> list[Shard]:
     """Each rank's share of each mini-batch. What a mini-batch holds does not depend on `ranks`."""
-    shards = [_shard(mini_batch, ranks) for mini_batch in mini_batches(batch, steps)]
-    return [
-        RankBatch(batch_id=batch.batch_id, mini_batches=tuple(shard[rank] for shard in shards))
-        for rank in range(ranks)
-    ]
+    shares = [_shard(mini_batch, ranks) for mini_batch in mini_batches(batch, steps)]
+    return [tuple(by_rank[rank] for by_rank in shares) for rank in range(ranks)]
 
 
 def _shard(batch: TrainBatch, ranks: int) -> list[TrainBatch]:
-    """Balance by cost. Groups stay whole where that balances as well as splitting them does: rows of
-    a group share their prompt, and each part of it would compute the prompt again."""
-    ways = [_assign(batch, ranks, parts) for parts in ((1, 2, 4, 8) if ranks > 1 else (1,))]
-    best = min(ways, key=lambda loads: max(_cost(batch, indices) for indices in loads))
-    return [_select(batch, indices) for indices in best]
-
-
-def _assign(batch: TrainBatch, ranks: int, parts: int) -> list[list[int]]:
-    """Split each group's rollouts into `parts`, then give the costliest part to the least loaded rank.
-    The rows of one rollout stay together."""
-    groups: dict[str, dict[str, list[int]]] = {}
-    for index, sample in enumerate(batch.samples):
-        groups.setdefault(sample.group_id, {}).setdefault(sample.rollout_id, []).append(index)
-    items: list[list[int]] = []
-    for rollouts in groups.values():
-        rows = list(rollouts.values())
-        size = -(-len(rows) // parts)
-        items += [list(chain(*rows[at : at + size])) for at in range(0, len(rows), size)]
-    costs = [_cost(batch, item) for item in items]
+    """Runs of about equal cost, group by group: the rows of a group share their prompt, and each part of a
+    group that is cut computes it again. The rows of one rollout stay together."""
+    names = [(sample.group_id, sample.rollout_id) for sample in batch.samples]
+    order = sorted(range(len(names)), key=names.__getitem__)
+    costs = _costs(batch.samples[index] for index in order)
+    rank_of: dict[tuple[str, str], int] = {}
     loads: list[list[int]] = [[] for _ in range(ranks)]
-    totals = [0.0] * ranks
-    for at in sorted(range(len(items)), key=lambda at: -costs[at]):
-        rank = totals.index(min(totals))
-        loads[rank] += items[at]
-        totals[rank] += costs[at]
-    return [sorted(load) for load in loads]
+    ends = np.cumsum(costs)
+    for index, cost, end in zip(order, costs, ends, strict=True):
+        rank = min(int((end - cost / 2) / ends[-1] * ranks), ranks - 1)
+        loads[rank_of.setdefault(names[index], rank)].append(index)
+    return [_select(batch, sorted(load)) for load in loads]
 
 
-def _cost(batch: TrainBatch, indices: Sequence[int]) -> float:
-    """Work of computing these samples together, in tokens: shared prefixes once, attention by depth."""
-    total, last_T = 0.0, np.empty(0, np.int32)
-    rows = [row for row in rows_of(batch.samples[index] for index in indices) if row.computed]
-    for row in sorted(rows, key=lambda row: _sort_key(row.tokens_T)):
+def _costs(samples: Iterable[TrainSample]) -> list[float]:
+    """Work that each sample adds to those before it, in tokens: a prefix shared with the one before costs
+    nothing, attention goes by depth."""
+    costs, last_T = list[float](), np.empty(0, np.int32)
+    for row in rows_of(samples):
         tokens_T = row.tokens_T[: row.computed]
         shared, length = common_prefix(last_T, tokens_T), len(tokens_T)
-        total += (length - shared) * (1 + (length + shared) / 2 / ATTENTION_TOKENS)
+        costs.append((length - shared) * (1 + (length + shared) / 2 / ATTENTION_TOKENS))
         last_T = tokens_T
-    return total
+    return costs

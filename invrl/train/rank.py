@@ -19,7 +19,7 @@ from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train import device
 from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import parse_megatron_options
-from invrl.train.packing import RankBatch, Row, rows_of
+from invrl.train.packing import Row, Shard, rows_of
 from invrl.train.train_actor import RankSettings
 from invrl.train.weights import export_weights, weight_specs
 from invrl.types import WeightVersion
@@ -46,20 +46,19 @@ class TrainRank:
         self._settings = settings
         self._config = read_hf_config(settings.model_path)
         self._model = build_model(self._config, settings.model_path, dtype, options.transformer)
-        self._reference = None
-        if settings.algorithm.kl_coef > 0:
-            frozen = build_model(self._config, settings.model_path, dtype, options.transformer)
-            self._reference = frozen.requires_grad_(False)
-        distributed, optimizer = distribute(self._model, settings.train, options)
-        schedule = make_schedule(optimizer, settings.train)
-        parts, train, algorithm = (distributed, optimizer, schedule), settings.train, settings.algorithm
-        self._step = TrainStep(*parts, self._reference, train=train, algorithm=algorithm)
+        train, algorithm, reference = settings.train, settings.algorithm, None
+        if algorithm.kl_coef > 0:
+            reference = build_model(self._config, settings.model_path, dtype, options.transformer)
+            reference.requires_grad_(False)
+        distributed, optimizer = distribute(self._model, train, options)
+        schedule = make_schedule(optimizer, train)
+        self._step = TrainStep(distributed, optimizer, schedule, reference, train=train, algorithm=algorithm)
         self._checkpoint = Checkpoint(self._model, optimizer, schedule)
         self._served: torch.dtype = getattr(torch, settings.weight_dtype)
 
-    def train(self, batch: RankBatch) -> StepResult:
+    def train(self, shard: Shard) -> StepResult:
         """One batch. Raises TrainError; then no weight has changed since the last mini-batch."""
-        return self._step.run(batch)
+        return self._step.run(shard)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Log-prob of each prompt's token t >= 1 given those before it, at temperature 1: [T-1] each."""
@@ -67,13 +66,12 @@ class TrainRank:
         rows = [Row(tokens_T=ids_T, wanted_N=np.arange(1, len(ids_T)), temperature=1.0) for ids_T in ids]
         return [array_T[1:] for array_T in self._step.logprobs(rows)]
 
-    def token_logprobs(self, batch: RankBatch) -> list[NDArray[np.float32]]:
+    def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
         """Of a shard's trained tokens under the current weights: one array [T] per sample, in its order."""
-        samples = [sample for mini_batch in batch.mini_batches for sample in mini_batch.samples]
-        return self._step.logprobs(rows_of(samples))
+        return self._step.logprobs(rows_of(sample for mini_batch in shard for sample in mini_batch.samples))
 
     def layout(self) -> WeightLayout:
-        return WeightLayout(tensors=weight_specs(self._model, self._config, self._served))
+        return weight_specs(self._model, self._config, self._served)
 
     def stage(self, version: WeightVersion) -> StagedWeights:
         """Write the current weights, by Hugging Face name, where engines can take them. Those staged before
@@ -83,7 +81,7 @@ class TrainRank:
     @cached_property
     def _carrier(self) -> ArenaWriter | BucketSender:
         """Only the rank that sends takes the memory."""
-        return _CARRIERS[self._settings.carrier](self.layout().tensors)
+        return _CARRIERS[self._settings.carrier](self.layout())
 
     def save_checkpoint(self, path: str) -> None:
         """Model, optimizer, schedule and RNG; all ranks together. The folder must be empty or new."""

@@ -32,7 +32,7 @@ from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.model import PolicyModel
 from invrl.train.optimizer import apply_gradients
-from invrl.train.packing import MicroBatch, RankBatch, Row, pack, rows_of
+from invrl.train.packing import MicroBatch, Row, Shard, pack, rows_of
 from invrl.types import TrainBatch
 
 _Work = tuple[MicroBatch, "partial[LossInputs]"]
@@ -63,18 +63,18 @@ class TrainStep:
     train: TrainConfig
     algorithm: AlgorithmConfig
 
-    def run(self, batch: RankBatch) -> StepResult:
+    def run(self, shard: Shard) -> StepResult:
         """One optimizer step per mini-batch. Raises TrainError for a loss or gradient that is not
         finite; the mini-batch it is found in changes no weight."""
         started, seconds = time.monotonic(), dict[str, float]()
-        packed = [self.pack(rows_of(mini_batch.samples)) for mini_batch in batch.mini_batches]
-        old = self._old_logprobs(batch, seconds)
+        packed = [self.pack(rows_of(mini_batch.samples)) for mini_batch in shard]
+        old = self._old_logprobs(shard, seconds)
         reference: _Recomputed = [None] * len(packed)
         if (frozen := self.reference) is not None:
             with _timed(seconds, "reference"):
-                reference = [self.logprobs(rows_of(mini.samples), frozen) for mini in batch.mini_batches]
+                reference = [self.logprobs(rows_of(mini.samples), frozen) for mini in shard]
         metrics: dict[str, Metric] = {}
-        for at, (mini_batch, micro_batches) in enumerate(zip(batch.mini_batches, packed, strict=True)):
+        for at, (mini_batch, micro_batches) in enumerate(zip(shard, packed, strict=True)):
             works = [_work(mini_batch, micro_batch, old[at], reference[at]) for micro_batch in micro_batches]
             with _timed(seconds, "forward_backward"):
                 parts = self._forward_backward(works)
@@ -83,9 +83,8 @@ class TrainStep:
                 norm = apply_gradients(self.optimizer)
                 self.schedule.step(1)
             metrics = merge([metrics, *parts, {"grad_norm": Mean(norm), "lr": Mean(rate)}])
-        metrics |= _amounts(batch, packed, time.monotonic() - started)
-        steps = len(packed)
-        return StepResult(batch_id=batch.batch_id, optimizer_steps=steps, metrics=metrics, seconds=seconds)
+        metrics |= _amounts(shard, packed, time.monotonic() - started)
+        return StepResult(optimizer_steps=len(packed), metrics=metrics, seconds=seconds)
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
         train = self.train
@@ -102,14 +101,14 @@ class TrainStep:
                     micro_batch.place(asked(micro_batch)[0].cpu().numpy(), arrays)
         return arrays
 
-    def _old_logprobs(self, batch: RankBatch, seconds: dict[str, float]) -> _Recomputed:
+    def _old_logprobs(self, shard: Shard, seconds: dict[str, float]) -> _Recomputed:
         """All before the first step changes the model."""
         if self.algorithm.old_logprobs == "engine":
-            return [[s.rollout_logprobs_T for s in mini.samples] for mini in batch.mini_batches]
-        if len(batch.mini_batches) < 2:
-            return [None] * len(batch.mini_batches)
+            return [[s.rollout_logprobs_T for s in mini.samples] for mini in shard]
+        if len(shard) < 2:
+            return [None] * len(shard)
         with _timed(seconds, "old_logprobs"):
-            return [self.logprobs(rows_of(mini.samples)) for mini in batch.mini_batches]
+            return [self.logprobs(rows_of(mini.samples)) for mini in shard]
 
     def _forward_backward(self, works: list[_Work]) -> list[dict[str, Metric]]:
         """Gradients of the mini-batch, summed over its micro-batches and reduced over ranks."""
@@ -159,9 +158,9 @@ def _work(
     )
 
 
-def _amounts(batch: RankBatch, packed: _Packed, seconds: float) -> dict[str, Metric]:
+def _amounts(shard: Shard, packed: _Packed, seconds: float) -> dict[str, Metric]:
     """How much this rank computed; summed over ranks by whoever merges."""
-    samples = [sample for mini in batch.mini_batches for sample in mini.samples]
+    samples = [sample for mini in shard for sample in mini.samples]
     micro_batches = [micro for parts in packed for micro in parts]
     rows = sum(len(sample.tokens_T) for sample in samples)
     return {

@@ -43,7 +43,7 @@ class TrainHandle:
         phases = sorted({phase for result in results for phase in result.seconds})
         seconds = {phase: max(one.seconds.get(phase, 0.0) for one in results) for phase in phases}
         metrics, steps = merge(result.metrics for result in results), results[0].optimizer_steps
-        return StepResult(batch_id=batch.batch_id, optimizer_steps=steps, metrics=metrics, seconds=seconds)
+        return StepResult(optimizer_steps=steps, metrics=metrics, seconds=seconds)
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         return await self._first("logprobs", prompts)
@@ -52,7 +52,7 @@ class TrainHandle:
         """Of each sample's trained tokens under the current weights, 0 elsewhere: [T] each."""
         shards = shard_batch(batch, ranks=len(self._actors), steps=self._steps_per_batch)
         answers = await self._all("token_logprobs", list(map(ray.put, shards)))
-        samples = [one for shard in shards for mini_batch in shard.mini_batches for one in mini_batch.samples]
+        samples = [one for shard in shards for mini_batch in shard for one in mini_batch.samples]
         pairs = zip(samples, chain(*answers), strict=True)
         by_sample = {id(sample): array_T for sample, array_T in pairs}
         return [by_sample[id(sample)] for sample in batch.samples]

@@ -39,7 +39,7 @@ def fleet(request: pytest.FixtureRequest) -> Fleet | str:
 async def client(fleet: Fleet | str, tiny_model: Path) -> AsyncIterator[SglangClient]:
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(fleet, Fleet):
-            url, key, limits = fleet.router_url, fleet.router_api_key, fleet.limits
+            url, key, limits = fleet.router.url, fleet.router.api_key, fleet.limits
         else:
             scripted = ScriptedEngine(text_by_prompt, tiny_model)
             engine = FakeEngine(reply_by_prompt(tokens=100)) if fleet == "fake" else scripted

@@ -26,7 +26,7 @@ from invrl.interfaces import StepResult
 from invrl.metrics import Metric, merge
 from invrl.process import ServerProcess, free_port
 from invrl.train.config import TrainConfig
-from invrl.train.packing import RankBatch, shard_batch
+from invrl.train.packing import Shard, shard_batch
 from invrl.train.train_actor import RankSettings
 from invrl.types import TrainBatch
 
@@ -208,7 +208,7 @@ class RankProcess:
             setattr(packing, name, value)
         return replaced
 
-    def train(self, shard: RankBatch) -> StepResult:
+    def train(self, shard: Shard) -> StepResult:
         return self._rank.train(shard)
 
     def steps(self, _: None) -> list[Step]:

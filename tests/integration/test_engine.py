@@ -159,14 +159,14 @@ async def test_without_the_right_key_nothing_is_answered(engine: Engine, path: s
 async def test_a_pause_holds_requests_and_health_says_no_hang(tiny_fleet: Fleet, engine: Engine) -> None:
     await engine.receiver.pause()
     try:
-        assert engine.paused()
+        assert engine.receiver.is_paused
         flight = asyncio.create_task(engine.client.generate(request([5, 6], new=3, ignore_eos=True)))
         await asyncio.sleep(0.5)
         assert not flight.done()
     finally:
         await engine.receiver.resume()
     assert len((await asyncio.wait_for(flight, 120)).ids_T) == 3
-    assert not engine.paused()
+    assert not engine.receiver.is_paused
     assert "engine-0" in tiny_fleet.engines
 
 

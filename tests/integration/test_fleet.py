@@ -4,6 +4,7 @@ engine that dies is taken out, and comes back only with the fleet's weights."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ import pytest
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
-from invrl.errors import WeightSyncError
+from invrl.errors import ChecksumError, WeightSyncError
 from invrl.process import still_running
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.fleet import Fleet
@@ -53,7 +54,7 @@ def request(index: int) -> GenerateRequest:
 
 
 async def versions_seen(fleet: Fleet) -> set[int]:
-    client = SglangClient(fleet.router_url, limits=fleet.limits, api_key=fleet.router_api_key)
+    client = SglangClient(fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key)
     async with client:
         results = await asyncio.gather(*(client.generate(request(index)) for index in range(12)))
     return {span.version for result in results for span in result.spans}
@@ -70,7 +71,6 @@ async def test_update_eviction_and_return(pair: tuple[Fleet, TorchSender]) -> No
     )
     sender.train(1)
     update = await updates.run(WeightVersion(1))
-    await fleet.committed(update.version)
     assert update.canary_max_gap <= 1e-3
     for receiver in await fleet.receivers():
         staged = await sender.stage(WeightVersion(1))
@@ -100,14 +100,13 @@ async def test_update_eviction_and_return(pair: tuple[Fleet, TorchSender]) -> No
     await _kill_and_wait(fleet, "engine-0")
     assert await versions_seen(fleet) == {1}
     update = await updates.run(WeightVersion(2))
-    await fleet.committed(update.version)
 
     # it comes back with the fleet's weights, or not at all
-    old, layout = await sender.stage(WeightVersion(1)), await sender.layout()
-    with pytest.raises(WeightSyncError, match="the fleet holds 2"):
-        await fleet.restart("engine-0", layout, old)
+    staged, layout = await sender.stage(WeightVersion(2)), await sender.layout()
+    wrong = dataclasses.replace(staged, checksums=staged.checksums | {layout[0].name: "0" * 16})
+    with pytest.raises(ChecksumError, match=layout[0].name):
+        await fleet.restart("engine-0", layout, wrong)
     assert "engine-0" not in fleet.engines
-    staged = await sender.stage(WeightVersion(2))
     await fleet.restart("engine-0", layout, staged)
     assert set(fleet.engines) == {"engine-0", "engine-1"}
     assert await versions_seen(fleet) == {2}

@@ -37,8 +37,8 @@ def settings_for(fleet: Fleet, model: Path, folder: Path, **changes: object) -> 
     values = {
         "run_id": "test",
         "port": free_port(),
-        "router_url": fleet.router_url,
-        "router_api_key": fleet.router_api_key,
+        "router_url": fleet.router.url,
+        "router_api_key": fleet.router.api_key,
         "env_key": ENV_KEY,
         "model_path": str(model),
         "model_name": "tiny",

@@ -35,8 +35,7 @@ from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.sglang_client import EngineLimits, SglangClient
 from invrl.rollout.worker_actor import Assignment, WorkerSettings
-from invrl.rollout.worker_handle import RayWorker
-from invrl.rollout.worker_pool import WorkerPool
+from invrl.rollout.worker_pool import RayWorker, WorkerPool
 from invrl.run_store import RunStore, RunStoreWriter
 from invrl.types import (
     FailedRollout,
@@ -169,7 +168,6 @@ async def rollouts(
         env_key=ENV_KEY,
         model="tiny",
         seed=0,
-        make_worker=lambda settings, name: RayWorker(settings, name, concurrency=64),
     )
     try:
         await handle.start()

@@ -46,23 +46,23 @@ async def status(method: str, url: str, key: str) -> int:
 @pytest.mark.parametrize("what", ["POST /workers", "GET /workers", "DELETE /workers/x", "POST /flush_cache"])
 async def test_nobody_else_manages_it(tiny_fleet: Fleet, what: str, key: str) -> None:
     method, path = what.split()
-    given = tiny_fleet.router_api_key if key == "sampling" else key
-    assert await status(method, tiny_fleet.router_url + path, given) == 401
+    given = tiny_fleet.router.api_key if key == "sampling" else key
+    assert await status(method, tiny_fleet.router.url + path, given) == 401
 
 
 @pytest.mark.parametrize("key", ["", "wrong"])
 async def test_nobody_else_samples(tiny_fleet: Fleet, key: str) -> None:
-    assert await status("POST", tiny_fleet.router_url + "/generate", key) == 401
+    assert await status("POST", tiny_fleet.router.url + "/generate", key) == 401
 
 
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_tensor", "/abort_request"])
 async def test_engine_management_does_not_pass(tiny_fleet: Fleet, path: str) -> None:
-    assert await status("POST", tiny_fleet.router_url + path, tiny_fleet.router_api_key) in (401, 404)
+    assert await status("POST", tiny_fleet.router.url + path, tiny_fleet.router.api_key) in (401, 404)
 
 
 async def test_only_a_registered_engine_gets_traffic(tiny_fleet: Fleet, router_client: SglangClient) -> None:
     server = tiny_fleet.engines["engine-0"].server
-    router = tiny_fleet._router
+    router = tiny_fleet.router
     await asyncio.to_thread(router.unregister, server.url)
     try:
         with pytest.raises(ServerError, match="503"):

@@ -75,7 +75,6 @@ async def test_two_ranks_train_and_the_death_of_one_is_an_error(pool: RankPool, 
     batch = random_batch(0)
     result = await handle.train(batch)
     assert result.optimizer_steps == 2
-    assert result.batch_id == batch.batch_id
     assert resolve(result.metrics)["tokens"] == batch.total_tokens
     assert result.seconds.keys() >= {"old_logprobs", "forward_backward", "optimizer"}
     prompt = batch.samples[0].tokens_T.tolist()
@@ -83,7 +82,7 @@ async def test_two_ranks_train_and_the_death_of_one_is_an_error(pool: RankPool, 
     await handle.export_hugging_face(str(tmp_path / "exported"))
     layout = await handle.layout()
     assert (await handle.stage(1)).version == 1
-    assert len(layout.tensors) > 20
+    assert len(layout) > 20
 
     alone = pool.build(model, train=TRAIN)
     alone.train(batch, steps=2)

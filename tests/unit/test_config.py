@@ -294,7 +294,7 @@ def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
     )
     config = from_flags("--model-path", str(tmp_path), *flags)
     limits = EngineLimits(vocab_size=512, context_length=64)
-    fleet = SimpleNamespace(limits=limits, router_url="http://127.0.0.1:1", router_api_key="k")
+    fleet = SimpleNamespace(limits=limits, router=SimpleNamespace(url="http://127.0.0.1:1", api_key="k"))
     settings = _gateway_settings(config, RunFolder(path=tmp_path), fleet)  # type: ignore[arg-type]
     assert (settings.workers, settings.session_max_turns, settings.late_reward) == (3, 7, "accept")
     same = set(GatewayConfig.model_fields) & set(GatewaySettings.model_fields)

@@ -17,7 +17,6 @@ from invrl.config import load_resolved, resolve
 from invrl.errors import ConfigError, PluginError
 from invrl.flags import parse_flags
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.eval_sets import held_out_only, load_eval_sets
 from invrl.rollout.evaluate import (
     EvalScore,
     Evaluation,
@@ -27,6 +26,7 @@ from invrl.rollout.evaluate import (
     pass_at_k,
     wilson_interval,
 )
+from invrl.rollout.tasks import held_out_only, load_eval_sets
 from invrl.run_checks import run_checks
 from invrl.types import FailedRollout, FailureReason, RolloutSummary, Sampling, Session, Task
 
@@ -423,5 +423,5 @@ def test_eval_takes_the_task_file_and_needs_one_place():
     assert held_out_only(named) == named
     with pytest.raises(ConfigError, match="there are no tasks"):
         held_out_only(RolloutConfig())
-    with pytest.raises(ConfigError, match="as well"):
+    with pytest.raises(ConfigError, match="both"):
         held_out_only(RolloutConfig(task_file="a.jsonl", task_source_path="m:f"))

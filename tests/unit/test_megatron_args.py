@@ -48,7 +48,7 @@ def test_values_take_the_fields_own_types() -> None:
         ("pipeline_model_parallel_size", 2, "--data-parallel-size"),
         ("moe_router_topk", 2, "not built"),
         ("fp8", "hybrid", "not built"),
-        ("optimizer", "muon", "adam, sgd"),
+        ("optimizer", "muon", "not built"),
         ("main_params_dtype", "float16", "not built"),
         ("gradient_accumulation_fusion", True, "not built"),
         ("decoupled_lr", 1e-3, "not built"),
@@ -65,17 +65,10 @@ def test_refusals_name_the_way_out(name: str, value: Scalar, told: str) -> None:
     assert "--megatron-" + name.replace("_", "-") in str(caught.value)
 
 
-def test_a_parallel_size_of_one_passes() -> None:
-    assert parse_megatron_options({"tensor_model_parallel_size": 1}).transformer == {
-        "tensor_model_parallel_size": 1
-    }
-
-
 ACCEPTED: dict[str, Scalar] = {
     "recompute_granularity": "full",
     "recompute_method": "block",
     "recompute_modules": "mlp",
-    "optimizer": "sgd",
     "config_logger_dir": "folder",
 }
 """A value for each accepted field that no number and no truth value fits."""
@@ -121,7 +114,7 @@ def test_every_field_is_accepted_as_its_own_type_or_refused_by_its_flag() -> Non
                 accepted.add(name)
     print(f"{len(owners)} options walked: {len(accepted)} accepted")
     # What a run may change is a short list; a field new to Megatron is refused until it is looked at.
-    assert 20 <= len(accepted) <= 30
+    assert 15 <= len(accepted) <= 25
     assert ACCEPTED.keys() <= accepted
 
 

@@ -153,8 +153,6 @@ def batch_of(samples: list[TrainSample]) -> TrainBatch:
         samples=tuple(samples),
         advantages=tuple(s.loss_mask_T.astype(np.float32) for s in samples),
         total_tokens=int(sum(s.loss_mask_T.sum() for s in samples)),
-        total_rollouts=len({s.rollout_id for s in samples}),
-        total_samples=len(samples),
     )
 
 
@@ -177,11 +175,11 @@ def test_shards_hold_every_trained_row_once_and_mini_batches_do_not_depend_on_ra
     shards = shard_batch(batch, ranks=ranks, steps=steps)
     (alone,) = shard_batch(batch, ranks=1, steps=steps)
     assert len(shards) == ranks
-    assert {len(shard.mini_batches) for shard in shards} == {len(alone.mini_batches)}
-    assert len(alone.mini_batches) <= steps
+    assert {len(shard) for shard in shards} == {len(alone)}
+    assert len(alone) <= steps
     seen: list[int] = []
-    for at, whole in enumerate(alone.mini_batches):
-        parts = [shard.mini_batches[at] for shard in shards]
+    for at, whole in enumerate(alone):
+        parts = [shard[at] for shard in shards]
         ids = [id(s) for part in parts for s in part.samples]
         assert sorted(ids) == sorted(id(s) for s in whole.samples)
         trained = int(sum(s.loss_mask_T.sum() for s in whole.samples))
@@ -198,13 +196,13 @@ def test_shards_hold_every_trained_row_once_and_mini_batches_do_not_depend_on_ra
         )
         seen += ids
     assert len(seen) == len(set(seen))
-    assert sum(part.total_tokens for part in alone.mini_batches) == batch.total_tokens
+    assert sum(part.total_tokens for part in alone) == batch.total_tokens
 
 
 def test_a_group_is_in_one_mini_batch() -> None:
     batch = batch_of([sample(g, r, 20, 5) for g in range(5) for r in range(3)])
     (alone,) = shard_batch(batch, ranks=1, steps=2)
-    groups = [{s.group_id for s in mini.samples} for mini in alone.mini_batches]
+    groups = [{s.group_id for s in mini.samples} for mini in alone]
     assert [len(g) for g in groups] == [3, 2]
     assert not groups[0] & groups[1]
 
@@ -212,7 +210,7 @@ def test_a_group_is_in_one_mini_batch() -> None:
 def test_groups_stay_whole_on_a_rank_where_that_balances() -> None:
     batch = batch_of([sample(g, r, 120, 20) for g in range(4) for r in range(8)])
     shards = shard_batch(batch, ranks=2, steps=1)
-    groups = [{s.group_id for s in shard.mini_batches[0].samples} for shard in shards]
+    groups = [{s.group_id for s in shard[0].samples} for shard in shards]
     assert [len(g) for g in groups] == [2, 2]
     assert not groups[0] & groups[1]
 
@@ -220,4 +218,14 @@ def test_groups_stay_whole_on_a_rank_where_that_balances() -> None:
 def test_one_big_group_is_split_over_ranks() -> None:
     batch = batch_of([sample(0, r, 60, 50) for r in range(8)])
     shards = shard_batch(batch, ranks=2, steps=1)
-    assert [len(shard.mini_batches[0].samples) for shard in shards] == [4, 4]
+    assert [len(shard[0].samples) for shard in shards] == [4, 4]
+
+
+def test_ranks_get_about_equal_work() -> None:
+    """Shared prompts count once and long rows for their attention: no rank is off by more than a rollout."""
+    rng = np.random.default_rng(0)
+    samples = [sample(g, r, int(rng.integers(50, 3000)), 40) for g in range(6) for r in range(8)]
+    shards = shard_batch(batch_of(samples), ranks=4, steps=1)
+    work = [sum(packing._costs(shard[0].samples)) for shard in shards]
+    most = max(sum(packing._costs([one])) for one in samples)
+    assert max(work) - min(work) <= 2 * most

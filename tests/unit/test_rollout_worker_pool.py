@@ -8,7 +8,7 @@ import pytest
 
 from invrl.errors import PluginError, ServerError
 from invrl.rollout.worker_actor import Assignment, WorkerReply
-from invrl.rollout.worker_pool import WorkerDied, WorkerPool, WorkerStuck
+from invrl.rollout.worker_pool import WorkerDied, WorkerPool
 from invrl.types import FailedRollout, FailureReason, Sampling, Session, Task
 
 
@@ -75,7 +75,7 @@ class FakeWorker:
             for wait in waits:
                 wait.cancel()
             if not done:
-                raise WorkerStuck(f"{self.name} did not answer")
+                raise TimeoutError
         if self.dead.is_set():
             raise WorkerDied(f"{self.name}: exit code 1")
         outcomes = tuple(failed(s, FailureReason.EXCEPTION, "done") for s in assignment.sessions)

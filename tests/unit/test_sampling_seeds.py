@@ -1,19 +1,15 @@
-"""Seeds of generations: the hash behind SGLang's seeded noise, against the algorithm as published and against
-SGLang's own kernel; how a seed comes from a place; what the gateway sends."""
+"""Seeds of generations: the noise of SGLang's seeded sampler on CPU; how a seed comes from a place; what the
+gateway sends."""
 
 from __future__ import annotations
 
-import os
-import struct
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from test_gateway_turns import ASK, MORE, model, renderer, running  # noqa: F401
 
-from invrl.cpu_stand_ins import murmur_hash32
+from invrl.cpu_stand_ins import seeded_noise
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.sampling import sampling_seed
 from invrl.types import Sampling, Session
@@ -25,60 +21,24 @@ SESSION = Session(
 PROMPT = bytes(range(16))
 
 
-def murmur3_x86_32(data: bytes, seed: int) -> int:
-    """MurmurHash3_x86_32, for data of whole 4-byte blocks, on Python's integers."""
-    word = 2**32 - 1
-    hashed = seed
-    for (block,) in struct.iter_unpack("<I", data):
-        k = block * 0xCC9E2D51 & word
-        k = (k << 15 | k >> 17) & word
-        hashed ^= k * 0x1B873593 & word
-        hashed = (hashed << 13 | hashed >> 19) & word
-        hashed = hashed * 5 + 0xE6546B64 & word
-    hashed ^= len(data)
-    hashed = (hashed ^ hashed >> 16) * 0x85EBCA6B & word
-    hashed = (hashed ^ hashed >> 13) * 0xC2B2AE35 & word
-    return hashed ^ hashed >> 16
+def test_noise_is_of_seed_and_position_alone_and_uniform() -> None:
+    seeds, positions = [0, 0, 2**64 - 1, 2**31], [0, 1, 0, 2**31 - 1]
+    columns = torch.arange(50_000)
 
+    def noise(rows: list[int]) -> torch.Tensor:
+        seed = torch.tensor([seeds[row] for row in rows], dtype=torch.uint64)
+        return seeded_noise(seed, torch.tensor([positions[row] for row in rows]), columns)
 
-def test_the_hash_is_murmur3_of_seed_position_and_column() -> None:
-    # values published for the algorithm (verification vectors of other implementations)
-    assert murmur3_x86_32(b"", 1) == 0x514E28B7
-    assert murmur3_x86_32(b"\xff\xff\xff\xff", 0) == 0x76293B50
-    assert murmur3_x86_32(b"\x21\x43\x65\x87", 0) == 0xF55B516B
-    assert murmur3_x86_32(b"aaaa", 0x9747B28C) == 0x5A97808A
-    seeds = [0, 1, 42, 2**31 - 1, 2**32 + 5, 2**63 + 11, 2**64 - 1]
-    positions = [0, 1, 511, 40_000, 7, 2**31 - 1, 3]
-    columns = [0, 1, 255, 49_151, 262_143]
-    hashed = murmur_hash32(
-        torch.tensor(seeds, dtype=torch.uint64), torch.tensor(positions), torch.tensor(columns)
-    )
-    assert hashed.dtype == torch.uint32
-    assert hashed.tolist() == [
-        [murmur3_x86_32(struct.pack("<QII", seed, position, column), 0) for column in columns]
-        for seed, position in zip(seeds, positions, strict=True)
-    ]
-
-
-def test_the_hash_is_that_of_sglangs_kernel() -> None:
-    """Its Triton kernel in Triton's interpreter, which must be chosen before triton is imported."""
-    program = """
-import importlib.util, torch
-from invrl.cpu_stand_ins import murmur_hash32
-[sglang] = importlib.util.find_spec("sglang").submodule_search_locations
-path = sglang + "/kernels/ops/sampling/murmur_hash.py"
-spec = importlib.util.spec_from_file_location("murmur_hash", path)
-theirs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(theirs)
-draw = torch.Generator().manual_seed(0)
-seeds = torch.randint(-(2**63), 2**63 - 1, (4,), generator=draw).view(torch.uint64)
-positions, columns = torch.randint(0, 2**20, (4,), generator=draw), torch.arange(1500)
-hashed = torch.empty((4, 1500), dtype=torch.uint32)
-theirs.murmur_hash32_kernel[(4, 2)](seeds, positions, columns, hashed, 4, 1500, BLOCK_SIZE=1024)
-assert torch.equal(hashed, murmur_hash32(seeds, positions, columns))
-"""
-    environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=400, env=environ)
+    drawn = noise([0, 1, 2, 3])
+    assert drawn.dtype == torch.uint32
+    for row in range(4):  # whatever stands beside it
+        assert torch.equal(noise([row])[0], drawn[row])
+        assert torch.equal(noise([3 - row, row])[1], drawn[row])
+    shares = drawn.to(torch.float64) / 2**32
+    # mean and correlation of 50,000 uniform numbers: 6 standard deviations
+    assert (shares.mean(1) - 0.5).abs().max() < 6 * (1 / 12 / 50_000) ** 0.5
+    assert (torch.corrcoef(shares) - torch.eye(4)).abs().max() < 6 / 50_000**0.5
+    assert (shares < 0.001).sum(1).sub(50).abs().max() < 6 * 50**0.5
 
 
 def test_a_seed_is_of_the_place_alone() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 
-from invrl.errors import LayoutError, WeightSyncError
+from invrl.errors import LayoutError
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weight_arena import ArenaHandle, ArenaWriter, checksum, open_arena
+from invrl.weight_arena import ArenaHandle, ArenaWriter, checksum, map_arena
 
 SPECS = (
     TensorSpec(name="a", shape=(3, 5), dtype="float32"),
@@ -25,8 +27,8 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def read(handle: str) -> dict[str, torch.Tensor]:
-    at = ArenaHandle.from_json(handle)
-    return open_arena(at).views(at.slot)
+    at = msgspec.json.decode(handle, type=ArenaHandle)
+    return map_arena(at.path, SPECS)[at.slot]
 
 
 def test_reads_back_what_was_staged() -> None:
@@ -56,8 +58,8 @@ def test_another_process_reads_it_and_cannot_write() -> None:
     writer = ArenaWriter(SPECS)
     staged = writer.stage(WeightVersion(1), tensors(5).items())
     program = (
-        "import sys; from invrl.weight_arena import *; h = ArenaHandle.from_json(sys.argv[1]);"
-        "print(checksum(open_arena(h).views(h.slot)['c']))"
+        "import sys; from tests.unit.test_weight_arena import checksum, read; view = read(sys.argv[1])['c'];"
+        "print(checksum(view)); view.zero_(); print(checksum(read(sys.argv[1])['c']))"
     )
     out = subprocess.run(
         [sys.executable, "-c", program, staged.handle],
@@ -66,7 +68,7 @@ def test_another_process_reads_it_and_cannot_write() -> None:
         timeout=300,
         check=True,
     )
-    assert out.stdout.strip() == staged.checksums["c"]
+    assert out.stdout.split() == [staged.checksums["c"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -89,12 +91,25 @@ def test_a_tensor_twice_is_refused() -> None:
         ArenaWriter(SPECS).stage(WeightVersion(1), twice)
 
 
-def test_another_arena_or_none_is_an_error() -> None:
+def test_an_arena_that_is_gone_or_too_small_is_an_error() -> None:
     writer = ArenaWriter(SPECS)
-    handle = ArenaHandle.from_json(writer.stage(WeightVersion(1), tensors(1).items()).handle)
-    with pytest.raises(WeightSyncError, match="not feedbeef"):
-        open_arena(ArenaHandle(path=handle.path, arena_id="feedbeef", slot=0))
-    with pytest.raises(WeightSyncError, match="cannot be opened"):
-        open_arena(ArenaHandle(path="/proc/self/fd/987654", arena_id="x", slot=0))
-    with pytest.raises(WeightSyncError):
-        open_arena(ArenaHandle(path="/dev/null", arena_id="x", slot=0))
+    handle = msgspec.json.decode(writer.stage(WeightVersion(1), tensors(1).items()).handle, type=ArenaHandle)
+    with pytest.raises(RuntimeError):
+        map_arena(handle.path, (*SPECS, TensorSpec(name="d", shape=(4096,), dtype="float32")))
+    for path in ("/proc/self/fd/987654", "/dev/null"):
+        with pytest.raises(RuntimeError):
+            map_arena(path, SPECS)
+
+
+def test_nothing_in_the_file_system() -> None:
+    """The arena is a memfd: it has no name to be left behind."""
+    handle = msgspec.json.decode(
+        ArenaWriter(SPECS).stage(WeightVersion(1), tensors(1).items()).handle, type=ArenaHandle
+    )
+    assert "memfd:invrl-weights" in os.readlink(handle.path)
+    assert os.stat(handle.path).st_nlink == 0
+
+
+def test_a_name_twice_is_refused() -> None:
+    with pytest.raises(LayoutError, match="twice"):
+        ArenaWriter((*SPECS, SPECS[0]))

@@ -22,7 +22,7 @@ class Sender:
         self.log: list[str] = []
 
     async def layout(self) -> WeightLayout:
-        return WeightLayout(tensors=(SPEC,))
+        return (SPEC,)
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
         return StagedWeights(

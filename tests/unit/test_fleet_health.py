@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from invrl.rollout.health import HealthCheck
+from invrl.rollout.fleet import HealthCheck
 
 
 @dataclass
 class Engine:
-    name: str = "engine-0"
+    """Server, client and receiver at once."""
+
     answers: list[bool] = field(default_factory=list)
     is_alive: bool = True
     pauses: list[bool] = field(default_factory=list)
@@ -17,16 +18,23 @@ class Engine:
     def alive(self) -> bool:
         return self.is_alive
 
-    def paused(self) -> bool:
+    @property
+    def is_paused(self) -> bool:
         return self.pauses.pop(0) if self.pauses else False
 
     async def generates(self, *, deadline_s: float) -> bool:
         return self.answers.pop(0)
 
+    @property
+    def server(self) -> Engine:
+        return self
+
+    client = receiver = server
+
 
 async def rounds(engine: Engine, count: int) -> list[dict[str, str]]:
     check = HealthCheck(deadline_s=1.0, failures=2)
-    return [await check.round({engine.name: engine}) for _ in range(count)]
+    return [await check.round({"engine-0": engine}) for _ in range(count)]
 
 
 async def test_only_failures_in_a_row_count() -> None:
