@@ -163,13 +163,6 @@ class Trainer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightLayout:
-    """What the trainer will send: the tensors, in sending order."""
-
-    tensors: tuple[TensorSpec, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StagedWeights:
     """Weights written where the carrier's receivers can take them. `handle` is the carrier's own
     (for the arena: path and slot; for buckets: the serialized handles), opaque to the transaction."""
@@ -184,7 +177,9 @@ class StagedWeights:
 class WeightSender(Protocol):
     """The trainer's side of a carrier."""
 
-    async def layout(self) -> WeightLayout: ...
+    async def layout(self) -> tuple[TensorSpec, ...]:
+        """What will be sent, in this order."""
+        ...
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
         """Write the current weights. The weights staged before stay whole until the next call."""
@@ -200,7 +195,7 @@ class WeightReceiver(Protocol):
 
     @property
     def name(self) -> str: ...
-    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
+    async def check(self, layout: tuple[TensorSpec, ...], staged: StagedWeights) -> None:
         """LayoutError unless names, shapes and dtypes are the engine's, all of them, each once."""
 
     async def pause(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.interfaces import StagedWeights
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weight_arena import ArenaWriter, checksum
 from invrl.weight_buckets import BucketSender
@@ -46,8 +46,8 @@ class TorchSender:
     def checksums(self) -> dict[str, str]:
         return {name: checksum(tensor) for name, tensor in self.parameters().items()}
 
-    async def layout(self) -> WeightLayout:
-        return WeightLayout(tensors=self.tensors)
+    async def layout(self) -> tuple[TensorSpec, ...]:
+        return self.tensors
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
         return self.spoil(self._writer.stage(version, self.mistake(self.parameters()).items()))

@@ -61,8 +61,6 @@ def build_batch(
         samples=tuple(samples),
         advantages=tuple(advantages),
         total_tokens=sum(int(sample.loss_mask_T.sum()) for sample in samples),
-        total_rollouts=len({sample.rollout_id for sample in samples}),
-        total_samples=len(samples),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from invrl.errors import DeadlineError, ServerError, WeightSyncError
-from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver
+from invrl.interfaces import StagedWeights, WeightReceiver
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.engine_server import EngineServer
 from invrl.rollout.health import HealthCheck
@@ -23,7 +23,7 @@ from invrl.rollout.router_server import RouterServer
 from invrl.rollout.sglang_args import router_flags, sglang_flags
 from invrl.rollout.sglang_client import EngineLimits, SglangClient
 from invrl.rollout.weight_receiver import RECEIVERS, EngineReceiver
-from invrl.types import WeightVersion
+from invrl.types import TensorSpec, WeightVersion
 from invrl.weight_sync import load_verified
 
 _LOG = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Fleet:
             await asyncio.to_thread(self._router.unregister, engine.server.url)
         await self._end(engine)
 
-    async def restart(self, name: str, layout: WeightLayout, staged: StagedWeights) -> None:
+    async def restart(self, name: str, layout: tuple[TensorSpec, ...], staged: StagedWeights) -> None:
         """Bring an evicted engine back with `staged` (the fleet's version), proved by checksum, and
         only then let the router know it. Raises ServerError, DeadlineError, WeightSyncError."""
         if name in self._engines:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import DeadlineError, LayoutError, ServerError, WeightSyncError
-from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.interfaces import StagedWeights
 from invrl.rollout.engine_server import WEIGHT_LOADER
 from invrl.rollout.sglang_client import SglangClient
 from invrl.rollout.weight_loader import LoaderOp, LoaderReply, LoaderRequest, read_reply
@@ -38,18 +38,18 @@ class EngineReceiver(ABC):
     ) -> None:
         self.name, self._client = name, client
         self._reply_folder, self._deadline_s = reply_folder, deadline_s
-        self._approved: WeightLayout | None = None
+        self._approved: tuple[TensorSpec, ...] | None = None
         self.is_paused = False
         """For the health check: a paused engine makes no token."""
 
-    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
+    async def check(self, layout: tuple[TensorSpec, ...], staged: StagedWeights) -> None:
         """LayoutError unless the layout is exactly the engine's weights. The engine is asked once per
         layout: outside a pause it answers only when no request runs, and nothing about it changes."""
-        if set(staged.checksums) != {spec.name for spec in layout.tensors}:
+        if set(staged.checksums) != {spec.name for spec in layout}:
             raise LayoutError("what was staged is not what the layout names", engine=self.name)
         if layout != self._approved:
             async with self._update():
-                await self._ask("check", tensors=layout.tensors)
+                await self._ask("check", tensors=layout)
             self._approved = layout
 
     async def pause(self) -> None:
@@ -114,10 +114,10 @@ class EngineReceiver(ABC):
 class ArenaReceiver(EngineReceiver):
     """The engine maps the trainer's arena and copies a slot into its parameters."""
 
-    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
+    async def check(self, layout: tuple[TensorSpec, ...], staged: StagedWeights) -> None:
         with _as_weight_sync(self.name):
             arena = open_arena(ArenaHandle.from_json(staged.handle))
-        if arena.tensors != layout.tensors:
+        if arena.tensors != layout:
             raise LayoutError("the arena was laid out for other tensors", engine=self.name)
         await super().check(layout, staged)
 

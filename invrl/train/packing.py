@@ -236,19 +236,14 @@ def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
 
 
 def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
-    """These samples; the totals stay the whole batch's."""
+    """These samples; the total stays the whole batch's."""
     samples = tuple(batch.samples[index] for index in indices)
     return replace(batch, samples=samples, advantages=tuple(batch.advantages[index] for index in indices))
 
 
 def _whole(batch: TrainBatch) -> TrainBatch:
-    """With its own samples' totals."""
-    return replace(
-        batch,
-        total_tokens=sum(int(sample.loss_mask_T.sum()) for sample in batch.samples),
-        total_rollouts=len({(sample.rollout_id, sample.attempt) for sample in batch.samples}),
-        total_samples=len(batch.samples),
-    )
+    """With its own samples' total."""
+    return replace(batch, total_tokens=sum(int(sample.loss_mask_T.sum()) for sample in batch.samples))
 
 
 def shard_batch(batch: TrainBatch, *, ranks: int, steps: int) -> list[RankBatch]:

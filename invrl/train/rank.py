@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from invrl.interfaces import StagedWeights, StepResult, WeightLayout
+from invrl.interfaces import StagedWeights, StepResult
 from invrl.train import device
 from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import parse_megatron_options
 from invrl.train.packing import RankBatch, Row, rows_of
 from invrl.train.train_actor import RankSettings
 from invrl.train.weights import export_weights, weight_specs
-from invrl.types import WeightVersion
+from invrl.types import TensorSpec, WeightVersion
 from invrl.weight_arena import ArenaWriter
 from invrl.weight_buckets import BucketSender
 
@@ -72,8 +72,8 @@ class TrainRank:
         samples = [sample for mini_batch in batch.mini_batches for sample in mini_batch.samples]
         return self._step.logprobs(rows_of(samples))
 
-    def layout(self) -> WeightLayout:
-        return WeightLayout(tensors=weight_specs(self._model, self._config, self._served))
+    def layout(self) -> tuple[TensorSpec, ...]:
+        return weight_specs(self._model, self._config, self._served)
 
     def stage(self, version: WeightVersion) -> StagedWeights:
         """Write the current weights, by Hugging Face name, where engines can take them. Those staged before
@@ -83,7 +83,7 @@ class TrainRank:
     @cached_property
     def _carrier(self) -> ArenaWriter | BucketSender:
         """Only the rank that sends takes the memory."""
-        return _CARRIERS[self._settings.carrier](self.layout().tensors)
+        return _CARRIERS[self._settings.carrier](self.layout())
 
     def save_checkpoint(self, path: str) -> None:
         """Model, optimizer, schedule and RNG; all ranks together. The folder must be empty or new."""

@@ -44,8 +44,6 @@ def one_rollout(batch: TrainBatch) -> TrainBatch:
         samples=(sample,),
         advantages=(advantages_T,),
         total_tokens=int(sample.loss_mask_T.sum()),
-        total_rollouts=1,
-        total_samples=1,
     )
 
 

@@ -156,6 +156,4 @@ def random_batch(
         samples=tuple(samples),
         advantages=advantages,
         total_tokens=int(sum(s.loss_mask_T.sum() for s in samples)),
-        total_rollouts=len({s.rollout_id for s in samples}),
-        total_samples=len(samples),
     )

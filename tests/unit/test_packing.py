@@ -153,8 +153,6 @@ def batch_of(samples: list[TrainSample]) -> TrainBatch:
         samples=tuple(samples),
         advantages=tuple(s.loss_mask_T.astype(np.float32) for s in samples),
         total_tokens=int(sum(s.loss_mask_T.sum() for s in samples)),
-        total_rollouts=len({s.rollout_id for s in samples}),
-        total_samples=len(samples),
     )
 
 

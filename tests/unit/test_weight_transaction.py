@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
-from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.interfaces import StagedWeights
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weight_sync import CanaryBound, WeightTransaction
 
@@ -21,8 +21,8 @@ class Sender:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    async def layout(self) -> WeightLayout:
-        return WeightLayout(tensors=(SPEC,))
+    async def layout(self) -> tuple[TensorSpec, ...]:
+        return (SPEC,)
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
         return StagedWeights(
@@ -62,7 +62,7 @@ class Receiver:
         if phase in self.fail:
             self.fail.pop(phase)()
 
-    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
+    async def check(self, layout: tuple[TensorSpec, ...], staged: StagedWeights) -> None:
         await self._phase("check")
 
     async def pause(self) -> None:
