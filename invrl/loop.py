@@ -121,7 +121,6 @@ async def _learn(
     saves = last or bool(learner.save_interval and step % learner.save_interval == 0)
     snapshot = await parts.buffer.snapshot(version) if saves else None
     if not last:
-        await parts.buffer.release(version)
         await parts.buffer.advance(version)
     if snapshot is not None:
         phases.enter("checkpoint")

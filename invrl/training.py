@@ -124,7 +124,6 @@ class _Run:
         weights = FleetUpdater(self.config, trainer, cluster.serving.fleet)
         version = WeightVersion(begin.step if begin else 0)
         await weights.run(version)
-        await cluster.buffer.release(version)
         await cluster.buffer.advance(version)
 
         save, interval = partial(self.checkpoints.save, trainer), self.config.run.save_interval

@@ -8,10 +8,10 @@ Invariants: every place (group, index, attempt) that is leased ends in exactly o
 most one batch; no token in a batch is more than `max_staleness` versions older than the trainer; as long
 as tasks come, a batch comes together. The code does not care what number the staleness bound is.
 
-The loop's order is take → trained → release → advance. Call `advance` once the engines sample under the new
-version: what is leased after it must not begin under the old one, or bound 0 could never be met. `advance`
-with the version unchanged frees the last batch's places (a loop without a trainer). `snapshot` between
-trained and release is what a later life of the run restores. Held by `buffer_actor.py`."""
+The loop's order is take → trained → advance. Call `advance` once the engines sample under the new version
+and its canary has passed: what is leased after it must not begin under the old one, or bound 0 could never be
+met. `advance` with the version unchanged frees the last batch's places (a loop without a trainer). `snapshot`
+between trained and advance is what a later life of the run restores. Held by `buffer_actor.py`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Buffer:
         group_filter: GroupFilter,
         emit: Callable[[LedgerEntry], None] | None = None,
     ) -> None:
-        self.version = self.released = WeightVersion(0)
+        self.version = WeightVersion(0)
         self._max_staleness, self._max_attempts = config.max_staleness, rollout.rollout_max_attempts
         self._batch_size, self._group_size = rollout.rollout_batch_size, rollout.n_samples_per_prompt
         self._limit = admission_limit(config, self._batch_size)
@@ -125,7 +125,7 @@ class Buffer:
         BufferStateError while the batch before is out."""
         if self._batch is not None:
             raise BufferStateError(f"batch {self._batch.batch_id} is out: call trained and advance first")
-        eligible = [group for group in self._ready.values() if self._is_released(group)]
+        eligible = [group for group in self._ready.values() if self._may_be_taken(group)]
         if len(eligible) < self._batch_size:
             return None
         eligible.sort(key=lambda group: (oldest_version(group.rollouts()), group.number))
@@ -155,7 +155,8 @@ class Buffer:
         self._batch_trained = True
 
     def advance(self, version: WeightVersion) -> None:
-        """The trainer holds `version` and the engines sample under it. What is now too old is dropped."""
+        """The trainer holds `version`, the engines sample under it, and its canary has passed: its tokens may be
+        taken. What is now too old is dropped."""
         if version < self.version:
             raise BufferStateError(f"version {version} after {self.version}")
         if self._batch is not None and not self._batch_trained:
@@ -165,10 +166,6 @@ class Buffer:
         for group in [*self._in_flight.values(), *self._ready.values()]:
             if self._stale(group):
                 self._drop(group, DropReason.OVER_SAMPLED if group.passed_over else DropReason.STALE)
-
-    def release(self, version: WeightVersion) -> None:
-        """The canary of `version` has passed: groups with its tokens may be taken."""
-        self.released = max(self.released, version)
 
     def close(self) -> None:
         """The run ends: everything that is not trained is dropped, and nothing is leased any more."""
@@ -203,7 +200,7 @@ class Buffer:
         """Begin, on a new buffer, as of `snapshot`. `since`: outcomes that came after it; those sampled under
         the trained version or an older one count, the others saw weights that are lost. What is in flight
         then is leased again. Raises BufferStateError if the task source gives other tasks."""
-        self.version = self.released = snapshot.version
+        self.version = snapshot.version
         self._groups_leased, self._batches_taken = snapshot.groups_leased, snapshot.batches_taken
         self.dropped, self.failed = Counter(snapshot.dropped), Counter(snapshot.failed)
         finished, grouped = RolloutState.FINISHED, RolloutState.GROUPED
@@ -246,8 +243,8 @@ class Buffer:
     def __str__(self) -> str:
         """What a batch waits for: told by a deadline that runs out."""
         text = f"{self._batch_size} groups; {len(self._ready)} ready"
-        if unreleased := sum(not self._is_released(group) for group in self._ready.values()):
-            text += f" ({unreleased} of them wait for their weight version's release)"
+        if waiting := sum(not self._may_be_taken(group) for group in self._ready.values()):
+            text += f" ({waiting} of them wait for the canary of their weight version)"
         text += f", {len(self._in_flight)} in flight (at most {self._limit} under way)"
         for name, counts in (("groups dropped", self.dropped), ("rollouts failed", self.failed)):
             if counts:
@@ -341,9 +338,9 @@ class Buffer:
         oldest = oldest_version(group.rollouts())
         return oldest is not None and oldest < self.version - self._max_staleness
 
-    def _is_released(self, group: OpenGroup) -> bool:
+    def _may_be_taken(self, group: OpenGroup) -> bool:
         newest = newest_version(group.rollouts())
-        return newest is None or newest <= self.released
+        return newest is None or newest <= self.version
 
     def _drop(self, group: OpenGroup, reason: DropReason, word: str = "") -> None:
         """End a group that was not taken, with every place of it that has not ended."""

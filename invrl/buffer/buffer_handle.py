@@ -47,7 +47,6 @@ class BufferHandle:
     trained = _call(BufferActor.trained)
     discard = _call(BufferActor.discard)
     advance = _call(BufferActor.advance)
-    release = _call(BufferActor.release)
     metrics = _call(BufferActor.metrics)
     close = _call(BufferActor.close)
 

@@ -65,7 +65,7 @@ class EngineReceiver(ABC):
         if self._approved is None:
             raise WeightSyncError("checksums before check", engine=self.name)
         async with self._update():
-            reply = await self._ask("digest", tensors=self._approved.tensors)
+            reply = await self._ask("digest", tensors=self._approved)
         return reply.checksums
 
     async def commit(self, version: WeightVersion) -> None:

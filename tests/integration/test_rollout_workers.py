@@ -189,7 +189,6 @@ async def batches(
         taken.append(await handle.guard(buffer.take()))
         await buffer.trained(taken[-1].batch_id)
         stack.engine.version = version
-        await buffer.release(WeightVersion(version))
         await buffer.advance(WeightVersion(version))
     return taken
 

@@ -132,7 +132,6 @@ def test_at_bound_0_nothing_is_leased_between_take_and_advance() -> None:
     assert buffer.lease() is None
     buffer.trained(batch.batch_id)
     assert buffer.lease() is None
-    buffer.release(WeightVersion(1))
     buffer.advance(WeightVersion(1))
     assert buffer.lease() is not None
 
@@ -149,7 +148,6 @@ def test_at_bound_1_the_next_batch_is_sampled_while_this_one_trains() -> None:
     for lease in first[2:]:
         complete(buffer, lease.group_id)
     buffer.trained(batch.batch_id)
-    buffer.release(WeightVersion(1))
     buffer.advance(WeightVersion(1))
     batch = buffer.take()
     assert batch is not None
@@ -314,8 +312,8 @@ def test_a_batch_waits_for_the_canary_of_its_tokens() -> None:
     buffer.lease()
     complete(buffer, "g0", oldest=0, newest=1)  # the engines are already on 1
     assert buffer.take() is None
-    assert "1 of them wait for their weight version's release" in str(buffer)
-    buffer.release(WeightVersion(1))
+    assert "1 of them wait for the canary of their weight version" in str(buffer)
+    buffer.advance(WeightVersion(1))
     assert buffer.take() is not None
 
 
@@ -324,7 +322,6 @@ def test_the_oldest_token_decides() -> None:
     buffer = make(staleness=1, batch=1)
     leases = lease_all(buffer)
     assert [lease.group_id for lease in leases] == ["g0", "g1"]
-    buffer.release(WeightVersion(2))
     buffer.advance(WeightVersion(2))
     complete(buffer, "g0", oldest=0, newest=2)
     complete(buffer, "g1", oldest=1, newest=2)
@@ -346,7 +343,6 @@ def test_a_group_with_one_member_too_old_is_given_up_at_once() -> None:
 def test_older_groups_are_taken_first() -> None:
     buffer = make(staleness=3, batch=1)
     lease_all(buffer)
-    buffer.release(WeightVersion(3))
     buffer.advance(WeightVersion(3))
     complete(buffer, "g3", oldest=3, newest=3)
     complete(buffer, "g2", oldest=1, newest=3)
@@ -369,7 +365,6 @@ def test_what_a_full_batch_left_over_is_called_over_sampled() -> None:
     batch = buffer.take()
     assert batch is not None
     buffer.trained(batch.batch_id)
-    buffer.release(WeightVersion(1))
     buffer.advance(WeightVersion(1))
     complete(buffer, "g2")  # finished too late for any batch
     got = values(buffer)

@@ -48,7 +48,6 @@ def play(buffer: Buffer, pending: list[GroupLease], step: int, *, draw: random.R
 
 
 def go_on(buffer: Buffer, version: int) -> None:
-    buffer.release(WeightVersion(version))
     buffer.advance(WeightVersion(version))
 
 

@@ -345,7 +345,6 @@ class Loop:
         self.batches += 1
         self.version += 1
         self.buffer.trained(taken.batch_id)
-        self.buffer.release(WeightVersion(self.version))
         self.buffer.advance(WeightVersion(self.version))
         return True
 
