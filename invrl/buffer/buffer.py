@@ -155,8 +155,8 @@ class Buffer:
         self._batch_trained = True
 
     def advance(self, version: WeightVersion) -> None:
-        """The trainer holds `version`, the engines sample under it, and its canary has passed: its tokens may be
-        taken. What is now too old is dropped."""
+        """The trainer holds `version`, the engines sample under it, and its canary has passed: groups with
+        its tokens may be taken. What is now too old is dropped."""
         if version < self.version:
             raise BufferStateError(f"version {version} after {self.version}")
         if self._batch is not None and not self._batch_trained:
