@@ -39,17 +39,17 @@ class GatewayServer:
         self._file = folder / "gateway.json"
         with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             out.write(settings.to_json())
-        self._sockets = [_listen(settings.host, settings.port)]
-        if settings.workers > 1:
-            self._sockets += [_listen("127.0.0.1", 0) for _ in range(settings.workers)]
+        self._sockets = [_listen(settings.gateway_host, settings.gateway_port)]
+        if settings.gateway_workers > 1:
+            self._sockets += [_listen("127.0.0.1", 0) for _ in range(settings.gateway_workers)]
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
         self.process = self._start()
 
     @property
     def url(self) -> str:
         """Where this machine reaches it (agents: `settings.url`)."""
-        host = self._settings.host
-        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self._settings.port}"
+        host = self._settings.gateway_host
+        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self._settings.gateway_port}"
 
     def wait_ready(self, *, deadline_s: float = 60.0) -> None:
         """Until it answers. Raises ServerError, DeadlineError."""
