@@ -12,7 +12,7 @@ from invrl.checkpoints import Checkpoints, first_checkpoint
 from invrl.cluster import start_trainer
 from invrl.config import Config
 from invrl.loop import train_values
-from invrl.progress import RunObserver
+from invrl.metric_sinks import RunObserver
 
 
 async def run_train_only(config: Config, checkpoints: Checkpoints, observer: RunObserver) -> None:

@@ -26,8 +26,8 @@ from invrl.config import Config
 from invrl.errors import ConfigError
 from invrl.fleet_updater import FleetUpdater
 from invrl.loop import Learner, Parts, run_loop
-from invrl.metric_sinks import open_sinks
-from invrl.progress import RunObserver, open_progress
+from invrl.metric_sinks import RunObserver, open_sinks
+from invrl.progress import open_progress
 from invrl.report import write_report
 from invrl.rollout.evaluate import Evaluation, gain_interval
 from invrl.run_folder import RunFolder, write_atomically
@@ -64,10 +64,8 @@ def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> Non
     latest = None if config.run.debug_train_only else checkpoints.latest()
     done = latest.step if latest else 0
     folder.rewind_metrics(done)
-    tensorboard = folder.tensorboard_path if config.run.tensorboard else None
-    sinks = open_sinks(folder.metrics_path, tensorboard, config, done=done)
-    progress = open_progress(config.run.progress, config.run.num_steps)
-    observer = RunObserver(sinks, progress, folder.phase_path)
+    display = open_progress(config.run.progress, config.run.num_steps)
+    observer = RunObserver([*open_sinks(folder, config, done=done), display])
     observer.note(f"run folder {folder.path}")
     try:
         if config.run.debug_train_only:
