@@ -1,6 +1,6 @@
-"""Where phases and a step's numbers go. Invariant: a sink that fails is logged once and left out, and one that
-is slow or hangs is not waited for; neither stops training. Called by the driver (`training.py`) with what
-`metrics.resolve` makes. wandb and mlflow are imported only where a setting asks for them."""
+"""Where phases and a step's numbers go. Invariant: a sink that fails is logged once and left out, and one
+that is slow or hangs is not waited for; neither stops training. Called by the driver (`training.py`) with
+what `metrics.resolve` makes. wandb and mlflow are imported only where a setting asks for them."""
 
 from __future__ import annotations
 
