@@ -197,19 +197,12 @@ def _eval(arguments: Sequence[str]) -> None:
     --task-source-path; --eval-tasks 0 takes all of them. Prints a table (mean reward, accuracy, pass@k, 95 %
     intervals) and writes report/eval.json into the run folder.
 
-      --checkpoint RUN/checkpoints/step-NNNNNN   evaluate its hugging_face folder, in place of --model-path
-
     examples:
       invrl eval --model-path MODEL --config launch/configs/quickstart.toml --eval-samples-per-task 8
-      invrl eval --checkpoint runs/a/checkpoints/step-000012 --rollout-function-path my_agent:rollout \\
+      invrl eval --model-path runs/a/checkpoints/step-000012 --rollout-function-path my_agent:rollout \\
           --eval-sets easy=easy.jsonl,hard=my_tasks:hard --eval-modes sampled
     """
-    from invrl.model_folder import hugging_face_of
-
-    own, flags = _own_flags(arguments, ["--checkpoint"])
-    for checkpoint in own.values():
-        flags += ["--model-path", str(hugging_face_of(Path(checkpoint).expanduser()))]
-    with _guarded(flags, evaluates=True) as (config, folder):
+    with _guarded(arguments, evaluates=True) as (config, folder):
         prepare_ray()
         from invrl.evaluating import run_evaluation
 

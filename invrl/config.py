@@ -57,12 +57,13 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The model that is served and trained."""
 
-    model_path: str = Field("", description="Hugging Face folder (config, safetensors, tokenizer, template)")
+    model_path: str = Field("", description="Hugging Face folder, or checkpoint of a run (its hugging_face)")
 
     @property
     def folder(self) -> Path:
         """Absolute; meaningless without a `model_path`."""
-        return Path(self.model_path).expanduser().absolute()
+        given = Path(self.model_path).expanduser().absolute()
+        return inner if (inner := given / "hugging_face").is_dir() else given
 
 
 class Config(Section):
