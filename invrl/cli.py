@@ -24,6 +24,7 @@ from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, make_run_folder
 
 Ready = tuple[Config, RunFolder]
+_LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 USAGE_EXIT, FAILURE_EXIT, INTERRUPT_EXIT = 2, 1, 130
 
 _INTRO = """\
@@ -83,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> Ready:
     """Configuration and run folder of a command that starts processes, after every check that needs none."""
-    from invrl.logs import log_to
     from invrl.run_checks import check_run
 
     config = resolve(*parse_flags(arguments))
@@ -93,7 +93,11 @@ def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     check_run(config, trains=trains, evaluates=evaluates)
     folder = make_run_folder(config)
-    log_to(folder.log_path("driver"))
+    logging.basicConfig(
+        filename=folder.log_path("driver"), level=logging.INFO, format=_LOG_FORMAT, force=True
+    )
+    for chatty in ("httpx", "httpcore", "matplotlib", "asyncio", "urllib3"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     return config, folder
 
 

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import tomli_w
-from pydantic import Field, NonNegativeInt, PositiveInt, StrictBool, StrictFloat, StrictInt, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+)
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.presets import PRESETS
@@ -24,7 +33,6 @@ from invrl.gateway.config import GatewayConfig
 from invrl.rollout.config import EngineConfig, RolloutConfig
 from invrl.section import Section
 from invrl.train.config import TrainConfig
-from invrl.weight_sync_config import WeightSyncConfig
 
 Scalar = StrictBool | StrictInt | StrictFloat | str
 """What a pass-through option or a flag can be."""
@@ -64,6 +72,17 @@ class ModelConfig(Section):
         """Absolute; meaningless without a `model_path`."""
         given = Path(self.model_path).expanduser().absolute()
         return inner if (inner := given / "hugging_face").is_dir() else given
+
+
+class WeightSyncConfig(Section):
+    """How new weights reach the engines, and what proves that they are there."""
+
+    weight_carrier: Literal["arena", "bucket"] = Field(
+        "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
+    )
+    weight_sync_timeout_s: PositiveFloat = Field(
+        300.0, description="deadline of each phase of an update; pause, commit and resume have 60 s at most"
+    )
 
 
 class Config(Section):

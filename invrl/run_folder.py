@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from invrl.errors import ConfigError
 
@@ -30,13 +30,8 @@ class Below:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, owner: HasPath, kind: object = None) -> Path:
+    def __get__(self, owner: Any, kind: object = None) -> Path:
         return owner.path / self._name
-
-
-class HasPath(Protocol):
-    @property
-    def path(self) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,25 +14,25 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from invrl.algorithms.advantages import advantage_function
-from invrl.batch_file import batch_path, save_batch
+from invrl.batch_file import batch_path, load_batch, save_batch, saved_steps
 from invrl.buffer.batching import build_batch
-from invrl.checkpoints import Checkpoint, Checkpoints
-from invrl.cluster import Cluster, start_cluster
+from invrl.checkpoints import Checkpoint, Checkpoints, first_checkpoint
+from invrl.cluster import Cluster, start_cluster, start_trainer
 from invrl.config import Config
 from invrl.errors import ConfigError
 from invrl.fleet_updater import FleetUpdater
-from invrl.loop import Learner, Parts, run_loop
+from invrl.loop import Learner, Parts, run_loop, train_values
 from invrl.metric_sinks import RunObserver, open_sinks
 from invrl.progress import open_progress
 from invrl.report import write_report
 from invrl.rollout.evaluate import Evaluation, gain_interval
 from invrl.run_folder import RunFolder, write_atomically
 from invrl.run_store import RunStore, abandon_open_sessions
-from invrl.train_only import run_train_only
 from invrl.types import TakenBatch, TrainBatch, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> Non
     observer.note(f"run folder {folder.path}")
     try:
         if config.run.debug_train_only:
-            asyncio.run(run_train_only(config, checkpoints, observer))
+            asyncio.run(_train_only(config, checkpoints, observer))
         else:
             asyncio.run(_Run(config, folder, checkpoints, observer).run())
     finally:
@@ -77,6 +77,27 @@ def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> Non
         if folder.metrics_path.stat().st_size:
             print(f"reward curve: {write_report(folder.path)}", flush=True)
         print(f"run folder: {folder.path}", flush=True)
+
+
+async def _train_only(config: Config, checkpoints: Checkpoints, observer: RunObserver) -> None:
+    """`--debug-train-only`: one step per saved batch after the checkpoint's, `num_steps` in all at most; then a
+    checkpoint. sglang need not be installed. Given the checkpoint of a live run and the batches it trained
+    next, losses and weights are that run's, bit for bit in float32."""
+    begin = first_checkpoint(config.run.load_checkpoint)
+    done = begin.step if begin else 0
+    data = Path(config.run.load_rollout_data).expanduser().absolute()
+    steps = [step for step in saved_steps(data, after_step=done) if step <= config.run.num_steps]
+    observer.phase("starting", 0)
+    async with start_trainer(config) as trainer:
+        if begin:
+            await trainer.load_checkpoint(str(begin.megatron))
+        for step in steps:
+            observer.phase("train", step)
+            observer.step(step, train_values(await trainer.train(load_batch(batch_path(data, step)))))
+        end = steps[-1] if steps else done
+        observer.phase("checkpoint", end)
+        last = await checkpoints.save(trainer, end)
+    observer.note(f"model: {last.hugging_face}")
 
 
 @dataclass(frozen=True, slots=True)
