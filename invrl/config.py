@@ -136,7 +136,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def read_toml(path: Path) -> Source:
-    """A configuration file as a source. ConfigError for what is not TOML or no known name."""
+    """A configuration file as a source. ConfigError for what is not TOML; `resolve` checks its names."""
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -145,17 +145,9 @@ def read_toml(path: Path) -> Source:
     if not isinstance(preset, str):
         raise ConfigError(f"{PRESET_KEY} in {path}", preset, "a preset is a name", nearest("", PRESETS))
     for table, entries in document.items():
-        if table not in Config.model_fields:
-            fix = nearest(table, Config.model_fields)
-            raise ConfigError(f"[{table}] in {path}", table, "no such table", fix)
         if not isinstance(entries, dict):
             fix = f"write [{table}] and its keys below"
             raise ConfigError(f"{table} in {path}", entries, "a table is expected", fix)
-        for key in entries if table in SECTIONS else ():
-            if key not in (known := SECTIONS[table].model_fields):
-                home = [name for name, section in SECTIONS.items() if key in section.model_fields]
-                fix = f"move it to table [{home[0]}]" if home else nearest(key, known)
-                raise ConfigError(f"{key} in table [{table}] of {path}", entries[key], "no such key", fix)
     return Source(name=str(path), tables=document, preset=preset)
 
 
@@ -182,12 +174,18 @@ def _refuse(error: ValidationError, layers: Sequence[Source]) -> NoReturn:
     """The first of pydantic's findings, in our terms."""
     first = error.errors()[0]
     table, key = (*(str(part) for part in first["loc"]), "")[:2]
-    origin = next((one.name for one in reversed(layers) if key in one.tables.get(table, {})), "default")
-    info = section.model_fields.get(key) if (section := SECTIONS.get(table)) else None
+    given = [one.name for one in layers if table in one.tables and key in ("", *one.tables[table])]
+    origin = given[-1] if given else "default"
+    known = SECTIONS[table].model_fields if table in SECTIONS else Config.model_fields
     others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    reason, fix = f"{first['msg']} (from {origin}){others}", "give a string, a number or a boolean"
-    if info:
+    reason, fix = first["msg"], "give a string, a number or a boolean"
+    if first["type"] == "extra_forbidden":
+        reason, fix = f"no such {'key' if key else 'table'}", nearest(key or table, known)
+        if home := next((name for name, section in SECTIONS.items() if key in section.model_fields), ""):
+            fix = f"move it to table [{home}]"
+    elif info := known.get(key):
         fix = f"set {key}: {info.description} (default: {info.default!r})"
+    reason = f"{reason} (from {origin}){others}"
     raise ConfigError(f"{table}.{key}" if key else table, first["input"], reason, fix) from error
 
 

@@ -97,6 +97,7 @@ def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigErr
 def _without(source: Source, table: str, key: str) -> Source:
     if table == "algorithm_preset":
         return replace(source, preset="")
-    entries = source.tables.get(table, {})
-    kept = {name: value for name, value in entries.items() if key and name != key}
-    return replace(source, tables={**source.tables, table: kept}) if kept != entries else source
+    kept = {name: entries for name, entries in source.tables.items() if key or name != table}
+    if table in kept:
+        kept[table] = {name: value for name, value in kept[table].items() if name != key}
+    return replace(source, tables=kept)

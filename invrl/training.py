@@ -80,8 +80,8 @@ def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> Non
 
 
 async def _train_only(config: Config, checkpoints: Checkpoints, observer: RunObserver) -> None:
-    """`--debug-train-only`: one step per saved batch after the checkpoint's, `num_steps` in all at most; then a
-    checkpoint. sglang need not be installed. Given the checkpoint of a live run and the batches it trained
+    """`--debug-train-only`: one step per saved batch after the checkpoint's, `num_steps` in all at most; then
+    a checkpoint. sglang need not be installed. Given the checkpoint of a live run and the batches it trained
     next, losses and weights are that run's, bit for bit in float32."""
     begin = first_checkpoint(config.run.load_checkpoint)
     done = begin.step if begin else 0

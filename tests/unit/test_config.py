@@ -210,9 +210,9 @@ def test_bad_flags_name_field_reason_and_fix(flags: list[str], field: str, reaso
 @pytest.mark.parametrize(
     ("text", "field", "fix"),
     [
-        ("[rolout]\n", "[rolout]", "rollout"),
-        ("[rollout]\ntemprature = 1\n", "temprature in table [rollout]", "temperature"),
-        ("[train]\ntemperature = 1.0\n", "temperature in table [train]", "move it to table [rollout]"),
+        ("[rolout]\n", "rolout", "rollout"),
+        ("[rollout]\ntemprature = 1\n", "rollout.temprature", "temperature"),
+        ("[train]\ntemperature = 1.0\n", "train.temperature", "move it to table [rollout]"),
         ("train = 3\n", "train", "[train]"),
         ("[train\n", "--config", "readable TOML"),
         ("algorithm_preset = 3\n", "algorithm_preset", "grpo"),
