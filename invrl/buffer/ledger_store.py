@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from invrl.buffer.ledger import LedgerEntry, Place, RolloutState
+from invrl.buffer.ledger import LedgerEntry
+from invrl.buffer.open_group import Place, RolloutState
 from invrl.errors import BufferStateError
 from invrl.run_store import connect
 

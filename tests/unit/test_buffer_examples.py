@@ -8,7 +8,8 @@ import pytest
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.ledger import Ledger, LedgerEntry, Place, RolloutState
+from invrl.buffer.ledger import Ledger, LedgerEntry
+from invrl.buffer.open_group import OpenGroup, Place, RolloutState
 from invrl.buffer.policies import GROUP_FILTERS, admission_limit, group_filter_function, nonzero_variance
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import GroupFilter
@@ -386,7 +387,7 @@ def test_the_loop_must_keep_its_order() -> None:
     assert batch is not None
     with pytest.raises(BufferStateError, match="batch 0 is out"):
         buffer.take()
-    with pytest.raises(BufferStateError, match="before batch 0 is trained"):
+    with pytest.raises(BufferStateError, match="batch 0 is not trained"):
         buffer.advance(WeightVersion(1))
     buffer.trained(0)
     with pytest.raises(BufferStateError):
@@ -461,21 +462,21 @@ def test_a_source_that_ends_is_named(source: Iterator[Task], word: str) -> None:
 
 
 def test_the_ledger_knows_no_other_transitions() -> None:
-    ledger, place = Ledger(), Place("g0", 0, 0)
+    ledger, group = Ledger(), OpenGroup(0, "t", attempts_G=[0], states_G=[None])
     with pytest.raises(BufferStateError):
-        ledger.move(place, "t", RolloutState.FINISHED)
-    ledger.move(place, "t", RolloutState.IN_FLIGHT)
+        ledger.move(group, 0, RolloutState.FINISHED)
+    ledger.move(group, 0, RolloutState.IN_FLIGHT)
     with pytest.raises(BufferStateError):
-        ledger.move(place, "t", RolloutState.IN_FLIGHT)
+        ledger.move(group, 0, RolloutState.IN_FLIGHT)
     with pytest.raises(BufferStateError, match="drop reason"):
-        ledger.move(place, "t", RolloutState.DROPPED)
-    ledger.move(place, "t", RolloutState.FINISHED)
-    ledger.move(place, "t", RolloutState.GROUPED)
+        ledger.move(group, 0, RolloutState.DROPPED)
+    ledger.move(group, 0, RolloutState.FINISHED)
+    ledger.move(group, 0, RolloutState.GROUPED)
     with pytest.raises(BufferStateError, match="batch"):
-        ledger.move(place, "t", RolloutState.TAKEN)
-    ledger.move(place, "t", RolloutState.TAKEN, batch_id=0)
-    ledger.move(place, "t", RolloutState.TRAINED, batch_id=0)
+        ledger.move(group, 0, RolloutState.TAKEN)
+    ledger.move(group, 0, RolloutState.TAKEN, batch_id=0)
+    ledger.move(group, 0, RolloutState.TRAINED, batch_id=0)
     with pytest.raises(BufferStateError):
-        ledger.move(place, "t", RolloutState.DROPPED, reason=DropReason.RUN_ENDED)
+        ledger.move(group, 0, RolloutState.DROPPED, reason=DropReason.RUN_ENDED)
     assert ledger.counts[RolloutState.TRAINED] == 1
     assert ledger.counts[RolloutState.IN_FLIGHT] == 0
