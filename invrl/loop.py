@@ -32,10 +32,8 @@ class Observer(Protocol):
     def step(self, step: int, values: Mapping[str, float]) -> None: ...
 
 
-Assemble = Callable[[TakenBatch], TrainBatch]
-"""Fetches the tokens of a taken batch from the run's store and computes advantages."""
-Keep = Callable[[int, TrainBatch], None]
-"""Writes the batch of a step to disk."""
+Assemble = Callable[[int, TakenBatch], TrainBatch]
+"""Fetches the tokens of a step's batch from the run's store and computes advantages."""
 Save = Callable[[int, bytes], Awaitable[object]]
 """Writes the checkpoint of a step: the trainer as it is, and this snapshot of the buffer."""
 Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
@@ -61,7 +59,6 @@ class Parts:
     assemble: Assemble
     observer: Observer
     learner: Learner | None
-    keep: Keep | None = None
     evaluate: Evaluate | None = None
 
 
@@ -87,9 +84,7 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
         with phases.within("rollout"):
             taken = await parts.buffer.take()
         with phases.within("assemble"):
-            batch = parts.assemble(taken)
-            if parts.keep is not None:
-                parts.keep(step, batch)
+            batch = parts.assemble(step, taken)
         values = resolve(rollout_metrics(taken), "rollout/")
         if parts.learner is None:
             await parts.buffer.discard(taken.batch_id)

@@ -156,12 +156,12 @@ class _Run:
         store = RunStore(self.folder.store_path)
         advantage = advantage_function(config.algorithm.advantage)
 
-        def assemble(taken: TakenBatch) -> TrainBatch:
+        def assemble(step: int, taken: TakenBatch) -> TrainBatch:
             ids = [rollout.session_id for group in taken.groups for rollout in group.rollouts_G]
-            return build_batch(taken, store.rollouts(ids), advantage, config.algorithm.advantage_eps)
-
-        def keep(step: int, batch: TrainBatch) -> None:
-            save_batch(batch_path(self.folder.rollout_data_path, step), batch)
+            batch = build_batch(taken, store.rollouts(ids), advantage, config.algorithm.advantage_eps)
+            if config.run.save_rollout_data or config.run.debug_rollout_only:
+                save_batch(batch_path(self.folder.rollout_data_path, step), batch)
+            return batch
 
         async def evaluate(version: WeightVersion) -> Mapping[str, float]:
             return (await cluster.rollouts.evaluate(version)).values()
@@ -171,7 +171,6 @@ class _Run:
             assemble=assemble,
             observer=self.observer,
             learner=learner,
-            keep=keep if config.run.save_rollout_data or config.run.debug_rollout_only else None,
             evaluate=evaluate if evaluates else None,
         )
         steps = config.run.num_steps

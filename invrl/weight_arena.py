@@ -1,6 +1,6 @@
 """The weight arena: shared memory with two slots, written by the trainer, read by engines.
 
-One memfd: a header (JSON: id, tensors) and two slots of equal layout. Engines open it as
+One memfd, named by the arena's id: two slots of equal layout. Engines open it as
 `/proc/<trainer's pid>/fd/<n>` and keep it mapped, so an update moves no bytes but the copy into the
 parameters, and nothing is left on the machine after kill -9 of everybody. Invariant: the slot of the
 weights staged last stays whole while the next version is written into the other one; staging the
@@ -14,7 +14,6 @@ import math
 import mmap
 import os
 import secrets
-import struct
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,18 +28,18 @@ from invrl.types import TensorSpec, WeightVersion
 if TYPE_CHECKING:
     import torch
 
-_MAGIC = b"invrlwts"
 _PAGE = 4096
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaHandle:
-    """What goes through `StagedWeights.handle`: which arena, where, which slot."""
+    """What goes through `StagedWeights.handle`: which arena, where, laid out how, which slot."""
 
     path: str
     arena_id: str
     slot: int
+    tensors: tuple[TensorSpec, ...] = ()
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -70,30 +69,17 @@ def num_bytes(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * _ITEM_BYTES[spec.dtype]
 
 
-class _Header(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    tensors: tuple[TensorSpec, ...]
-
-
 class Arena:
     """A mapped arena and its layout; views of its slots are torch tensors without a copy."""
 
-    def __init__(self, fd: int, *, writable: bool) -> None:
-        """Takes over `fd`. Raises WeightSyncError if this is no arena."""
+    def __init__(self, fd: int, tensors: Sequence[TensorSpec], *, writable: bool) -> None:
+        """Raises WeightSyncError if it cannot be mapped."""
         try:
             access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             self._map = mmap.mmap(fd, 0, prot=access)
         except (OSError, ValueError) as error:
             raise WeightSyncError(f"the weight arena cannot be mapped: {error}") from error
-        finally:
-            if not writable:
-                os.close(fd)
-        if self._map[: len(_MAGIC)] != _MAGIC:
-            raise WeightSyncError("what was opened is not a weight arena")
-        (length,) = struct.unpack_from("<Q", self._map, len(_MAGIC))
-        header = msgspec.json.decode(self._map[16 : 16 + length], type=_Header)
-        self.id, self.tensors = header.id, header.tensors
-        self._header_bytes = _rounded_up(16 + length, _PAGE)
+        self.tensors = tuple(tensors)
         self._offsets, self._slot_bytes = _slot(self.tensors)
 
     def views(self, slot: int) -> dict[str, torch.Tensor]:
@@ -103,7 +89,7 @@ class Arena:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a read-only buffer: nobody writes these views
             whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        start = self._header_bytes + slot * self._slot_bytes
+        start = slot * self._slot_bytes
         views: dict[str, torch.Tensor] = {}
         for spec, offset in zip(self.tensors, self._offsets, strict=True):
             raw = whole[start + offset : start + offset + num_bytes(spec)]
@@ -114,13 +100,15 @@ class Arena:
 def open_arena(handle: ArenaHandle) -> Arena:
     """Map another process's arena, read-only. Raises WeightSyncError if it is gone or another one."""
     try:
+        if handle.arena_id not in (found := os.readlink(handle.path)):
+            raise WeightSyncError(f"{handle.path} is {found}, not {handle.arena_id}")
         fd = os.open(handle.path, os.O_RDONLY)
     except OSError as error:
         raise WeightSyncError(f"the weight arena {handle.path} cannot be opened: {error}") from error
-    arena = Arena(fd, writable=False)
-    if arena.id != handle.arena_id:
-        raise WeightSyncError(f"{handle.path} is arena {arena.id}, not {handle.arena_id}")
-    return arena
+    try:
+        return Arena(fd, handle.tensors, writable=False)
+    finally:
+        os.close(fd)
 
 
 def _rounded_up(number: int, unit: int) -> int:
@@ -134,15 +122,6 @@ def _slot(tensors: Sequence[TensorSpec]) -> tuple[list[int], int]:
     return offsets, _rounded_up(max(end, 1), _PAGE)
 
 
-def _create(tensors: Sequence[TensorSpec]) -> int:
-    """A memfd with header and two empty slots."""
-    text = msgspec.json.encode(_Header(id=secrets.token_hex(8), tensors=tuple(tensors)))
-    fd = os.memfd_create("invrl-weights", os.MFD_CLOEXEC)
-    os.ftruncate(fd, _rounded_up(16 + len(text), _PAGE) + 2 * _slot(tensors)[1])
-    os.pwrite(fd, _MAGIC + struct.pack("<Q", len(text)) + text, 0)
-    return fd
-
-
 class ArenaWriter:
     """The trainer's end: owns the memory; it lives as long as this process keeps it."""
 
@@ -150,8 +129,10 @@ class ArenaWriter:
         names = [spec.name for spec in tensors]
         if len(set(names)) != len(names):
             raise LayoutError("a tensor name occurs twice in the layout")
-        self._fd = _create(tensors)
-        self._arena = Arena(self._fd, writable=True)
+        self._id = f"invrl-weights-{secrets.token_hex(8)}"
+        self._fd = os.memfd_create(self._id, os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, 2 * _slot(tensors)[1])
+        self._arena = Arena(self._fd, tensors, writable=True)
         self._views = (self._arena.views(0), self._arena.views(1))
         self._slot = 1
         self._version: WeightVersion | None = None
@@ -169,8 +150,9 @@ class ArenaWriter:
         slot = self._slot if version == self._version else 1 - self._slot
         checksums = self._write(self._views[slot], tensors)
         self._slot, self._version = slot, version
-        handle = ArenaHandle(path=self.path, arena_id=self._arena.id, slot=slot).to_json()
-        size = sum(map(num_bytes, self._arena.tensors))
+        laid_out = self._arena.tensors
+        handle = ArenaHandle(path=self.path, arena_id=self._id, slot=slot, tensors=laid_out).to_json()
+        size = sum(map(num_bytes, laid_out))
         return StagedWeights(version=version, handle=handle, checksums=checksums, num_bytes=size)
 
     def _write(

@@ -24,7 +24,7 @@ from typing import Unpack
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, RolloutState
-from invrl.buffer.policies import ZERO_VARIANCE, admission_limit, newest_version, oldest_version
+from invrl.buffer.policies import ZERO_VARIANCE, admission_limit
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter
@@ -128,7 +128,7 @@ class Buffer:
         eligible = [group for group in self._ready.values() if self._may_be_taken(group)]
         if len(eligible) < self._batch_size:
             return None
-        eligible.sort(key=lambda group: (oldest_version(group.rollouts()), group.number))
+        eligible.sort(key=lambda group: ((group.versions() or [0])[0], group.number))
         self._taken = eligible[: self._batch_size]
         groups = tuple(group.group() for group in self._taken)
         batch = TakenBatch(batch_id=self._batches_taken, version=self.version, groups=groups)
@@ -314,7 +314,7 @@ class Buffer:
 
     def _verdict(self, group: OpenGroup) -> str | None:
         """The filter's word. A filter that raises drops the group and is counted: bad data, not a crash."""
-        if oldest_version(group.rollouts()) is None:
+        if group.versions() is None:
             return "no_trained_tokens"
         try:
             word = self._filter(group.group())
@@ -323,12 +323,12 @@ class Buffer:
         return word if word is None or isinstance(word, str) else "filter_returned_no_word"
 
     def _stale(self, group: OpenGroup) -> bool:
-        oldest = oldest_version(group.rollouts())
-        return oldest is not None and oldest < self.version - self._max_staleness
+        versions = group.versions()
+        return versions is not None and versions[0] < self.version - self._max_staleness
 
     def _may_be_taken(self, group: OpenGroup) -> bool:
-        newest = newest_version(group.rollouts())
-        return newest is None or newest <= self.version
+        versions = group.versions()
+        return versions is None or versions[1] <= self.version
 
     def _drop(self, group: OpenGroup, reason: DropReason, word: str = "") -> None:
         """End a group that was not taken, with every place of it that has not ended."""

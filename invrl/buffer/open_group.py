@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from invrl.types import Group, RolloutSummary
+from invrl.types import Group, RolloutSummary, WeightVersion
 
 
 class RolloutState(StrEnum):
@@ -62,6 +62,13 @@ class OpenGroup:
 
     def rollouts(self) -> list[RolloutSummary]:
         return [self.finished[index] for index in sorted(self.finished)]
+
+    def versions(self) -> tuple[WeightVersion, WeightVersion] | None:
+        """Of the oldest and of the newest token that would be trained; None if there is none."""
+        trained = [rollout for rollout in self.finished.values() if rollout.trained_tokens]
+        if not trained:
+            return None
+        return min(one.oldest_version for one in trained), max(one.newest_version for one in trained)
 
     def complete(self) -> bool:
         return len(self.finished) == len(self.attempts_G)

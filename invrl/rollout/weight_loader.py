@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -106,9 +107,9 @@ def _home(name: str, parameters: Mapping[str, torch.Tensor], rows: Mapping[str, 
 
 
 @lru_cache(maxsize=1)
-def _arena(path: str, arena_id: str) -> Arena:
+def _arena(first_slot: ArenaHandle) -> Arena:
     """Kept mapped: faulting a fresh mapping costs more than the copy. The newest only."""
-    return open_arena(ArenaHandle(path=path, arena_id=arena_id, slot=0))
+    return open_arena(first_slot)
 
 
 def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
@@ -117,9 +118,8 @@ def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
     parameters = dict(model.named_parameters())
     if request.op == "load":
         handle = ArenaHandle.from_json(request.arena)
-        arena = _arena(handle.path, handle.arena_id)
-        places = plan(parameters, arena.tensors)
-        views = arena.views(handle.slot)
+        places = plan(parameters, handle.tensors)
+        views = _arena(replace(handle, slot=0)).views(handle.slot)
         with torch.no_grad():
             for place in places:
                 place.view().copy_(views[place.spec.name])

@@ -116,8 +116,8 @@ class ArenaReceiver(EngineReceiver):
 
     async def check(self, layout: tuple[TensorSpec, ...], staged: StagedWeights) -> None:
         with _as_weight_sync(self.name):
-            arena = open_arena(ArenaHandle.from_json(staged.handle))
-        if arena.tensors != layout:
+            open_arena(handle := ArenaHandle.from_json(staged.handle))
+        if handle.tensors != layout:
             raise LayoutError("the arena was laid out for other tensors", engine=self.name)
         await super().check(layout, staged)
 

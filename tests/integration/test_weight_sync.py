@@ -19,7 +19,7 @@ from invrl.rollout.fleet import Fleet
 from invrl.rollout.sglang_client import GenerateRequest, GenerateResult, SglangClient
 from invrl.rollout.weight_receiver import ArenaReceiver, BucketReceiver, EngineReceiver
 from invrl.types import Sampling, TensorSpec, WeightVersion
-from invrl.weight_arena import ArenaHandle, _create, num_bytes
+from invrl.weight_arena import ArenaHandle, ArenaWriter, num_bytes
 from invrl.weight_sync import CanaryBound, WeightTransaction
 
 CANARY = [[1, 20, 35, 70, 300, 410, 9, 2], [5, 400, 33, 33, 90, 100, 511]]
@@ -159,8 +159,6 @@ class TestRefusedBeforeAByteMoved:
         }
         specs[at : at + 1] = [changed[fault]] if fault in changed else []
         staging = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
-        from invrl.weight_arena import ArenaWriter
-
         wrong.tensors = tuple(specs)
         wrong._writer = ArenaWriter(specs)
         wrong.mistake = lambda _: staging
@@ -283,10 +281,8 @@ def test_nothing_in_the_file_system() -> None:
     """The arena is a memfd: it has no name to be left behind."""
     import os
 
-    fd = _create([TensorSpec(name="a", shape=(4,), dtype="float32")])
-    try:
-        assert "memfd:invrl-weights" in os.readlink(f"/proc/self/fd/{fd}")
-        assert os.fstat(fd).st_nlink == 0
-    finally:
-        os.close(fd)
+    writer = ArenaWriter([TensorSpec(name="a", shape=(4,), dtype="float32")])
+    assert "memfd:invrl-weights" in os.readlink(writer.path)
+    assert os.stat(writer.path).st_nlink == 0
+    writer.close()
     assert num_bytes(TensorSpec(name="a", shape=(4,), dtype="float32")) == 16
