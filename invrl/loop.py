@@ -87,7 +87,6 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
             batch = parts.assemble(step, taken)
         values = resolve(rollout_metrics(taken), "rollout/")
         if parts.learner is None:
-            await parts.buffer.discard(taken.batch_id)
             await parts.buffer.advance(taken.version)
         else:
             values |= await _learn(parts, parts.learner, taken, batch, phases, last=step == num_steps)

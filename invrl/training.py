@@ -8,7 +8,6 @@ checkpoint goes on from the newest one.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -200,16 +199,11 @@ class _Run:
         return evaluation
 
     def _compare(self, before: Evaluation, after: Evaluation) -> None:
-        """Held-out accuracy before and after, on the screen and in report/evaluation.json."""
-        rows: dict[str, dict[str, float]] = {}
+        """Held-out accuracy before and after."""
         for mode, score in after.scores.items():
-            problems, gain = score.samples, gain_interval(before.scores[mode], score)
+            gain = gain_interval(before.scores[mode], score)
             old, new = (one.scores[mode].accuracy.value for one in (before, after))
-            rows[mode] = {"problems": float(problems), "before": old, "after": new}
-            rows[mode] |= {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
             self.observer.note(
-                f"held-out accuracy, {mode} ({problems} problems): {old:.3f} -> {new:.3f}, "
+                f"held-out accuracy, {mode} ({score.samples} problems): {old:.3f} -> {new:.3f}, "
                 f"gain {gain.value:+.3f}, 95 % interval [{gain.low:+.3f}, {gain.high:+.3f}]"
             )
-        path = self.folder.report_path / "evaluation.json"
-        path.write_text(json.dumps(rows, indent=2) + "\n")

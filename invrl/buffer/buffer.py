@@ -10,7 +10,7 @@ as tasks come, a batch comes together. The code does not care what number the st
 
 The loop's order is take → trained → advance. Call `advance` once the engines sample under the new version
 and its canary has passed: what is leased after it must not begin under the old one, or bound 0 could never be
-met. `advance` with the version unchanged frees the last batch's places (a loop without a trainer). `snapshot`
+met. `advance` with the version unchanged ends the batch too: without a trainer, it is dropped. `snapshot`
 between trained and advance is what a later life of the run restores. Held by `buffer_actor.py`."""
 
 from __future__ import annotations
@@ -143,20 +143,18 @@ class Buffer:
 
     def trained(self, batch_id: int) -> None:
         """The optimizer has seen this batch. Raises BufferStateError unless it is the one that is out."""
-        self._check_out(batch_id)
+        if self._batch is None or not self._taken or self._batch.batch_id != batch_id:
+            raise BufferStateError(f"batch {batch_id} is not out for training")
         self._count("groups_trained", len(self._taken))
         self._end_batch(RolloutState.TRAINED, batch_id=batch_id)
-
-    def discard(self, batch_id: int) -> None:
-        """In a run without a trainer this batch has been seen. Raises as `trained`."""
-        self._check_out(batch_id)
-        self._drop_batch(DropReason.NOT_TRAINED)
 
     def advance(self, version: WeightVersion) -> None:
         """The trainer holds `version`, the engines sample under it, and its canary has passed: groups with
         its tokens may be taken. What is now too old is dropped."""
         if version < self.version:
             raise BufferStateError(f"version {version} after {self.version}")
+        if version == self.version and self._taken:
+            self._drop_batch(DropReason.NOT_TRAINED)
         self._check_trained()
         self.version = version
         self._batch = None
@@ -251,10 +249,6 @@ class Buffer:
         return metrics | {f"rollouts_{state}": Mean(self._ledger.counts[state]) for state in RolloutState}
 
     # ------------------------------------------------------------------ inside
-
-    def _check_out(self, batch_id: int) -> None:
-        if self._batch is None or not self._taken or self._batch.batch_id != batch_id:
-            raise BufferStateError(f"batch {batch_id} is not out for training")
 
     def _check_trained(self) -> None:
         if self._batch is not None and self._taken:

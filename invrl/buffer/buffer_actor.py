@@ -110,9 +110,6 @@ class BufferActor:
         self._buffer.trained(batch_id)
         await self._keep()
 
-    async def discard(self, batch_id: int) -> None:
-        self._buffer.discard(batch_id)
-
     async def advance(self, version: WeightVersion) -> None:
         self._buffer.advance(version)
         await self._notify()

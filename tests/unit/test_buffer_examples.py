@@ -168,6 +168,20 @@ def test_advance_without_a_new_version_frees_the_places() -> None:
         buffer.advance(WeightVersion(0))
 
 
+def test_without_a_trainer_a_batch_is_dropped_and_the_next_may_come() -> None:
+    entries: list[LedgerEntry] = []
+    buffer = make(batch=1, entries=entries)
+    for step in range(2):
+        (lease,) = lease_all(buffer)
+        complete(buffer, lease.group_id)
+        batch = buffer.take()
+        assert batch is not None
+        assert batch.batch_id == step
+        buffer.advance(batch.version)
+    assert [entry.reason for entry in entries if entry.reason] == [DropReason.NOT_TRAINED] * 4
+    assert values(buffer)["groups_dropped/not_trained"] == 2
+
+
 # ------------------------------------------------------------------ failed members
 
 
