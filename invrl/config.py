@@ -25,7 +25,6 @@ from pydantic import (
 )
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.presets import PRESETS
 from invrl.buffer.config import BufferConfig
 from invrl.config_checks import check
 from invrl.errors import ConfigError
@@ -113,8 +112,6 @@ SECTIONS: dict[str, type[Section]] = {
     if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
 }
 UPSTREAM = tuple(name for name in Config.model_fields if name not in SECTIONS)
-PRESET_KEY = "algorithm_preset"
-"""Top-level key of a TOML file, and flag: settings of the algorithm by name, below both sources."""
 Tables = Mapping[str, Mapping[str, Scalar]]
 
 
@@ -124,7 +121,6 @@ class Source:
 
     name: str
     tables: Tables
-    preset: str = ""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -141,31 +137,23 @@ def read_toml(path: Path) -> Source:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("--config", str(path), str(error), "give a readable TOML file") from error
-    preset = document.pop(PRESET_KEY, "")
-    if not isinstance(preset, str):
-        raise ConfigError(f"{PRESET_KEY} in {path}", preset, "a preset is a name", nearest("", PRESETS))
     for table, entries in document.items():
         if not isinstance(entries, dict):
             fix = f"write [{table}] and its keys below"
             raise ConfigError(f"{table} in {path}", entries, "a table is expected", fix)
-    return Source(name=str(path), tables=document, preset=preset)
+    return Source(name=str(path), tables=document)
 
 
 def resolve(*sources: Source) -> Config:
-    """Defaults below the preset below the sources in order; validated and cross-checked."""
-    layers = list(sources)
-    if last := next((source for source in reversed(sources) if source.preset), None):
-        if (preset := last.preset) not in PRESETS:
-            raise ConfigError(PRESET_KEY, preset, f"no such preset ({last.name})", nearest(preset, PRESETS))
-        layers.insert(0, Source(name=f"preset {preset}", tables={"algorithm": PRESETS[preset]}))
+    """Defaults below the algorithm's preset below the sources in order; validated and cross-checked."""
     values: dict[str, dict[str, Scalar]] = {name: {} for name in SECTIONS}
-    for layer in layers:
+    for layer in sources:
         for table, entries in layer.tables.items():
             values.setdefault(table, {}).update(entries)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        _refuse(error, layers)
+        _refuse(error, sources)
     check(config)
     return config
 

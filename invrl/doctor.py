@@ -94,8 +94,6 @@ def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigErr
 
 
 def _without(source: Source, table: str, key: str) -> Source:
-    if table == "algorithm_preset":
-        return replace(source, preset="")
     kept = {name: entries for name, entries in source.tables.items() if key or name != table}
     if table in kept:
         kept[table] = {name: value for name, value in kept[table].items() if name != key}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from invrl.interfaces import Buffer, StepResult, Trainer
+from invrl.metric_sinks import Sink
 from invrl.metrics import resolve, timed
 from invrl.step_metrics import rollout_metrics, time_metrics, update_metrics
 from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
@@ -23,13 +24,6 @@ class WeightUpdater(Protocol):
     """One weight update as one transaction (`weight_sync.WeightTransaction`)."""
 
     async def run(self, version: WeightVersion) -> WeightUpdate: ...
-
-
-class Observer(Protocol):
-    """Where phases and numbers go: sinks and the progress display. Never raises."""
-
-    def phase(self, name: str, step: int) -> None: ...
-    def step(self, step: int, values: Mapping[str, float]) -> None: ...
 
 
 Assemble = Callable[[int, TakenBatch], TrainBatch]
@@ -57,7 +51,7 @@ class Parts:
 
     buffer: Buffer
     assemble: Assemble
-    observer: Observer
+    observer: Sink
     learner: Learner | None
     evaluate: Evaluate | None = None
 
@@ -66,7 +60,7 @@ class Parts:
 class _Phases:
     """Seconds spent per phase of one step; each phase is announced to the observer."""
 
-    observer: Observer
+    observer: Sink
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
 

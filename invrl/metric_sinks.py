@@ -174,8 +174,8 @@ class ThreadedSink(Sink):
             raise DeadlineError(f"{self} to take its last {self._rows.qsize()} rows", self._close_s)
 
 
-class RunObserver:
-    """The loop's Observer: all sinks as one that never raises. Step 0 is before the first."""
+class RunObserver(Sink):
+    """All sinks as one that never raises. Step 0 is before the first."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)

@@ -1,17 +1,21 @@
-"""The algorithm's axes as settings. A preset is nothing but values of these fields."""
+"""The algorithm's axes as settings. A preset is nothing but values of these fields (`presets.py`)."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from invrl.algorithms.presets import PRESETS
 from invrl.section import Section
 
 
 class AlgorithmConfig(Section):
     """Advantage x ratio level x surrogate x off-policy correction x aggregation x KL x entropy."""
 
+    algorithm_preset: Literal["", "grpo", "dr_grpo", "dapo"] = Field(
+        "", description="values of these fields by name, below those that are given"
+    )
     advantage: str = Field("grpo", description="'grpo', 'dr_grpo', or module:name of an AdvantageFn")
     advantage_eps: PositiveFloat = Field(1e-4, description="added to the group's reward deviation (grpo)")
     policy_loss: str = Field("clip", description="surrogate: 'clip', or module:name of a PolicyLoss")
@@ -28,3 +32,8 @@ class AlgorithmConfig(Section):
         "recompute", description="old policy: recomputed when the batch is taken, or the engine's log-probs"
     )
     steps_per_batch: PositiveInt = Field(1, description="optimizer steps per batch (mini-batches)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on_preset(cls, given: dict[str, object]) -> dict[str, object]:
+        return {**PRESETS.get(str(given.get("algorithm_preset")), {}), **given}

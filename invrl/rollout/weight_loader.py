@@ -118,8 +118,8 @@ def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
     parameters = dict(model.named_parameters())
     if request.op == "load":
         handle = ArenaHandle.from_json(request.arena)
-        places = plan(parameters, handle.tensors)
         views = _arena(replace(handle, slot=0)).views(handle.slot)
+        places = plan(parameters, handle.tensors)
         with torch.no_grad():
             for place in places:
                 place.view().copy_(views[place.spec.name])
