@@ -58,7 +58,6 @@ class RunConfig(Section):
     wandb_project: str = Field("", description="project at Weights & Biases to log to; empty: none")
     wandb_mode: Literal["online", "offline"] = Field("online", description="offline: files for `wandb sync`")
     mlflow_tracking_uri: str = Field("", description="MLflow server or store to log to; empty: none")
-    mlflow_experiment: str = Field("invrl", description="MLflow experiment that the run is put in")
 
 
 class ModelConfig(Section):

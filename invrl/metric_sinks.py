@@ -118,14 +118,14 @@ class WandbSink(Sink):
 
 
 class MlflowSink(Sink):
-    """An MLflow run on the tracking server or store of the setting. What is not finite is left out."""
+    """An MLflow run on the tracking server or store of the setting, in the experiment that MLflow's own
+    environment variable names. What is not finite is left out."""
 
     def __init__(self, run: RunConfig, folder: Path, parameters: Mapping[str, object]) -> None:
         import mlflow
 
         self._mlflow = mlflow  # the active run is that of this thread
         mlflow.set_tracking_uri(run.mlflow_tracking_uri)
-        mlflow.set_experiment(run.mlflow_experiment)
         mlflow.start_run(run_name=folder.name)
         mlflow.log_params(dict(parameters))
 

@@ -115,7 +115,7 @@ class Buffer:
             self._note({"rollouts_finished": Sum(1), "finished_reward_mean": Mean(outcome.reward)})
             if self._stale(group):
                 self._drop(group, DropReason.STALE)
-            elif group.complete():
+            elif len(group.finished) == self._group_size:
                 self._complete(group)
 
     # ------------------------------------------------------------------ batches

@@ -70,8 +70,5 @@ class OpenGroup:
             return None
         return min(one.oldest_version for one in trained), max(one.newest_version for one in trained)
 
-    def complete(self) -> bool:
-        return len(self.finished) == len(self.attempts_G)
-
     def group(self) -> Group:
         return Group(id=self.id, task_id=self.task_id, rollouts_G=tuple(self.rollouts()))

@@ -253,7 +253,8 @@ def test_mlflow_reads_back_values_steps_and_parameters(
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the store that needs no database package
-    config = configured(mlflow_tracking_uri=(tmp_path / "store").as_uri(), mlflow_experiment="e")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "e")
+    config = configured(mlflow_tracking_uri=(tmp_path / "store").as_uri())
     check_trackers(config.run)
     (tmp_path / "run-7").mkdir()
     for reward in (0.5, 0.75):  # the experiment is there for the second run
