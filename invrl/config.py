@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import tomli_w
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    ValidationError,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt, StrictBool, StrictFloat, StrictInt, ValidationError
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.buffer.config import BufferConfig
@@ -78,8 +69,8 @@ class WeightSyncConfig(Section):
     weight_carrier: Literal["arena", "bucket"] = Field(
         "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
     )
-    weight_sync_timeout_s: PositiveFloat = Field(
-        300.0, description="deadline of each phase of an update; pause, commit and resume have 60 s at most"
+    weight_sync_timeout_s: float = Field(
+        300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"
     )
 
 

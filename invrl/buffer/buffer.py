@@ -71,7 +71,7 @@ class Buffer:
         self._replacements: deque[str] = deque()
         self._batch: TakenBatch | None = None
         self._taken: list[OpenGroup] = []
-        """The groups of the batch, until it is trained or discarded."""
+        """The groups of the batch, until it is trained or dropped."""
         self._groups_leased = self._batches_taken = 0
         self.dropped: Counter[str] = Counter()
         """Groups dropped since the start, by reason."""

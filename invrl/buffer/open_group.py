@@ -56,9 +56,7 @@ class OpenGroup:
 
     def awaits(self, index: int, attempt: int) -> bool:
         """Whether this try is in flight."""
-        return (index, attempt) in enumerate(self.attempts_G) and index in self.members(
-            RolloutState.IN_FLIGHT
-        )
+        return index in self.members(RolloutState.IN_FLIGHT) and self.attempts_G[index] == attempt
 
     def rollouts(self) -> list[RolloutSummary]:
         return [self.finished[index] for index in sorted(self.finished)]
