@@ -191,7 +191,7 @@ def _serve(arguments: Sequence[str]) -> None:
     with _guarded(arguments) as (config, folder):
         from invrl.serving import serve
 
-        serve(config, folder)
+        asyncio.run(serve(config, folder))
 
 
 def _eval(arguments: Sequence[str]) -> None:
@@ -210,7 +210,7 @@ def _eval(arguments: Sequence[str]) -> None:
         prepare_ray()
         from invrl.evaluating import run_evaluation
 
-        run_evaluation(config, folder)
+        asyncio.run(run_evaluation(config, folder))
 
 
 def _doctor(arguments: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from invrl.errors import ConfigError
+from invrl.report import read_metrics
 
 if TYPE_CHECKING:
     from invrl.config import Config
@@ -68,11 +69,8 @@ class RunFolder:
 
     def rewind_metrics(self, step: int) -> None:
         """The run goes on after `step`: rows of later steps are lost."""
-        if not self.metrics_path.exists():
-            return
-        rows = self.metrics_path.read_text().splitlines(keepends=True)
-        whole = [row for row in rows if row.endswith("}\n")]  # the last may be cut off by a crash
-        write_atomically(self.metrics_path, "".join(row for row in whole if json.loads(row)["step"] <= step))
+        rows = [row for row in read_metrics(self.metrics_path) if int(row["step"] or 0) <= step]
+        write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def log_path(self, process: str) -> Path:
         """Log file of the process of this name."""

@@ -147,7 +147,11 @@ def test_eval_takes_the_model_of_a_checkpoint_and_a_task_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     seen: list[Config] = []
-    cluster.run_evaluation = lambda config, folder: seen.append(config)  # type: ignore[attr-defined]
+
+    async def run_evaluation(config: Config, folder: RunFolder) -> None:
+        seen.append(config)
+
+    vars(cluster)["run_evaluation"] = run_evaluation
     monkeypatch.setattr(cli, "prepare_ray", lambda: None)
     tasks, checkpoint = tmp_path / "tasks.jsonl", tmp_path / "step-000002"
     tasks.write_text('{"id": 1}\n')
