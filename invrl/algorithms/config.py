@@ -1,4 +1,4 @@
-"""The algorithm's axes as settings. A preset is nothing but values of these fields (`presets.py`)."""
+"""The algorithm's axes as settings, and presets of them by name, which are nothing but values of fields."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from invrl.algorithms.presets import PRESETS
 from invrl.section import Section
+
+PRESETS: dict[str, dict[str, str | float]] = {
+    # arXiv 2402.03300 (its KL coefficient: section 4.2)
+    "grpo": {"advantage": "grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.2, "kl_coef": 0.04},
+    # arXiv 2503.20783
+    "dr_grpo": {"advantage": "dr_grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.2, "kl_coef": 0.0},
+    # arXiv 2503.14476
+    "dapo": {"advantage": "grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.28, "kl_coef": 0.0},
+}
+"""Only axes that exist. Where a paper's aggregation is not built yet (GRPO's mean per rollout, Dr. GRPO's
+constant), the preset has the default, token_mean (DAPO's own). DAPO's dynamic sampling is the buffer's filter
+`nonzero_variance`."""
 
 
 class AlgorithmConfig(Section):

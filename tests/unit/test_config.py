@@ -12,8 +12,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.presets import PRESETS
+from invrl.algorithms.config import PRESETS, AlgorithmConfig
 from invrl.config import SECTIONS, UPSTREAM, Config, Source, load_resolved, read_toml, resolve
 from invrl.errors import ConfigError, PluginError
 from invrl.flags import LEAVES, flag_help, parse_flags
