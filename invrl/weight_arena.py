@@ -73,12 +73,7 @@ class Arena:
     """A mapped arena and its layout; views of its slots are torch tensors without a copy."""
 
     def __init__(self, fd: int, tensors: Sequence[TensorSpec], *, writable: bool) -> None:
-        """Raises WeightSyncError if it cannot be mapped."""
-        try:
-            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            self._map = mmap.mmap(fd, 0, prot=access)
-        except (OSError, ValueError) as error:
-            raise WeightSyncError(f"the weight arena cannot be mapped: {error}") from error
+        self._map = mmap.mmap(fd, 0, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         self.tensors = tuple(tensors)
         self._offsets, self._slot_bytes = _slot(self.tensors)
 
@@ -103,12 +98,12 @@ def open_arena(handle: ArenaHandle) -> Arena:
         if handle.arena_id not in (found := os.readlink(handle.path)):
             raise WeightSyncError(f"{handle.path} is {found}, not {handle.arena_id}")
         fd = os.open(handle.path, os.O_RDONLY)
-    except OSError as error:
+        try:
+            return Arena(fd, handle.tensors, writable=False)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
         raise WeightSyncError(f"the weight arena {handle.path} cannot be opened: {error}") from error
-    try:
-        return Arena(fd, handle.tensors, writable=False)
-    finally:
-        os.close(fd)
 
 
 def _rounded_up(number: int, unit: int) -> int:
