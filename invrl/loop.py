@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from invrl.interfaces import Buffer, StepResult, Trainer
 from invrl.metric_sinks import Sink
@@ -19,15 +18,10 @@ from invrl.metrics import resolve, timed
 from invrl.step_metrics import rollout_metrics, time_metrics, update_metrics
 from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
-
-class WeightUpdater(Protocol):
-    """One weight update as one transaction (`weight_sync.WeightTransaction`)."""
-
-    async def run(self, version: WeightVersion) -> WeightUpdate: ...
-
-
 Assemble = Callable[[int, TakenBatch], TrainBatch]
 """Fetches the tokens of a step's batch from the run's store and computes advantages."""
+Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
+"""Gives the trainer's weights to the fleet as this version, in one transaction."""
 Save = Callable[[int, bytes], Awaitable[object]]
 """Writes the checkpoint of a step: the trainer as it is, and this snapshot of the buffer."""
 Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
@@ -40,7 +34,7 @@ class Learner:
     steps (0: never) and after the last one."""
 
     trainer: Trainer
-    weights: WeightUpdater
+    sync: Sync
     save: Save
     save_interval: int = 0
 
@@ -103,7 +97,7 @@ async def _learn(
         result = await learner.trainer.train(batch)
         await parts.buffer.trained(taken.batch_id)
     with phases.within("sync"):
-        update = await learner.weights.run(version)
+        update = await learner.sync(version)
         snapshot = await parts.buffer.snapshot(version) if saves else None
         if not last:
             await parts.buffer.advance(version)

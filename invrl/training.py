@@ -139,13 +139,13 @@ class _Run:
             return None
         if begin:
             await trainer.load_checkpoint(str(begin.megatron))
-        weights = FleetUpdater(self.config, trainer, cluster.serving.fleet)
+        sync = FleetUpdater(self.config, trainer, cluster.serving.fleet).run
         version = WeightVersion(begin.step if begin else 0)
-        await weights.run(version)
+        await sync(version)
         await cluster.buffer.advance(version)
 
         save, interval = partial(self.checkpoints.save, trainer), self.config.run.save_interval
-        return Learner(trainer=trainer, weights=weights, save=save, save_interval=interval)
+        return Learner(trainer=trainer, sync=sync, save=save, save_interval=interval)
 
     async def _train(self, cluster: Cluster, learner: Learner | None, done: int) -> None:
         config = self.config
