@@ -93,9 +93,7 @@ def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     check_run(config, trains=trains, evaluates=evaluates)
     folder = make_run_folder(config)
-    logging.basicConfig(
-        filename=folder.log_path("driver"), level=logging.INFO, format=_LOG_FORMAT, force=True
-    )
+    logging.basicConfig(filename=folder.log_path("driver"), format=_LOG_FORMAT, level="INFO", force=True)
     for chatty in ("httpx", "httpcore", "matplotlib", "asyncio", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     return config, folder

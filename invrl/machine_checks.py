@@ -100,9 +100,8 @@ def _installed(package: str) -> str:
 def _gpu(config: Config, machine: Machine) -> str:
     if machine.nvidia and not machine.gpus:
         reason = f"there is an NVIDIA driver, and torch {machine.torch} uses no GPU"
-        raise Doubt(
-            "gpu", "CPU", reason, "INVRL_DEVICE=gpu launch/install.sh, or look at CUDA_VISIBLE_DEVICES"
-        )
+        fix = "INVRL_DEVICE=gpu launch/install.sh, or look at CUDA_VISIBLE_DEVICES"
+        raise Doubt("gpu", "CPU", reason, fix)
     return f"{machine.gpus} GPUs" if machine.gpus else f"none: CPU, torch {machine.torch}"
 
 

@@ -54,7 +54,7 @@ class Buffer:
         *,
         tasks: Iterator[Task],
         group_filter: GroupFilter,
-        emit: Callable[[LedgerEntry], None] | None = None,
+        emit: Callable[[LedgerEntry], None] = lambda entry: None,
     ) -> None:
         self.version = WeightVersion(0)
         self._max_staleness, self._max_attempts = config.max_staleness, rollout.rollout_max_attempts

@@ -59,7 +59,7 @@ class EntryFacts(TypedDict, total=False):
 class Ledger:
     """Counts over all rollouts that ever were; where each is, its group knows."""
 
-    def __init__(self, emit: Callable[[LedgerEntry], None] | None = None) -> None:
+    def __init__(self, emit: Callable[[LedgerEntry], None] = lambda entry: None) -> None:
         self._emit = emit
         self.sequence = 0
         """Of the next entry."""
@@ -73,7 +73,7 @@ class Ledger:
 
     def move(self, group: OpenGroup, index: int, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
         """Raises BufferStateError for a transition that does not exist."""
-        before, place = group.states_G[index], group.place(index)
+        before, place = group.states_G[index], Place(group.id, index, group.attempts_G[index])
         entry = LedgerEntry(sequence=self.sequence, place=place, task_id=group.task_id, state=state, **facts)
         if state not in _NEXT[before]:
             raise BufferStateError(f"rollout {place} cannot go from {before} to {state}")
@@ -86,5 +86,4 @@ class Ledger:
         group.states_G[index] = state
         self.counts[state] += 1
         self.sequence += 1
-        if self._emit is not None:
-            self._emit(entry)
+        self._emit(entry)

@@ -47,9 +47,6 @@ class OpenGroup:
     def id(self) -> str:
         return f"g{self.number}"
 
-    def place(self, index: int) -> Place:
-        return Place(self.id, index, self.attempts_G[index])
-
     def members(self, state: RolloutState | None) -> list[int]:
         """Indices whose current attempt is in this state."""
         return [index for index, one in enumerate(self.states_G) if one is state]

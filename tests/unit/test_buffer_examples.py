@@ -93,7 +93,7 @@ def make(
         RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=group, rollout_max_attempts=attempts),
         tasks=source if source is not None else tasks(),
         group_filter=group_filter,
-        emit=None if entries is None else entries.append,
+        emit=[].append if entries is None else entries.append,
     )
 
 
