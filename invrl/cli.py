@@ -24,6 +24,7 @@ from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, make_run_folder
 
 Ready = tuple[Config, RunFolder]
+_LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 USAGE_EXIT, FAILURE_EXIT, INTERRUPT_EXIT = 2, 1, 130
 
 _INTRO = """\
@@ -83,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> Ready:
     """Configuration and run folder of a command that starts processes, after every check that needs none."""
-    from invrl.logs import log_to
     from invrl.run_checks import check_run
 
     config = resolve(*parse_flags(arguments))
@@ -93,7 +93,9 @@ def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     check_run(config, trains=trains, evaluates=evaluates)
     folder = make_run_folder(config)
-    log_to(folder.log_path("driver"))
+    logging.basicConfig(filename=folder.log_path("driver"), format=_LOG_FORMAT, level="INFO", force=True)
+    for chatty in ("httpx", "httpcore", "matplotlib", "asyncio", "urllib3"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     return config, folder
 
 
@@ -187,7 +189,7 @@ def _serve(arguments: Sequence[str]) -> None:
     with _guarded(arguments) as (config, folder):
         from invrl.serving import serve
 
-        serve(config, folder)
+        asyncio.run(serve(config, folder))
 
 
 def _eval(arguments: Sequence[str]) -> None:
@@ -197,23 +199,16 @@ def _eval(arguments: Sequence[str]) -> None:
     --task-source-path; --eval-tasks 0 takes all of them. Prints a table (mean reward, accuracy, pass@k, 95 %
     intervals) and writes report/eval.json into the run folder.
 
-      --checkpoint RUN/checkpoints/step-NNNNNN   evaluate its hugging_face folder, in place of --model-path
-
     examples:
       invrl eval --model-path MODEL --config launch/configs/quickstart.toml --eval-samples-per-task 8
-      invrl eval --checkpoint runs/a/checkpoints/step-000012 --rollout-function-path my_agent:rollout \\
+      invrl eval --model-path runs/a/checkpoints/step-000012 --rollout-function-path my_agent:rollout \\
           --eval-sets easy=easy.jsonl,hard=my_tasks:hard --eval-modes sampled
     """
-    from invrl.model_folder import hugging_face_of
-
-    own, flags = _own_flags(arguments, ["--checkpoint"])
-    for checkpoint in own.values():
-        flags += ["--model-path", str(hugging_face_of(Path(checkpoint).expanduser()))]
-    with _guarded(flags, evaluates=True) as (config, folder):
+    with _guarded(arguments, evaluates=True) as (config, folder):
         prepare_ray()
         from invrl.evaluating import run_evaluation
 
-        run_evaluation(config, folder)
+        asyncio.run(run_evaluation(config, folder))
 
 
 def _doctor(arguments: Sequence[str]) -> None:

@@ -93,20 +93,13 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
         yield Serving(fleet=fleet, gateway=gateway, settings=settings, started=started)
 
 
-_OF_THE_HOST = {"gateway_host", "gateway_port", "gateway_public_url", "gateway_workers"}
-"""What `GatewaySettings` knows under other names."""
-
-
 def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> GatewaySettings:
     values = {
         **config.rollout.model_dump(include={"temperature", "max_new_tokens"}),
-        **config.gateway.model_dump(exclude=_OF_THE_HOST),
+        **config.gateway.model_dump(),
         **asdict(fleet.limits),
         "run_id": folder.path.name,
-        "host": config.gateway.gateway_host,
-        "port": config.gateway.gateway_port or free_port(),
-        "workers": config.gateway.gateway_workers,
-        "public_url": config.gateway.gateway_public_url,
+        "gateway_port": config.gateway.gateway_port or free_port(),
         "router_url": fleet.router.url,
         "router_api_key": fleet.router.api_key,
         "env_key": os.environ.get("INVRL_ENV_KEY") or f"env-{secrets.token_urlsafe(24)}",

@@ -26,7 +26,6 @@ from pydantic import (
 )
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.algorithms.presets import PRESETS
 from invrl.buffer.config import BufferConfig
 from invrl.config_checks import check
 from invrl.errors import ConfigError
@@ -60,18 +59,29 @@ class RunConfig(Section):
     wandb_project: str = Field("", description="project at Weights & Biases to log to; empty: none")
     wandb_mode: Literal["online", "offline"] = Field("online", description="offline: files for `wandb sync`")
     mlflow_tracking_uri: str = Field("", description="MLflow server or store to log to; empty: none")
-    mlflow_experiment: str = Field("invrl", description="MLflow experiment that the run is put in")
 
 
 class ModelConfig(Section):
     """The model that is served and trained."""
 
-    model_path: str = Field("", description="Hugging Face folder (config, safetensors, tokenizer, template)")
+    model_path: str = Field("", description="Hugging Face folder, or checkpoint of a run (its hugging_face)")
 
     @property
     def folder(self) -> Path:
         """Absolute; meaningless without a `model_path`."""
-        return Path(self.model_path).expanduser().absolute()
+        given = Path(self.model_path).expanduser().absolute()
+        return inner if (inner := given / "hugging_face").is_dir() else given
+
+
+class WeightSyncConfig(Section):
+    """How new weights reach the engines, and what proves that they are there."""
+
+    weight_carrier: Literal["arena", "bucket"] = Field(
+        "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
+    )
+    weight_sync_timeout_s: float = Field(
+        300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"
+    )
 
 
 class WeightSyncConfig(Section):
@@ -115,8 +125,6 @@ SECTIONS: dict[str, type[Section]] = {
     if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
 }
 UPSTREAM = tuple(name for name in Config.model_fields if name not in SECTIONS)
-PRESET_KEY = "algorithm_preset"
-"""Top-level key of a TOML file, and flag: settings of the algorithm by name, below both sources."""
 Tables = Mapping[str, Mapping[str, Scalar]]
 
 
@@ -126,7 +134,6 @@ class Source:
 
     name: str
     tables: Tables
-    preset: str = ""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -138,44 +145,28 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def read_toml(path: Path) -> Source:
-    """A configuration file as a source. ConfigError for what is not TOML or no known name."""
+    """A configuration file as a source. ConfigError for what is not TOML; `resolve` checks its names."""
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("--config", str(path), str(error), "give a readable TOML file") from error
-    preset = document.pop(PRESET_KEY, "")
-    if not isinstance(preset, str):
-        raise ConfigError(f"{PRESET_KEY} in {path}", preset, "a preset is a name", nearest("", PRESETS))
     for table, entries in document.items():
-        if table not in Config.model_fields:
-            fix = nearest(table, Config.model_fields)
-            raise ConfigError(f"[{table}] in {path}", table, "no such table", fix)
         if not isinstance(entries, dict):
             fix = f"write [{table}] and its keys below"
             raise ConfigError(f"{table} in {path}", entries, "a table is expected", fix)
-        for key in entries if table in SECTIONS else ():
-            if key not in (known := SECTIONS[table].model_fields):
-                home = [name for name, section in SECTIONS.items() if key in section.model_fields]
-                fix = f"move it to table [{home[0]}]" if home else nearest(key, known)
-                raise ConfigError(f"{key} in table [{table}] of {path}", entries[key], "no such key", fix)
-    return Source(name=str(path), tables=document, preset=preset)
+    return Source(name=str(path), tables=document)
 
 
 def resolve(*sources: Source) -> Config:
-    """Defaults below the preset below the sources in order; validated and cross-checked."""
-    layers = list(sources)
-    if last := next((source for source in reversed(sources) if source.preset), None):
-        if (preset := last.preset) not in PRESETS:
-            raise ConfigError(PRESET_KEY, preset, f"no such preset ({last.name})", nearest(preset, PRESETS))
-        layers.insert(0, Source(name=f"preset {preset}", tables={"algorithm": PRESETS[preset]}))
+    """Defaults below the algorithm's preset below the sources in order; validated and cross-checked."""
     values: dict[str, dict[str, Scalar]] = {name: {} for name in SECTIONS}
-    for layer in layers:
+    for layer in sources:
         for table, entries in layer.tables.items():
             values.setdefault(table, {}).update(entries)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        _refuse(error, layers)
+        _refuse(error, sources)
     check(config)
     return config
 
@@ -184,12 +175,18 @@ def _refuse(error: ValidationError, layers: Sequence[Source]) -> NoReturn:
     """The first of pydantic's findings, in our terms."""
     first = error.errors()[0]
     table, key = (*(str(part) for part in first["loc"]), "")[:2]
-    origin = next((one.name for one in reversed(layers) if key in one.tables.get(table, {})), "default")
-    info = section.model_fields.get(key) if (section := SECTIONS.get(table)) else None
+    given = [one.name for one in layers if table in one.tables and key in ("", *one.tables[table])]
+    origin = given[-1] if given else "default"
+    known = SECTIONS[table].model_fields if table in SECTIONS else Config.model_fields
     others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    reason, fix = f"{first['msg']} (from {origin}){others}", "give a string, a number or a boolean"
-    if info:
+    reason, fix = first["msg"], "give a string, a number or a boolean"
+    if first["type"] == "extra_forbidden":
+        reason, fix = f"no such {'key' if key else 'table'}", nearest(key or table, known)
+        if home := next((name for name, section in SECTIONS.items() if key in section.model_fields), ""):
+            fix = f"move it to table [{home}]"
+    elif info := known.get(key):
         fix = f"set {key}: {info.description} (default: {info.default!r})"
+    reason = f"{reason} (from {origin}){others}"
     raise ConfigError(f"{table}.{key}" if key else table, first["input"], reason, fix) from error
 
 

@@ -44,7 +44,7 @@ class Finding:
 def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
     """One finding per check, and one per mistake in the configuration."""
     config, mistakes = read_configuration(arguments)
-    findings = [Finding(check="configuration", status=Status.FAILED, **_parts(error)) for error in mistakes]
+    findings = [_found("configuration", error) for error in mistakes]
     well = Finding(check="configuration", status=Status.OK, value=" ".join(arguments) or "defaults")
     checks = {name: partial(check, config, machine) for name, check in MACHINE_CHECKS.items()}
     checks = {**checks, "run folder": partial(check_run_folder, config), **run_checks(config)}
@@ -60,19 +60,18 @@ def write_report(findings: Iterable[Finding], *, as_json: bool) -> bool:
     return not failed
 
 
-def _parts(error: ConfigError | Doubt) -> dict[str, str]:
-    value = f"{error.field} = {error.value!r}" if isinstance(error, ConfigError) else error.value
-    return {"value": value, "reason": error.reason, "fix": error.fix}
+def _found(check: str, error: ConfigError) -> Finding:
+    status = Status.WARNING if isinstance(error, Doubt) else Status.FAILED
+    value = f"{error.field} = {error.value!r}"
+    return Finding(check=check, status=status, value=value, reason=error.reason, fix=error.fix)
 
 
 def _examine(name: str, check: Callable[[], object]) -> Finding:
     try:
         shown = str(seen) if isinstance(seen := check(), str | Path) else "as it should be"
         return Finding(check=name, status=Status.OK, value=shown)
-    except Doubt as doubt:
-        return Finding(check=name, status=Status.WARNING, **_parts(doubt))
     except ConfigError as error:
-        return Finding(check=name, status=Status.FAILED, **_parts(error))
+        return _found(name, error)
     except Exception as error:  # a check that breaks must not hide the others
         reason = f"the check itself raised {type(error).__name__}: {error}"
         return Finding(check=name, status=Status.FAILED, value="?", reason=reason, fix="report this line")
@@ -95,8 +94,7 @@ def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigErr
 
 
 def _without(source: Source, table: str, key: str) -> Source:
-    if table == "algorithm_preset":
-        return replace(source, preset="")
-    entries = source.tables.get(table, {})
-    kept = {name: value for name, value in entries.items() if key and name != key}
-    return replace(source, tables={**source.tables, table: kept}) if kept != entries else source
+    kept = {name: entries for name, entries in source.tables.items() if key or name != table}
+    if table in kept:
+        kept[table] = {name: value for name, value in kept[table].items() if name != key}
+    return replace(source, tables=kept)

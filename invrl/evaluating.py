@@ -23,12 +23,8 @@ from invrl.rollout.evaluate import EvalScore
 from invrl.run_folder import RunFolder
 
 
-def run_evaluation(config: Config, folder: RunFolder) -> None:
+async def run_evaluation(config: Config, folder: RunFolder) -> None:
     """Raises InvrlError with the cause of an evaluation that could not be made."""
-    asyncio.run(_evaluate(config, folder))
-
-
-async def _evaluate(config: Config, folder: RunFolder) -> None:
     began = time.monotonic()
 
     def note(text: str) -> None:

@@ -13,12 +13,10 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from invrl.algorithms.presets import PRESETS
-from invrl.config import PRESET_KEY, SECTIONS, UPSTREAM, Scalar, Source, nearest, read_toml
+from invrl.config import SECTIONS, UPSTREAM, Scalar, Source, nearest, read_toml
 from invrl.errors import ConfigError
 
 CONFIG_FLAG = "--config"
-PRESET_FLAG = "--" + PRESET_KEY.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +49,7 @@ def parse_flags(arguments: Sequence[str], mistakes: list[ConfigError] | None = N
     there, and what is wrong is left out."""
     tables: dict[str, dict[str, Scalar]] = {}
     files: list[Source] = []
-    preset, rest = "", list(arguments)
+    rest = list(arguments)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         given = value if equals else None
@@ -63,8 +61,6 @@ def parse_flags(arguments: Sequence[str], mistakes: list[ConfigError] | None = N
                 tables.setdefault(leaf.table, {})[leaf.key] = read
             elif flag == CONFIG_FLAG:
                 files.append(read_toml(Path(take_value(flag, given, rest)).expanduser()))
-            elif flag == PRESET_FLAG:
-                preset = take_value(flag, given, rest)
             elif package := next((name for name in UPSTREAM if flag.startswith(f"--{name}-")), ""):
                 key = flag.removeprefix(f"--{package}-").replace("-", "_")
                 tables.setdefault(package, {})[key] = _upstream_value(given, rest)
@@ -74,12 +70,12 @@ def parse_flags(arguments: Sequence[str], mistakes: list[ConfigError] | None = N
             if mistakes is None:
                 raise
             mistakes.append(error)
-    return (*files, Source(name="command line", tables=tables, preset=preset))
+    return (*files, Source(name="command line", tables=tables))
 
 
 def _unknown(flag: str, given: str | None, rest: list[str]) -> ConfigError:
     """For a flag that is none, which takes what looks like its value with it, or for a stray value."""
-    fix = nearest(flag, [*_LEAF_OF, CONFIG_FLAG, PRESET_FLAG])
+    fix = nearest(flag, [*_LEAF_OF, CONFIG_FLAG])
     if not flag.startswith("--"):
         return ConfigError("command line", flag, "no flag takes this", fix)
     if given is None and rest and not rest[0].startswith("--"):
@@ -114,7 +110,6 @@ def flag_help() -> str:
     lines = [
         "sources:",
         *_entry(f"{CONFIG_FLAG} FILE", "TOML file; its tables are the sections below, flags win over it"),
-        *_entry(f"{PRESET_FLAG} NAME", f"settings of the algorithm by name: {', '.join(sorted(PRESETS))}"),
     ]
     for table, section in SECTIONS.items():
         lines += ["", f"[{table}] {(section.__doc__ or '').strip().splitlines()[0]}"]

@@ -29,18 +29,14 @@ _CANARY_TOKENS = 32
 
 class FleetUpdater:
     def __init__(self, config: Config, trainer: TrainHandle, fleet: Fleet) -> None:
-        settings = config.weight_sync
-        usual = CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype)
-        max_gap = settings.canary_max_gap or usual.max_gap
-        bound = CanaryBound(max_gap=max_gap, mean_gap=settings.canary_mean_gap or usual.mean_gap)
         self._trainer, self._fleet = trainer, fleet
         self._restarts: Counter[str] = Counter()
         self._transaction = WeightTransaction(
             trainer,
             fleet.receivers,
             canary_prompts=canary_prompts(config.model.folder),
-            bound=bound,
-            deadline_s=settings.weight_sync_timeout_s,
+            bound=CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype),
+            deadline_s=config.weight_sync.weight_sync_timeout_s,
         )
 
     async def run(self, version: WeightVersion) -> WeightUpdate:

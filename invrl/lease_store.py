@@ -4,21 +4,22 @@
                          │                                   transaction with the session in its place
                          └── no session in time: expire (driver), which fails the member
 
-Every call is one transaction and blocks: call it in a thread. The driver and any number of gateway workers
-share it. Written by `rollout/lease_offers.py`, used by the gateway."""
+Every change is one statement, so one transaction, and blocks: call it in a thread. The driver and any number
+of gateway workers share it. Written by `rollout/lease_offers.py`, used by the gateway."""
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
+import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from invrl.run_store import connect
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Task
+
+_RETURNED = "RETURNING group_id, member, attempt, task"
 
 
 class LeaseStore:
@@ -27,21 +28,19 @@ class LeaseStore:
     def __init__(self, path: Path) -> None:
         self._db = connect(path)
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
 
     def offer(self, lease: GroupLease) -> None:
-        body = msgspec.json.encode(lease.task)
-        with self._transaction() as db:
-            (seq,) = db.execute("SELECT COALESCE(MAX(seq), 0) + 1 FROM leases").fetchone()
-            rows = [(lease.group_id, m.index, m.attempt, seq, body) for m in lease.members]
-            db.executemany("INSERT INTO leases VALUES (?,?,?,?,?,NULL)", rows)
+        """By one process, whose order is kept."""
+        task, seq = msgspec.json.encode(lease.task), next(self._numbers)
+        rows = [(lease.group_id, m.index, m.attempt, seq, task) for m in lease.members]
+        values = ",".join(["(?,?,?,?,?,NULL)"] * len(rows))
+        self._run(f"INSERT INTO leases VALUES {values}", *itertools.chain(*rows))
 
     def take(self, now: float) -> GroupLease | None:
         """The oldest lease that nobody has taken; its members' sessions must be opened before it expires."""
         sql = "UPDATE leases SET taken_at=? WHERE seq=(SELECT MIN(seq) FROM leases WHERE taken_at IS NULL)"
-        if not self._any("taken_at IS NULL"):
-            return None
-        with self._transaction() as db:
-            rows = db.execute(sql + " RETURNING group_id, member, attempt, task", (now,)).fetchall()
+        rows = self._run(f"{sql} {_RETURNED}", now) if self._any("taken_at IS NULL") else []
         if not rows:
             return None
         members = sorted((index, attempt) for _, index, attempt, _ in rows)
@@ -53,11 +52,8 @@ class LeaseStore:
 
     def expire(self, before: float) -> list[FailedRollout]:
         """Takes back what was taken earlier than `before` and has no session: the members' outcomes."""
-        sql = "DELETE FROM leases WHERE taken_at<? RETURNING group_id, member, attempt, task"
-        if not self._any("taken_at<?", before):
-            return []
-        with self._transaction() as db:
-            rows = db.execute(sql, (before,)).fetchall()
+        sql = f"DELETE FROM leases WHERE taken_at<? {_RETURNED}"
+        rows = self._run(sql, before) if self._any("taken_at<?", before) else []
         return [
             FailedRollout(
                 session_id="",
@@ -73,28 +69,18 @@ class LeaseStore:
 
     def withdraw(self) -> None:
         """Nothing is on offer any more."""
-        with self._transaction() as db:
-            db.execute("DELETE FROM leases WHERE taken_at IS NULL")
+        self._run("DELETE FROM leases WHERE taken_at IS NULL")
 
     def close(self) -> None:
         self._db.close()
 
     def _any(self, condition: str, *values: float) -> bool:
-        """Asked before a transaction begins: who only looks takes no turn in writing."""
-        with self._lock:
-            sql = f"SELECT 1 FROM leases WHERE {condition} LIMIT 1"
-            return self._db.execute(sql, values).fetchone() is not None
+        """Asked before a change: who only looks takes no turn in writing."""
+        return bool(self._run(f"SELECT 1 FROM leases WHERE {condition} LIMIT 1", *values))
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def _run(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+            return self._db.execute(sql, values).fetchall()
 
 
 def _task(body: bytes) -> Task:

@@ -8,34 +8,20 @@ its tokens only after its canary has passed. Called by `training.py`.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from invrl.interfaces import Buffer, StepResult, Trainer
-from invrl.metrics import resolve
+from invrl.metric_sinks import Sink
+from invrl.metrics import resolve, timed
 from invrl.step_metrics import rollout_metrics, time_metrics, update_metrics
 from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
-
-class WeightUpdater(Protocol):
-    """One weight update as one transaction (`weight_sync.WeightTransaction`)."""
-
-    async def run(self, version: WeightVersion) -> WeightUpdate: ...
-
-
-class Observer(Protocol):
-    """Where phases and numbers go: sinks and the progress display. Never raises."""
-
-    def phase(self, name: str, step: int) -> None: ...
-    def step(self, step: int, values: Mapping[str, float]) -> None: ...
-
-
-Assemble = Callable[[TakenBatch], TrainBatch]
-"""Fetches the tokens of a taken batch from the run's store and computes advantages."""
-Keep = Callable[[int, TrainBatch], None]
-"""Writes the batch of a step to disk."""
+Assemble = Callable[[int, TakenBatch], TrainBatch]
+"""Fetches the tokens of a step's batch from the run's store and computes advantages."""
+Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
+"""Gives the trainer's weights to the fleet as this version, in one transaction."""
 Save = Callable[[int, bytes], Awaitable[object]]
 """Writes the checkpoint of a step: the trainer as it is, and this snapshot of the buffer."""
 Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
@@ -48,7 +34,7 @@ class Learner:
     steps (0: never) and after the last one."""
 
     trainer: Trainer
-    weights: WeightUpdater
+    sync: Sync
     save: Save
     save_interval: int = 0
 
@@ -59,46 +45,39 @@ class Parts:
 
     buffer: Buffer
     assemble: Assemble
-    observer: Observer
+    observer: Sink
     learner: Learner | None
-    keep: Keep | None = None
     evaluate: Evaluate | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class _Phases:
     """Seconds spent per phase of one step; each phase is announced to the observer."""
 
-    def __init__(self, observer: Observer, step: int) -> None:
-        self.seconds: dict[str, float] = {}
-        self.step, self._observer = step, observer
-        self._name, self._since = "", time.monotonic()
+    observer: Sink
+    step: int
+    seconds: dict[str, float] = field(default_factory=dict)
 
-    def enter(self, name: str) -> None:
-        now = time.monotonic()
-        if self._name:
-            self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
-        self._name, self._since = name, now
-        if name:
-            self._observer.phase(name, self.step)
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        self.observer.phase(name, self.step)
+        with timed(self.seconds, name):
+            yield
 
 
 async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> None:
     """Steps `done` + 1 to `num_steps`; with a learner, step n makes version n."""
     for step in range(done + 1, num_steps + 1):
         phases = _Phases(parts.observer, step)
-        phases.enter("rollout")
-        taken = await parts.buffer.take()
-        phases.enter("assemble")
-        batch = parts.assemble(taken)
-        if parts.keep is not None:
-            parts.keep(step, batch)
+        with phases.within("rollout"):
+            taken = await parts.buffer.take()
+        with phases.within("assemble"):
+            batch = parts.assemble(step, taken)
         values = resolve(rollout_metrics(taken), "rollout/")
         if parts.learner is None:
-            await parts.buffer.discard(taken.batch_id)
             await parts.buffer.advance(taken.version)
         else:
             values |= await _learn(parts, parts.learner, taken, batch, phases, last=step == num_steps)
-        phases.enter("")
         values |= resolve(await parts.buffer.metrics(), "buffer/")
         values |= resolve(time_metrics(phases.seconds, taken, batch.total_tokens), "time/")
         if parts.evaluate is not None and eval_interval and step % eval_interval == 0 and step < num_steps:
@@ -112,20 +91,19 @@ async def _learn(
 ) -> dict[str, float]:
     """Train, sync, checkpoint. The buffer's snapshot is taken before it admits work for the new version;
     the checkpoint is written while that work goes on. After the last step nothing more is admitted."""
-    phases.enter("train")
-    result = await learner.trainer.train(batch)
-    await parts.buffer.trained(taken.batch_id)
-    phases.enter("sync")
     step, version = phases.step, WeightVersion(phases.step)
-    update = await learner.weights.run(version)
     saves = last or bool(learner.save_interval and step % learner.save_interval == 0)
-    snapshot = await parts.buffer.snapshot(version) if saves else None
-    if not last:
-        await parts.buffer.release(version)
-        await parts.buffer.advance(version)
+    with phases.within("train"):
+        result = await learner.trainer.train(batch)
+        await parts.buffer.trained(taken.batch_id)
+    with phases.within("sync"):
+        update = await learner.sync(version)
+        snapshot = await parts.buffer.snapshot(version) if saves else None
+        if not last:
+            await parts.buffer.advance(version)
     if snapshot is not None:
-        phases.enter("checkpoint")
-        await learner.save(step, snapshot)
+        with phases.within("checkpoint"):
+            await learner.save(step, snapshot)
     return {**train_values(result), **resolve(update_metrics(update), "sync/")}
 
 

@@ -24,12 +24,8 @@ _RAY_DEADLINE_S = 5.0
 _REQUIREMENTS = Path(__file__).parents[1] / "launch" / "requirements"
 
 
-class Doubt(Exception):
+class Doubt(ConfigError):
     """A run may start with this, and may not get far."""
-
-    def __init__(self, value: str, reason: str, fix: str) -> None:
-        super().__init__(value, reason, fix)
-        self.value, self.reason, self.fix = value, reason, fix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +100,15 @@ def _installed(package: str) -> str:
 def _gpu(config: Config, machine: Machine) -> str:
     if machine.nvidia and not machine.gpus:
         reason = f"there is an NVIDIA driver, and torch {machine.torch} uses no GPU"
-        raise Doubt("CPU", reason, "INVRL_DEVICE=gpu launch/install.sh, or look at CUDA_VISIBLE_DEVICES")
+        fix = "INVRL_DEVICE=gpu launch/install.sh, or look at CUDA_VISIBLE_DEVICES"
+        raise Doubt("gpu", "CPU", reason, fix)
     return f"{machine.gpus} GPUs" if machine.gpus else f"none: CPU, torch {machine.torch}"
 
 
 def _cpus(config: Config, machine: Machine) -> str:
     run_checks.check_world(config, cpus=machine.cpus)
     if machine.cpus < 2:
-        raise Doubt("1 CPU", "engine and trainer share it, deadlines may be missed", "use 2 or more")
+        raise Doubt("cpus", 1, "engine and trainer share it, deadlines may be missed", "use 2 or more")
     return f"{machine.cpus} CPUs"
 
 
@@ -134,7 +131,7 @@ def _memory(config: Config, machine: Machine) -> str:
     if machine.memory_bytes < 0.6 * need:
         raise ConfigError("memory", value, "processes of the run would be killed", fix)
     if machine.memory_bytes < need:
-        raise Doubt(value, "it may not be enough", fix)
+        raise Doubt("memory", value, "it may not be enough", fix)
     return value
 
 
@@ -157,7 +154,7 @@ def _shared_memory(config: Config, machine: Machine) -> str:
     if machine.shared_memory_bytes < 64e6:
         raise ConfigError("/dev/shm", value, "SGLang's processes need 64 MB", "docker run --shm-size 8g")
     if machine.shared_memory_bytes < _GB:
-        raise Doubt(value, "Ray's objects go to disk then", "docker run --shm-size 8g")
+        raise Doubt("/dev/shm", value, "Ray's objects go to disk then", "docker run --shm-size 8g")
     return value
 
 

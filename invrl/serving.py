@@ -6,8 +6,6 @@ Called by `cli.py`.
 
 from __future__ import annotations
 
-import asyncio
-
 from invrl.cluster import Serving, start_serving
 from invrl.config import Config
 from invrl.rollout.session_client import SessionClient
@@ -15,12 +13,8 @@ from invrl.run_folder import RunFolder
 from invrl.types import GroupLease, GroupMember, Session, Task
 
 
-def serve(config: Config, folder: RunFolder) -> None:
+async def serve(config: Config, folder: RunFolder) -> None:
     """Serves until Ctrl-C. Raises what start-up raises, or the failure of an engine."""
-    asyncio.run(_serve(config, folder))
-
-
-async def _serve(config: Config, folder: RunFolder) -> None:
     async with start_serving(config, folder) as serving:
         print(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}", flush=True)
         await serving.wait_ready()

@@ -8,31 +8,30 @@ checkpoint goes on from the newest one.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from invrl.algorithms.advantages import advantage_function
-from invrl.batch_file import batch_path, save_batch
+from invrl.batch_file import batch_path, load_batch, save_batch, saved_steps
 from invrl.buffer.batching import build_batch
-from invrl.checkpoints import Checkpoint, Checkpoints
-from invrl.cluster import Cluster, start_cluster
+from invrl.checkpoints import Checkpoint, Checkpoints, first_checkpoint
+from invrl.cluster import Cluster, start_cluster, start_trainer
 from invrl.config import Config
 from invrl.errors import ConfigError
 from invrl.fleet_updater import FleetUpdater
-from invrl.loop import Learner, Parts, run_loop
-from invrl.metric_sinks import open_sinks
-from invrl.progress import RunObserver, open_progress
+from invrl.loop import Learner, Parts, run_loop, train_values
+from invrl.metric_sinks import RunObserver, open_sinks
+from invrl.progress import open_progress
 from invrl.report import write_report
 from invrl.rollout.evaluate import Evaluation, gain_interval
 from invrl.run_folder import RunFolder, write_atomically
 from invrl.run_store import RunStore, abandon_open_sessions
-from invrl.train_only import run_train_only
 from invrl.types import TakenBatch, TrainBatch, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -64,14 +63,12 @@ def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> Non
     latest = None if config.run.debug_train_only else checkpoints.latest()
     done = latest.step if latest else 0
     folder.rewind_metrics(done)
-    tensorboard = folder.tensorboard_path if config.run.tensorboard else None
-    sinks = open_sinks(folder.metrics_path, tensorboard, config, done=done)
-    progress = open_progress(config.run.progress, config.run.num_steps)
-    observer = RunObserver(sinks, progress, folder.phase_path)
+    display = open_progress(config.run.progress, config.run.num_steps)
+    observer = RunObserver([*open_sinks(folder, config, done=done), display])
     observer.note(f"run folder {folder.path}")
     try:
         if config.run.debug_train_only:
-            asyncio.run(run_train_only(config, checkpoints, observer))
+            asyncio.run(_train_only(config, checkpoints, observer))
         else:
             asyncio.run(_Run(config, folder, checkpoints, observer).run())
     finally:
@@ -79,6 +76,27 @@ def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> Non
         if folder.metrics_path.stat().st_size:
             print(f"reward curve: {write_report(folder.path)}", flush=True)
         print(f"run folder: {folder.path}", flush=True)
+
+
+async def _train_only(config: Config, checkpoints: Checkpoints, observer: RunObserver) -> None:
+    """`--debug-train-only`: one step per saved batch after the checkpoint's, `num_steps` in all at most; then
+    a checkpoint. sglang need not be installed. Given the checkpoint of a live run and the batches it trained
+    next, losses and weights are that run's, bit for bit in float32."""
+    begin = first_checkpoint(config.run.load_checkpoint)
+    done = begin.step if begin else 0
+    data = Path(config.run.load_rollout_data).expanduser().absolute()
+    steps = [step for step in saved_steps(data, after_step=done) if step <= config.run.num_steps]
+    observer.phase("starting", 0)
+    async with start_trainer(config) as trainer:
+        if begin:
+            await trainer.load_checkpoint(str(begin.megatron))
+        for step in steps:
+            observer.phase("train", step)
+            observer.step(step, train_values(await trainer.train(load_batch(batch_path(data, step)))))
+        end = steps[-1] if steps else done
+        observer.phase("checkpoint", end)
+        last = await checkpoints.save(trainer, end)
+    observer.note(f"model: {last.hugging_face}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +139,13 @@ class _Run:
             return None
         if begin:
             await trainer.load_checkpoint(str(begin.megatron))
-        weights = FleetUpdater(self.config, trainer, cluster.serving.fleet)
+        sync = FleetUpdater(self.config, trainer, cluster.serving.fleet).run
         version = WeightVersion(begin.step if begin else 0)
-        await weights.run(version)
-        await cluster.buffer.release(version)
+        await sync(version)
         await cluster.buffer.advance(version)
 
         save, interval = partial(self.checkpoints.save, trainer), self.config.run.save_interval
-        return Learner(trainer=trainer, weights=weights, save=save, save_interval=interval)
+        return Learner(trainer=trainer, sync=sync, save=save, save_interval=interval)
 
     async def _train(self, cluster: Cluster, learner: Learner | None, done: int) -> None:
         config = self.config
@@ -138,12 +155,12 @@ class _Run:
         store = RunStore(self.folder.store_path)
         advantage = advantage_function(config.algorithm.advantage)
 
-        def assemble(taken: TakenBatch) -> TrainBatch:
+        def assemble(step: int, taken: TakenBatch) -> TrainBatch:
             ids = [rollout.session_id for group in taken.groups for rollout in group.rollouts_G]
-            return build_batch(taken, store.rollouts(ids), advantage, config.algorithm.advantage_eps)
-
-        def keep(step: int, batch: TrainBatch) -> None:
-            save_batch(batch_path(self.folder.rollout_data_path, step), batch)
+            batch = build_batch(taken, store.rollouts(ids), advantage, config.algorithm.advantage_eps)
+            if config.run.save_rollout_data or config.run.debug_rollout_only:
+                save_batch(batch_path(self.folder.rollout_data_path, step), batch)
+            return batch
 
         async def evaluate(version: WeightVersion) -> Mapping[str, float]:
             return (await cluster.rollouts.evaluate(version)).values()
@@ -153,7 +170,6 @@ class _Run:
             assemble=assemble,
             observer=self.observer,
             learner=learner,
-            keep=keep if config.run.save_rollout_data or config.run.debug_rollout_only else None,
             evaluate=evaluate if evaluates else None,
         )
         steps = config.run.num_steps
@@ -183,16 +199,11 @@ class _Run:
         return evaluation
 
     def _compare(self, before: Evaluation, after: Evaluation) -> None:
-        """Held-out accuracy before and after, on the screen and in report/evaluation.json."""
-        rows: dict[str, dict[str, float]] = {}
+        """Held-out accuracy before and after."""
         for mode, score in after.scores.items():
-            problems, gain = score.samples, gain_interval(before.scores[mode], score)
+            gain = gain_interval(before.scores[mode], score)
             old, new = (one.scores[mode].accuracy.value for one in (before, after))
-            rows[mode] = {"problems": float(problems), "before": old, "after": new}
-            rows[mode] |= {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
             self.observer.note(
-                f"held-out accuracy, {mode} ({problems} problems): {old:.3f} -> {new:.3f}, "
+                f"held-out accuracy, {mode} ({score.samples} problems): {old:.3f} -> {new:.3f}, "
                 f"gain {gain.value:+.3f}, 95 % interval [{gain.low:+.3f}, {gain.high:+.3f}]"
             )
-        path = self.folder.report_path / "evaluation.json"
-        path.write_text(json.dumps(rows, indent=2) + "\n")

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from invrl.buffer.ledger import RolloutState
 from invrl.buffer.ledger_store import check_lineage, read_ledger, read_lives
+from invrl.buffer.open_group import RolloutState
 from invrl.errors import BufferStateError, DeadlineError, ServerError
 from invrl.run_folder import RunFolder
 from invrl.run_store import RunStore

@@ -23,7 +23,7 @@ EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", 
 VOCABULARY = {"types", "errors"}
 SEAMS = {
     "interfaces", "metrics", "section", "process", "plugins", "weight_sync",
-    "weight_arena", "weight_buckets", "cpu_stand_ins", "run_store", "lease_store", "model_folder", "logs",
+    "weight_arena", "weight_buckets", "cpu_stand_ins", "run_store", "lease_store", "model_folder",
 }  # fmt: skip
 PACKAGES = {"train", "rollout", "gateway", "buffer", "algorithms"}
 LAYERS: list[tuple[str, set[str]]] = [
@@ -33,7 +33,6 @@ LAYERS: list[tuple[str, set[str]]] = [
     ("composition", set()),  # every other module: config, loop, sinks, ...
     ("cluster", {"cluster"}),
     ("fleet_updater", {"fleet_updater"}),
-    ("train_only", {"train_only"}),
     ("commands", {"training", "serving", "replay", "evaluating"}),
     ("cli", {"cli"}),
 ]

@@ -121,7 +121,7 @@ async def _gateway(
 ) -> AsyncIterator[GatewaySettings]:
     values = {
         "run_id": "truth",
-        "port": free_port(),
+        "gateway_port": free_port(),
         "router_url": router.url,
         "router_api_key": router.api_key,
         "env_key": ENV_KEY,

@@ -1,17 +1,32 @@
-"""The algorithm's axes as settings. A preset is nothing but values of these fields."""
+"""The algorithm's axes as settings, and presets of them by name, which are nothing but values of fields."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from invrl.section import Section
+
+PRESETS: dict[str, dict[str, str | float]] = {
+    # arXiv 2402.03300 (its KL coefficient: section 4.2)
+    "grpo": {"advantage": "grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.2, "kl_coef": 0.04},
+    # arXiv 2503.20783
+    "dr_grpo": {"advantage": "dr_grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.2, "kl_coef": 0.0},
+    # arXiv 2503.14476
+    "dapo": {"advantage": "grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.28, "kl_coef": 0.0},
+}
+"""Only axes that exist. Where a paper's aggregation is not built yet (GRPO's mean per rollout, Dr. GRPO's
+constant), the preset has the default, token_mean (DAPO's own). DAPO's dynamic sampling is the buffer's filter
+`nonzero_variance`."""
 
 
 class AlgorithmConfig(Section):
     """Advantage x ratio level x surrogate x off-policy correction x aggregation x KL x entropy."""
 
+    algorithm_preset: Literal["", "grpo", "dr_grpo", "dapo"] = Field(
+        "", description="values of these fields by name, below those that are given"
+    )
     advantage: str = Field("grpo", description="'grpo', 'dr_grpo', or module:name of an AdvantageFn")
     advantage_eps: PositiveFloat = Field(1e-4, description="added to the group's reward deviation (grpo)")
     policy_loss: str = Field("clip", description="surrogate: 'clip', or module:name of a PolicyLoss")
@@ -28,3 +43,8 @@ class AlgorithmConfig(Section):
         "recompute", description="old policy: recomputed when the batch is taken, or the engine's log-probs"
     )
     steps_per_batch: PositiveInt = Field(1, description="optimizer steps per batch (mini-batches)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on_preset(cls, given: dict[str, object]) -> dict[str, object]:
+        return {**PRESETS.get(str(given.get("algorithm_preset")), {}), **given}

@@ -8,10 +8,10 @@ Invariants: every place (group, index, attempt) that is leased ends in exactly o
 most one batch; no token in a batch is more than `max_staleness` versions older than the trainer; as long
 as tasks come, a batch comes together. The code does not care what number the staleness bound is.
 
-The loop's order is take → trained → release → advance. Call `advance` once the engines sample under the new
-version: what is leased after it must not begin under the old one, or bound 0 could never be met. `advance`
-with the version unchanged frees the last batch's places (a loop without a trainer). `snapshot` between
-trained and release is what a later life of the run restores. Held by `buffer_actor.py`."""
+The loop's order is take → trained → advance. Call `advance` once the engines sample under the new version
+and its canary has passed: what is leased after it must not begin under the old one, or bound 0 could never be
+met. `advance` with the version unchanged ends the batch too: without a trainer, it is dropped. `snapshot`
+between trained and advance is what a later life of the run restores. Held by `buffer_actor.py`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
 
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry, Place, RolloutState
-from invrl.buffer.open_group import OpenGroup
-from invrl.buffer.policies import ZERO_VARIANCE, admission_limit, newest_version, oldest_version
+from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
+from invrl.buffer.open_group import OpenGroup, RolloutState
+from invrl.buffer.policies import ZERO_VARIANCE, admission_limit
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter
@@ -54,9 +54,9 @@ class Buffer:
         *,
         tasks: Iterator[Task],
         group_filter: GroupFilter,
-        emit: Callable[[LedgerEntry], None] | None = None,
+        emit: Callable[[LedgerEntry], None] = lambda entry: None,
     ) -> None:
-        self.version = self.released = WeightVersion(0)
+        self.version = WeightVersion(0)
         self._max_staleness, self._max_attempts = config.max_staleness, rollout.rollout_max_attempts
         self._batch_size, self._group_size = rollout.rollout_batch_size, rollout.n_samples_per_prompt
         self._limit = admission_limit(config, self._batch_size)
@@ -70,7 +70,8 @@ class Buffer:
         self._ready: dict[str, OpenGroup] = {}
         self._replacements: deque[str] = deque()
         self._batch: TakenBatch | None = None
-        self._batch_trained = False
+        self._taken: list[OpenGroup] = []
+        """The groups of the batch, until it is trained or dropped."""
         self._groups_leased = self._batches_taken = 0
         self.dropped: Counter[str] = Counter()
         """Groups dropped since the start, by reason."""
@@ -91,7 +92,7 @@ class Buffer:
         if under_way >= self._limit or (task := self._next_task()) is None:
             return None
         size = self._group_size
-        group = OpenGroup(self._groups_leased, task.id, attempts_G=[0] * size, to_lease=list(range(size)))
+        group = OpenGroup(self._groups_leased, task.id, attempts_G=[0] * size, states_G=[None] * size)
         self._groups_leased += 1
         self._in_flight[group.id], self._tasks_of[group.id] = group, task
         self._count("groups_leased")
@@ -100,22 +101,21 @@ class Buffer:
     def record(self, outcome: Outcome) -> None:
         """Idempotent, in any order. An outcome nobody waits for (its place has one already, its group has
         ended, or it was never leased) is counted and changes nothing."""
-        place = Place(outcome.group_id, outcome.index, outcome.attempt)
-        if self._ledger.state(place) is not RolloutState.IN_FLIGHT:
+        group, index = self._in_flight.get(outcome.group_id), outcome.index
+        if group is None or not group.awaits(index, outcome.attempt):
             self._count("outcomes_late")
             return
-        group = self._in_flight[place.group_id]
         if isinstance(outcome, FailedRollout):
             self._fail(group, outcome, outcome.reason, outcome.detail)
         elif not math.isfinite(outcome.reward):
             self._fail(group, outcome, FailureReason.BAD_REWARD, f"reward {outcome.reward}")
         else:
-            self._move(group, place.index, RolloutState.FINISHED, session_id=outcome.session_id)
-            group.finished[place.index] = outcome
+            self._ledger.move(group, index, RolloutState.FINISHED, session_id=outcome.session_id)
+            group.finished[index] = outcome
             self._note({"rollouts_finished": Sum(1), "finished_reward_mean": Mean(outcome.reward)})
             if self._stale(group):
                 self._drop(group, DropReason.STALE)
-            elif group.complete():
+            elif len(group.finished) == self._group_size:
                 self._complete(group)
 
     # ------------------------------------------------------------------ batches
@@ -125,58 +125,50 @@ class Buffer:
         BufferStateError while the batch before is out."""
         if self._batch is not None:
             raise BufferStateError(f"batch {self._batch.batch_id} is out: call trained and advance first")
-        eligible = [group for group in self._ready.values() if self._is_released(group)]
+        eligible = [group for group in self._ready.values() if self._may_be_taken(group)]
         if len(eligible) < self._batch_size:
             return None
-        eligible.sort(key=lambda group: (oldest_version(group.rollouts()), group.number))
-        taken = eligible[: self._batch_size]
-        groups = tuple(group.group() for group in taken)
+        eligible.sort(key=lambda group: ((group.versions() or [0])[0], group.number))
+        self._taken = eligible[: self._batch_size]
+        groups = tuple(group.group() for group in self._taken)
         batch = TakenBatch(batch_id=self._batches_taken, version=self.version, groups=groups)
-        for group in taken:
+        for group in self._taken:
             del self._ready[group.id], self._tasks_of[group.id]
-            for index in range(self._group_size):
-                self._move(group, index, RolloutState.TAKEN, batch_id=batch.batch_id)
+            self._move_all(group, RolloutState.TAKEN, batch_id=batch.batch_id)
         for group in eligible[self._batch_size :]:
             group.passed_over = True
-        self._batch, self._batch_trained = batch, False
+        self._batch = batch
         self._batches_taken += 1
         return batch
 
     def trained(self, batch_id: int) -> None:
         """The optimizer has seen this batch. Raises BufferStateError unless it is the one that is out."""
-        batch = self._out(batch_id)
-        self._end_batch(batch, RolloutState.TRAINED, batch_id=batch_id)
-        self._count("groups_trained", len(batch.groups))
-        self._batch_trained = True
-
-    def discard(self, batch_id: int) -> None:
-        """In a run without a trainer this batch has been seen. Raises as `trained`."""
-        self._drop_batch(self._out(batch_id), DropReason.NOT_TRAINED)
-        self._batch_trained = True
+        if self._batch is None or not self._taken or self._batch.batch_id != batch_id:
+            raise BufferStateError(f"batch {batch_id} is not out for training")
+        self._count("groups_trained", len(self._taken))
+        self._end_batch(RolloutState.TRAINED, batch_id=batch_id)
 
     def advance(self, version: WeightVersion) -> None:
-        """The trainer holds `version` and the engines sample under it. What is now too old is dropped."""
+        """The trainer holds `version`, the engines sample under it, and its canary has passed: groups with
+        its tokens may be taken. What is now too old is dropped."""
         if version < self.version:
             raise BufferStateError(f"version {version} after {self.version}")
-        if self._batch is not None and not self._batch_trained:
-            raise BufferStateError(f"version {version} before batch {self._batch.batch_id} is trained")
+        if version == self.version and self._taken:
+            self._drop_batch(DropReason.NOT_TRAINED)
+        self._check_trained()
         self.version = version
         self._batch = None
         for group in [*self._in_flight.values(), *self._ready.values()]:
             if self._stale(group):
                 self._drop(group, DropReason.OVER_SAMPLED if group.passed_over else DropReason.STALE)
 
-    def release(self, version: WeightVersion) -> None:
-        """The canary of `version` has passed: groups with its tokens may be taken."""
-        self.released = max(self.released, version)
-
     def close(self) -> None:
         """The run ends: everything that is not trained is dropped, and nothing is leased any more."""
         self._closed = True
         for group in [*self._in_flight.values(), *self._ready.values()]:
             self._drop(group, DropReason.RUN_ENDED)
-        if self._batch is not None and not self._batch_trained:
-            self._drop_batch(self._batch, DropReason.RUN_ENDED)
+        if self._taken:
+            self._drop_batch(DropReason.RUN_ENDED)
         self._batch = None
 
     # ------------------------------------------------------------------ lives
@@ -184,8 +176,7 @@ class Buffer:
     def snapshot(self, trained: WeightVersion) -> BufferSnapshot:
         """As of now; `trained` is the version that the trainer holds. Raises BufferStateError while a batch
         is out that is not trained."""
-        if self._batch is not None and not self._batch_trained:
-            raise BufferStateError(f"batch {self._batch.batch_id} is not trained")
+        self._check_trained()
         return BufferSnapshot(
             version=self.version,
             trained=trained,
@@ -203,38 +194,32 @@ class Buffer:
         """Begin, on a new buffer, as of `snapshot`. `since`: outcomes that came after it; those sampled under
         the trained version or an older one count, the others saw weights that are lost. What is in flight
         then is leased again. Raises BufferStateError if the task source gives other tasks."""
-        self.version = self.released = snapshot.version
+        self.version = snapshot.version
         self._groups_leased, self._batches_taken = snapshot.groups_leased, snapshot.batches_taken
         self.dropped, self.failed = Counter(snapshot.dropped), Counter(snapshot.failed)
-        finished, grouped = RolloutState.FINISHED, RolloutState.GROUPED
+        self._ledger.counts, self._ledger.sequence = Counter(snapshot.counts), snapshot.sequence
         in_flight, ready = copy.deepcopy((snapshot.in_flight, snapshot.ready))
-        saved = {group.number: (group, self._in_flight, finished) for group in in_flight}
-        saved |= {group.number: (group, self._ready, grouped) for group in ready}
-        states: dict[Place, RolloutState] = {}
+        self._in_flight, self._ready = {g.id: g for g in in_flight}, {g.id: g for g in ready}
+        groups = {group.number: group for group in (*in_flight, *ready)}
         for number in range(snapshot.groups_leased):
             task = self._next_task()
             if task is None:
                 raise BufferStateError(f"group g{number} had a task, but {self._source_end}")
-            if number in saved:
-                group, home, state = saved[number]
+            if group := groups.get(number):
                 if task.id != group.task_id:
                     raise BufferStateError(
                         f"group {group.id} had task {group.task_id}, the task source now gives {task.id}: "
                         "a run resumes only on the tasks that it began with"
                     )
-                home[group.id], self._tasks_of[group.id] = group, task
-                states.update(group.states(state))
-                if group.to_lease:
-                    self._replacements.append(group.id)
-        self._ledger.restore(states, snapshot.counts, snapshot.sequence)
+                self._tasks_of[group.id] = task
         for outcome in since:
             if isinstance(outcome, RolloutSummary) and outcome.newest_version <= snapshot.trained:
                 self.record(outcome)
         for group in self._in_flight.values():
-            for place in group.places():
-                if self._ledger.state(place) is RolloutState.IN_FLIGHT:
-                    self._ledger.unlease(place)
-                    self._lease_again(group, place.index)
+            for index in group.members(RolloutState.IN_FLIGHT):
+                self._ledger.unlease(group, index)
+            if group.members(None) and group.id not in self._replacements:
+                self._replacements.append(group.id)
 
     # ------------------------------------------------------------------ what there is to know
 
@@ -246,8 +231,8 @@ class Buffer:
     def __str__(self) -> str:
         """What a batch waits for: told by a deadline that runs out."""
         text = f"{self._batch_size} groups; {len(self._ready)} ready"
-        if unreleased := sum(not self._is_released(group) for group in self._ready.values()):
-            text += f" ({unreleased} of them wait for their weight version's release)"
+        if waiting := sum(not self._may_be_taken(group) for group in self._ready.values()):
+            text += f" ({waiting} of them wait for the canary of their weight version)"
         text += f", {len(self._in_flight)} in flight (at most {self._limit} under way)"
         for name, counts in (("groups dropped", self.dropped), ("rollouts failed", self.failed)):
             if counts:
@@ -265,10 +250,9 @@ class Buffer:
 
     # ------------------------------------------------------------------ inside
 
-    def _out(self, batch_id: int) -> TakenBatch:
-        if self._batch is None or self._batch_trained or self._batch.batch_id != batch_id:
-            raise BufferStateError(f"batch {batch_id} is not out for training")
-        return self._batch
+    def _check_trained(self) -> None:
+        if self._batch is not None and self._taken:
+            raise BufferStateError(f"batch {self._batch.batch_id} is not trained")
 
     def _groups_taken(self) -> int:
         return len(self._batch.groups) if self._batch is not None else 0
@@ -289,11 +273,10 @@ class Buffer:
         return None
 
     def _hand_out(self, group: OpenGroup) -> GroupLease:
-        attempts, indices = group.attempts_G, sorted(group.to_lease)
-        members = tuple(GroupMember(index=index, attempt=attempts[index]) for index in indices)
-        group.to_lease = []
+        indices = group.members(None)
+        members = tuple(GroupMember(index=index, attempt=group.attempts_G[index]) for index in indices)
         for index in indices:
-            self._move(group, index, RolloutState.IN_FLIGHT)
+            self._ledger.move(group, index, RolloutState.IN_FLIGHT)
         return GroupLease(group_id=group.id, task=self._tasks_of[group.id], members=members)
 
     def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
@@ -302,16 +285,13 @@ class Buffer:
         last = outcome.attempt + 1 >= self._max_attempts
         reason = DropReason.INCOMPLETE if last else DropReason.REPLACED
         facts = EntryFacts(reason=reason, failure=failure, detail=detail, session_id=outcome.session_id)
-        self._move(group, outcome.index, RolloutState.DROPPED, **facts)
+        self._ledger.move(group, outcome.index, RolloutState.DROPPED, **facts)
         self._count(f"rollouts_dropped/{reason}")
         if last:
             self._drop(group, DropReason.INCOMPLETE)
             return
         group.attempts_G[outcome.index] += 1
-        self._lease_again(group, outcome.index)
-
-    def _lease_again(self, group: OpenGroup, index: int) -> None:
-        group.to_lease.append(index)
+        group.states_G[outcome.index] = None
         if group.id not in self._replacements:
             self._replacements.append(group.id)
 
@@ -320,8 +300,7 @@ class Buffer:
         if word is None:
             del self._in_flight[group.id]
             self._ready[group.id] = group
-            for index in range(self._group_size):
-                self._move(group, index, RolloutState.GROUPED)
+            self._move_all(group, RolloutState.GROUPED)
         elif word == ZERO_VARIANCE:
             self._drop(group, DropReason.ZERO_VARIANCE)
         else:
@@ -329,7 +308,7 @@ class Buffer:
 
     def _verdict(self, group: OpenGroup) -> str | None:
         """The filter's word. A filter that raises drops the group and is counted: bad data, not a crash."""
-        if oldest_version(group.rollouts()) is None:
+        if group.versions() is None:
             return "no_trained_tokens"
         try:
             word = self._filter(group.group())
@@ -338,12 +317,12 @@ class Buffer:
         return word if word is None or isinstance(word, str) else "filter_returned_no_word"
 
     def _stale(self, group: OpenGroup) -> bool:
-        oldest = oldest_version(group.rollouts())
-        return oldest is not None and oldest < self.version - self._max_staleness
+        versions = group.versions()
+        return versions is not None and versions[0] < self.version - self._max_staleness
 
-    def _is_released(self, group: OpenGroup) -> bool:
-        newest = newest_version(group.rollouts())
-        return newest is None or newest <= self.released
+    def _may_be_taken(self, group: OpenGroup) -> bool:
+        versions = group.versions()
+        return versions is None or versions[1] <= self.version
 
     def _drop(self, group: OpenGroup, reason: DropReason, word: str = "") -> None:
         """End a group that was not taken, with every place of it that has not ended."""
@@ -352,12 +331,10 @@ class Buffer:
         del self._tasks_of[group.id]
         if group.id in self._replacements:
             self._replacements.remove(group.id)
-        for index, attempt in enumerate(group.attempts_G):
-            state = self._ledger.state(Place(group.id, index, attempt))
-            if state is not None and state is not RolloutState.DROPPED:
-                self._move(group, index, RolloutState.DROPPED, reason=reason, detail=word)
+        for index, state in enumerate(group.states_G):
+            if state not in (None, RolloutState.DROPPED):
+                self._ledger.move(group, index, RolloutState.DROPPED, reason=reason, detail=word)
                 self._count(f"rollouts_dropped/{reason}")
-        self._ledger.forget(group.places())
         self._note_drop(reason, 1, word)
 
     def _note_drop(self, reason: DropReason, groups: int, word: str = "") -> None:
@@ -365,20 +342,19 @@ class Buffer:
         self.dropped[name] += groups
         self._count(f"groups_dropped/{name}", groups)
 
-    def _end_batch(self, batch: TakenBatch, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
-        for group in batch.groups:
-            for rollout in group.rollouts_G:
-                place = Place(group.id, rollout.index, rollout.attempt)
-                self._ledger.move(place, group.task_id, state, **facts)
-                self._ledger.forget(Place(group.id, place.index, n) for n in range(place.attempt + 1))
+    def _end_batch(self, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
+        for group in self._taken:
+            self._move_all(group, state, **facts)
+        self._taken = []
 
-    def _drop_batch(self, batch: TakenBatch, reason: DropReason) -> None:
-        self._end_batch(batch, RolloutState.DROPPED, reason=reason)
-        self._count(f"rollouts_dropped/{reason}", len(batch.groups) * self._group_size)
-        self._note_drop(reason, len(batch.groups))
+    def _drop_batch(self, reason: DropReason) -> None:
+        self._count(f"rollouts_dropped/{reason}", len(self._taken) * self._group_size)
+        self._note_drop(reason, len(self._taken))
+        self._end_batch(RolloutState.DROPPED, reason=reason)
 
-    def _move(self, group: OpenGroup, index: int, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
-        self._ledger.move(Place(group.id, index, group.attempts_G[index]), group.task_id, state, **facts)
+    def _move_all(self, group: OpenGroup, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
+        for index in range(self._group_size):
+            self._ledger.move(group, index, state, **facts)
 
     def _note(self, metrics: dict[str, Metric]) -> None:
         self._since = merge([self._since, metrics])

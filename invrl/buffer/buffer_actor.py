@@ -39,10 +39,6 @@ class BufferActor:
         *,
         tasks_factory: Callable[[], Iterator[Task]],
         run_store_path: Path,
-        open_store: Callable[[Path], tuple[RunStore, LedgerStore]] = lambda at: (
-            RunStore(at),
-            LedgerStore(at),
-        ),
         poll_interval_s: float = 0.02,
     ) -> None:
         self._buffer = Buffer(
@@ -55,7 +51,7 @@ class BufferActor:
         self._entries: list[LedgerEntry] = []
         self._writing = asyncio.Lock()
         self._life = self._seen = 0
-        self._outbox, self._ledger = open_store(run_store_path)
+        self._outbox, self._ledger = RunStore(run_store_path), LedgerStore(run_store_path)
         self._poll_interval_s = poll_interval_s
         self._poller: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
@@ -114,15 +110,8 @@ class BufferActor:
         self._buffer.trained(batch_id)
         await self._keep()
 
-    async def discard(self, batch_id: int) -> None:
-        self._buffer.discard(batch_id)
-
     async def advance(self, version: WeightVersion) -> None:
         self._buffer.advance(version)
-        await self._notify()
-
-    async def release(self, version: WeightVersion) -> None:
-        self._buffer.release(version)
         await self._notify()
 
     async def metrics(self) -> Mapping[str, Metric]:

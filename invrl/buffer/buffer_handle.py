@@ -45,9 +45,7 @@ class BufferHandle:
     lease = _call(BufferActor.lease)
     record = _call(BufferActor.record)
     trained = _call(BufferActor.trained)
-    discard = _call(BufferActor.discard)
     advance = _call(BufferActor.advance)
-    release = _call(BufferActor.release)
     metrics = _call(BufferActor.metrics)
     close = _call(BufferActor.close)
 

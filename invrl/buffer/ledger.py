@@ -2,32 +2,18 @@
 
 A rollout's place is (group, index, attempt); `Ledger.move` is the only way to change its state, checks the
 transition and emits a `LedgerEntry`. Invariant: a place moves forward only and ends once, trained or
-dropped with a reason. Holds the places of groups that have not ended; `ledger_store.py` keeps every entry.
-Owned by `buffer.py`."""
+dropped with a reason. `ledger_store.py` keeps every entry. Owned by `buffer.py`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypedDict, Unpack
 
+from invrl.buffer.open_group import OpenGroup, Place, RolloutState
 from invrl.errors import BufferStateError
 from invrl.types import DropReason, FailureReason
-
-
-class RolloutState(StrEnum):
-    IN_FLIGHT = "in_flight"
-    """Leased to a worker; no outcome yet."""
-    FINISHED = "finished"
-    """Rewarded; its group is not complete."""
-    GROUPED = "grouped"
-    """In a complete group that may be taken."""
-    TAKEN = "taken"
-    TRAINED = "trained"
-    DROPPED = "dropped"
-
 
 _NEXT: dict[RolloutState | None, frozenset[RolloutState]] = {
     None: frozenset({RolloutState.IN_FLIGHT}),
@@ -38,15 +24,6 @@ _NEXT: dict[RolloutState | None, frozenset[RolloutState]] = {
     RolloutState.TRAINED: frozenset(),
     RolloutState.DROPPED: frozenset(),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One try at one index of one group: what a rollout is to the buffer."""
-
-    group_id: str
-    index: int
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,43 +57,24 @@ class EntryFacts(TypedDict, total=False):
 
 
 class Ledger:
-    """The state of every place of the groups under way, and counts over all that ever were."""
+    """Counts over all rollouts that ever were; where each is, its group knows."""
 
-    def __init__(self, emit: Callable[[LedgerEntry], None] | None = None) -> None:
+    def __init__(self, emit: Callable[[LedgerEntry], None] = lambda entry: None) -> None:
         self._emit = emit
         self.sequence = 0
         """Of the next entry."""
-        self._states: dict[Place, RolloutState] = {}
         self.counts: Counter[RolloutState] = Counter()
         """Rollouts that are in each state now, of those that ever were."""
 
-    def state(self, place: Place) -> RolloutState | None:
-        """None: never leased, or forgotten."""
-        return self._states.get(place)
-
-    def restore(
-        self, states: Mapping[Place, RolloutState], counts: Mapping[RolloutState, int], sequence: int
-    ) -> None:
-        """As of a snapshot."""
-        self._states, self.counts, self.sequence = dict(states), Counter(counts), sequence
-
-    def forget(self, places: Iterable[Place]) -> None:
-        """Places of a group that has ended: nothing can happen to them any more."""
-        for place in places:
-            self._states.pop(place, None)
-
-    def unlease(self, place: Place) -> None:
-        """The life of the run that leased this place is over, and brought no outcome: it is leased anew."""
-        if self._states.pop(place) is not RolloutState.IN_FLIGHT:
-            raise BufferStateError(f"rollout {place} is not in flight")
+    def unlease(self, group: OpenGroup, index: int) -> None:
+        """The life that leased this place, which is in flight, is over, and brought no outcome."""
+        group.states_G[index] = None
         self.counts[RolloutState.IN_FLIGHT] -= 1
 
-    def move(
-        self, place: Place, task_id: str, state: RolloutState, **facts: Unpack[EntryFacts]
-    ) -> LedgerEntry:
+    def move(self, group: OpenGroup, index: int, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
         """Raises BufferStateError for a transition that does not exist."""
-        entry = LedgerEntry(sequence=self.sequence, place=place, task_id=task_id, state=state, **facts)
-        before = self._states.get(place)
+        before, place = group.states_G[index], Place(group.id, index, group.attempts_G[index])
+        entry = LedgerEntry(sequence=self.sequence, place=place, task_id=group.task_id, state=state, **facts)
         if state not in _NEXT[before]:
             raise BufferStateError(f"rollout {place} cannot go from {before} to {state}")
         if (entry.reason is not None) != (state is RolloutState.DROPPED):
@@ -125,9 +83,7 @@ class Ledger:
             raise BufferStateError(f"rollout {place}: state {state} with batch {entry.batch_id}")
         if before is not None:
             self.counts[before] -= 1
-        self._states[place] = state
+        group.states_G[index] = state
         self.counts[state] += 1
         self.sequence += 1
-        if self._emit is not None:
-            self._emit(entry)
-        return entry
+        self._emit(entry)

@@ -14,14 +14,15 @@ from typing import Any
 
 import msgspec
 
-from invrl.buffer.ledger import LedgerEntry, Place, RolloutState
+from invrl.buffer.ledger import LedgerEntry
+from invrl.buffer.open_group import Place, RolloutState
 from invrl.errors import BufferStateError
 from invrl.run_store import connect
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Life:
-    """One start of a run."""
+    """One start of a run: the columns of its row."""
 
     number: int
     parent: int
@@ -72,8 +73,7 @@ class LedgerStore:
 def read_lives(path: Path) -> list[Life]:
     """Oldest first."""
     rows = connect(path).execute("SELECT life, parent, step, sequence, started_at FROM lives ORDER BY life")
-    names = ("number", "parent", "step", "sequence", "started_at")
-    return [Life(**dict(zip(names, row, strict=True))) for row in rows]
+    return [Life(*row) for row in rows]
 
 
 def read_ledger(path: Path) -> list[KeptEntry]:

@@ -1,23 +1,44 @@
-"""A group that is not taken: its members' current attempts and what has come back. Owned by `buffer.py`, part
-of its snapshot."""
+"""A group that has not ended: its members' current attempts, where each is in its life, and what has come
+back. Owned by `buffer.py`, part of its snapshot; states change through `ledger.py` alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from invrl.buffer.ledger import Place, RolloutState
-from invrl.types import Group, RolloutSummary
+from invrl.types import Group, RolloutSummary, WeightVersion
+
+
+class RolloutState(StrEnum):
+    IN_FLIGHT = "in_flight"
+    """Leased to a worker; no outcome yet."""
+    FINISHED = "finished"
+    """Rewarded; its group is not complete."""
+    GROUPED = "grouped"
+    """In a complete group that may be taken."""
+    TAKEN = "taken"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One try at one index of one group: what a rollout is to the buffer."""
+
+    group_id: str
+    index: int
+    attempt: int
 
 
 @dataclass(slots=True)
 class OpenGroup:
-    """A member that is not `finished` is in flight, or `to_lease`."""
+    """Earlier attempts than the current ones were dropped."""
 
     number: int
     task_id: str
     attempts_G: list[int]
-    to_lease: list[int]
-    """Indices whose current attempt nobody has leased."""
+    states_G: list[RolloutState | None]
+    """Of the current attempts; None: nobody has leased it."""
     finished: dict[int, RolloutSummary] = field(default_factory=dict)
     passed_over: bool = False
     """Was ready when a full batch was taken without it."""
@@ -26,28 +47,23 @@ class OpenGroup:
     def id(self) -> str:
         return f"g{self.number}"
 
+    def members(self, state: RolloutState | None) -> list[int]:
+        """Indices whose current attempt is in this state."""
+        return [index for index, one in enumerate(self.states_G) if one is state]
+
+    def awaits(self, index: int, attempt: int) -> bool:
+        """Whether this try is in flight."""
+        return index in self.members(RolloutState.IN_FLIGHT) and self.attempts_G[index] == attempt
+
     def rollouts(self) -> list[RolloutSummary]:
         return [self.finished[index] for index in sorted(self.finished)]
 
-    def complete(self) -> bool:
-        return len(self.finished) == len(self.attempts_G)
+    def versions(self) -> tuple[WeightVersion, WeightVersion] | None:
+        """Of the oldest and of the newest token that would be trained; None if there is none."""
+        trained = [rollout for rollout in self.finished.values() if rollout.trained_tokens]
+        if not trained:
+            return None
+        return min(one.oldest_version for one in trained), max(one.newest_version for one in trained)
 
     def group(self) -> Group:
         return Group(id=self.id, task_id=self.task_id, rollouts_G=tuple(self.rollouts()))
-
-    def places(self) -> list[Place]:
-        """Every try so far, those that nobody has leased yet among them."""
-        lasts = enumerate(self.attempts_G)
-        return [Place(self.id, index, attempt) for index, last in lasts for attempt in range(last + 1)]
-
-    def states(self, of_finished: RolloutState) -> dict[Place, RolloutState]:
-        """Of every leased try: earlier ones were dropped, one that is not finished is in flight."""
-        states: dict[Place, RolloutState] = {}
-        for place in self.places():
-            if place.attempt < self.attempts_G[place.index]:
-                states[place] = RolloutState.DROPPED
-            elif place.index in self.finished:
-                states[place] = of_finished
-            elif place.index not in self.to_lease:
-                states[place] = RolloutState.IN_FLIGHT
-        return states

@@ -1,11 +1,11 @@
-"""The buffer's decisions as pure functions: which groups count, how many may be under way, how old."""
+"""The buffer's decisions as pure functions: which groups count, how many may be under way."""
 
 from __future__ import annotations
 
 from invrl.buffer.config import BufferConfig
 from invrl.interfaces import GroupFilter
 from invrl.plugins import load_plugin
-from invrl.types import DropReason, Group, RolloutSummary, WeightVersion
+from invrl.types import DropReason, Group
 
 ZERO_VARIANCE = str(DropReason.ZERO_VARIANCE)
 
@@ -36,13 +36,3 @@ def admission_limit(config: BufferConfig, batch_size: int) -> int:
     filtered out, and what is left of them ages until it is dropped.
     """
     return (config.max_staleness + 1) * batch_size + config.over_sampling_groups
-
-
-def oldest_version(rollouts: list[RolloutSummary]) -> WeightVersion | None:
-    """Version of the oldest token that would be trained; None if there is none."""
-    return min((rollout.oldest_version for rollout in rollouts if rollout.trained_tokens), default=None)
-
-
-def newest_version(rollouts: list[RolloutSummary]) -> WeightVersion | None:
-    """Version of the newest token that would be trained; None if there is none."""
-    return max((rollout.newest_version for rollout in rollouts if rollout.trained_tokens), default=None)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from invrl.buffer.ledger import RolloutState
-from invrl.buffer.open_group import OpenGroup
+from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.types import WeightVersion
 
 

@@ -1,14 +1,12 @@
 """The gateway's processes, and what others hold of them.
 
-`python -m invrl.gateway.gateway_server --settings FILE --sockets FD,...` supervises the workers
+`python -m invrl.gateway.gateway_server SETTINGS-FILE SOCKET...` supervises the workers
 (`supervisor.py`); `GatewayServer` starts such a process, starts it again when it dies, and ends it.
 Invariant: the sockets are of the process that holds `GatewayServer`, so what connects while the gateway is
 dead waits for its successor. Importing this module loads no tokenizer and no web framework."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
 import socket
@@ -39,17 +37,17 @@ class GatewayServer:
         self._file = folder / "gateway.json"
         with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             out.write(settings.to_json())
-        self._sockets = [_listen(settings.host, settings.port)]
-        if settings.workers > 1:
-            self._sockets += [_listen("127.0.0.1", 0) for _ in range(settings.workers)]
+        self._sockets = [_listen(settings.gateway_host, settings.gateway_port)]
+        if settings.gateway_workers > 1:
+            self._sockets += [_listen("127.0.0.1", 0) for _ in range(settings.gateway_workers)]
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
         self.process = self._start()
 
     @property
     def url(self) -> str:
         """Where this machine reaches it (agents: `settings.url`)."""
-        host = self._settings.host
-        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self._settings.port}"
+        host = self._settings.gateway_host
+        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self._settings.gateway_port}"
 
     def wait_ready(self, *, deadline_s: float = 60.0) -> None:
         """Until it answers. Raises ServerError, DeadlineError."""
@@ -72,8 +70,7 @@ class GatewayServer:
 
     def _start(self) -> ServerProcess:
         files = [one.fileno() for one in self._sockets]
-        command = [sys.executable, "-m", self.module, "--settings", str(self._file)]
-        command += ["--sockets", ",".join(map(str, files))]
+        command = [sys.executable, "-m", self.module, str(self._file), *map(str, files)]
         return ServerProcess("gateway", command, log=self._log_file, env=_ENV, keep=files)
 
     def _answers(self) -> bool:
@@ -93,15 +90,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="the gateway of a run")
-    parser.add_argument("--settings", required=True, type=Path, help="JSON file of GatewaySettings")
-    parser.add_argument("--sockets", required=True, help="inherited: the public one, then one per worker")
-    arguments = parser.parse_args()
+    file, *sockets = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     from invrl.gateway.supervisor import supervise
 
-    listener, *own = [socket.socket(fileno=int(each)) for each in arguments.sockets.split(",")]
-    supervise(GatewaySettings.model_validate(json.loads(arguments.settings.read_text())), listener, own)
+    listener, *own = [socket.socket(fileno=int(each)) for each in sockets]
+    supervise(GatewaySettings.model_validate_json(Path(file).read_text()), listener, own)
 
 
 if __name__ == "__main__":

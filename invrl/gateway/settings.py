@@ -7,17 +7,14 @@ import json
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
 
-from invrl.gateway.config import MatchName, SessionPolicy
+from invrl.gateway.config import GatewayConfig
 
 
-class GatewaySettings(SessionPolicy):
-    """All a gateway needs to know."""
+class GatewaySettings(GatewayConfig):
+    """All a gateway needs to know: its section of the configuration, and what belongs to others."""
 
     run_id: str = ""
-    host: str = "127.0.0.1"
-    port: PositiveInt
-    workers: PositiveInt = Field(1, le=256)
-    public_url: str = Field("", description="URL agents reach the gateway at; empty: http://host:port")
+    gateway_port: PositiveInt
     router_url: str
     router_api_key: SecretStr | None = None
     env_key: SecretStr = Field(min_length=16, description="key of those who open sessions")
@@ -30,11 +27,6 @@ class GatewaySettings(SessionPolicy):
     sampling_seed: NonNegativeInt | None = Field(
         None, description="what each generation's own seed is made from; None: engines draw freely"
     )
-    chat_template_path: str = ""
-    tool_call_parser: str = "none"
-    reasoning_parser: str = "none"
-    keep_thinking: bool = True
-    match_level: MatchName = "without_reasoning"
     context_length: PositiveInt
     vocab_size: PositiveInt
     leases: bool = Field(False, description="training sessions are opened on leased tasks only")
@@ -45,7 +37,7 @@ class GatewaySettings(SessionPolicy):
     @property
     def url(self) -> str:
         """Where agents are sent."""
-        return (self.public_url or f"http://{self.host}:{self.port}").rstrip("/")
+        return (self.gateway_public_url or f"http://{self.gateway_host}:{self.gateway_port}").rstrip("/")
 
     def to_json(self) -> str:
         """With the secrets: for a file that only its owner reads."""

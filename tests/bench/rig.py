@@ -87,7 +87,9 @@ class Rig:
         settings = GatewaySettings.model_validate(
             {
                 "run_id": "bench",
-                "port": free_port(),
+                "tool_call_parser": "none",
+                "reasoning_parser": "none",
+                "gateway_port": free_port(),
                 "router_url": self.router.url,
                 "router_api_key": self.router.api_key,
                 "env_key": self.env_key,

@@ -85,7 +85,6 @@ class _Bench:
     async def _batch(self, before: TakenBatch) -> tuple[TakenBatch, float]:
         """The next batch, and the seconds since the buffer admitted it."""
         buffer = self._cluster.buffer
-        await buffer.discard(before.batch_id)
         await self._engine.flush_cache(idle_within_s=10.0)
         started = time.monotonic()
         await buffer.advance(before.version)

@@ -104,7 +104,6 @@ async def test_three_steps_over_the_run_store(handle: BufferHandle, tmp_path: Pa
         assert not ids & seen
         seen |= ids
         await handle.trained(batch.batch_id)
-        await handle.release(WeightVersion(step + 1))
         await handle.advance(WeightVersion(step + 1))
         assert resolve(await handle.metrics())["groups_trained"] == 2
     assert resolve(await handle.metrics())["rollouts_trained"] == 12

@@ -36,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings_for(fleet: Fleet, model: Path, folder: Path, **changes: object) -> GatewaySettings:
     values = {
         "run_id": "test",
-        "port": free_port(),
+        "tool_call_parser": "none",
+        "reasoning_parser": "none",
+        "gateway_port": free_port(),
         "router_url": fleet.router.url,
         "router_api_key": fleet.router.api_key,
         "env_key": ENV_KEY,

@@ -34,7 +34,9 @@ BROKEN = (openai.APIConnectionError, httpx.TransportError)
 
 def settings_for(engine: FakeEngine, model: Path, folder: Path, **changes: object) -> GatewaySettings:
     values = {
-        "port": free_port(),
+        "tool_call_parser": "none",
+        "reasoning_parser": "none",
+        "gateway_port": free_port(),
         "router_url": engine.url,
         "env_key": ENV_KEY,
         "model_path": str(model),
@@ -151,7 +153,7 @@ async def test_two_hundred_live_sessions_outlive_a_worker_and_the_supervisor(
 ):
     limits = httpx.Limits(max_connections=None)
     async with FakeEngine(random_reply(tokens=14), token_delay_s=0.08) as engine:
-        settings = settings_for(engine, tiny_model, tmp_path, workers=2)
+        settings = settings_for(engine, tiny_model, tmp_path, gateway_workers=2)
         async with (
             serving(settings, tmp_path) as server,
             httpx.AsyncClient(limits=limits, timeout=120) as http,
@@ -239,7 +241,7 @@ async def test_a_gateway_that_cannot_live_says_so(tiny_model: Path, tmp_path: Pa
 async def test_nothing_outlives_whoever_started_the_gateway(tiny_model: Path, tmp_path: Path):
     async with FakeEngine(random_reply()) as engine:
         (tmp_path / "settings.json").write_text(
-            settings_for(engine, tiny_model, tmp_path, workers=2).to_json()
+            settings_for(engine, tiny_model, tmp_path, gateway_workers=2).to_json()
         )
         program = textwrap.dedent(f"""
             import json, pathlib, time

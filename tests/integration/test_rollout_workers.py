@@ -100,7 +100,7 @@ async def stack(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterato
     async with FakeEngine(random_reply()) as engine:
         settings = GatewaySettings.model_validate(
             {
-                "port": free_port(),
+                "gateway_port": free_port(),
                 "router_url": engine.url,
                 "env_key": ENV_KEY,
                 "model_path": str(model),
@@ -115,7 +115,7 @@ async def stack(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterato
         client = SglangClient(engine.url, limits=EngineLimits(vocab_size=512, context_length=1024))
         app = make_app(settings, engine=client, renderer=renderer, store=writer, on_shutdown=client.close)
         served = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
-        config = uvicorn.Config(app, port=settings.port, log_level="warning", **served)
+        config = uvicorn.Config(app, port=settings.gateway_port, log_level="warning", **served)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
         try:
@@ -187,7 +187,6 @@ async def batches(
         taken.append(await handle.guard(buffer.take()))
         await buffer.trained(taken[-1].batch_id)
         stack.engine.version = version
-        await buffer.release(WeightVersion(version))
         await buffer.advance(WeightVersion(version))
     return taken
 

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import PRESETS, AlgorithmConfig
 from invrl.algorithms.losses import LossInputs, LossOutputs, policy_loss
-from invrl.algorithms.presets import PRESETS
 from invrl.metrics import merge, resolve
 
 TOLERANCE = 2e-5  # float32 sums of up to 100 terms of size up to 20

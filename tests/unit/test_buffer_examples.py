@@ -8,7 +8,8 @@ import pytest
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.ledger import Ledger, LedgerEntry, Place, RolloutState
+from invrl.buffer.ledger import Ledger, LedgerEntry
+from invrl.buffer.open_group import OpenGroup, Place, RolloutState
 from invrl.buffer.policies import GROUP_FILTERS, admission_limit, group_filter_function, nonzero_variance
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import GroupFilter
@@ -92,7 +93,7 @@ def make(
         RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=group, rollout_max_attempts=attempts),
         tasks=source if source is not None else tasks(),
         group_filter=group_filter,
-        emit=None if entries is None else entries.append,
+        emit=[].append if entries is None else entries.append,
     )
 
 
@@ -132,7 +133,6 @@ def test_at_bound_0_nothing_is_leased_between_take_and_advance() -> None:
     assert buffer.lease() is None
     buffer.trained(batch.batch_id)
     assert buffer.lease() is None
-    buffer.release(WeightVersion(1))
     buffer.advance(WeightVersion(1))
     assert buffer.lease() is not None
 
@@ -149,7 +149,6 @@ def test_at_bound_1_the_next_batch_is_sampled_while_this_one_trains() -> None:
     for lease in first[2:]:
         complete(buffer, lease.group_id)
     buffer.trained(batch.batch_id)
-    buffer.release(WeightVersion(1))
     buffer.advance(WeightVersion(1))
     batch = buffer.take()
     assert batch is not None
@@ -167,6 +166,20 @@ def test_advance_without_a_new_version_frees_the_places() -> None:
         assert (batch.batch_id, batch.version) == (step, 0)
         buffer.trained(batch.batch_id)
         buffer.advance(WeightVersion(0))
+
+
+def test_without_a_trainer_a_batch_is_dropped_and_the_next_may_come() -> None:
+    entries: list[LedgerEntry] = []
+    buffer = make(batch=1, entries=entries)
+    for step in range(2):
+        (lease,) = lease_all(buffer)
+        complete(buffer, lease.group_id)
+        batch = buffer.take()
+        assert batch is not None
+        assert batch.batch_id == step
+        buffer.advance(batch.version)
+    assert [entry.reason for entry in entries if entry.reason] == [DropReason.NOT_TRAINED] * 4
+    assert values(buffer)["groups_dropped/not_trained"] == 2
 
 
 # ------------------------------------------------------------------ failed members
@@ -314,8 +327,8 @@ def test_a_batch_waits_for_the_canary_of_its_tokens() -> None:
     buffer.lease()
     complete(buffer, "g0", oldest=0, newest=1)  # the engines are already on 1
     assert buffer.take() is None
-    assert "1 of them wait for their weight version's release" in str(buffer)
-    buffer.release(WeightVersion(1))
+    assert "1 of them wait for the canary of their weight version" in str(buffer)
+    buffer.advance(WeightVersion(1))
     assert buffer.take() is not None
 
 
@@ -324,7 +337,6 @@ def test_the_oldest_token_decides() -> None:
     buffer = make(staleness=1, batch=1)
     leases = lease_all(buffer)
     assert [lease.group_id for lease in leases] == ["g0", "g1"]
-    buffer.release(WeightVersion(2))
     buffer.advance(WeightVersion(2))
     complete(buffer, "g0", oldest=0, newest=2)
     complete(buffer, "g1", oldest=1, newest=2)
@@ -346,7 +358,6 @@ def test_a_group_with_one_member_too_old_is_given_up_at_once() -> None:
 def test_older_groups_are_taken_first() -> None:
     buffer = make(staleness=3, batch=1)
     lease_all(buffer)
-    buffer.release(WeightVersion(3))
     buffer.advance(WeightVersion(3))
     complete(buffer, "g3", oldest=3, newest=3)
     complete(buffer, "g2", oldest=1, newest=3)
@@ -369,7 +380,6 @@ def test_what_a_full_batch_left_over_is_called_over_sampled() -> None:
     batch = buffer.take()
     assert batch is not None
     buffer.trained(batch.batch_id)
-    buffer.release(WeightVersion(1))
     buffer.advance(WeightVersion(1))
     complete(buffer, "g2")  # finished too late for any batch
     got = values(buffer)
@@ -391,7 +401,7 @@ def test_the_loop_must_keep_its_order() -> None:
     assert batch is not None
     with pytest.raises(BufferStateError, match="batch 0 is out"):
         buffer.take()
-    with pytest.raises(BufferStateError, match="before batch 0 is trained"):
+    with pytest.raises(BufferStateError, match="batch 0 is not trained"):
         buffer.advance(WeightVersion(1))
     buffer.trained(0)
     with pytest.raises(BufferStateError):
@@ -466,21 +476,21 @@ def test_a_source_that_ends_is_named(source: Iterator[Task], word: str) -> None:
 
 
 def test_the_ledger_knows_no_other_transitions() -> None:
-    ledger, place = Ledger(), Place("g0", 0, 0)
+    ledger, group = Ledger(), OpenGroup(0, "t", attempts_G=[0], states_G=[None])
     with pytest.raises(BufferStateError):
-        ledger.move(place, "t", RolloutState.FINISHED)
-    ledger.move(place, "t", RolloutState.IN_FLIGHT)
+        ledger.move(group, 0, RolloutState.FINISHED)
+    ledger.move(group, 0, RolloutState.IN_FLIGHT)
     with pytest.raises(BufferStateError):
-        ledger.move(place, "t", RolloutState.IN_FLIGHT)
+        ledger.move(group, 0, RolloutState.IN_FLIGHT)
     with pytest.raises(BufferStateError, match="drop reason"):
-        ledger.move(place, "t", RolloutState.DROPPED)
-    ledger.move(place, "t", RolloutState.FINISHED)
-    ledger.move(place, "t", RolloutState.GROUPED)
+        ledger.move(group, 0, RolloutState.DROPPED)
+    ledger.move(group, 0, RolloutState.FINISHED)
+    ledger.move(group, 0, RolloutState.GROUPED)
     with pytest.raises(BufferStateError, match="batch"):
-        ledger.move(place, "t", RolloutState.TAKEN)
-    ledger.move(place, "t", RolloutState.TAKEN, batch_id=0)
-    ledger.move(place, "t", RolloutState.TRAINED, batch_id=0)
+        ledger.move(group, 0, RolloutState.TAKEN)
+    ledger.move(group, 0, RolloutState.TAKEN, batch_id=0)
+    ledger.move(group, 0, RolloutState.TRAINED, batch_id=0)
     with pytest.raises(BufferStateError):
-        ledger.move(place, "t", RolloutState.DROPPED, reason=DropReason.RUN_ENDED)
+        ledger.move(group, 0, RolloutState.DROPPED, reason=DropReason.RUN_ENDED)
     assert ledger.counts[RolloutState.TRAINED] == 1
     assert ledger.counts[RolloutState.IN_FLIGHT] == 0

@@ -10,8 +10,9 @@ import pytest
 from test_buffer_examples import complete, failure, lease_all, make, summary, tasks
 
 from invrl.buffer.buffer import Buffer
-from invrl.buffer.ledger import LedgerEntry, Place, RolloutState
+from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_ledger, read_lives
+from invrl.buffer.open_group import Place, RolloutState
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
 from invrl.types import GroupLease, TakenBatch, WeightVersion
@@ -48,7 +49,6 @@ def play(buffer: Buffer, pending: list[GroupLease], step: int, *, draw: random.R
 
 
 def go_on(buffer: Buffer, version: int) -> None:
-    buffer.release(WeightVersion(version))
     buffer.advance(WeightVersion(version))
 
 
@@ -93,7 +93,7 @@ def in_flight(buffer: Buffer) -> set[Place]:
         Place(f"g{group.number}", index, attempt)
         for group in buffer.snapshot(WeightVersion(0)).in_flight
         for index, attempt in enumerate(group.attempts_G)
-        if index not in {*group.finished, *group.to_lease}
+        if group.states_G[index] is RolloutState.IN_FLIGHT
     }
 
 

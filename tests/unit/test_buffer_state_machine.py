@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.ledger import LedgerEntry, Place, RolloutState
+from invrl.buffer.ledger import LedgerEntry
+from invrl.buffer.open_group import Place, RolloutState
 from invrl.buffer.policies import group_filter_function
 from invrl.metrics import Sum
 from invrl.rollout.config import RolloutConfig
@@ -126,7 +127,7 @@ class BufferMachine(RuleBasedStateMachine):
                 assert place not in self.ever_taken, "in two batches"
                 self.ever_taken.add(place)
                 assert self.version - rollout.oldest_version <= self.staleness, "too stale"
-                assert rollout.newest_version <= self.buffer.released, "not released"
+                assert rollout.newest_version <= self.buffer.version, "its canary has not passed"
         self.batch, self.trained_now = batch, False
 
     # ---------------------------------------------------------------- what may happen
@@ -186,7 +187,6 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def update_weights(self) -> None:
         self.version += 1
-        self.buffer.release(WeightVersion(self.version))
         self.buffer.advance(WeightVersion(self.version))
         self.batch, self.trained_now = None, False
 
@@ -300,7 +300,6 @@ def test_a_run_with_losses_trains_every_step_within_the_bound(staleness: int, ov
         assert batch is not None, f"step {version}: {buffer}"
         ages += [version - r.oldest_version for g in batch.groups for r in g.rollouts_G]
         buffer.trained(batch.batch_id)
-        buffer.release(WeightVersion(version + 1))
         buffer.advance(WeightVersion(version + 1))
     assert max(ages) <= staleness
     reasons = {entry.reason for entry in entries if entry.reason}

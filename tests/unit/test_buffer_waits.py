@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -59,7 +60,7 @@ def finish(lease: GroupLease, outbox: Outbox, *, equal: bool = False, newest: in
                 sampled_tokens=1,
                 trained_tokens=1,
                 truncated=False,
-                oldest_version=WeightVersion(0),
+                oldest_version=WeightVersion(newest),
                 newest_version=WeightVersion(newest),
                 forks=0,
                 started_at=0.0,
@@ -78,14 +79,15 @@ def one() -> Iterator[Task]:
 
 @asynccontextmanager
 async def running(outbox: Outbox, *, batch: int = 2, tasks=endless) -> AsyncIterator[BufferActor]:
-    actor = BufferActor(
-        BufferConfig(),
-        RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=2, rollout_max_attempts=1),
-        tasks_factory=tasks,
-        run_store_path=Path("unused"),
-        open_store=lambda path: (outbox, outbox),
-        poll_interval_s=0.001,
-    )
+    stores = {name: lambda path: outbox for name in ("RunStore", "LedgerStore")}
+    with patch.multiple("invrl.buffer.buffer_actor", **stores):
+        actor = BufferActor(
+            BufferConfig(),
+            RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=2, rollout_max_attempts=1),
+            tasks_factory=tasks,
+            run_store_path=Path("unused"),
+            poll_interval_s=0.001,
+        )
     await actor.start()
     yield actor
     await actor.close()
@@ -108,7 +110,7 @@ async def test_outcomes_arrive_through_the_outbox_and_wake_the_take() -> None:
         assert resolve(await actor.metrics())["outcomes_late"] == 1
 
 
-async def test_a_release_wakes_the_take() -> None:
+async def test_a_new_version_wakes_the_take() -> None:
     outbox = Outbox()
     async with running(outbox, batch=1) as actor:
         lease = await actor.lease()
@@ -117,13 +119,13 @@ async def test_a_release_wakes_the_take() -> None:
         waiting = asyncio.create_task(actor.take(600.0))
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        await actor.release(WeightVersion(1))
+        await actor.advance(WeightVersion(1))
         batch = await waiting
         with pytest.raises(BufferStateError, match="batch 0 is out"):
             await actor.take(600.0)
         await actor.trained(batch.batch_id)
         assert await actor.lease() is None
-        await actor.advance(WeightVersion(1))
+        await actor.advance(WeightVersion(2))
         assert await actor.lease() is not None
 
 

@@ -73,8 +73,6 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) ->
         (["prepare-model", "--gguf", "/no/such", "--out", "/tmp/x"], "no such file"),
         (["prepare-model", "--gguf", "a", "--out", "x", "--dtype", "int4"], "bfloat16 or float32"),
         (["eval", "--model-path", "/no/such"], "no tasks"),
-        (["eval", "--checkpoint"], "--checkpoint VALUE"),
-        (["eval", "--checkpoint", "/no/such"], "step-NNNNNN"),
         (["report"], "run folder"),
         (["report", "/no/such"], "no steps"),
     ],
@@ -149,17 +147,21 @@ def test_eval_takes_the_model_of_a_checkpoint_and_a_task_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     seen: list[Config] = []
-    cluster.run_evaluation = lambda config, folder: seen.append(config)  # type: ignore[attr-defined]
+
+    async def run_evaluation(config: Config, folder: RunFolder) -> None:
+        seen.append(config)
+
+    vars(cluster)["run_evaluation"] = run_evaluation
     monkeypatch.setattr(cli, "prepare_ray", lambda: None)
     tasks, checkpoint = tmp_path / "tasks.jsonl", tmp_path / "step-000002"
     tasks.write_text('{"id": 1}\n')
     (checkpoint / "megatron").mkdir(parents=True)
-    flags = ["eval", f"--checkpoint={checkpoint}", "--task-file", str(tasks), "--run-root", str(tmp_path)]
+    flags = ["eval", f"--model-path={checkpoint}", "--task-file", str(tasks), "--run-root", str(tmp_path)]
     assert cli.main(flags) == 2
-    assert "no folder hugging_face (it holds: megatron)" in capsys.readouterr().err
+    assert "it has no config.json" in capsys.readouterr().err
     (checkpoint / "hugging_face").symlink_to(model)
     assert cli.main(flags) == 0
-    assert seen[0].model.model_path == str(checkpoint / "hugging_face")
+    assert seen[0].model.folder == (checkpoint / "hugging_face")
     assert (seen[0].rollout.task_file, seen[0].rollout.eval_task_file) == ("", str(tasks))
     assert cli.main([*flags, "--eval-tasks", "2"]) == 2
     assert "has 1 tasks" in capsys.readouterr().err

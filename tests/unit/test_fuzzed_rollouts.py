@@ -24,7 +24,8 @@ from invrl.algorithms.advantages import ADVANTAGES
 from invrl.buffer.batching import build_batch
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.ledger import LedgerEntry, Place, RolloutState
+from invrl.buffer.ledger import LedgerEntry
+from invrl.buffer.open_group import Place, RolloutState
 from invrl.buffer.policies import group_filter_function
 from invrl.gateway.outcome import failed, summarise
 from invrl.gateway.sessions import SessionRecord
@@ -345,7 +346,6 @@ class Loop:
         self.batches += 1
         self.version += 1
         self.buffer.trained(taken.batch_id)
-        self.buffer.release(WeightVersion(self.version))
         self.buffer.advance(WeightVersion(self.version))
         return True
 

@@ -97,7 +97,7 @@ async def running(
         listener = socket.create_server(("127.0.0.1", 0))
         settings = GatewaySettings.model_validate(
             {
-                "port": listener.getsockname()[1],
+                "gateway_port": listener.getsockname()[1],
                 "router_url": engine.url,
                 "env_key": ENV_KEY,
                 "model_path": str(model),
@@ -125,7 +125,7 @@ async def running(
             on_shutdown=client.close,
         )
         served = {"http": CorkedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
-        config = uvicorn.Config(app, port=settings.port, log_level="warning", **served)
+        config = uvicorn.Config(app, port=settings.gateway_port, log_level="warning", **served)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

@@ -45,7 +45,7 @@ class Workers:
     async def start(self, number: int, model: Path, renderer: Renderer, **changes: object) -> None:
         url = self.at[number].url = self.urls[number]
         values = {
-            "port": int(url.rpartition(":")[2]),
+            "gateway_port": int(url.rpartition(":")[2]),
             "router_url": self.engine.url,
             "env_key": ENV_KEY,
             "model_path": str(model),
@@ -62,7 +62,7 @@ class Workers:
         parts = {"engine": client, "renderer": renderer, "store": store, "on_shutdown": client.close}
         app = make_app(settings, **parts, place=place)
         served = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
-        config = uvicorn.Config(app, port=settings.port, log_level="critical", **served)
+        config = uvicorn.Config(app, port=settings.gateway_port, log_level="critical", **served)
         server = self._servers[number] = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
         self._ends.callback(store.close)

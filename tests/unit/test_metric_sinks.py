@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -19,18 +20,28 @@ from rich.console import Console
 
 from invrl.config import Config, Source, resolve
 from invrl.errors import ConfigError
-from invrl.metric_sinks import JsonlSink, SinkSet, TensorBoardSink, ThreadedSink, check_trackers, open_sinks
-from invrl.progress import LiveProgress, NoProgress, PlainProgress, RunObserver, open_progress
+from invrl.metric_sinks import (
+    JsonlSink,
+    PhaseFile,
+    RunObserver,
+    Sink,
+    TensorBoardSink,
+    ThreadedSink,
+    check_trackers,
+    open_sinks,
+)
+from invrl.progress import LiveProgress, PlainProgress, open_progress
 from invrl.run_checks import run_checks
+from invrl.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
 
-class Failing:
+class Failing(Sink):
     def __init__(self) -> None:
         self.writes = 0
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def step(self, step: int, values: Mapping[str, float]) -> None:
         self.writes += 1
         raise OSError("disk full")
 
@@ -40,11 +51,11 @@ class Failing:
 
 def test_jsonl_has_one_row_a_step_at_once(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "m.jsonl")
-    sink.write(1, {"a": 0.5, "bad": math.inf, "worse": math.nan})
+    sink.step(1, {"a": 0.5, "bad": math.inf, "worse": math.nan})
     (row,) = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
     assert (row["step"], row["a"], row["bad"], row["worse"]) == (1, 0.5, None, None)
     sink.close()
-    JsonlSink(tmp_path / "m.jsonl").write(2, {"a": 1.0})
+    JsonlSink(tmp_path / "m.jsonl").step(2, {"a": 1.0})
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
 
 
@@ -53,7 +64,7 @@ def test_tensorboard_reads_the_events_back(tmp_path: Path) -> None:
 
     sink = TensorBoardSink(tmp_path)
     for step in (1, 2):
-        sink.write(step, {"rollout/reward_mean": step / 2})
+        sink.step(step, {"rollout/reward_mean": step / 2})
     sink.close()
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("rollout/reward_mean")
     assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 1.0)]
@@ -64,7 +75,7 @@ def test_tensorboard_sink_imports_neither_tensorflow_nor_torch(tmp_path: Path) -
 import sys
 from pathlib import Path
 from invrl.metric_sinks import TensorBoardSink
-TensorBoardSink(Path(sys.argv[1])).write(1, {"a": 1.0})
+TensorBoardSink(Path(sys.argv[1])).step(1, {"a": 1.0})
 print(sorted({m.split(".")[0] for m in sys.modules} & {"tensorflow", "torch"}))
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
@@ -73,27 +84,32 @@ print(sorted({m.split(".")[0] for m in sys.modules} & {"tensorflow", "torch"}))
 
 def test_a_failing_sink_is_logged_once_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     failing, good = Failing(), JsonlSink(tmp_path / "m.jsonl")
-    sinks = SinkSet([failing, good])
+    sinks = RunObserver([failing, good])
     with caplog.at_level(logging.ERROR):
         for step in range(3):
-            sinks.write(step, {"a": 1.0})
+            sinks.step(step, {"a": 1.0})
     assert failing.writes == 1
     assert sum("Failing" in record.message for record in caplog.records) == 1
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 3
     sinks.close()
 
 
+def opened(folder: Path, config: Config) -> RunObserver:
+    return RunObserver(open_sinks(RunFolder(path=folder), config))
+
+
 def test_a_sink_that_cannot_open_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "tb").touch()
-    sinks = open_sinks(tmp_path / "m.jsonl", tmp_path / "tb")
-    sinks.write(1, {"a": 1.0})
-    assert (tmp_path / "m.jsonl").read_text()
+    (tmp_path / "tensorboard").touch()
+    sinks = opened(tmp_path, resolve())
+    sinks.step(1, {"a": 1.0})
+    sinks.close()
+    assert (tmp_path / "metrics.jsonl").read_text()
 
 
 # ------------------------------------------------------------------ sinks over a network
 
 
-class Collecting:
+class Collecting(Sink):
     """Takes rows once `go` is set; `at` says which call raises."""
 
     def __init__(self, at: str = "") -> None:
@@ -104,7 +120,7 @@ class Collecting:
         self._meet("open")
         return self
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def step(self, step: int, values: Mapping[str, float]) -> None:
         self.busy.set()
         self.go.wait()
         self._meet("write")
@@ -127,11 +143,11 @@ def errors(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]
 
 def test_a_threaded_sink_gets_every_row_in_order(errors: Callable[[], list[str]]) -> None:
     inner = Collecting()
-    sinks = SinkSet([ThreadedSink("Collecting", inner.opened)])
+    sinks = RunObserver([ThreadedSink("Collecting", inner.opened)])
     row = {"a": 1.0}
-    sinks.write(1, row)
+    sinks.step(1, row)
     row["a"] = 2.0  # the caller may reuse it
-    sinks.write(2, row)
+    sinks.step(2, row)
     inner.go.set()
     sinks.close()
     assert (inner.rows, inner.closed) == ([(1, {"a": 1.0}), (2, {"a": 2.0})], True)
@@ -143,9 +159,9 @@ def test_a_threaded_sink_that_fails_is_logged_once_by_name(at: str, errors: Call
     inner = Collecting(at)
     inner.go.set()
     threaded = ThreadedSink("Collecting", inner.opened)
-    sinks = SinkSet([threaded])
+    sinks = RunObserver([threaded])
     for step in range(3):
-        sinks.write(step, {"a": 1.0})
+        sinks.step(step, {"a": 1.0})
         if at != "close":
             threaded._thread.join()
     sinks.close()
@@ -157,14 +173,14 @@ def test_a_threaded_sink_that_fails_is_logged_once_by_name(at: str, errors: Call
 
 def test_a_sink_that_hangs_is_not_waited_for(errors: Callable[[], list[str]]) -> None:
     inner = Collecting()
-    sinks = SinkSet([ThreadedSink("Collecting", inner.opened, close_s=0.05)])
-    sinks.write(0, {})
+    sinks = RunObserver([ThreadedSink("Collecting", inner.opened, close_s=0.05)])
+    sinks.step(0, {})
     inner.busy.wait()  # row 0 is being written, without end
     for step in range(1, 3):
-        sinks.write(step, {})
+        sinks.step(step, {})
     sinks.close()
     (hung,) = errors()
-    assert "Collecting failed to close" in hung
+    assert "Collecting failed" in hung
     assert "for Collecting to take its last 3 rows" in hung  # with row 0
     inner.go.set()
 
@@ -172,9 +188,9 @@ def test_a_sink_that_hangs_is_not_waited_for(errors: Callable[[], list[str]]) ->
 def test_a_sink_that_hangs_does_not_hold_the_end_of_the_process() -> None:
     code = """
 import threading
-from invrl.metric_sinks import SinkSet, ThreadedSink
-sinks = SinkSet([ThreadedSink("Hanging", threading.Event().wait, close_s=0.05)])
-sinks.write(1, {"a": 1.0})
+from invrl.metric_sinks import RunObserver, ThreadedSink
+sinks = RunObserver([ThreadedSink("Hanging", threading.Event().wait, close_s=0.05)])
+sinks.step(1, {"a": 1.0})
 sinks.close()
 print("closed")
 """
@@ -191,9 +207,9 @@ def test_wandb_writes_a_run_that_reads_back(tmp_path: Path, errors: Callable[[],
     """The real package, offline: its file holds the numbers by step, and the configuration."""
     config = configured(wandb_project="p", wandb_mode="offline")
     check_trackers(config.run)
-    sinks = open_sinks(tmp_path / "metrics.jsonl", None, config)
-    sinks.write(0, {"eval/accuracy": 0.25})
-    sinks.write(1, {"rollout/reward_mean": 0.5, "train/loss": math.nan})
+    sinks = opened(tmp_path, config)
+    sinks.step(0, {"eval/accuracy": 0.25})
+    sinks.step(1, {"rollout/reward_mean": 0.5, "train/loss": math.nan})
     sinks.close()
     assert errors() == []
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
@@ -237,13 +253,14 @@ def test_mlflow_reads_back_values_steps_and_parameters(
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the store that needs no database package
-    config = configured(mlflow_tracking_uri=(tmp_path / "store").as_uri(), mlflow_experiment="e")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "e")
+    config = configured(mlflow_tracking_uri=(tmp_path / "store").as_uri())
     check_trackers(config.run)
     (tmp_path / "run-7").mkdir()
     for reward in (0.5, 0.75):  # the experiment is there for the second run
-        sinks = open_sinks(tmp_path / "run-7" / "metrics.jsonl", None, config)
+        sinks = opened(tmp_path / "run-7", config)
         for step in (1, 2):
-            sinks.write(step, {"rollout/reward_mean": reward * step, "train/loss": math.nan})
+            sinks.step(step, {"rollout/reward_mean": reward * step, "train/loss": math.nan})
         sinks.close()
     assert errors() == []
     client = MlflowClient(config.run.mlflow_tracking_uri)
@@ -313,15 +330,14 @@ def test_trackers_are_checked_before_a_run_starts() -> None:
         run_checks(resolve(Source(name="test", tables=tables)))["trackers"]()
 
 
-def test_plain_progress_is_one_line_a_step() -> None:
-    stream = io.StringIO()
-    progress = open_progress("auto", 5, stream)
+def test_plain_progress_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = open_progress("auto", 5)
     assert isinstance(progress, PlainProgress)
     progress.phase("starting engines", 0)
     progress.phase("rollout", 1)
     progress.step(1, {"rollout/reward_mean": 0.25, "train/loss": 1.0})
     progress.step(5, {"eval/greedy/accuracy": 0.75})
-    lines = [line.split("] ")[1] for line in stream.getvalue().splitlines()]
+    lines = [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()]
     assert lines == ["starting engines", "step 1/5: reward 0.25", "step 5/5: eval/greedy/accuracy 0.75"]
 
 
@@ -337,22 +353,27 @@ def test_live_progress_shows_phase_step_and_reward() -> None:
         assert part in drawn.get()
 
 
-def test_no_progress_still_prints_notes() -> None:
-    stream = io.StringIO()
-    progress = open_progress("none", 5, stream)
-    assert type(progress) is NoProgress
-    progress.step(1, {"rollout/reward_mean": 1.0})
-    progress.note("run folder: x")
-    assert stream.getvalue() == "run folder: x\n"
-
-
-def test_a_broken_display_never_reaches_the_run(tmp_path: Path) -> None:
-    class Broken(NoProgress):
-        def step(self, step: int, values: Mapping[str, float]) -> None:
-            raise ValueError("no terminal")
-
-    observer = RunObserver(open_sinks(tmp_path / "m.jsonl", None), Broken(io.StringIO()))
-    for step in (1, 2):
-        observer.step(step, {"a": 1.0})
+def test_what_is_noted_scrolls_above_the_live_display(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = io.StringIO()
+    observer = RunObserver([LiveProgress(5, Console(file=drawn, force_terminal=True, width=100))])
+    observer.note("model: runs/a/[b]/c")
     observer.close()
-    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
+    observer.note("after it")
+    assert "model: runs/a/[b]/c\n" in drawn.getvalue()
+    assert capsys.readouterr().out == "after it\n"
+
+
+def test_no_progress_still_prints_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    observer = RunObserver([open_progress("none", 5)])
+    observer.step(1, {"rollout/reward_mean": 1.0})
+    observer.note("run folder: x")
+    assert capsys.readouterr().out == "run folder: x\n"
+
+
+def test_who_looks_from_outside_sees_the_phase(tmp_path: Path) -> None:
+    RunObserver([PhaseFile(tmp_path / "phase.json")]).phase("sync", 3)
+    assert json.loads((tmp_path / "phase.json").read_text()) == {
+        "pid": os.getpid(),
+        "step": 3,
+        "phase": "sync",
+    }

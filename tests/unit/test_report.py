@@ -15,7 +15,7 @@ from invrl.report import curve, eval_names, read_metrics, write_report
 def dead_run(folder: Path) -> Path:
     """What a killed run leaves: steps, an evaluation before training, and half a line."""
     sink = JsonlSink(folder / "metrics.jsonl")
-    sink.write(
+    sink.step(
         0,
         {
             f"eval/{mode}/accuracy{part}": 0.25
@@ -24,7 +24,7 @@ def dead_run(folder: Path) -> Path:
         },
     )
     for step in (1, 2, 3):
-        sink.write(step, {"rollout/reward_mean": step / 4, "rollout/reward_std": 0.1})
+        sink.step(step, {"rollout/reward_mean": step / 4, "rollout/reward_std": 0.1})
     sink.close()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rollout/rew')
