@@ -6,8 +6,7 @@ Called by `cli.py`.
 
 from __future__ import annotations
 
-import asyncio
-
+from invrl import interrupts
 from invrl.cluster import Serving, start_serving
 from invrl.config import Config
 from invrl.rollout.session_client import SessionClient
@@ -17,7 +16,7 @@ from invrl.types import GroupLease, GroupMember, Session, Task
 
 def serve(config: Config, folder: RunFolder) -> None:
     """Serves until Ctrl-C. Raises what start-up raises, or the failure of an engine."""
-    asyncio.run(_serve(config, folder))
+    interrupts.run(_serve(config, folder))
 
 
 async def _serve(config: Config, folder: RunFolder) -> None:

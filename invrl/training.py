@@ -7,7 +7,6 @@ checkpoint goes on from the newest one.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
@@ -17,6 +16,7 @@ from functools import partial
 
 import msgspec
 
+from invrl import interrupts
 from invrl.algorithms.advantages import advantage_function
 from invrl.batch_file import batch_path, save_batch
 from invrl.buffer.batching import build_batch
@@ -71,9 +71,9 @@ def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> Non
     observer.note(f"run folder {folder.path}")
     try:
         if config.run.debug_train_only:
-            asyncio.run(run_train_only(config, checkpoints, observer))
+            interrupts.run(run_train_only(config, checkpoints, observer))
         else:
-            asyncio.run(_Run(config, folder, checkpoints, observer).run())
+            interrupts.run(_Run(config, folder, checkpoints, observer).run())
     finally:
         observer.close()
         if folder.metrics_path.stat().st_size:
