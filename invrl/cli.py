@@ -105,9 +105,6 @@ def _guarded(arguments: Sequence[str], *, trains: bool = False, evaluates: bool 
         yield config, folder
     except ConfigError:
         raise
-    except KeyboardInterrupt:
-        logging.getLogger(__name__).info("interrupted", exc_info=True)
-        raise
     except Exception as error:
         logging.getLogger(__name__).exception("the run failed")
         kind = "" if isinstance(error, InvrlError) else f"{type(error).__name__}: "

@@ -186,16 +186,19 @@ async def start_trainer(config: Config) -> AsyncIterator[TrainHandle]:
 
 @contextmanager
 def start_ray() -> Iterator[None]:
-    """A local Ray behind a token (`ray_setup.py`), or the one that RAY_ADDRESS names. Ray takes over
-    TERM, which is the command line's: it is given back."""
+    """A local Ray behind a token (`ray_setup.py`), or the one that RAY_ADDRESS names. TERM is the
+    command line's: Ray's C++ sets a handler over it, and the default before it ends its processes."""
     # Processes of a Ray of our own inherit the environment; an agent that sets it costs seconds.
     made = {"env_vars": worker_environment()} if os.environ.get("RAY_ADDRESS") else None
-    ray._private.utils.set_sigterm_handler = lambda _: None  # its own ends the process from within our loop
+    take_back = partial(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    inside: Any = vars(ray)["_private"]
+    inside.utils.set_sigterm_handler = lambda _: None  # its own ends the process from within our loop
+    os.register_at_fork(after_in_child=os.setpgrp)  # a signal to our group is not for Ray's processes
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING, runtime_env=made)
+    take_back()
+    node, end = inside.worker._global_node, inside.worker._global_node.kill_all_processes  # takes seconds
+    node.kill_all_processes = lambda **how: (take_back(), end(**how))
     try:
-        ray.init(
-            include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING, runtime_env=made
-        )
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # over the one of its C++
         yield
     finally:
         ray.shutdown()

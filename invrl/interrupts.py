@@ -33,15 +33,9 @@ class _State:
 class CleanUp(contextlib.AsyncExitStack):
     """An exit stack whose end the first interrupt does not cut short either."""
 
-    async def __aexit__(self, *error: Any) -> bool:
+    async def __aexit__(self, *error: Any) -> bool | None:
         _State.cleans_up = True
         return await super().__aexit__(*error)
-
-
-def catch() -> None:
-    """From here on; KeyboardInterrupt where no loop runs."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -53,6 +47,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     finally:
         _State.task = None
         if _State.interrupted:
+            catch(signal.SIG_IGN)  # where there is a handler, the interpreter's end puts the default back
             raise KeyboardInterrupt
 
 
@@ -69,12 +64,18 @@ def _interrupt(_number: int, _frame: object) -> None:
         _say(f"ending; what is left after {DEADLINE_S:g} s is killed (at once: kill -9 {os.getpid()})")
 
 
+def catch(handler: Any = _interrupt) -> None:
+    """From here on; KeyboardInterrupt where no loop runs."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handler)
+
+
 def _end_late() -> None:
     """The kernel and the guardian then end what this process started."""
     time.sleep(DEADLINE_S)
     try:
         tasks = asyncio.all_tasks(_State.task.get_loop()) if _State.task else ()
-        left = [" ".join(child.cmdline()[1:3]) for child in psutil.Process().children()]
+        left = (" ".join(child.cmdline()[1:3]) for child in psutil.Process().children())
         waits = ", ".join([*(str(task.get_coro()) for task in tasks), *left])
         _say(f"killed, {DEADLINE_S:g} s after the interrupt; it waited for {waits}, and its threads were in")
         faulthandler.dump_traceback()
