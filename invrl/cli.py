@@ -4,10 +4,8 @@ with exit code 2. A command is a function; its docstring is its help."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+from invrl import interrupts
 from invrl.config import Config, load_resolved, nearest, resolve
 from invrl.errors import ConfigError, InvrlError
 from invrl.flags import flag_help, parse_flags, take_value
@@ -101,12 +100,9 @@ def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -
 
 @contextmanager
 def _guarded(arguments: Sequence[str], *, trains: bool = False, evaluates: bool = False) -> Iterator[Ready]:
-    """Around a run; its failure is one line here and a traceback in the driver's log. TERM and HUP are an
-    interrupt (KeyboardInterrupt, or the cancellation that asyncio makes of it), so all three clean up."""
+    """Around a run; its failure is one line here and a traceback in the driver's log."""
     config, folder = _ready(arguments, trains=trains, evaluates=evaluates)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs behind
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, _interrupt_once)
+    interrupts.catch()
     try:
         yield config, folder
     except ConfigError:
@@ -118,13 +114,6 @@ def _guarded(arguments: Sequence[str], *, trains: bool = False, evaluates: bool 
         if not isinstance(error, InvrlError):  # not one of ours: where it happened helps
             traceback.print_exc(limit=-3)
         raise _Failed from error
-
-
-def _interrupt_once(number: int, _frame: object) -> None:
-    """A group of processes may be told twice; the clean-up that the first began is not cut short."""
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, signal.SIG_IGN)
-    signal.raise_signal(signal.SIGINT)
 
 
 def _own_flags(arguments: Sequence[str], known: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -189,7 +178,7 @@ def _serve(arguments: Sequence[str]) -> None:
     with _guarded(arguments) as (config, folder):
         from invrl.serving import serve
 
-        asyncio.run(serve(config, folder))
+        interrupts.run(serve(config, folder))
 
 
 def _eval(arguments: Sequence[str]) -> None:
@@ -208,7 +197,7 @@ def _eval(arguments: Sequence[str]) -> None:
         prepare_ray()
         from invrl.evaluating import run_evaluation
 
-        asyncio.run(run_evaluation(config, folder))
+        interrupts.run(run_evaluation(config, folder))
 
 
 def _doctor(arguments: Sequence[str]) -> None:
@@ -317,10 +306,11 @@ def _replay(arguments: Sequence[str]) -> None:
     given = _options(arguments[1:], ["--step"]).get("--step", "")
     if not given.isdecimal() or int(given) < 1:
         raise ConfigError("--step", given, "not a step", "give --step N, from 1 on")
+    interrupts.catch()
     prepare_ray()
     from invrl.replay import replay
 
-    print(asyncio.run(replay(load_resolved(folder.config_path), folder, int(given))))
+    print(interrupts.run(replay(load_resolved(folder.config_path), folder, int(given))))
 
 
 def _ledger(arguments: Sequence[str]) -> None:

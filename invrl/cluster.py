@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from invrl.config import Config
 from invrl.gateway.gateway_server import GatewayServer
 from invrl.gateway.settings import GatewaySettings
 from invrl.guardian import start_guardian
+from invrl.interrupts import CleanUp
 from invrl.lease_store import LeaseStore
 from invrl.process import free_port
 from invrl.ray_setup import worker_environment
@@ -73,7 +74,7 @@ class Serving:
 @asynccontextmanager
 async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serving]:
     """Starts engines, router and gateway without waiting for them; ends them on exit."""
-    async with AsyncExitStack() as stack:
+    async with CleanUp() as stack:
         start_guardian(os.getpid())
         fleet = Fleet(
             config.engine,
@@ -130,7 +131,7 @@ class Cluster:
 async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | None) -> AsyncIterator[Cluster]:
     """Everything a training run needs, ready; ended on exit. `snapshot`: the buffer of the checkpoint that
     the run goes on from. Raises InvrlError naming what failed."""
-    async with AsyncExitStack() as stack:
+    async with CleanUp() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
         stack.enter_context(start_ray())
         trainer = None if config.run.debug_rollout_only else _make_trainer(config)
@@ -176,14 +177,18 @@ async def start_trainer(config: Config) -> AsyncIterator[TrainHandle]:
 
 @contextmanager
 def start_ray() -> Iterator[None]:
-    """A local Ray behind a token (`ray_setup.py`), or the one that RAY_ADDRESS names. Ray takes over the
-    handling of signals, which is the command line's: it is given back."""
-    ours = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    """A local Ray behind a token (`ray_setup.py`), or the one that RAY_ADDRESS names. TERM is the
+    command line's: Ray's C++ sets a handler over it, and the default before it ends its processes."""
     # Processes of a Ray of our own inherit the environment; an agent that sets it costs seconds.
     made = {"env_vars": worker_environment()} if os.environ.get("RAY_ADDRESS") else None
+    take_back = partial(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    inside: Any = vars(ray)["_private"]
+    inside.utils.set_sigterm_handler = lambda _: None  # its own ends the process from within our loop
+    os.register_at_fork(after_in_child=os.setpgrp)  # a signal to our group is not for Ray's processes
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING, runtime_env=made)
-    for number, handler in ours.items():
-        signal.signal(number, handler)
+    take_back()
+    node, end = inside.worker._global_node, inside.worker._global_node.kill_all_processes  # takes seconds
+    node.kill_all_processes = lambda **how: (take_back(), end(**how))
     try:
         yield
     finally:

@@ -15,9 +15,7 @@ from typing import Literal, NoReturn
 import tomli_w
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     StrictBool,
     StrictFloat,
@@ -81,19 +79,6 @@ class WeightSyncConfig(Section):
     )
     weight_sync_timeout_s: float = Field(
         300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"
-    )
-
-
-class WeightSyncConfig(Section):
-    """How new weights reach the engines, and what proves that they are there."""
-
-    weight_carrier: Literal["arena", "bucket"] = Field(
-        "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
-    )
-    canary_max_gap: NonNegativeFloat = Field(0.0, description="engine to trainer, nats; 0: by dtype")
-    canary_mean_gap: NonNegativeFloat = Field(0.0, description="the same on average; 0: by dtype")
-    weight_sync_timeout_s: PositiveFloat = Field(
-        300.0, description="deadline of each phase of an update; pause, commit and resume have 60 s at most"
     )
 
 

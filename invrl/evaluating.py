@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
 from importlib.metadata import version
 
 import msgspec
 
-from invrl import __version__
+from invrl import __version__, interrupts
 from invrl.cluster import make_rollouts, start_ray, start_serving
 from invrl.config import Config
 from invrl.rollout.dispatcher import first_to_fail
@@ -31,7 +30,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
 
     note(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}")
-    async with AsyncExitStack() as stack:
+    async with interrupts.CleanUp() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
         stack.enter_context(start_ray())
         rollouts = make_rollouts(config, serving)

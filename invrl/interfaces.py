@@ -121,18 +121,13 @@ class Buffer(Protocol):
 
     async def trained(self, batch_id: int) -> None: ...
 
-    async def discard(self, batch_id: int) -> None:
-        """Instead of `trained`, in a run without a trainer."""
-
     async def snapshot(self, trained: WeightVersion) -> bytes:
-        """The buffer for a checkpoint, between `trained` and `release`; `trained`: what the trainer holds."""
+        """The buffer for a checkpoint, between `trained` and `advance`; `trained`: what the trainer holds."""
         ...
 
     async def advance(self, version: WeightVersion) -> None:
-        """The trainer now holds `version`: admission and staleness count against it."""
-
-    async def release(self, version: WeightVersion) -> None:
-        """The canary of `version` has passed: tokens sampled under it count."""
+        """The trainer holds `version` and its canary has passed: tokens sampled under it count, admission and
+        staleness count against it. With the version as it was: a run without a trainer has seen the batch."""
 
     async def metrics(self) -> Mapping[str, Metric]:
         """Counts since the last call (groups and rollouts by state and drop reason)."""

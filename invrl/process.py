@@ -98,7 +98,7 @@ class ServerProcess:
         with log.open("ab") as out:
             self._process = Popen(
                 command, stdin=DEVNULL, stdout=out, stderr=STDOUT,
-                env=variables, pass_fds=keep, preexec_fn=die_with_parent,
+                env=variables, pass_fds=keep, preexec_fn=die_with_parent, process_group=0,
             )  # fmt: skip
 
     @property

@@ -7,7 +7,6 @@ checkpoint goes on from the newest one.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from invrl import interrupts
 from invrl.algorithms.advantages import advantage_function
 from invrl.batch_file import batch_path, load_batch, save_batch, saved_steps
 from invrl.buffer.batching import build_batch
@@ -68,9 +68,9 @@ def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> Non
     observer.note(f"run folder {folder.path}")
     try:
         if config.run.debug_train_only:
-            asyncio.run(_train_only(config, checkpoints, observer))
+            interrupts.run(_train_only(config, checkpoints, observer))
         else:
-            asyncio.run(_Run(config, folder, checkpoints, observer).run())
+            interrupts.run(_Run(config, folder, checkpoints, observer).run())
     finally:
         observer.close()
         if folder.metrics_path.stat().st_size:

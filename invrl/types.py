@@ -323,15 +323,14 @@ class TrainSample:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainBatch:
     """Samples with one advantage per token (0 where the loss mask is False). The whole batch, or one
-    data-parallel rank's shard of it. The totals are of the whole batch in either case: they are the
-    loss's global denominators."""
+    data-parallel rank's shard of it."""
 
     batch_id: int
     version: WeightVersion
     samples: tuple[TrainSample, ...]
     advantages: tuple[NDArray[np.float32], ...]
     total_tokens: int
-    """Trained tokens in the whole batch."""
+    """Trained tokens of the whole batch in either case: the loss's global denominator."""
 
     def __post_init__(self) -> None:
         if len(self.samples) != len(self.advantages):

@@ -26,11 +26,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """Stands in for the modules that start processes. Handlers are put back."""
+    """Stands in for the modules that start processes. No handler stays."""
     stand_in = types.ModuleType("stand_in")
     for name in ("invrl.training", "invrl.serving", "invrl.evaluating"):
         monkeypatch.setitem(sys.modules, name, stand_in)
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(cli.interrupts, "catch", lambda: None)
     handlers = logging.getLogger().handlers[:]
     yield stand_in
     logging.getLogger().handlers[:] = handlers

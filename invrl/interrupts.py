@@ -1,0 +1,88 @@
+"""INT, TERM and HUP: the first begins the clean-up, later ones change nothing, and there is a deadline.
+
+Invariant: no signal raises in a loop that `run` runs. At the second SIGINT asyncio's own runner does, and
+with the callback it hits may be lost what the clean-up waits for. Called by `cli.py` and what it calls."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import contextlib
+import faulthandler
+import itertools
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+DEADLINE_S = 120.0
+"""From the first interrupt to the end of this process; a server that hangs takes 65 s of it."""
+
+
+class _State:
+    received = itertools.count(1)
+    interrupted = False
+    cleans_up = False
+    task: asyncio.Task[Any] | None = None
+
+
+class CleanUp(contextlib.AsyncExitStack):
+    """An exit stack whose end the first interrupt does not cut short either."""
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        _State.cleans_up = True
+        return await super().__aexit__(*error)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`. After an interrupt it raises KeyboardInterrupt, whatever the clean-up raised."""
+    try:
+        with asyncio.Runner() as runner:
+            _State.cleans_up, _State.task = False, runner.get_loop().create_task(work)
+            return runner.get_loop().run_until_complete(_State.task)
+    finally:
+        _State.task = None
+        if _State.interrupted:
+            catch(signal.SIG_IGN)  # where there is a handler, the interpreter's end puts the default back
+            raise KeyboardInterrupt
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    nth, task = next(_State.received), _State.task  # the next one may come at any line of this
+    if nth == 1:
+        _State.interrupted = True
+        _thread.start_new_thread(_end_late, ())  # `threading` takes locks that the interrupted code may hold
+        if task is None:
+            raise KeyboardInterrupt
+        if not (_State.cleans_up or task.done()):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+    elif nth == 2:
+        _say(f"ending; what is left after {DEADLINE_S:g} s is killed (at once: kill -9 {os.getpid()})")
+
+
+def catch(handler: Any = _interrupt) -> None:
+    """From here on; KeyboardInterrupt where no loop runs."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handler)
+
+
+def _end_late() -> None:
+    """The kernel and the guardian then end what this process started."""
+    time.sleep(DEADLINE_S)
+    try:
+        tasks = asyncio.all_tasks(_State.task.get_loop()) if _State.task else ()
+        left = (" ".join(child.cmdline()[1:3]) for child in psutil.Process().children())
+        waits = ", ".join([*(str(task.get_coro()) for task in tasks), *left])
+        _say(f"killed, {DEADLINE_S:g} s after the interrupt; it waited for {waits}, and its threads were in")
+        faulthandler.dump_traceback()
+    finally:
+        os._exit(1)
+
+
+def _say(message: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"invrl: {message}\n".encode())  # `print` may be what was interrupted

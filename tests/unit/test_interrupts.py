@@ -1,0 +1,171 @@
+"""Interrupts as a process gets them: a program per case, in a process group of its own, told by lines when
+it may go on. Nothing waits for time to pass."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from invrl import interrupts
+from invrl.process import ServerProcess
+
+def say(what):
+    print(what, flush=True)
+
+async def told():
+    await asyncio.to_thread(sys.stdin.readline)
+
+async def clean_up():
+    for step in range(4):
+        say(step)
+        await told()
+    say("clean")
+
+async def work():
+    say("up")
+    await asyncio.Event().wait()
+
+async def main():
+    {body}
+
+interrupts.catch()
+interrupts.DEADLINE_S = {deadline}
+try:
+    {before}
+    interrupts.run(main())
+    {after}
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+class Program(subprocess.Popen[str]):
+    def __init__(self, body: str, *, before: str = "", after: str = "", deadline: float = 600) -> None:
+        code = PROGRAM.format(body=body, before=before, after=after, deadline=deadline)
+        pipe, root = subprocess.PIPE, Path(__file__).parents[2]
+        super().__init__(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": str(root)}, process_group=0,
+            stdin=pipe, stdout=pipe, stderr=pipe, text=True,
+        )  # fmt: skip
+
+    def says(self, line: str) -> None:
+        assert self.stdout is not None
+        said = self.stdout.readline()
+        assert said == f"{line}\n", said or (self.stderr and self.stderr.read())
+
+    def interrupt(self, *kinds: signal.Signals) -> None:
+        for kind in kinds:
+            os.killpg(self.pid, kind)
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.communicate(timeout=60)
+        return self.returncode, out, err
+
+
+Start = Callable[..., Program]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    made: list[Program] = []
+
+    def start(*arguments: str, **more: object) -> Program:
+        made.append(Program(*arguments, **more))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield start
+    for program in made:
+        program.kill()
+        program.communicate()
+
+
+def goes_on_through(program: Program) -> None:
+    """Every step of its clean-up, told to go on after a burst each time."""
+    assert program.stdin is not None
+    for step in range(4):
+        program.says(str(step))
+        program.interrupt(*KINDS, *KINDS)
+        program.stdin.write("\n")
+        program.stdin.flush()
+    program.says("clean")
+
+
+IN_ORDER = """
+    try:
+        await work()
+    finally:
+        await clean_up()
+        raise ValueError("of the clean-up")"""
+
+
+@pytest.mark.parametrize("first", KINDS)
+def test_the_first_interrupt_begins_the_clean_up_and_no_later_one_cuts_it_short(
+    first: signal.Signals, start: Start
+) -> None:
+    program = start(IN_ORDER)
+    program.says("up")
+    program.interrupt(first)
+    goes_on_through(program)
+    code, out, err = program.end()
+    assert (code, out) == (130, "")
+    assert err.count("\n") == 1, err
+    assert f"kill -9 {program.pid}" in err
+
+
+def test_a_first_interrupt_in_a_clean_up_does_not_cut_it_short(start: Start) -> None:
+    program = start("""
+    async with interrupts.CleanUp() as stack:
+        stack.push_async_callback(clean_up)
+        raise ValueError("of the work")""")
+    goes_on_through(program)
+    assert program.end()[0] == 130
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_where_no_loop_runs_the_first_interrupt_ends_at_once(
+    where: str, kind: signal.Signals, start: Start
+) -> None:
+    program = start("pass", **{where: "say('there'); sys.stdin.readline(); say('no')"})
+    program.says("there")
+    program.interrupt(kind)
+    assert program.end() == (130, "", "")
+
+
+def test_a_clean_up_that_does_not_end_is_ended_and_says_what_it_waited_for(start: Start) -> None:
+    hangs = IN_ORDER.replace("clean_up()", "asyncio.gather(told())")
+    program = start(hangs, deadline=0.01)
+    program.says("up")
+    program.interrupt(signal.SIGINT)
+    assert program.stderr is not None
+    err = program.stderr.read()  # to its end; it still waits for a line
+    assert program.wait(60) == 1
+    assert "killed, 0.01 s after the interrupt; it waited for " in err
+    assert "told" in err.splitlines()[0]
+    assert "in run_until_complete" in err, "where each thread was"
+
+
+def test_a_server_is_not_told_what_the_group_is(start: Start, tmp_path: Path) -> None:
+    program = start(f"""
+    async with interrupts.CleanUp() as stack:
+        server = ServerProcess("one", ["sleep", "1000"], log=Path({str(tmp_path / "log")!r}))
+        stack.callback(server.stop)
+        stack.callback(lambda: say(server.alive()))
+        stack.push_async_callback(clean_up)
+        await work()""")
+    program.says("up")
+    program.interrupt(*KINDS)
+    goes_on_through(program)
+    program.says("True")
+    assert program.end()[0] == 130
