@@ -94,7 +94,8 @@ class Generation:
         self._stream: TextStream = renderer.stream(proposal.request.stop, special=parser.special)
         self._pieces: list[Piece] = []
         self._joined = 0
-        """So many of them, the first ones, are of `_JOINED` chunks each: less memory."""
+        """So many of them, the first ones, are of `_JOINED` chunks or more, each longer than the next: a chunk
+        by itself takes 0.5 KB."""
         self._spans: tuple[VersionSpan, ...] = ()
         self.started_at, self.finished_at = time.time(), 0.0
         self._attached = 0
@@ -144,7 +145,11 @@ class Generation:
                 await self.answer()
                 return
             if self._attached == 1 and at >= self._joined + _JOINED:  # seen by all who read
-                self._pieces[self._joined :] = [_join(self._pieces[self._joined :])]
+                joined = _join(self._pieces[self._joined :])
+                del self._pieces[self._joined :]
+                while self._pieces and len(self._pieces[-1].ids_T) <= len(joined.ids_T):
+                    joined = _join([self._pieces.pop(), joined])
+                self._pieces.append(joined)
                 self._joined = at = len(self._pieces)
             self._waiters.append(waiter := loop.create_future())
             timer = loop.call_later(silence_s, _resolve, waiter)

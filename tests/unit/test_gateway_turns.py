@@ -209,12 +209,14 @@ async def test_a_turn_that_ran_out_of_tokens_goes_on_with_an_end_token_as_contex
 
 async def test_streams_carry_tokens_as_they_are_sampled(gateway: Running, renderer: Renderer):
     """None is sampled before what those before it say has been seen."""
-    ids, text = renderer._tokenizer.encode("Hello 漢字🙂 world"), ""
+    said, text = "Hello 漢字🙂 world, hello 漢字🙂 and all of you ", ""
+    ids = renderer._tokenizer.encode(said)
+    assert len(ids) > 48, "what has been seen is joined by 16 chunks"
     gateway.engine.script = lambda _: [*ids, 2]
     whole = [
         renderer._tokenizer.decode(ids[:count], special=True).rstrip("\ufffd") for count in range(len(ids))
     ]
-    gateway.engine.holds = lambda count: text != [*whole, "Hello 漢字🙂 world"][count - 1]
+    gateway.engine.holds = lambda count: text != [*whole, said][count - 1]
     [session] = await gateway.open()
     stream = await gateway.client(session).chat.completions.create(
         model="tiny", messages=[ASK], stream=True, stream_options={"include_usage": True}, logprobs=True
@@ -224,7 +226,7 @@ async def test_streams_carry_tokens_as_they_are_sampled(gateway: Running, render
         async for event in stream:
             events.append(event)
             text += (event.choices and event.choices[0].delta.content) or ""
-    assert text == "Hello 漢字🙂 world"
+    assert text == said
     assert events[0].choices[0].delta.role == "assistant"
     assert [e.choices[0].finish_reason for e in events if e.choices][-1] == "stop"
     [turn] = gateway.turns(session)
@@ -236,6 +238,7 @@ async def test_streams_carry_tokens_as_they_are_sampled(gateway: Running, render
         if e.choices and e.choices[0].logprobs
         for c in e.choices[0].logprobs.content
     ]
+    assert turn.sampled_ids_T.tolist() == [*ids, 2]
     assert shown == pytest.approx(turn.logprobs_T.tolist(), abs=1e-6)
     await eventually(lambda: gateway.turns(session)[0].delivered)
 
