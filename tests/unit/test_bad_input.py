@@ -245,7 +245,7 @@ def test_an_environment_key_that_can_be_guessed(refused: Refused, monkeypatch: p
 def test_a_run_folder_of_another_configuration_or_of_nobody(
     refused: Refused, good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(cli.interrupts, "catch", lambda: None)
     handlers = logging.getLogger().handlers[:]
     vars(sys.modules["invrl.training"])["run_training"] = lambda config, folder: None
     runs = ("--run-root", str(tmp_path / "runs"), "--run-name", "first")
