@@ -31,6 +31,8 @@ _SYSTEM = (
     "with the answer alone on a line of its own. If something is missing, ask for it once; never invent it. "
 )
 _ASK = "Question {at}: a shop sells {at} boxes with 12 apples each; how many apples is that, and why?"
+_GROUP = 8
+"""Sessions of one prompt, as a group's members are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,14 +124,22 @@ class Load:
         return Script(tokens=tokens, chat=chat, prompts=prompts)
 
     def through(self, script: Script, sessions: Sequence[Session], *, stream: bool) -> Ask:
-        """Chat requests, as an agent sends them."""
+        """Chat requests, as an agent sends them; each group of sessions asks something of its own first."""
         shared = {"model": "bench", "max_tokens": script.tokens, "stream": stream}
-        bodies = [orjson.dumps({**shared, "messages": messages}) for messages in script.chat]
+
+        def body(group: int, messages: Sequence[Message]) -> bytes:
+            system, question, *rest = messages
+            question = {**question, "content": f"Task {group}. {question['content']}"}
+            return orjson.dumps({**shared, "messages": [system, question, *rest]})
+
+        groups = range(-(-len(sessions) // _GROUP))
+        bodies = [[body(group, messages) for messages in script.chat] for group in groups]
 
         async def ask(agent: int, turn: int) -> float:
             session = sessions[agent]
             headers = {"authorization": f"Bearer {session.key}", "content-type": "application/json"}
-            return await self._post(f"{session.base_url}/chat/completions", bodies[turn], headers, stream)
+            url = f"{session.base_url}/chat/completions"
+            return await self._post(url, bodies[agent // _GROUP][turn], headers, stream)
 
         return ask
 
