@@ -94,8 +94,8 @@ class Generation:
         self._stream: TextStream = renderer.stream(proposal.request.stop, special=parser.special)
         self._pieces: list[Piece] = []
         self._joined = 0
-        """So many of them, the first ones, are of `_JOINED` chunks or more, each longer than the next: a chunk
-        by itself takes 0.5 KB."""
+        """So many of them, the first ones, are of `_JOINED` chunks or more, each longer than the next: one
+        chunk by itself takes 0.5 KB."""
         self._spans: tuple[VersionSpan, ...] = ()
         self.started_at, self.finished_at = time.time(), 0.0
         self._attached = 0
