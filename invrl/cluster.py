@@ -187,8 +187,9 @@ def start_ray() -> Iterator[None]:
     os.register_at_fork(after_in_child=os.setpgrp)  # a signal to our group is not for Ray's processes
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING, runtime_env=made)
     take_back()
-    node, end = inside.worker._global_node, inside.worker._global_node.kill_all_processes  # takes seconds
-    node.kill_all_processes = lambda **how: (take_back(), end(**how))
+    if (node := inside.worker._global_node) is not None:  # as for an address ray://...
+        end = node.kill_all_processes  # takes seconds
+        node.kill_all_processes = lambda **how: (take_back(), end(**how))
     try:
         yield
     finally:

@@ -137,7 +137,8 @@ def read_toml(path: Path) -> Source:
         raise ConfigError("--config", str(path), str(error), "give a readable TOML file") from error
     for table, entries in document.items():
         if not isinstance(entries, dict):
-            fix = f"write [{table}] and its keys below"
+            home = next((name for name, section in SECTIONS.items() if table in section.model_fields), "")
+            fix = f"move it to table [{home}]" if home else f"write [{table}] and its keys below"
             raise ConfigError(f"{table} in {path}", entries, "a table is expected", fix)
     return Source(name=str(path), tables=document)
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import faulthandler
 import itertools
+import logging
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 DEADLINE_S = 120.0
 """From the first interrupt to the end of this process; a server that hangs takes 65 s of it."""
@@ -44,6 +46,10 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         with asyncio.Runner() as runner:
             _State.cleans_up, _State.task = False, runner.get_loop().create_task(work)
             return runner.get_loop().run_until_complete(_State.task)
+    except Exception:
+        if _State.interrupted:
+            _LOG.exception("failed when it was interrupted, or before")
+        raise
     finally:
         _State.task = None
         if _State.interrupted:
@@ -52,6 +58,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _interrupt(_number: int, _frame: object) -> None:
+    signal.alarm(0)  # Ray's own handler of TERM, were it first, ends the process by this in 3 s
     nth, task = next(_State.received), _State.task  # the next one may come at any line of this
     if nth == 1:
         _State.interrupted = True
@@ -67,7 +74,8 @@ def _interrupt(_number: int, _frame: object) -> None:
 def catch(handler: Any = _interrupt) -> None:
     """From here on; KeyboardInterrupt where no loop runs."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, handler)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # `nohup`
+            signal.signal(number, handler)
 
 
 def _end_late() -> None:
@@ -75,7 +83,10 @@ def _end_late() -> None:
     time.sleep(DEADLINE_S)
     try:
         tasks = asyncio.all_tasks(_State.task.get_loop()) if _State.task else ()
-        left = (" ".join(child.cmdline()[1:3]) for child in psutil.Process().children())
+        left = []
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # a zombie has no command
+                left.append(" ".join(child.cmdline()[1:3]))
         waits = ", ".join([*(str(task.get_coro()) for task in tasks), *left])
         _say(f"killed, {DEADLINE_S:g} s after the interrupt; it waited for {waits}, and its threads were in")
         faulthandler.dump_traceback()

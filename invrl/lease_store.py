@@ -39,7 +39,8 @@ class LeaseStore:
 
     def take(self, now: float) -> GroupLease | None:
         """The oldest lease that nobody has taken; its members' sessions must be opened before it expires."""
-        sql = "UPDATE leases SET taken_at=? WHERE seq=(SELECT MIN(seq) FROM leases WHERE taken_at IS NULL)"
+        oldest = "(SELECT MIN(seq) FROM leases WHERE taken_at IS NULL)"
+        sql = f"UPDATE leases SET taken_at=? WHERE taken_at IS NULL AND seq={oldest}"
         rows = self._run(f"{sql} {_RETURNED}", now) if self._any("taken_at IS NULL") else []
         if not rows:
             return None

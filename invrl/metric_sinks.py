@@ -190,7 +190,8 @@ class RunObserver(Sink):
 
     def note(self, text: str) -> None:
         """A line that stays on the screen: where the run folder is, an evaluation's result."""
-        print(text, flush=True)
+        with contextlib.suppress(OSError):  # the terminal may be gone, or the pipe's reader
+            print(text, flush=True)
 
     def close(self) -> None:
         self._each(lambda sink: sink.close())

@@ -25,6 +25,8 @@ def check_model_folder(path: Path) -> None:
     """Raises ConfigError (field model.model_path) for the first thing that is missing or broken."""
     if not path.is_dir():
         raise _refuse(path, "no such folder", f"give --model-path, or {PREPARE}")
+    if (path / "megatron").is_dir():
+        raise _refuse(path, "a checkpoint without a folder hugging_face", "give another checkpoint")
     vocab_size = _check_config(path)
     _check_weights(path, vocab_size)
     _check_tokenizer(path, vocab_size)

@@ -1,4 +1,4 @@
-"""`python -m bench.uncaptured --settings FILE`: the gateway with a store that keeps nothing.
+"""`python -m bench.uncaptured`: the gateway with a store that keeps nothing.
 
 What capture costs is the difference to the gateway as it is. Sessions' own records and the token forest stay:
 without them there is no next turn. Started by `rig.py`.

@@ -158,7 +158,7 @@ def test_eval_takes_the_model_of_a_checkpoint_and_a_task_file(
     (checkpoint / "megatron").mkdir(parents=True)
     flags = ["eval", f"--model-path={checkpoint}", "--task-file", str(tasks), "--run-root", str(tmp_path)]
     assert cli.main(flags) == 2
-    assert "it has no config.json" in capsys.readouterr().err
+    assert "a checkpoint without a folder hugging_face" in capsys.readouterr().err
     (checkpoint / "hugging_face").symlink_to(model)
     assert cli.main(flags) == 0
     assert seen[0].model.folder == (checkpoint / "hugging_face")

@@ -217,7 +217,7 @@ def test_bad_flags_name_field_reason_and_fix(flags: list[str], field: str, reaso
         ("[train]\ntemperature = 1.0\n", "train.temperature", "move it to table [rollout]"),
         ("train = 3\n", "train", "[train]"),
         ("[train\n", "--config", "readable TOML"),
-        ("algorithm_preset = 3\n", "algorithm_preset", "[algorithm_preset]"),
+        ("algorithm_preset = 3\n", "algorithm_preset", "move it to table [algorithm]"),
         ("[sglang]\nx = [1, 2]\n", "sglang", "a string, a number or a boolean"),
     ],
 )

@@ -119,7 +119,8 @@ def test_the_first_interrupt_begins_the_clean_up_and_no_later_one_cuts_it_short(
     goes_on_through(program)
     code, out, err = program.end()
     assert (code, out) == (130, "")
-    assert err.count("\n") == 1, err
+    assert err.count("ending; what is left") == 1, err
+    assert "ValueError: of the clean-up" in err, "what an interrupt hides is logged"
     assert f"kill -9 {program.pid}" in err
 
 

@@ -377,3 +377,11 @@ def test_who_looks_from_outside_sees_the_phase(tmp_path: Path) -> None:
         "step": 3,
         "phase": "sync",
     }
+
+
+def test_a_note_to_a_terminal_that_is_gone_never_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", gone)
+    RunObserver([]).note("held-out")
