@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -245,27 +246,41 @@ def shard_batch(batch: TrainBatch, *, ranks: int, steps: int) -> list[Shard]:
 
 
 def _shard(batch: TrainBatch, ranks: int) -> list[TrainBatch]:
-    """Runs of about equal cost, group by group: the rows of a group share their prompt, and each part of a
-    group that is cut computes it again. The rows of one rollout stay together."""
-    names = [(sample.group_id, sample.rollout_id) for sample in batch.samples]
-    order = sorted(range(len(names)), key=names.__getitem__)
-    costs = _costs(batch.samples[index] for index in order)
-    rank_of: dict[tuple[str, str], int] = {}
+    """Balance by cost. Groups stay whole where that balances as well as splitting them does: rows of
+    a group share their prompt, and each part of it would compute the prompt again."""
+    ways = [_assign(batch, ranks, parts) for parts in ((1, 2, 4, 8) if ranks > 1 else (1,))]
+    best = min(ways, key=lambda loads: max(_cost(batch, indices) for indices in loads))
+    return [_select(batch, indices) for indices in best]
+
+
+def _assign(batch: TrainBatch, ranks: int, parts: int) -> list[list[int]]:
+    """Split each group's rollouts into `parts`, then give the costliest part to the least loaded rank.
+    The rows of one rollout stay together."""
+    groups: dict[str, dict[str, list[int]]] = {}
+    for index, sample in enumerate(batch.samples):
+        groups.setdefault(sample.group_id, {}).setdefault(sample.rollout_id, []).append(index)
+    items: list[list[int]] = []
+    for rollouts in groups.values():
+        rows = list(rollouts.values())
+        size = -(-len(rows) // parts)
+        items += [list(chain(*rows[at : at + size])) for at in range(0, len(rows), size)]
+    costs = [_cost(batch, item) for item in items]
     loads: list[list[int]] = [[] for _ in range(ranks)]
-    ends = np.cumsum(costs)
-    for index, cost, end in zip(order, costs, ends, strict=True):
-        rank = min(int((end - cost / 2) / ends[-1] * ranks), ranks - 1)
-        loads[rank_of.setdefault(names[index], rank)].append(index)
-    return [_select(batch, sorted(load)) for load in loads]
+    totals = [0.0] * ranks
+    for at in sorted(range(len(items)), key=lambda at: -costs[at]):
+        rank = totals.index(min(totals))
+        loads[rank] += items[at]
+        totals[rank] += costs[at]
+    return [sorted(load) for load in loads]
 
 
-def _costs(samples: Iterable[TrainSample]) -> list[float]:
-    """Work that each sample adds to those before it, in tokens: a prefix shared with the one before costs
-    nothing, attention goes by depth."""
-    costs, last_T = list[float](), np.empty(0, np.int32)
-    for row in rows_of(samples):
+def _cost(batch: TrainBatch, indices: Sequence[int]) -> float:
+    """Work of computing these samples together, in tokens: shared prefixes once, attention by depth."""
+    total, last_T = 0.0, np.empty(0, np.int32)
+    rows = [row for row in rows_of(batch.samples[index] for index in indices) if row.computed]
+    for row in sorted(rows, key=lambda row: _sort_key(row.tokens_T)):
         tokens_T = row.tokens_T[: row.computed]
         shared, length = common_prefix(last_T, tokens_T), len(tokens_T)
-        costs.append((length - shared) * (1 + (length + shared) / 2 / ATTENTION_TOKENS))
+        total += (length - shared) * (1 + (length + shared) / 2 / ATTENTION_TOKENS)
         last_T = tokens_T
-    return costs
+    return total
