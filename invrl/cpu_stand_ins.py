@@ -86,7 +86,7 @@ def seeded_noise(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Ten
 
     keys = (s << 64 | p for s, p in zip(seed.tolist(), positions.tolist(), strict=True))
     rows = [np.random.Philox(key=key).random_raw(len(columns)).astype(np.uint32) for key in keys]
-    return torch.from_numpy(np.stack(rows))
+    return torch.from_numpy(np.array(rows, np.uint32).reshape(-1, len(columns)))
 
 
 def fork_children() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from invrl.errors import LayoutError
+from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
 
@@ -32,7 +32,17 @@ class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
     """What goes through `StagedWeights.handle`, as JSON: which arena, which slot."""
 
     path: str
+    inode: int
     slot: int
+
+    def check(self) -> None:
+        """WeightSyncError if it is gone, or another one stands in its place."""
+        try:
+            there = os.stat(self.path).st_ino
+        except OSError as error:
+            raise WeightSyncError(f"the weight arena {self.path} cannot be opened: {error}") from error
+        if there != self.inode:
+            raise WeightSyncError(f"the weight arena {self.path} is another one")
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -92,7 +102,8 @@ class ArenaWriter:
         views = self._slots[slot]
         checksums = self._write(views, tensors)
         self._slot, self._version = slot, version
-        handle = msgspec.json.encode(ArenaHandle(path=self._path, slot=slot)).decode()
+        place = ArenaHandle(path=self._path, inode=os.stat(self._path).st_ino, slot=slot)
+        handle = msgspec.json.encode(place).decode()
         size = sum(view.nbytes for view in views.values())
         return StagedWeights(version=version, handle=handle, checksums=checksums, num_bytes=size)
 

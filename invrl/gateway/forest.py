@@ -108,22 +108,40 @@ class _Index:
         """The latest node of each conversation."""
         self.answered: set[bytes] = set()
         """Conversations that a recorded reply follows."""
-        self._ends: dict[str, tuple[bytes, int, dict[str, str]]] = {}
-        """Where each turn's conversation ends: what `digests` goes on from."""
+        self.reply_depth: dict[bytes, int] = {}
+        """Of each reply by itself: the most messages that came before it (if tools are not told apart)."""
+        self._ends: dict[str, tuple[bytes, int]] = {}
+        """Where each turn's conversation ends: its digest, and how many messages it has."""
 
     def follow(self, nodes: Mapping[str, Node]) -> Self:
         for turn_id, node in islice(nodes.items(), len(self._ends), None):
-            seed, earlier, calls = b"", 0, dict[str, str]()
+            seed, earlier = b"", 0
             if node.parent is not None:
-                seed, earlier, calls = self._ends[node.parent.turn.id]
+                seed, earlier = self._ends[node.parent.turn.id]
             elif self._tools:
                 seed = tools_digest(node.tools)
-            calls = dict(calls)
+            calls = self._calls_before(node)
             *_, before, whole = digests(node.messages, self.level, seed, earlier=earlier, calls=calls)
+            length = earlier + len(node.messages)
             self.nodes[whole] = node
             self.answered.add(before)
-            self._ends[turn_id] = whole, earlier + len(node.messages), calls
+            self._ends[turn_id] = whole, length
+            if not self._tools:
+                [_, alone] = digests(node.messages[-1:], self.level)
+                self.reply_depth[alone] = max(self.reply_depth.get(alone, 0), length - 1)
         return self
+
+    def _calls_before(self, node: Node) -> dict[str, str]:
+        """The places of earlier calls that the node's messages answer: as a rule its parent's."""
+        missing = {message.tool_call_id for message in node.messages} - {""}
+        found, above = dict[str, str](), node.parent
+        while missing and above is not None:
+            first = self._ends[above.turn.id][1] - len(above.messages)
+            for at, message in enumerate(above.messages, first):
+                places = {call.id: f"{at}.{nth}" for nth, call in enumerate(message.tool_calls)}
+                found |= {name: place for name, place in places.items() if name in missing}
+            missing, above = missing - found.keys(), above.parent
+        return found
 
 
 class Forest:
@@ -199,13 +217,7 @@ class Forest:
             return ForkReason.TOOLS_CHANGED
         if any(prefixes[n - 1] in index.answered for n in unmatched):
             return ForkReason.HISTORY_EDITED
-        if any(self._had_more(messages[n - 1], n) for n in unmatched):
+        alone = [(n - 1, digests(messages[n - 1 : n], index.level)[-1]) for n in unmatched]
+        if any(before < index.reply_depth.get(digest, 0) for before, digest in alone):
             return ForkReason.COMPACTED
         return ForkReason.NEW_CONVERSATION if depth == 0 else None
-
-    def _had_more(self, reply: Message, depth: int) -> bool:
-        """Whether this reply was recorded behind more messages than `depth`, itself included."""
-        level = self._any_tools.level
-        [_, asked] = digests([reply], level)
-        nodes = (node for node in self._by_turn.values() if len(node.conversation()) > depth)
-        return any(digests(node.messages[-1:], level)[-1] == asked for node in nodes)

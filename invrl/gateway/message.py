@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -83,17 +83,18 @@ def digests(
     seed: bytes = b"",
     *,
     earlier: int = 0,
-    calls: dict[str, str] | None = None,
+    calls: Mapping[str, str] | None = None,
 ) -> list[bytes]:
     """One digest per prefix of the conversation, the empty one (`seed`) first. To go on from one: `seed` is
-    its digest, `earlier` the messages that it has, `calls` (which grows) its tool-call ids by their place."""
+    its digest, `earlier` the messages that it has, `calls` the places of its tool calls that are answered."""
     digest = seed
     found = [digest]
-    calls = {} if calls is None else calls
+    places = dict(calls or {})
+    """Of tool-call ids so far."""
     for at, message in enumerate(messages, earlier):
         for nth, call in enumerate(message.tool_calls):
-            calls[call.id] = f"{at}.{nth}"
-        parts = _parts(message, level, calls)
+            places[call.id] = f"{at}.{nth}"
+        parts = _parts(message, level, places)
         encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
         lengths = b",".join([b"%d" % len(part) for part in encoded])
         digest = hashlib.blake2b(b"".join([digest, lengths, b";", *encoded]), digest_size=16).digest()

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import structs
 
 from invrl.errors import InvrlError, LayoutError, WeightSyncError
 from invrl.interfaces import WeightLayout
@@ -55,7 +56,7 @@ def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) 
         for part in [name.replace(fused, one) for one in FUSED[fused]] if fused else [name]:
             if (spec := specs.pop(part, None)) is None:
                 raise LayoutError(f"{part}: the layout lacks it, so rows of the engine's {name} too")
-            end = first + spec.shape[0]
+            end = first + (spec.shape[0] if spec.shape else 0)
             fits = (
                 len(spec.shape) == parameter.dim()
                 and spec.shape[1:] == tuple(parameter.shape[1:])
@@ -70,7 +71,7 @@ def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) 
             places[part] = parameter.data[first:end]
             first = end
         # SGLang pads the vocabulary; the rows beyond it belong to no token.
-        padded = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        padded = first > 0 and name.endswith(("embed_tokens.weight", "lm_head.weight"))
         if first != parameter.shape[0] and not padded:
             raise LayoutError(f"{name}: the layout gives {first} of its {parameter.shape[0]} rows")
     if specs:
@@ -78,14 +79,18 @@ def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) 
     return places
 
 
-_mapped = lru_cache(maxsize=1)(map_arena)
-"""Kept mapped: faulting a fresh mapping costs more than the copy. The newest only."""
+@lru_cache(maxsize=1)
+def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> Sequence[Mapping[str, torch.Tensor]]:
+    """Kept mapped: faulting a fresh mapping costs more than the copy. The newest only."""
+    first_slot.check()
+    return map_arena(first_slot.path, layout)
 
 
 def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
     places = plan(dict(model.named_parameters()), request.tensors)
     if request.arena is not None:
-        views = _mapped(request.arena.path, request.tensors)[request.arena.slot]
+        slots = _mapped(structs.replace(request.arena, slot=0), request.tensors)
+        views = slots[request.arena.slot]
         for name, place in places.items():
             place.copy_(views[name])
     return {name: checksum(place) for name, place in places.items()} if request.digest else {}

@@ -105,9 +105,17 @@ class EngineReceiver(ABC):
 class ArenaReceiver(EngineReceiver):
     """The engine maps the trainer's arena and copies a slot into its parameters."""
 
+    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
+        _arena_of(staged).check()
+        await super().check(layout, staged)
+
     async def load(self, staged: StagedWeights) -> None:
         async with self._update():
-            await self._ask(self._approved, arena=msgspec.json.decode(staged.handle, type=ArenaHandle))
+            await self._ask(self._approved, arena=_arena_of(staged))
+
+
+def _arena_of(staged: StagedWeights) -> ArenaHandle:
+    return msgspec.json.decode(staged.handle, type=ArenaHandle)
 
 
 class BucketReceiver(EngineReceiver):

@@ -268,8 +268,11 @@ async def test_an_arena_that_is_gone_is_an_error_not_a_dead_engine(
     update: Update, receiver: EngineReceiver
 ) -> None:
     staged = await update.sender.stage(WeightVersion(1))
-    lost = dataclasses.replace(staged, handle='{"path":"/proc/1/fd/9999","slot":0}')
-    with pytest.raises(WeightSyncError, match="/proc/1/fd/9999"):
+    lost = dataclasses.replace(staged, handle='{"path":"/proc/1/fd/9999","inode":1,"slot":0}')
+    layout = await update.sender.layout()
+    with pytest.raises(WeightSyncError, match="cannot be opened"):  # before anything is paused
+        await receiver.check(layout, lost)
+    with pytest.raises(WeightSyncError, match="cannot be opened"):
         await receiver.load(lost)
     assert await receiver.logprobs(CANARY)
 

@@ -169,7 +169,28 @@ def test_match_agrees_with_comparing_every_conversation(turns: list[list[Message
 @pytest.mark.parametrize("split", range(6))
 def test_digests_go_on_from_any_prefix(level: MatchLevel, split: int):
     talk = [ASK, CALLS, *RESULTS, REPLY, MORE]
-    whole, calls = digests(talk, level, b"tools"), dict[str, str]()
-    before = digests(talk[:split], level, b"tools", calls=calls)
+    whole = digests(talk, level, b"tools")
+    before = digests(talk[:split], level, b"tools")
+    calls = {"c1": "1.0", "c2": "1.1"} if split > 1 else {}
     after = digests(talk[split:], level, before[-1], earlier=split, calls=calls)
     assert before + after[1:] == whole
+
+
+@pytest.mark.parametrize("level", list(MatchLevel))
+def test_a_conversation_in_many_turns_is_the_one_that_a_request_holds(level: MatchLevel):
+    """Also where a tool's result answers a call of turns ago, and ids of calls come again."""
+    again = replace(CALLS, tool_calls=CALLS.tool_calls[:1])
+    turns = [[ASK, CALLS], [RESULTS[0], again], [RESULTS[0], REPLY], [RESULTS[1], MORE, REPLY_2]]
+    forest, path, said = Forest(level), None, []
+    for at, added in enumerate(turns):
+        path = node(str(at), added, path)
+        forest.add(path)
+        said += added
+        found = forest.match([*said, MORE])
+        assert (found.node, found.depth, found.fork) == (path, len(said), None)
+    renamed = [
+        replace(each, tool_call_id="x" + each.tool_call_id if each.tool_call_id else "") for each in said
+    ]
+    calls = [tuple(replace(call, id="x" + call.id) for call in each.tool_calls) for each in said]
+    renamed = [replace(each, tool_calls=own) for each, own in zip(renamed, calls, strict=True)]
+    assert (forest.match(renamed).node is path) == (level > MatchLevel.EXACT)

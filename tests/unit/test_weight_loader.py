@@ -61,11 +61,14 @@ def ask(parameters: dict[str, torch.Tensor], tmp_path: Path, tensors=tuple(SPECS
 
 def test_load_puts_every_part_in_its_rows_and_digest_reads_them_back(tmp_path: Path) -> None:
     parameters = engine()
-    gone = ArenaHandle(path="/proc/self/fd/987654", slot=0)
-    with pytest.raises(WeightSyncError, match="RuntimeError"):
-        ask(parameters, tmp_path, arena=gone)  # refused, not raised inside the engine
     staged = ArenaWriter(tuple(SPECS)).stage(WeightVersion(1), values().items())
-    ask(parameters, tmp_path, arena=msgspec.json.decode(staged.handle, type=ArenaHandle))
+    there = msgspec.json.decode(staged.handle, type=ArenaHandle)
+    gone = ArenaHandle(path="/proc/self/fd/987654", inode=there.inode, slot=0)
+    other = ArenaHandle(path=there.path, inode=there.inode + 1, slot=0)
+    for wrong, reason in ((gone, "cannot be opened"), (other, "is another one")):
+        with pytest.raises(WeightSyncError, match=reason):
+            ask(parameters, tmp_path, arena=wrong)  # refused, not raised inside the engine
+    ask(parameters, tmp_path, arena=there)
     q, k, v = (values()[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qkv")
     assert torch.equal(parameters["model.layers.0.self_attn.qkv_proj.weight"], torch.cat([q, k, v]))
     q, k, v = (values()[f"model.layers.0.self_attn.{n}_proj.bias"] for n in "qkv")
