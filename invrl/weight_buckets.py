@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 class BucketSender:
     """The trainer's end of the bucket carrier: `stage` serialises handles of buckets of `bucket_bytes` and
-    one tensor at most. Keeps what it staged last and the version before that alive. Shared memory by file on CPU:
-    nothing but a killed trainer leaves a file behind (the arena has no such flaw)."""
+    one tensor at most. Keeps what it staged last and the version before that alive. Shared memory by file on
+    CPU: nothing but a killed trainer leaves a file behind (the arena has no such flaw)."""
 
     def __init__(self, layout: WeightLayout, *, bucket_bytes: int = 64 << 20) -> None:
         self._layout = layout
