@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayTaskError
 
 from invrl.errors import DeadlineError, InvrlError, TrainError
-from invrl.interfaces import StagedWeights, StepResult
+from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import merge
 from invrl.train.packing import shard_batch
-from invrl.types import TensorSpec, TrainBatch, WeightVersion
+from invrl.types import TrainBatch, WeightVersion
 
 
 class TrainHandle:
@@ -57,7 +57,7 @@ class TrainHandle:
         by_sample = {id(sample): array_T for sample, array_T in pairs}
         return [by_sample[id(sample)] for sample in batch.samples]
 
-    async def layout(self) -> tuple[TensorSpec, ...]:
+    async def layout(self) -> WeightLayout:
         return await self._first("layout")
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
