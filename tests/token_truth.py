@@ -297,10 +297,13 @@ def _judge_sent(
         shown, calls = _with_calls(text)
         functions = [one["function"] for one in sent.tool_calls]
         got = [(one["name"], _arguments(one["arguments"])) for one in functions]
-        if wire.finish == "length" and got and isinstance(got[-1][1], str):  # streamed, and cut short
-            rest = text[text.rindex("<tool_call>") :]
-            if got[-1][0] not in rest or got[-1][1].strip() not in rest:
-                verdict.mismatches.append((turn.id, "text", f"{got} {text}"))
+        ended = wire.finish == "length" or isinstance(wire.matched, str)
+        if ended and got and isinstance(got[-1][1], str):  # streamed, and cut short
+            whole, rest = text[: (at := text.rindex("<tool_call>"))], text[at:]
+            told = got[-1][0] in rest and got[-1][1].strip() in rest
+            shown, calls = _with_calls(whole)
+            if not told or (sent.text.strip(), got[:-1]) != (shown.strip(), calls):
+                verdict.mismatches.append((turn.id, "text", f"{(sent.text, got)} {text}"))
         elif (sent.text.strip(), got) != (shown.strip(), calls):
             verdict.mismatches.append((turn.id, "text", f"{(sent.text, got)} {(shown, calls)}"))
     elif sent.text != text:

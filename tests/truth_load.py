@@ -37,7 +37,8 @@ CALCULATOR = {
 
 
 def chatter(prompt: str) -> str:
-    """A script: words, digits and unicode; calls if asked for a number with tools shown."""
+    """A script: words, digits and unicode; calls, at times with text behind them, if asked for a number with
+    tools shown."""
     source = random.Random(prompt)
     words = [source.choice(_WORDS) for _ in range(source.randint(1, 14))]
     text = source.choice(["", " ", "\n"]) * (source.random() < 0.2) + " ".join(words)
@@ -45,7 +46,9 @@ def chatter(prompt: str) -> str:
     if '"calculator"' in prompt and "number please" in last and "<|im_start|>tool" not in last:
         calls = [f"{source.randint(1, 99)}*{source.randint(1, 99)}" for _ in range(source.choice([1, 1, 2]))]
         arguments = [json.dumps({"name": "calculator", "arguments": {"expression": one}}) for one in calls]
-        text = "\n".join([text.strip(), *(f"<tool_call>\n{one}\n</tool_call>" for one in arguments)]).strip()
+        behind = source.choice(["", "", "", "\n\nDone: 漢字", " and more"])
+        text = "\n".join([text.strip(), *(f"<tool_call>\n{one}\n</tool_call>{behind}" for one in arguments)])
+        text = text.strip()
     return text
 
 

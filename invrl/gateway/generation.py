@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import InvrlError, ServerError, SessionError
+from invrl.gateway.call_reader import Delta
 from invrl.gateway.forest import Node
 from invrl.gateway.message import Message, Tool
-from invrl.gateway.parsing import Delta, ReplyParser
+from invrl.gateway.parsing import ReplyParser
 from invrl.gateway.rendering import Renderer, TextStream
 from invrl.rollout.sglang_client import NO_TOP, GenerateChunk, GenerateRequest, GenerateResult
 from invrl.types import FinishReason, Turn, VersionSpan
@@ -176,7 +177,7 @@ class Generation:
         except (asyncio.CancelledError, InvrlError):
             self._record("abort")
             raise
-        rest = self._parser.push(self._stream.finish()), self._parser.finish()
+        rest = self._parser.push(self._stream.finish()), *self._parser.finish()
         for delta in rest:
             self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
         turn, durable = self._record(result.finish_reason, result)

@@ -133,9 +133,7 @@ async def check_exact(agent: Agent, engine: FakeEngine, store: RunStore, encode)
     """What the engine was sent and answered, against what agent and store hold. That an answer arrived is
     written behind its last byte."""
     answered = set(agent.acknowledged)
-    await until(
-        lambda: answered <= {turn.id for turn in store.turns(agent.session.id) if turn.delivered}, 30
-    )
+    await until(lambda: answered <= {turn.id for turn in store.turns(agent.session.id) if turn.delivered}, 30)
     prompts = {body["rid"].removesuffix("-again"): body["input_ids"] for body in engine.requests}
     replies = {rid.removesuffix("-again"): reply for rid, reply in engine.replies.items()}
     assert len(set(agent.acknowledged)) == TURNS

@@ -35,6 +35,15 @@ def deepseek(between: str, call: Callable[[Call], str]) -> Callable[[Sequence[Ca
     return spelled
 
 
+def tagged(given: dict[str, Any]) -> str:
+    return "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in given.items())
+
+
+def dsml(kind: str, inner: str, name: str = "") -> str:
+    shown = f' name="{name}"' if name else ""
+    return f"<｜DSML｜{kind}{shown}>\n{inner}\n</｜DSML｜{kind}>"
+
+
 SPELLED: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
     "qwen25": ("qwen25", lambda calls: "\n".join(f"<tool_call>\n{named(c)}\n</tool_call>" for c in calls)),
     "hermes": ("hermes", lambda calls: "\n".join(f"<tool_call>{named(c)}</tool_call>" for c in calls)),
@@ -50,8 +59,17 @@ SPELLED: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
         deepseek("\n", lambda c: f"function<｜tool▁sep｜>{c[0]}\n```json\n{as_json(c[1])}\n```"),
     ),
     "deepseekv31": ("deepseekv31", deepseek("", lambda c: f"{c[0]}<｜tool▁sep｜>{as_json(c[1])}")),
+    "deepseekv32": (
+        "deepseekv32",
+        lambda calls: dsml("function_calls", "".join(dsml("invoke", as_json(c[1]), c[0]) for c in calls)),
+    ),
 }
 """How models of a family write calls, by SGLang's name of the parser."""
+ENDED = {name: SPELLED[name][1] for name in ("qwen25", "hermes", "deepseekv3", "deepseekv31", "deepseekv32")}
+ENDED["qwen3_coder"] = lambda calls: "".join(
+    f"<tool_call>\n<function={name}>\n{tagged(given)}</function>\n</tool_call>" for name, given in calls
+)
+"""Families that mark where calls end, so that text may stand behind them."""
 
 # A hermes call may not hold its own end mark: there SGLang's parsers of whole texts and of streams differ.
 words = st.sampled_from(
@@ -129,6 +147,50 @@ def test_a_reply_that_ends_inside_of_a_call_keeps_its_text_or_the_begun_call(
         assert names == [call[0] for call in made][: len(names)]
         assert names or message.content.strip() == reply.strip()
     assert len(streamed.tool_calls) >= len(whole.tool_calls)
+
+
+part = st.one_of(
+    st.sampled_from([" and ", "\n", "Then: {x}", "a < b <tool", "\n\nbye", "</tool_call>"]),
+    st.sampled_from([("halt", {}), ("get_weather", {"city": "Paris"}), ("nobody", {"city": "Rome"})]),
+)
+
+
+@pytest.mark.parametrize("parser", ENDED)
+@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(part, min_size=1, max_size=6), cut=st.none() | st.floats(0.1, 0.6), pieces=sizes)
+def test_what_is_no_call_of_a_known_tool_is_content_wherever_it_stands(
+    parser: str, parts: list[str | Call], cut: float | None, pieces: list[int]
+):
+    reply, content, made = "", "", []
+    for each in parts:
+        spelled = each if isinstance(each, str) else ENDED[parser]([each])
+        if isinstance(each, tuple) and each[0] != "nobody":
+            made.append(each)
+        else:
+            content += spelled
+        reply += spelled
+    rest = (
+        ""
+        if cut is None
+        else (last := ENDED[parser]([("get_weather", {"city": "Oslo"})]))[: int(cut * len(last))]
+    )
+    whole, streamed = (parsed(parser, reply + rest, sizes_) for sizes_ in ((), pieces))
+    for message in (whole, streamed):
+        begun = len(message.tool_calls) > len(made)  # only a stream tells a call before it is whole
+        assert not (begun and message is whole)
+        assert [(c.name, json.loads(c.arguments)) for c in message.tool_calls[: len(made)]] == made
+        assert [call.name for call in message.tool_calls[len(made) :]] == ["get_weather"] * begun
+        assert message.content.strip() == (content + rest * (not begun)).strip()
+
+
+def test_a_stream_tells_calls_and_the_text_around_them_in_their_order():
+    call = SPELLED["qwen25"][1]([("get_weather", {"city": "x"})])
+    parser = Parsers(tool_calls="qwen25").reply(
+        TOOLS, ToolChoice(), parallel=True, prompt_text="", stream=True
+    )
+    deltas = [parser.push(f"One{call}two{call}three"), *parser.finish()]
+    told = [[delta.content, *(call.name for call in delta.calls if call.name)] for delta in deltas]
+    assert told == [["One", "get_weather"], ["two", "get_weather"], ["three"]]
 
 
 @pytest.mark.parametrize("spelling", SPELLED)

@@ -24,11 +24,11 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from invrl.gateway.call_reader import CallDelta, Delta
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
 from invrl.gateway.generation import Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
-from invrl.gateway.parsing import CallDelta, Delta
 from invrl.gateway.turns import TurnRequest
 
 _REFUSED = {

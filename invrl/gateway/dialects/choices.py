@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from invrl.errors import SessionError
+from invrl.gateway.call_reader import Delta
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.message import Message
-from invrl.gateway.parsing import Delta
 from invrl.gateway.turns import TurnRequest
 from invrl.types import Turn
 

@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from invrl.gateway.call_reader import Delta
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
 from invrl.gateway.generation import Piece
 from invrl.gateway.message import Message
-from invrl.gateway.parsing import Delta
 from invrl.gateway.turns import TurnRequest
 
 _REFUSED = {"suffix": (None, ""), "echo": (None, False), "best_of": (None, 1)}

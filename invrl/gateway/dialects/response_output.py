@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from invrl.gateway.parsing import CallDelta, Delta
+from invrl.gateway.call_reader import CallDelta, Delta
 
 Event = dict[str, Any]
 Logprobs = Sequence[Mapping[str, Any]]

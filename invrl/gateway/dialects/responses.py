@@ -32,13 +32,13 @@ from typing import Any, Literal
 import msgspec
 
 from invrl.errors import SessionError
+from invrl.gateway.call_reader import CallDelta, Delta
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
 from invrl.gateway.dialects.response_output import Event, ResponseOutput
 from invrl.gateway.forest import Node
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
-from invrl.gateway.parsing import CallDelta, Delta
 from invrl.gateway.turns import TurnRequest
 from invrl.rollout.sglang_client import NO_TOP
 
