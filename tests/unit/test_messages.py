@@ -165,6 +165,22 @@ async def test_a_tool_loop_goes_on_with_the_exact_ids(gateway: Running, renderer
     assert "<|im_start|>tool\n156<|im_end|>\n<|im_start|>user\nAnd é?<|im_end|>" in seen
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_behind_a_call_is_told_and_comes_back(gateway: Running, renderer: Renderer, stream: bool):  # noqa: F811
+    [session] = await gateway.open()
+    says(gateway, renderer, f"One.{CALL} Two.{CALL} Three.", "156.")
+    options = {"tools": [CALC], "stream": stream}
+    first = await ask(gateway, session, [ASK], **options)
+    texts = [block["text"] for block in first["content"] if block["type"] == "text"]
+    assert texts == (["One.", " Two.", " Three."] if stream else ["One. Two. Three."])
+    kinds = ["text", "tool_use", "text", "tool_use", "text"] if stream else ["text", "tool_use", "tool_use"]
+    assert [block["type"] for block in first["content"]] == kinds
+    history = [ASK, {"role": "assistant", "content": first["content"]}]
+    await ask(gateway, session, [*history, {"role": "user", "content": results(first)}], **options)
+    assert [turn.fork_reason for turn in gateway.turns(session)] == ["", ""]
+    assert_exact(gateway, session)
+
+
 async def test_what_a_stream_tells_is_the_whole_answer(gateway: Running, renderer: Renderer):  # noqa: F811
     replies = [
         "plain ünïcödé 🙂",

@@ -107,7 +107,7 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     gateway: Running, renderer: Renderer, stream: bool
 ):
     calls = "Let me see." + CALL % 12 + "\n" + CALL % 13
-    say(gateway, renderer, THOUGHT + calls, THOUGHT + "25.")
+    say(gateway, renderer, THOUGHT + calls, THOUGHT + "25.", CALL % 1 + "A second." + CALL % 2, "3.")
     [session] = await gateway.open()
     client = gateway.client(session)
     items: list = [{"role": "user", "content": "12+13?"}]
@@ -144,11 +144,18 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     second = await ask()
     assert second.output_text == "25."
     items += [item.model_dump(exclude_unset=True) for item in second.output]
-    items.append({"role": "user", "content": "Thanks"})
+    items.append({"role": "user", "content": "Thanks. 1+2?"})
+    third = await ask()
+    assert third.output_text == "A second."
+    kinds = ["function_call", "message", "function_call"]  # a stream tells them as they come
+    assert [item.type for item in third.output] == (kinds if stream else sorted(kinds, reverse=True))
+    items += [item.model_dump(exclude_unset=True) for item in third.output]
+    called = [item.call_id for item in third.output if item.type == "function_call"]
+    items += [{"type": "function_call_output", "call_id": each, "output": "1"} for each in called]
     await ask()
     turns = gateway.turns(session)
-    check_exact(gateway, turns, parents=[None, 0, 1])
-    assert [turn.fork_reason for turn in turns] == ["", "", ""]
+    check_exact(gateway, turns, parents=[None, 0, 1, 2])
+    assert [turn.fork_reason for turn in turns] == ["", "", "", ""]
     sent = renderer._tokenizer.decode(turns[1].context_ids_T.tolist(), special=True)
     assert sent == "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>tool\n13<|im_end|>\n<|im_start|>assistant\n"
 
