@@ -13,8 +13,9 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import psutil
@@ -43,7 +44,7 @@ class CleanUp(contextlib.AsyncExitStack):
 def run(work: Coroutine[Any, Any, T]) -> T:
     """As `asyncio.run`. After an interrupt it raises KeyboardInterrupt, whatever the clean-up raised."""
     try:
-        with asyncio.Runner() as runner:
+        with asyncio.Runner() as runner, _woken(runner.get_loop()):
             _State.cleans_up, _State.task = False, runner.get_loop().create_task(work)
             return runner.get_loop().run_until_complete(_State.task)
     except Exception:
@@ -55,6 +56,22 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         if _State.interrupted:
             catch(signal.SIG_IGN)  # where there is a handler, the interpreter's end puts the default back
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _woken(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """A signal that comes just before the loop begins to wait ends that wait: Python itself calls handlers
+    between two of its instructions only."""
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        writer.setblocking(False)
+        loop.add_reader(reader, reader.recv, 4096)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            loop.remove_reader(reader)
 
 
 def _interrupt(_number: int, _frame: object) -> None:

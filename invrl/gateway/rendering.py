@@ -99,7 +99,7 @@ class Renderer:
         end = len(shown)
         if not full.startswith(shown + mark):
             end = _nth(full, mark, shown.count(mark) + 1) if mark else -1
-            if end < 0 or self.unthinking(full[:end]) != self.unthinking(shown):
+            if end < 0 or not self._repeats(full[:end], shown):
                 return changed
         kept = self._left_out(path, earlier.messages, full[:end])
         if kept and not self._keep_thinking:
@@ -144,6 +144,12 @@ class Renderer:
     def unthinking(self, text: str) -> str:
         """`text` without thinking and whitespace: templates trim both as they please."""
         return "".join(self._thinking.sub("", text).split())
+
+    def _repeats(self, head: str, shown: str) -> bool:
+        """Whether `head` is what was `shown`, but for thinking and the space around it."""
+        parts = [part.strip() for part in self._thinking.split(f"|{shown}|")]
+        gap = rf"\s*(?:{self._thinking.pattern})?\s*"
+        return bool(re.fullmatch(gap.join(map(re.escape, parts)), f"|{head}|", re.DOTALL))
 
     def _follows(self, asked: str, answered: str) -> bool:
         """Whether a reply stands behind its own prompt, but for thinking that the prompt opens."""

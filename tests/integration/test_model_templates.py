@@ -17,7 +17,7 @@ from model_templates import MODELS, model_folder
 
 from invrl.cli import main
 from invrl.errors import SessionError
-from invrl.gateway.forest import Forest, Node
+from invrl.gateway.forest import Forest, ForkReason, Node
 from invrl.gateway.message import Message, Prompt, Tool, ToolCall
 from invrl.gateway.model_folder import chat_template_source, load_renderer
 from invrl.gateway.parsing import detect_parsers
@@ -96,6 +96,15 @@ def test_a_conversation_goes_on_past_midnight(monkeypatch: pytest.MonkeyPatch):
     assert made.text(prompt) == today
     path = [*made.first(replace(prompt, messages=prompt.messages[:1])), *made.encode("b<|eot_id|>")]
     assert [*path, *made.tail(prompt, 2, path).ids] == made.first(prompt)
+
+
+def test_a_head_that_grows_by_space_alone_is_another_template():
+    """DeepSeek's template gathers system messages in front: two empty ones make two newlines."""
+    made, empty = renderer("deepseek-v3"), Message("system", "")
+    messages = (empty, Message("assistant", "a\n\nb"), empty)
+    path = [*made.first(Prompt(messages=messages[:1])), *made.encode("a\n\nb")]
+    assert made.text(Prompt(messages=messages)).removeprefix("<｜begin▁of▁sentence｜>")[:2] == "\n\n"
+    assert made.tail(Prompt(messages=messages), 2, path).fork is ForkReason.TEMPLATE_CHANGED
 
 
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]):
