@@ -3,14 +3,20 @@ it may go on. Nothing waits for time to pass."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from invrl import interrupts
 
 KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROGRAM = """
@@ -170,3 +176,33 @@ def test_a_server_is_not_told_what_the_group_is(start: Start, tmp_path: Path) ->
     goes_on_through(program)
     program.says("True")
     assert program.end()[0] == 130
+
+
+def test_a_signal_just_before_the_loop_waits_ends_the_wait() -> None:
+    """Without the waking, 7 of 1,000 signals at such a moment were not seen until something else happened."""
+    loop, main = asyncio.new_event_loop(), threading.main_thread().ident
+    seen, handled, source = asyncio.Event(), threading.Event(), random.Random(0)
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.set())
+    assert main is not None
+
+    def send(found: list[bool]) -> None:
+        time.sleep(source.random() * 3e-4)
+        signal.pthread_kill(main, signal.SIGUSR1)
+        found.append(handled.wait(30))
+        loop.call_soon_threadsafe(seen.set)
+
+    async def work() -> None:
+        for _ in range(1000):
+            seen.clear()
+            handled.clear()
+            found: list[bool] = []
+            threading.Thread(target=send, args=(found,)).start()
+            await seen.wait()
+            assert found == [True]
+
+    try:
+        with interrupts._woken(loop):
+            loop.run_until_complete(work())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        loop.close()
