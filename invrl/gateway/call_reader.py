@@ -96,7 +96,7 @@ class CallReader:
         self._space = ""
         """Behind a call: content if more of that follows."""
         self._content = ""
-        """All that was told."""
+        """All that was told, for the forms that need it."""
         self._calls = 0
         """Of the blocks that are over."""
         self._behind = False
@@ -208,7 +208,8 @@ class CallReader:
         text, self._space = self._space + text, ""
         if self._calls and text.isspace():
             text, self._space = "", text
-        self._content += text
+        if not self._form.ends:
+            self._content += text
         return Delta(content=text)
 
     def _tell(self, items: Sequence[ToolCallItem]) -> Delta:

@@ -22,9 +22,9 @@ from invrl.errors import InvrlError, ServerError, SessionError
 from invrl.gateway.call_reader import Delta
 from invrl.gateway.forest import Node
 from invrl.gateway.message import Message, Tool
-from invrl.gateway.parsing import ReplyParser
+from invrl.gateway.parsing import ReplyParser, joined, reply
 from invrl.gateway.rendering import Renderer, TextStream
-from invrl.rollout.sglang_client import NO_TOP, GenerateChunk, GenerateRequest, GenerateResult
+from invrl.rollout.sglang_client import NO_TOP, GenerateChunk, GenerateEnd, GenerateRequest, GenerateResult
 from invrl.types import FinishReason, Turn, VersionSpan
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateResult, None]: ...
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]: ...
 
 
 class Generation:
@@ -146,11 +146,11 @@ class Generation:
                 await self.answer()
                 return
             if self._attached == 1 and at >= self._joined + _JOINED:  # seen by all who read
-                joined = _join(self._pieces[self._joined :])
+                longest = _join(self._pieces[self._joined :])
                 del self._pieces[self._joined :]
-                while self._pieces and len(self._pieces[-1].ids_T) <= len(joined.ids_T):
-                    joined = _join([self._pieces.pop(), joined])
-                self._pieces.append(joined)
+                while self._pieces and len(self._pieces[-1].ids_T) <= len(longest.ids_T):
+                    longest = _join([self._pieces.pop(), longest])
+                self._pieces.append(longest)
                 self._joined = at = len(self._pieces)
             self._waiters.append(waiter := loop.create_future())
             timer = loop.call_later(silence_s, _resolve, waiter)
@@ -180,14 +180,14 @@ class Generation:
         rest = self._parser.push(self._stream.finish()), *self._parser.finish()
         for delta in rest:
             self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
-        turn, durable = self._record(result.finish_reason, result)
+        turn, message, durable = self._record(result.finish_reason, result)
         await asyncio.shield(durable)
         if result.finish_reason == "abort":
             raise ServerError("the engine aborted this generation")
         stop = result.matched_stop if isinstance(result.matched_stop, str) else ""
-        return Answer(turn=turn, message=self._parser.message, pieces=tuple(self._pieces), stop=stop)
+        return Answer(turn=turn, message=message, pieces=tuple(self._pieces), stop=stop)
 
-    async def _sample(self) -> GenerateResult:
+    async def _sample(self) -> GenerateEnd:
         """Asks once more if the fleet fails before the first token."""
         request = self.proposal.request
         try:
@@ -199,7 +199,7 @@ class Generation:
             await asyncio.sleep(_ASK_AGAIN_S)
             return await self._ask(msgspec.structs.replace(request, rid=request.rid + "-again"))
 
-    async def _ask(self, request: GenerateRequest) -> GenerateResult:
+    async def _ask(self, request: GenerateRequest) -> GenerateEnd:
         if self.proposal.stream:
             result = None
             async with contextlib.aclosing(self._engine.stream(request)) as items:
@@ -239,9 +239,10 @@ class Generation:
             _resolve(waiter)
 
     def _record(
-        self, finish: FinishReason, result: GenerateResult | None = None
-    ) -> tuple[Turn, asyncio.Future[None]]:
+        self, finish: FinishReason, result: GenerateEnd | None = None
+    ) -> tuple[Turn, Message, asyncio.Future[None]]:
         proposal = self.proposal
+        message = reply(joined([piece.delta for piece in self._pieces]))
         turn = Turn(
             id=proposal.request.rid,
             session_id=proposal.request.routing_key,
@@ -261,7 +262,7 @@ class Generation:
             started_at=self.started_at,
             finished_at=self.finished_at or time.time(),
         )
-        return turn, self._commit(turn, proposal, self._parser.message)
+        return turn, message, self._commit(turn, proposal, message)
 
 
 _EMPTY = Piece(delta=Delta(), ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0, np.float32), top=NO_TOP)
@@ -273,13 +274,8 @@ def _resolve(waiter: asyncio.Future[None]) -> None:
 
 
 def _join(pieces: Sequence[Piece]) -> Piece:
-    deltas = [piece.delta for piece in pieces]
     return Piece(
-        delta=Delta(
-            content="".join(delta.content for delta in deltas),
-            reasoning="".join(delta.reasoning for delta in deltas),
-            calls=tuple(call for delta in deltas for call in delta.calls),
-        ),
+        delta=joined([piece.delta for piece in pieces]),
         ids_T=np.concatenate([piece.ids_T for piece in pieces]),
         logprobs_T=np.concatenate([piece.logprobs_T for piece in pieces]),
         top=np.concatenate([piece.top for piece in pieces]) if pieces[0].top.size else NO_TOP,

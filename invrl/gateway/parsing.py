@@ -16,7 +16,7 @@ from msgspec import structs
 from pydantic import BaseModel
 
 from invrl.errors import ConfigError, SessionError
-from invrl.gateway.call_reader import CallReader, Delta, call_parser
+from invrl.gateway.call_reader import CallDelta, CallReader, Delta, call_parser
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.types import Json
 
@@ -125,8 +125,8 @@ class ReplyParser:
     ) -> None:
         self._reasoning, self._calls, self._stream = reasoning, calls, stream
         self._text = ""
-        self._content = self._thought = ""
-        self._made: list[ToolCall] = []
+        self._said = self._thought = False
+        """Some content was told; some reasoning."""
 
     @property
     def special(self) -> bool:
@@ -151,11 +151,6 @@ class ReplyParser:
         deltas = [self._told(*rest), *(self._calls.finish() if self._calls else ())]
         return tuple(self._add(delta) for delta in deltas if delta)
 
-    @property
-    def message(self) -> Message:
-        """All that was told so far."""
-        return Message("assistant", self._content, self._thought, tuple(self._made))
-
     def _apart(self, method: str, *text: str) -> tuple[str, str]:
         """Reasoning and the rest, as the method of SGLang's parser tells them."""
         if self._reasoning is None:
@@ -171,17 +166,28 @@ class ReplyParser:
         """Newlines around the thinking's marks are the template's, not the reply's."""
         if not self._thought and delta.reasoning.startswith("\n"):
             delta = structs.replace(delta, reasoning=delta.reasoning.lstrip("\n"))
-        if (delta.reasoning or self._thought) and not self._content and delta.content.startswith("\n"):
+        if (delta.reasoning or self._thought) and not self._said and delta.content.startswith("\n"):
             delta = structs.replace(delta, content=delta.content.lstrip("\n"))
-        self._content += delta.content
-        self._thought += delta.reasoning
-        for call in delta.calls:
-            if call.index == len(self._made):
-                self._made.append(ToolCall(call.id, call.name, call.arguments))
-            else:
-                told = self._made[call.index]
-                self._made[call.index] = replace(told, arguments=told.arguments + call.arguments)
+        self._said, self._thought = self._said or bool(delta.content), self._thought or bool(delta.reasoning)
         return delta
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """What they add one after the other. A call's pieces become one."""
+    calls: dict[int, list[CallDelta]] = {}
+    for call in (call for delta in deltas for call in delta.calls):
+        calls.setdefault(call.index, []).append(call)
+    return Delta(
+        content="".join(delta.content for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        calls=tuple(structs.replace(c[0], arguments="".join(p.arguments for p in c)) for c in calls.values()),
+    )
+
+
+def reply(told: Delta) -> Message:
+    """The message of all that was told."""
+    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in told.calls)
+    return Message("assistant", told.content, told.reasoning, calls)
 
 
 @functools.lru_cache(maxsize=256)

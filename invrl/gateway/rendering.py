@@ -211,26 +211,26 @@ class TextStream:
 
     def __init__(self, renderer: Renderer, stop: Sequence[str], *, special: bool = False) -> None:
         self._renderer, self._stop, self._special = renderer, tuple(stop), special
-        self._ids = array("i")
-        self._shown_from = 0
-        """Ids before this one have been decoded for good; a few of them are context for the rest."""
-        self._read_to = 0
+        self._ids: list[int] = []
+        """The last ones: the first `_read` of them are in `_text`, and context for the rest."""
+        self._read = 0
         self._text = ""
-        self._sent = 0
+        """Not sent yet: a stop string, or what may become one."""
 
     def push(self, ids: Sequence[int]) -> str:
         """New text that may be shown."""
-        self._ids.extend(ids)
+        self._ids += ids
         whole_characters, text = self._unread()
         if text and whole_characters:
             self._text += text
-            self._shown_from, self._read_to = self._read_to, len(self._ids)
+            del self._ids[: self._read]
+            self._read = len(self._ids)
         return self._send(self._safe_length())
 
     def finish(self) -> str:
         """The rest, once the last id has been pushed."""
-        whole = self._decode(self._ids)
-        self._text = whole if whole.startswith(self._text) else self._text + self._unread()[1]
+        if self._read < len(self._ids):
+            self._text += self._unread()[1]
         return self._send(self._cut())
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -238,13 +238,12 @@ class TextStream:
 
     def _unread(self) -> tuple[bool, str]:
         """Text of the ids since the last whole character, and whether it ends with one."""
-        context = self._decode(self._ids[self._shown_from : self._read_to])
-        text = self._decode(self._ids[self._shown_from :])
+        context = self._decode(self._ids[: self._read])
+        text = self._decode(self._ids)
         return not text.endswith(_UNFINISHED), text[len(context) :]
 
     def _send(self, end: int) -> str:
-        piece = self._text[self._sent : end]
-        self._sent = max(self._sent, end)
+        piece, self._text = self._text[:end], self._text[end:]
         return piece
 
     def _cut(self) -> int:

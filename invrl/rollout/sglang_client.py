@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,17 +73,22 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[T * top_logprobs]: of each token in turn the likeliest in its place, the likeliest first."""
 
 
-class GenerateResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A finished generation, whole. An aborted one holds what was sampled before."""
+class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A finished generation without its tokens."""
 
-    ids_T: NDArray[np.int32]
-    logprobs_T: NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     matched_stop: int | str | None
     """The token id or the string that ended it."""
     prompt_tokens: int
     cached_tokens: int
+
+
+class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
+    """A finished generation, whole. An aborted one holds what was sampled before."""
+
+    ids_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
 
 
@@ -126,26 +130,26 @@ class SglangClient:
         DeadlineError. Cancelling the call cancels the generation."""
         body, deadline_s = self._body(request, stream=False), self._generate_deadline_s
         answer = await self._ask("/generate", body, deadline_s=deadline_s, routing_key=request.routing_key)
-        return _Answer(request).add(_EVENT.decode(answer)).result()
+        whole = (reader := _Reader(request)).add(_EVENT.decode(answer))
+        end = msgspec.structs.asdict(reader.end())
+        return GenerateResult(**end, ids_T=whole.ids_T, logprobs_T=whole.logprobs_T, top=whole.top)
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateResult, None]:
-        """Chunks of new tokens as they come; the last item is the whole result. Errors as in `generate`.
-        Closing the iterator drops the connection, which ends the generation within 0.1 s."""
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]:
+        """Chunks of new tokens as they come; they are not kept here. The last item is the end. Errors as in
+        `generate`. Closing the iterator drops the connection, which ends the generation within 0.1 s."""
         body = self._body(request, stream=True)
-        answer = _Answer(request)
+        reader = _Reader(request)
         try:
             async with asyncio.timeout(self._generate_deadline_s):
                 opened = self._open("/generate", body, key=self._api_key, routing_key=request.routing_key)
                 async with opened as response:
                     async for event in _events(response):
-                        before = len(answer.ids)
-                        answer.add(event)
-                        if len(answer.ids) > before:
-                            yield answer.chunk(before)
+                        if len((chunk := reader.add(event)).ids_T):
+                            yield chunk
         except TimeoutError:
             waited_for = f"{self.name} to finish generation {request.rid}"
             raise DeadlineError(waited_for, self._generate_deadline_s) from None
-        yield answer.result()
+        yield reader.end()
 
     async def prompt_logprobs(
         self, prompts: Sequence[Sequence[int]], *, deadline_s: float = 120.0
@@ -343,59 +347,45 @@ async def _events(response: HttpConnection) -> AsyncIterator[_Event]:
                 yield _EVENT.decode(line[6:])
 
 
-class _Answer:
-    """Tokens of one generation put together from disjoint segments (`--incremental-streaming-output`)
-    or from one whole answer."""
+class _Reader:
+    """Of one generation: of disjoint segments (`--incremental-streaming-output`), or of one whole answer."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self.ids, self.logprobs = array("i"), array("f")
-        self._rid, self._each, self._top = request.rid, request.top_logprobs, list[tuple[int, float]]()
+        self._rid, self._each, self._sampled = request.rid, request.top_logprobs, 0
         self._meta: _Meta | None = None
 
-    def add(self, event: _Event) -> _Answer:
+    def add(self, event: _Event) -> GenerateChunk:
         if event.meta_info is None:
             detail = bytes(event.error or b"")[:500].decode(errors="replace")
             raise ServerError(f"the engine failed a generation: {detail}")
         if event.meta_info.id != self._rid:  # whatever went wrong on the way: no tokens of another session
             raise ServerError(f"generation {event.meta_info.id} answered for {self._rid}")
-        for logprob, token, _ in event.meta_info.output_token_logprobs:
-            self.ids.append(token)
-            self.logprobs.append(logprob)
+        self._meta, sampled, top = event.meta_info, event.meta_info.output_token_logprobs, NO_TOP
         if self._each:  # JSON has no minus infinity
-            for row in event.meta_info.output_top_logprobs or ():
-                self._top += [(token, -np.inf if told is None else told) for told, token, _ in row or ()]
-            if len(self._top) != self._each * len(self.ids):
+            rows = (each for row in event.meta_info.output_top_logprobs or () for each in row or ())
+            top = np.array([(token, -np.inf if told is None else told) for told, token, _ in rows], TOP)
+            if len(top) != self._each * len(sampled):
                 raise ServerError("the engine did not tell the likeliest tokens of every place")
-        self._meta = event.meta_info
-        return self
-
-    def chunk(self, start: int) -> GenerateChunk:
-        assert self._meta is not None
+        self._sampled += len(sampled)
         return GenerateChunk(
-            spans=_spans(self._meta, len(self.ids)),
-            ids_T=np.array(self.ids[start:], np.int32),
-            logprobs_T=np.array(self.logprobs[start:], np.float32),
-            top=self._likeliest(start),
+            spans=_spans(self._meta, self._sampled),
+            ids_T=np.array([token for _, token, _ in sampled], np.int32),
+            logprobs_T=np.array([logprob for logprob, _, _ in sampled], np.float32),
+            top=top,
         )
 
-    def result(self) -> GenerateResult:
+    def end(self) -> GenerateEnd:
         if self._meta is None or self._meta.finish_reason is None:
             raise ServerError("the engine ended a generation without a finish reason")
         finish = self._meta.finish_reason
         matched = finish.matched
-        return GenerateResult(
-            ids_T=np.array(self.ids, np.int32),
-            logprobs_T=np.array(self.logprobs, np.float32),
-            spans=_spans(self._meta, len(self.ids)),
+        return GenerateEnd(
+            spans=_spans(self._meta, self._sampled),
             finish_reason=finish.type,
             matched_stop=matched[-1] if isinstance(matched, list) else matched,
             prompt_tokens=self._meta.prompt_tokens,
             cached_tokens=self._meta.cached_tokens,
-            top=self._likeliest(0),
         )
-
-    def _likeliest(self, start: int) -> NDArray[np.void]:
-        return np.array(self._top[start * self._each :], TOP) if self._each else NO_TOP
 
 
 def _spans(meta: _Meta, sampled: int) -> tuple[VersionSpan, ...]:

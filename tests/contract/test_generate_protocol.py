@@ -13,15 +13,14 @@ import pytest
 from engine_tap import EngineTap
 from fakes import FakeEngine, reply_by_prompt
 from scripted_engine import ScriptedEngine, text_by_prompt
+from streamed import collect
 from tokenizers import Tokenizer
 
 from invrl.errors import ServerError, SessionError
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.sglang_client import (
     EngineLimits,
-    GenerateChunk,
     GenerateRequest,
-    GenerateResult,
     SglangClient,
 )
 from invrl.types import Sampling, VersionSpan
@@ -79,17 +78,14 @@ async def test_a_whole_answer(client: SglangClient):
 
 
 async def test_a_stream_is_the_answer_in_pieces(client: SglangClient):
-    items = [item async for item in client.stream(ask([5, 6, 7, 8], tokens=12))]
-    *chunks, result = items
-    assert isinstance(result, GenerateResult)
-    parts = [chunk for chunk in chunks if isinstance(chunk, GenerateChunk)]
-    assert len(parts) == len(chunks) >= 6
-    assert np.concatenate([part.ids_T for part in parts]).tolist() == result.ids_T.tolist()
-    assert np.concatenate([part.logprobs_T for part in parts]).tolist() == result.logprobs_T.tolist()
+    chunks, result = await collect(client.stream(ask([5, 6, 7, 8], tokens=12)))
+    assert len(chunks) >= 6
     seen = 0
-    for part in parts:
-        seen += len(part.ids_T)
-        assert tiles(part.spans, seen)
+    for chunk in chunks:
+        assert 0 < len(chunk.ids_T) == len(chunk.logprobs_T)
+        seen += len(chunk.ids_T)
+        assert tiles(chunk.spans, seen)
+    assert tiles(result.spans, 12)
     assert (seen, result.finish_reason, result.prompt_tokens) == (12, "length", 4)
 
 
@@ -99,11 +95,7 @@ async def test_an_end_token_ends_the_answer_and_is_in_it(client: SglangClient, s
     free = await client.generate(ask([5, 6, 7, 8], sampling=greedy))
     end = int(free.ids_T[0])
     request = ask([5, 6, 7, 8], sampling=greedy, stop_token_ids=(end,), ignore_eos=False)
-    if stream:
-        result = [item async for item in client.stream(request)][-1]
-        assert isinstance(result, GenerateResult)
-    else:
-        result = await client.generate(request)
+    result = (await collect(client.stream(request)))[1] if stream else await client.generate(request)
     assert (result.finish_reason, result.matched_stop, result.ids_T.tolist()) == ("stop", end, [end])
 
 
@@ -121,10 +113,7 @@ async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
     if stop is None:
         pytest.skip("this random model says nothing printable")
     request = ask([5, 6, 7, 8], sampling=greedy, stop=(stop,))
-    [*_, result] = (
-        [item async for item in client.stream(request)] if stream else [await client.generate(request)]
-    )
-    assert isinstance(result, GenerateResult)
+    result = (await collect(client.stream(request)))[1] if stream else await client.generate(request)
     assert (result.finish_reason, result.matched_stop) == ("stop", stop)
     got = result.ids_T.tolist()
     assert got == ids[: len(got)]
@@ -137,17 +126,12 @@ async def test_the_likeliest_tokens_of_each_place(client: SglangClient, stream: 
     """Where sampling is greedy, the first of them is what was sampled, with the same log-prob."""
     greedy = Sampling(temperature=0.0, max_new_tokens=6)
     request = ask([5, 6, 7, 8], sampling=greedy, top_logprobs=3)
-    items = [item async for item in client.stream(request)] if stream else [await client.generate(request)]
-    *chunks, result = items
-    assert isinstance(result, GenerateResult)
+    result = (await collect(client.stream(request)))[1] if stream else await client.generate(request)
     top = result.top.reshape(6, 3)
     assert top["id"][:, 0].tolist() == result.ids_T.tolist()
     assert top["logprob"][:, 0].tolist() == result.logprobs_T.tolist()
     assert np.all(np.diff(top["logprob"]) <= 0)
     assert [len(set(row)) for row in top["id"].tolist()] == [3] * 6
-    assert np.concatenate([result.top[:0], *(chunk.top for chunk in chunks)]).tolist() == (
-        result.top.tolist() if stream else []
-    )
     assert (await client.generate(ask([5], tokens=1))).top.size == 0
 
 

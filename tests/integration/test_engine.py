@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
@@ -16,7 +17,7 @@ from invrl.errors import ServerError, SessionError
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.engine_server import EngineServer
 from invrl.rollout.fleet import Engine, Fleet
-from invrl.rollout.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
+from invrl.rollout.sglang_client import GenerateRequest
 from invrl.types import Sampling
 
 
@@ -38,13 +39,11 @@ async def test_stream_and_whole_have_the_same_shape(engine: Engine) -> None:
     whole = await engine.client.generate(request([1, 30, 40], new=9, ignore_eos=True))
     assert (len(whole.ids_T), len(whole.logprobs_T), whole.finish_reason) == (9, 9, "length")
     assert [(span.start, span.end) for span in whole.spans] == [(0, 9)]
-    items = [item async for item in engine.client.stream(request([1, 30, 40], new=200, ignore_eos=True))]
-    chunks, result = items[:-1], items[-1]
-    assert isinstance(result, GenerateResult)
-    assert all(isinstance(chunk, GenerateChunk) for chunk in chunks)
+    stream = engine.client.stream(request([1, 30, 40], new=200, ignore_eos=True))
+    chunks, result = await collect(stream)
     assert len(chunks) > 1
-    assert np.concatenate([chunk.ids_T for chunk in chunks]).tolist() == result.ids_T.tolist()
-    assert np.concatenate([chunk.logprobs_T for chunk in chunks]).tolist() == result.logprobs_T.tolist()
+    assert (len(result.ids_T), len(result.logprobs_T), result.finish_reason) == (200, 200, "length")
+    assert [(span.start, span.end) for span in result.spans] == [(0, 200)]
     assert result.prompt_tokens == 3
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from invrl.errors import ServerError
 from invrl.rollout.fleet import Fleet
-from invrl.rollout.sglang_client import GenerateRequest, GenerateResult, SglangClient
+from invrl.rollout.sglang_client import GenerateEnd, GenerateRequest, SglangClient
 from invrl.types import Sampling
 
 
@@ -28,7 +28,7 @@ async def test_generates_whole_and_streaming(router_client: SglangClient) -> Non
     results = await asyncio.gather(*(router_client.generate(request(i)) for i in range(8)))
     assert all(len(result.ids_T) == 6 for result in results)
     items = [item async for item in router_client.stream(request(1, new=400))]
-    assert isinstance(items[-1], GenerateResult)
+    assert isinstance(items[-1], GenerateEnd)
     assert len(items) > 5  # the router streams, it does not collect
 
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from streamed import collect
 from torch_trainer import Tensors, TorchSender
 
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
@@ -72,17 +73,7 @@ async def sample(client: SglangClient, index: int, tokens: int, begun: asyncio.E
         ignore_eos=True,
         routing_key=f"session-{index}",
     )
-    result = None
-    seen = 0
-    async for item in client.stream(request):
-        if isinstance(item, GenerateResult):
-            result = item
-        else:
-            seen += len(item.ids_T)
-            begun.set()
-    assert result is not None
-    assert seen == len(result.ids_T)
-    return result
+    return (await collect(client.stream(request), each=begun.set))[1]
 
 
 async def test_twenty_updates_leave_the_trainers_bytes(update: Update, receiver: EngineReceiver) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invrl.gateway.message import Message, Tool, ToolChoice
-from invrl.gateway.parsing import Parsers, detect_parsers
+from invrl.gateway.parsing import Parsers, detect_parsers, joined, reply
 
 TOOLS = (Tool(name="get_weather", parameters='{"type": "object"}'), Tool(name="halt"))
 Call = tuple[str, dict[str, Any]]
@@ -108,13 +108,15 @@ def parsed(
     parsers = Parsers(tool_calls=parsers) if isinstance(parsers, str) else parsers
     stream = bool(pieces)
     parser = parsers.reply(TOOLS, ToolChoice(), parallel=parallel, prompt_text=prompt, stream=stream)
-    at, turn = 0, 0
+    at, turn, told = 0, 0, []
     while at < len(text):
         size = pieces[turn % len(pieces)] if pieces else len(text)
-        parser.push(text[at : at + size])
+        told.append(parser.push(text[at : at + size]))
         at, turn = at + size, turn + 1
-    parser.finish()
-    return parser.message
+    told += parser.finish()
+    middle = len(told) // 2  # who comes late is told the first ones as one
+    assert joined([joined(told[:middle]), *told[middle:]]) == joined(told)
+    return reply(joined(told))
 
 
 @pytest.mark.parametrize("spelling", SPELLED)
