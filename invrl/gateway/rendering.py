@@ -248,11 +248,12 @@ class TextStream:
 
     def _cut(self) -> int:
         """Where the first stop string starts, or the end."""
-        return min([at for stop in self._stop if (at := self._text.find(stop)) >= 0], default=len(self._text))
+        found = [at for stop in self._stop if (at := self._text.find(stop)) >= 0]
+        return min(found) if found else len(self._text)
 
     def _safe_length(self) -> int:
         cut = self._cut()
-        if cut < len(self._text):
+        if cut < len(self._text) or not self._stop:
             return cut
         starts = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
         return len(self._text) - max((len(part) for part in starts if self._text.endswith(part)), default=0)

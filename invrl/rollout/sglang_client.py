@@ -394,12 +394,14 @@ def _spans(meta: _Meta, sampled: int) -> tuple[VersionSpan, ...]:
         return ()
     # An engine that saw no update since the request began may leave the spans out.
     listed = meta.weight_versions or [_Span(version=meta.weight_version, start=0, end=sampled)]
-    spans = tuple(
-        VersionSpan(version=WeightVersion(int(span.version)), start=span.start, end=min(span.end, sampled))
-        for span in listed
-        if min(span.end, sampled) > span.start
-    )
-    starts, ends = [span.start for span in spans], [span.end for span in spans]
-    if starts != [0, *ends[:-1]] or ends[-1:] != [sampled]:
+    spans, at = list[VersionSpan](), 0
+    for span in listed:
+        if (end := min(span.end, sampled)) > span.start:
+            if span.start != at:
+                at = -1
+                break
+            spans.append(VersionSpan(version=WeightVersion(int(span.version)), start=at, end=end))
+            at = end
+    if at != sampled:
         raise ServerError(f"version spans {listed} do not cover {sampled} sampled tokens")
-    return spans
+    return tuple(spans)
