@@ -79,18 +79,20 @@ async def test_a_whole_answer(client: SglangClient):
 
 
 async def test_a_stream_is_the_answer_in_pieces(client: SglangClient):
-    items = [item async for item in client.stream(ask([5, 6, 7, 8], tokens=12))]
+    """SGLang makes one piece of tokens that its HTTP process was late for, so that they are fewer on a busy
+    machine."""
+    items = [item async for item in client.stream(ask([5, 6, 7, 8], tokens=90))]
     *chunks, result = items
     assert isinstance(result, GenerateResult)
     parts = [chunk for chunk in chunks if isinstance(chunk, GenerateChunk)]
-    assert len(parts) == len(chunks) >= 6
+    assert len(parts) == len(chunks) >= 4
     assert np.concatenate([part.ids_T for part in parts]).tolist() == result.ids_T.tolist()
     assert np.concatenate([part.logprobs_T for part in parts]).tolist() == result.logprobs_T.tolist()
     seen = 0
     for part in parts:
         seen += len(part.ids_T)
         assert tiles(part.spans, seen)
-    assert (seen, result.finish_reason, result.prompt_tokens) == (12, "length", 4)
+    assert (seen, result.finish_reason, result.prompt_tokens) == (90, "length", 4)
 
 
 @pytest.mark.parametrize("stream", [False, True])
