@@ -60,7 +60,8 @@ async def real(
     tiny_fleet: Fleet, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stack]:
     folder = tmp_path_factory.mktemp("clients-real")
-    async with real_stack(folder, tiny_model, tiny_fleet, max_new_tokens=160) as running:
+    # A forced call has whitespace where a grammar allows it: of 300 the median took 78 tokens, the longest 146.
+    async with real_stack(folder, tiny_model, tiny_fleet, max_new_tokens=240) as running:
         yield running
 
 
