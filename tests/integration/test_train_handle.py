@@ -130,7 +130,7 @@ def stand_in(behaviour: str) -> Any:
         (("wait", "fail"), TrainError, "^the loss is nan: no weight was changed$"),
         (("wait", "refuse"), ConfigError, "^--lr = 0: too small. Fix: more$"),
         (("bug", "wait"), TrainError, "trainer rank 0 failed in start.*a bug of ours"),
-        (("lose its peer", "die"), TrainError, "trainer rank 1 failed in start.*died"),
+        (("lose its peer", "die"), TrainError, "^trainer rank 1 failed in start: ActorDied"),
         (("answer", "wait"), DeadlineError, "1 of 2 trainer ranks to finish start"),
     ],
 )
