@@ -94,7 +94,7 @@ class Soak:
         """Stop the run, then bring it to an end two steps later; how many steps that makes."""
         driver = self._running()
         driver.send_signal(signal.SIGINT)
-        driver.wait(120)
+        driver.wait(180)  # it ends itself within 120
         steps = self._last_step() + 2
         self.start("--num-steps", str(steps))
         if self._running().wait(_PROGRESS_S) != 0:

@@ -21,6 +21,9 @@ from invrl.metrics import merge
 from invrl.train.packing import shard_batch
 from invrl.types import TrainBatch, WeightVersion
 
+_DEATH_S = 10.0
+"""Within which Ray tells of a death; those whose collective broke with it say so first."""
+
 
 class TrainHandle:
     """`actors`: Ray handles of one `TrainActor` per rank, in rank order."""
@@ -90,6 +93,9 @@ class TrainHandle:
         timeout_s = timeout_s or self._step_timeout_s
         waits = [asyncio.wrap_future(call.future()) for call in calls]
         done, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        if pending and any(_may_follow(wait.exception()) for wait in done):
+            late, pending = await asyncio.wait(pending, timeout=_DEATH_S)
+            done |= late
         failed = [at for at, wait in enumerate(waits) if wait in done and wait.exception() is not None]
         if failed or pending:
             for wait in pending:
@@ -103,6 +109,11 @@ class TrainHandle:
         if pending:
             raise DeadlineError(f"{len(pending)} of {len(calls)} trainer ranks to finish {method}", timeout_s)
         return [wait.result() for wait in waits]
+
+
+def _may_follow(error: BaseException | None) -> bool:
+    """From what became of another rank."""
+    return isinstance(error, RayTaskError) and not isinstance(error.cause, InvrlError)
 
 
 def _cause(error: BaseException | None, what: str) -> Exception:

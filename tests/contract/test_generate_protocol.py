@@ -78,15 +78,17 @@ async def test_a_whole_answer(client: SglangClient):
 
 
 async def test_a_stream_is_the_answer_in_pieces(client: SglangClient):
-    chunks, result = await collect(client.stream(ask([5, 6, 7, 8], tokens=12)))
-    assert len(chunks) >= 6
+    """SGLang makes one piece of tokens that its HTTP process was late for, so that they are fewer on a busy
+    machine."""
+    chunks, result = await collect(client.stream(ask([5, 6, 7, 8], tokens=90)))
+    assert len(chunks) >= 4
     seen = 0
     for chunk in chunks:
         assert 0 < len(chunk.ids_T) == len(chunk.logprobs_T)
         seen += len(chunk.ids_T)
         assert tiles(chunk.spans, seen)
-    assert tiles(result.spans, 12)
-    assert (seen, result.finish_reason, result.prompt_tokens) == (12, "length", 4)
+    assert tiles(result.spans, 90)
+    assert (seen, result.finish_reason, result.prompt_tokens) == (90, "length", 4)
 
 
 @pytest.mark.parametrize("stream", [False, True])

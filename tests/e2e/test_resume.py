@@ -33,12 +33,17 @@ def killed(folder: Path, name: str) -> None:
     driver = subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.DEVNULL)
     metrics = RunFolder(path=folder / name).metrics_path
     deadline = time.monotonic() + DEADLINE_S / 2
-    while not (metrics.exists() and len(steps_of(folder / name)) >= KILLED_IN - 1):
+    while not (metrics.exists() and steps_in(metrics) >= KILLED_IN - 1):
         assert driver.poll() is None, "the run ended by itself"
         assert time.monotonic() < deadline, "the run stands still"
         time.sleep(0.02)
     driver.send_signal(signal.SIGKILL)
     driver.wait(120)
+
+
+def steps_in(metrics: Path) -> int:
+    """Rows of steps that trained: whole ones, for another is being written."""
+    return sum('"rollout/reward_mean"' in line for line in metrics.read_text().split("\n")[:-1])
 
 
 def same(row: dict[str, float]) -> dict[str, float]:

@@ -114,12 +114,14 @@ async def test_update_eviction_and_return(pair: tuple[Fleet, TorchSender]) -> No
 
 
 async def _kill_and_wait(fleet: Fleet, name: str) -> None:
-    """Kill the whole engine; the health check must take it out."""
-    pid = fleet.engines[name].server.pid
+    """Kill the whole engine; the health check must take it out, first of the fleet and then of the router."""
+    pid, url = fleet.engines[name].server.pid, fleet.engines[name].server.url
     tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(180):
         while name in fleet.engines or name not in fleet.evicted:
+            await asyncio.sleep(0.1)
+        while url in {worker["url"] for worker in await asyncio.to_thread(fleet.router._workers)}:
             await asyncio.sleep(0.1)
     left = await asyncio.to_thread(still_running, tree, within_s=60)
     assert not left, f"left behind: {left}"

@@ -22,7 +22,7 @@ from fakes import FakeEngine, random_reply
 from invrl.gateway.gateway_server import GatewayServer
 from invrl.gateway.model_folder import load_renderer
 from invrl.gateway.settings import GatewaySettings
-from invrl.process import free_port
+from invrl.process import free_port, still_running
 from invrl.rollout.session_client import SessionClient
 from invrl.run_store import RunStore
 from invrl.types import GroupLease, GroupMember, RolloutSummary, Session, Task
@@ -98,9 +98,14 @@ class Agent:
         self.messages: list = []
         self.acknowledged: list[str] = []
         self.broken = 0
+        self.no_more_kills: asyncio.Event | None = None
+        """Awaited before the last turn. Of the others the store knows that they arrived, since the next one
+        goes on from them; of the last one only if nobody is killed between its last byte and that mark."""
 
     async def run(self) -> None:
         for turn in range(TURNS):
+            if turn == TURNS - 1 and self.no_more_kills is not None:
+                await self.no_more_kills.wait()
             self.messages.append({"role": "user", "content": f"session {self.number}, question {turn}"})
             turn_id, text = await self._ask()
             self.acknowledged.append(turn_id.removeprefix("chatcmpl-"))
@@ -162,6 +167,9 @@ async def test_two_hundred_live_sessions_outlive_a_worker_and_the_supervisor(
             sessions = await open_sessions(server, SESSIONS)
             assert {session.id[4:6] for session in sessions} == {"00", "01"}
             agents = [Agent(number, session, http) for number, session in enumerate(sessions)]
+            no_more_kills = asyncio.Event()
+            for agent in agents:
+                agent.no_more_kills = no_more_kills
             running = asyncio.gather(*(agent.run() for agent in agents))
 
             def everyone_has(turns: int) -> bool:
@@ -171,13 +179,15 @@ async def test_two_hundred_live_sessions_outlive_a_worker_and_the_supervisor(
             [victim, other] = workers(server)
             victim.kill()
             await until(lambda: everyone_has(2))
-            assert other.is_running()
-            assert len(workers(server)) == 2
+            await until(lambda: len(workers(server)) == 2)
+            assert other in workers(server)
+            assert victim not in workers(server)
             old = server.process.pid
             os.kill(old, signal.SIGKILL)
+            await until(lambda: running.done() or server.process.pid != old)
+            no_more_kills.set()
             async with asyncio.timeout(400):
                 await running
-            assert server.process.pid != old
             store = RunStore(tmp_path / "run.db")
             encode = load_renderer(str(tiny_model), 512)._tokenizer.encode
             for agent in agents:
@@ -198,7 +208,7 @@ async def test_two_hundred_live_sessions_outlive_a_worker_and_the_supervisor(
             await client.close()
     place = str(tmp_path)
     left = [p for p in psutil.process_iter(["cmdline"]) if place in " ".join(p.info["cmdline"] or [])]
-    assert left == []
+    assert still_running(left, within_s=60) == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -257,10 +267,8 @@ async def test_nothing_outlives_whoever_started_the_gateway(tiny_model: Path, tm
         holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         assert holder.stdout is not None
         supervisor = psutil.Process(int(await asyncio.to_thread(holder.stdout.readline)))
+        await until(lambda: len(supervisor.children()) == 2)  # one of them answers
         family = [supervisor, *supervisor.children()]
-        assert len(family) == 3
         holder.kill()
-        holder.wait(10)
-        _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=10)
-        # A zombie has ended; its new parent, the machine's init, has not looked yet.
-        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+        holder.wait(60)
+        assert await asyncio.to_thread(still_running, family, within_s=60) == []

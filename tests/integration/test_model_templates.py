@@ -81,18 +81,23 @@ def test_what_is_read_off_each_template(name: str, end: str, calls: str, reasoni
         assert (ids[0], ids.count(first)) == (first, 1)
 
 
-def test_a_conversation_goes_on_past_midnight(monkeypatch: pytest.MonkeyPatch):
-    prompt = Prompt(messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
-    made = renderer("llama3.2")
-    today = made.text(prompt)
-    assert datetime.now().strftime("%d %b %Y") in today
-
-    class Tomorrow(datetime):
+def on_the_last_day_of(year: int) -> type[datetime]:
+    class Day(datetime):
         @classmethod
         def now(cls, tz=None):
-            return cls(2099, 1, 1)
+            return cls(year, 12, 31)
 
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+    return Day
+
+
+def test_a_conversation_goes_on_past_midnight(monkeypatch: pytest.MonkeyPatch):
+    prompt = Prompt(messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
+    monkeypatch.setattr("invrl.gateway.model_folder.datetime", on_the_last_day_of(2023))
+    made = load_renderer(str(model_folder("llama3.2")), 2**31)
+    today = made.text(prompt)
+    assert "31 Dec 2023" in today
+    for module in ("invrl.gateway.model_folder", "transformers.utils.chat_template_utils"):
+        monkeypatch.setattr(f"{module}.datetime", on_the_last_day_of(2099))
     assert made.text(prompt) == today
     path = [*made.first(replace(prompt, messages=prompt.messages[:1])), *made.encode("b<|eot_id|>")]
     assert [*path, *made.tail(prompt, 2, path).ids] == made.first(prompt)

@@ -113,6 +113,11 @@ def stand_in(behaviour: str) -> Any:
                 raise ConfigError(field="--lr", value=0, reason="too small", fix="more")
             if behaviour == "bug":
                 raise ZeroDivisionError("a bug of ours")
+            if behaviour == "lose its peer":
+                raise ConnectionError("closed by peer")
+            if behaviour == "die":
+                time.sleep(1.0)  # the peer tells before Ray does
+                os._exit(1)
             if behaviour == "wait":
                 time.sleep(600)
 
@@ -125,6 +130,7 @@ def stand_in(behaviour: str) -> Any:
         (("wait", "fail"), TrainError, "^the loss is nan: no weight was changed$"),
         (("wait", "refuse"), ConfigError, "^--lr = 0: too small. Fix: more$"),
         (("bug", "wait"), TrainError, "trainer rank 0 failed in start.*a bug of ours"),
+        (("lose its peer", "die"), TrainError, "^trainer rank 1 failed in start: ActorDied"),
         (("answer", "wait"), DeadlineError, "1 of 2 trainer ranks to finish start"),
     ],
 )
@@ -133,7 +139,7 @@ async def test_where_one_rank_fails_none_is_left(
 ) -> None:
     actors = [stand_in(behaviour) for behaviour in behaviours]
     processes = processes_of(actors)
-    start_s = 2.0 if error is DeadlineError else 120.0  # the others must not wait for it
+    start_s = 15.0 if error is DeadlineError else 120.0  # the others must not wait for it
     handle = TrainHandle(actors, steps_per_batch=1, start_timeout_s=start_s, step_timeout_s=60.0)
     assert await handle.logprobs([[1]]) == "answered"
     with pytest.raises(error, match=f"(?s){message}"):
