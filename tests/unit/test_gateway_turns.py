@@ -270,7 +270,7 @@ async def test_stop_strings_end_the_text_and_keep_the_ids(gateway: Running, rend
 
 
 async def test_parallel_samples_of_one_prompt_are_siblings(gateway: Running):
-    gateway.engine.token_delay_s = 0.005
+    gateway.engine.holds = lambda _: len(gateway.engine.requests) < 6
     [session] = await gateway.open()
     client = gateway.client(session)
     answers = await asyncio.gather(
@@ -357,6 +357,7 @@ async def test_a_retry_does_not_join_a_generation_that_is_being_cancelled(
         model="tiny", messages=[ASK], stream=True, extra_headers=retry
     )
     assert [event async for event in again]
+    await eventually(lambda: len(gateway.turns(session)) == 2)
     assert sorted(turn.finish_reason for turn in gateway.turns(session)) == ["abort", "stop"]
 
 
