@@ -93,6 +93,8 @@ async def running(
     place: WorkerPlace | None = None,
     **changes,
 ) -> AsyncIterator[Running]:
+    parsers = parsers or Parsers()
+    parsers.preload()  # as the gateway does: seconds, in which no deadline must run
     async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=120) as http:
         listener = socket.create_server(("127.0.0.1", 0))
         settings = GatewaySettings.model_validate(
@@ -119,7 +121,7 @@ async def running(
             settings,
             engine=client,
             renderer=renderer,
-            parsers=parsers or Parsers(),
+            parsers=parsers,
             store=store,
             place=place,
             on_shutdown=client.close,
