@@ -33,8 +33,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 async def tiny_fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    """One real SGLang server and the real router."""
-    config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=500.0)
+    """One real SGLang server and the real router. Nothing looks at its health: between tests the event loop
+    stands still, and an answer that nobody could read in time is not the engine's fault."""
+    config = EngineConfig(
+        engine_dtype="float32", engine_start_timeout_s=500.0, engine_health_interval_s=86_400.0
+    )
     fleet = Fleet(config, tiny_model, tmp_path_factory.mktemp("fleet"))
     await fleet.start()
     await fleet.admit()

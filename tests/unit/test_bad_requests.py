@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+from asyncio import BaseEventLoop
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,16 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
-from test_gateway_turns import ASK, ENV_KEY, Running, gateway, model, renderer, running  # noqa: F401
+from test_gateway_turns import (  # noqa: F401
+    ASK,
+    ENV_KEY,
+    Running,
+    eventually,
+    gateway,
+    model,
+    renderer,
+    running,
+)
 
 from invrl.gateway import corked_http
 from invrl.gateway.rendering import Renderer
@@ -286,8 +296,9 @@ async def test_an_upload_that_never_ends_is_408_and_then_closed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(corked_http, "_LINGER_S", 0.05)
-    async with running(tmp_path, model, renderer, body_timeout_s=0.2) as gateway:  # noqa: F811
+    async with running(tmp_path, model, renderer) as gateway:  # noqa: F811
         [session] = await gateway.open()
+    async with running(tmp_path, model, renderer, body_timeout_s=0.2) as gateway:
         upload, at = Upload(), f"/s/{session.key}/v1{route.path}"
         async with asyncio.timeout(60):
             await upload.send(gateway.url, at, CHUNKED, pieces=10**9, pause_s=0.01)
@@ -298,7 +309,15 @@ async def test_a_body_that_ends_after_its_refusal_leaves_the_connection_open(
     gateway: Running,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(corked_http, "_LINGER_S", 2.0)
+    loop, lingering, later = asyncio.get_running_loop(), list[asyncio.TimerHandle](), 3600.0
+
+    def call_later(delay: float, *call: Any, **more: Any) -> asyncio.TimerHandle:
+        made = BaseEventLoop.call_later(loop, delay, *call, **more)  # type: ignore[arg-type]
+        lingering.extend([made] * (delay == later))
+        return made
+
+    monkeypatch.setattr(corked_http, "_LINGER_S", later)
+    monkeypatch.setattr(loop, "call_later", call_later)
     [session] = await gateway.open()
     host, _, port = gateway.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -313,7 +332,8 @@ async def test_a_body_that_ends_after_its_refusal_leaves_the_connection_open(
         return upload.status
 
     assert await ask("isk-guess", b" " * 200_000, first=100_000) == 401
-    await asyncio.sleep(2.5)
+    [closing] = lingering
+    await eventually(closing.cancelled)
     good = json.dumps(CHAT).encode()
     assert await ask(session.key, good, first=len(good)) == 200
     writer.close()

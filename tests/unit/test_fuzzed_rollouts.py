@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -30,6 +31,7 @@ from invrl.buffer.policies import group_filter_function
 from invrl.gateway.outcome import failed, summarise
 from invrl.gateway.sessions import SessionRecord
 from invrl.interfaces import RolloutResult
+from invrl.rollout import runner
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.rewards import MAX_REWARD
 from invrl.rollout.runner import Failure, Runner
@@ -48,6 +50,7 @@ from invrl.types import (
 )
 
 ROLLOUTS, GROUP, BATCH, AT_ONCE = 10_000, 2, 3, 256
+TIMEOUT_S = 3600.0
 KEY = "sk-secret-of-session-"
 
 
@@ -161,12 +164,44 @@ def raised(r: random.Random, address: Address) -> BaseException:
     )()
 
 
+class Deadline:
+    """Of all rollouts that run together. It comes when each of them has ended or hangs, and sooner for none:
+    by the clock, a slow machine would fail those that end."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._come, self._left = asyncio.Event(), 0
+
+    def start(self, rollouts: int) -> None:
+        self._come, self._left = asyncio.Event(), rollouts
+
+    def one_less(self) -> None:
+        """A rollout has ended or, from any thread, will not."""
+        self._loop.call_soon_threadsafe(self._count)
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._come.set()
+
+    async def wait(self, tasks: set[asyncio.Task], *, timeout: float) -> tuple[set, set]:
+        """In the place of asyncio's."""
+        if timeout != TIMEOUT_S:
+            return await asyncio.wait(tasks, timeout=timeout)
+        come = asyncio.create_task(self._come.wait())
+        done, left = await asyncio.wait({*tasks, come}, return_when=asyncio.FIRST_COMPLETED)
+        if not come.cancel():
+            return done - {come}, left
+        self.one_less()
+        return done, left - {come}
+
+
 class Fuzz:
     """One rollout function, async or not, whose behaviour follows from the task's and the endpoint's name."""
 
-    def __init__(self, seed: int, *, release: threading.Event) -> None:
+    def __init__(self, seed: int, *, release: threading.Event, deadline: Deadline) -> None:
         self._seed = seed
-        self._release = release
+        self._release, self._deadline = release, deadline
 
     def source(self, address: Address) -> random.Random:
         return random.Random(f"{self._seed}/{address.base_url}")
@@ -181,6 +216,8 @@ class Fuzz:
             return returned(r)
         if kind < 0.90:
             raise raised(r, address)
+        if kind < 0.93 or 0.95 <= kind < 0.96:
+            self._deadline.one_less()
         if kind < 0.93:
             await asyncio.Event().wait()  # never ends
         if kind < 0.95:
@@ -201,6 +238,7 @@ class Fuzz:
     def sync_form(self, task: Task, address: Address) -> object:
         r = self.source(address)
         if r.random() < 0.02:
+            self._deadline.one_less()
             self._release.wait(20)  # blocks for longer than the deadline
         if r.random() < 0.3:
             raise raised(r, address)
@@ -271,7 +309,8 @@ class Loop:
             group_filter=group_filter_function(self.random.choice(["nonzero_variance", "none"])),
             emit=self.entries.append,
         )
-        fuzz = Fuzz(seed, release=self.release)
+        self.deadline = Deadline()
+        fuzz = Fuzz(seed, release=self.release, deadline=self.deadline)
 
         def judge(task: Task, result: RolloutResult) -> object:
             return result.reward if result.reward is not None else 0.5
@@ -279,7 +318,7 @@ class Loop:
         self.runner = Runner(
             getattr(fuzz, form),
             judge if reward_form else None,  # type: ignore[arg-type]
-            timeout_s=0.2 if form == "async_form" and not reward_form else 1.0,
+            timeout_s=TIMEOUT_S,
         )
 
     async def run(self, wanted: int) -> None:
@@ -288,6 +327,7 @@ class Loop:
             leases = []
             while len(leases) < AT_ONCE // GROUP and (lease := self.buffer.lease()) is not None:
                 leases.append(lease)
+            self.deadline.start(sum(len(lease.members) for lease in leases))
             await asyncio.gather(*(self.one(lease, member) for lease in leases for member in lease.members))
             stepped = self.step()
             assert leases or stepped, f"neither work nor a batch: {self.buffer}"
@@ -355,10 +395,16 @@ class Loop:
     [("async_form", False, 0.6), ("async_form", True, 0.2), ("sync_form", False, 0.2)],
 )
 async def test_no_rollout_crashes_the_run_or_reaches_the_optimizer_with_bad_numbers(
-    form: str, reward_form: bool, share: float, caplog: pytest.LogCaptureFixture
+    form: str,
+    reward_form: bool,
+    share: float,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = int(ROLLOUTS * share)
     loop = Loop(2026, form, reward_form)
+    own = SimpleNamespace(**{**vars(asyncio), "wait": loop.deadline.wait})
+    monkeypatch.setattr(runner, "asyncio", own)
     with caplog.at_level(logging.DEBUG):
         try:
             await asyncio.wait_for(loop.run(wanted), 540)

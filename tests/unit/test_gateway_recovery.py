@@ -252,7 +252,7 @@ async def test_sampled_tokens_count_over_a_restart(life: Life):
 
 
 async def test_a_session_still_awaits_its_reward_after_a_restart(life: Life):
-    async with life.again(reward_deadline_s=60.0) as gateway:
+    async with life.again(reward_deadline_s=3000.0) as gateway:
         sessions = judged, stored, silent = await gateway.open(members=3)
         for session in sessions:
             await ask(gateway, session, [ASK])
@@ -265,7 +265,7 @@ async def test_a_session_still_awaits_its_reward_after_a_restart(life: Life):
             "UPDATE sessions SET reward=0.25, components='{}', reward_deadline=? WHERE id=?", (0.0, stored.id)
         )
     db.close()
-    async with life.again(reward_deadline_s=60.0, session_ttl_s=0.01) as gateway:
+    async with life.again(reward_deadline_s=3000.0, session_ttl_s=0.01) as gateway:
         answer = await gateway.env(f"/sessions/{silent.id}/finish", {}, key=silent.key)
         assert (answer.status_code, answer.json()["deadline"]) == (202, deadline)
         turn = gateway.turns(judged)[0].id
@@ -277,7 +277,7 @@ async def test_a_session_still_awaits_its_reward_after_a_restart(life: Life):
         assert {name: o.reward for name, o in found.items()} == {judged.id: 0.5, stored.id: 0.25}
         assert found[judged.id].turn_rewards == {turn: 2.0}
         assert (await gateway.env("/metrics")).json()["sessions"] == {"unrewarded": 1, "finished": 2}
-    async with life.again(reward_deadline_s=60.0) as gateway:
+    async with life.again(reward_deadline_s=3000.0) as gateway:
         assert await gateway.finish(judged, reward=9.0) == found[judged.id]
 
 

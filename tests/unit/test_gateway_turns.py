@@ -93,6 +93,8 @@ async def running(
     place: WorkerPlace | None = None,
     **changes,
 ) -> AsyncIterator[Running]:
+    parsers = parsers or Parsers()
+    parsers.preload()  # as the gateway does: seconds, in which no deadline must run
     async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=120) as http:
         listener = socket.create_server(("127.0.0.1", 0))
         settings = GatewaySettings.model_validate(
@@ -119,7 +121,7 @@ async def running(
             settings,
             engine=client,
             renderer=renderer,
-            parsers=parsers or Parsers(),
+            parsers=parsers,
             store=store,
             place=place,
             on_shutdown=client.close,
@@ -270,7 +272,7 @@ async def test_stop_strings_end_the_text_and_keep_the_ids(gateway: Running, rend
 
 
 async def test_parallel_samples_of_one_prompt_are_siblings(gateway: Running):
-    gateway.engine.token_delay_s = 0.005
+    gateway.engine.holds = lambda _: len(gateway.engine.requests) < 6
     [session] = await gateway.open()
     client = gateway.client(session)
     answers = await asyncio.gather(
@@ -357,6 +359,7 @@ async def test_a_retry_does_not_join_a_generation_that_is_being_cancelled(
         model="tiny", messages=[ASK], stream=True, extra_headers=retry
     )
     assert [event async for event in again]
+    await eventually(lambda: len(gateway.turns(session)) == 2)
     assert sorted(turn.finish_reason for turn in gateway.turns(session)) == ["abort", "stop"]
 
 

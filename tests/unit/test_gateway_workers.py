@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from invrl.gateway.peers import merged
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.sessions import WorkerPlace
 from invrl.gateway.settings import GatewaySettings
-from invrl.process import free_port
 from invrl.rollout.sglang_client import EngineLimits, SglangClient
 from invrl.run_store import RunStore, RunStoreWriter
 from invrl.types import RolloutSummary
@@ -37,7 +37,8 @@ class Workers:
             folder,
             [Running("", engine, RunStore(folder / "run.db"), http) for _ in range(2)],
         )
-        self.urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+        self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        self.urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in self.listeners]
         self._shared = memoryview(bytearray(16)).cast("Q")
         self._servers: list[uvicorn.Server | None] = [None, None]
         self._ends = contextlib.AsyncExitStack()
@@ -64,7 +65,7 @@ class Workers:
         served = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
         config = uvicorn.Config(app, port=settings.gateway_port, log_level="critical", **served)
         server = self._servers[number] = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve())
+        serving = asyncio.create_task(server.serve(sockets=[self.listeners[number]]))
         self._ends.callback(store.close)
         self._ends.push_async_callback(asyncio.wait, [serving])
         await eventually(lambda: server.started)
@@ -74,6 +75,8 @@ class Workers:
             if server is not None:
                 server.should_exit = True
         await self._ends.aclose()
+        for one in self.listeners:
+            one.close()
 
 
 @pytest.fixture
@@ -263,7 +266,7 @@ class DyingOwner:
 async def a_worker_beside(owner: DyingOwner, folder: Path, model: Path, renderer: Renderer):
     async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=120) as http:
         both = Workers(engine, http, folder)
-        listening = await asyncio.start_server(owner, "127.0.0.1", int(both.urls[1].rpartition(":")[2]))
+        listening = await asyncio.start_server(owner, sock=both.listeners[1])
         try:
             await both.start(0, model, renderer)
             yield both

@@ -151,8 +151,13 @@ def test_where_no_loop_runs_the_first_interrupt_ends_at_once(
 
 
 def test_a_clean_up_that_does_not_end_is_ended_and_says_what_it_waited_for(start: Start) -> None:
-    hangs = IN_ORDER.replace("clean_up()", "asyncio.gather(told())")
-    program = start(hangs, deadline=0.01)
+    """The deadline passes when the clean-up waits."""
+    program = start(
+        IN_ORDER.replace("clean_up()", "(asyncio.gather(told()), begun.set())[0]"),
+        before="import threading, types; begun = threading.Event(); "
+        "interrupts.time = types.SimpleNamespace(sleep=lambda _: begun.wait())",
+        deadline=0.01,
+    )
     program.says("up")
     program.interrupt(signal.SIGINT)
     assert program.stderr is not None

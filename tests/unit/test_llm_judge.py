@@ -190,8 +190,9 @@ async def test_a_judge_that_hangs_or_is_not_there_ends_with_the_deadline(
     module: ModuleType, judge, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline is over when the judge has been asked a second time."""
-    timeout, deadlines = asyncio.timeout, list[asyncio.Timeout]()
-    monkeypatch.setattr(asyncio, "timeout", lambda delay: deadlines.append(timeout(delay)) or deadlines[-1])
+    deadlines = list[asyncio.Timeout]()
+    noting = {"timeout": lambda delay: deadlines.append(asyncio.timeout(delay)) or deadlines[-1]}
+    monkeypatch.setattr(module, "asyncio", SimpleNamespace(**{**vars(asyncio), **noting}))
 
     def hangs(request_id: str) -> float:
         deadlines[0].reschedule(asyncio.get_running_loop().time())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from invrl.errors import SessionError
+from invrl.rollout import dispatcher as module
 from invrl.rollout.dispatcher import Dispatcher
 from invrl.types import FailureReason, GroupLease, GroupMember, Sampling, Session, Task
 
@@ -144,9 +146,11 @@ async def test_a_group_form_gets_its_sessions_together_even_beyond_the_slots():
 
 
 async def test_an_idle_buffer_is_not_hammered_and_new_work_is_found_soon(monkeypatch):
-    """What passes between two looks is what the dispatcher asks the event loop for."""
-    buffer, pool, timeout, pauses = Leases(groups=0), HeldPool(), asyncio.timeout, []
-    monkeypatch.setattr(asyncio, "timeout", lambda seconds: pauses.append(seconds) or timeout(seconds))
+    """What passes between two looks is what the dispatcher (and nobody else: other tests' engines are looked
+    at in this loop) asks the event loop for."""
+    buffer, pool, pauses = Leases(groups=0), HeldPool(), []
+    noting = {"timeout": lambda seconds: pauses.append(seconds) or asyncio.timeout(seconds)}
+    monkeypatch.setattr(module, "asyncio", SimpleNamespace(**{**vars(asyncio), **noting}))
     it = dispatcher(buffer, Opener(), pool, concurrency=4)
     await until(lambda: buffer.asked > 8)
     assert set(pauses) == {0.04}

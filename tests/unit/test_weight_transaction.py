@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from invrl import weight_sync
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
@@ -46,7 +48,8 @@ class Receiver:
         self.paused = False
         self.calls: list[str] = []
         self.fail: dict[str, Callable[[], None]] = {}
-        self.hang: set[str] = set()
+        self.hang: dict[str, Callable[[], None]] = {}
+        """Phases that do not end; what is called then lets their deadline pass."""
         self.gap = 0.0
         self.traffic_on_mixed = False
 
@@ -57,8 +60,8 @@ class Receiver:
     async def _phase(self, phase: str) -> None:
         self.calls.append(phase)
         if phase in self.hang:
-            self.hang.discard(phase)
-            await asyncio.sleep(60)
+            self.hang.pop(phase)()
+            await asyncio.Event().wait()
         if phase in self.fail:
             self.fail.pop(phase)()
 
@@ -94,7 +97,7 @@ class Receiver:
         return [np.full(len(ids) - 1, self.gap, np.float32) for ids in prompts]
 
 
-def transaction(receivers: Sequence[Receiver], *, deadline: float = 5.0) -> WeightTransaction:
+def transaction(receivers: Sequence[Receiver]) -> WeightTransaction:
     async def fleet() -> Sequence[Receiver]:
         return receivers
 
@@ -103,7 +106,7 @@ def transaction(receivers: Sequence[Receiver], *, deadline: float = 5.0) -> Weig
         fleet,
         canary_prompts=[[1, 2, 3]],
         bound=CanaryBound(max_gap=0.1, mean_gap=0.05),
-        deadline_s=deadline,
+        deadline_s=600.0,
     )
 
 
@@ -130,13 +133,20 @@ async def test_all_engines_get_the_version_in_order(three: list[Receiver]) -> No
 @pytest.mark.parametrize("how", ["error", "hang", "exception"])
 @pytest.mark.parametrize("phase", ["check", "pause", "load", "checksums", "commit"])
 async def test_a_failure_before_the_commit_leaves_all_on_the_old_version(
-    three: list[Receiver], phase: str, how: str
+    three: list[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each phase, failing on the middle engine, three ways."""
-    updates = transaction(three, deadline=0.2)
+    deadlines: dict[object, asyncio.Timeout] = {}
+
+    def timeout(seconds: float) -> asyncio.Timeout:
+        deadlines[asyncio.current_task()] = made = asyncio.timeout(seconds)
+        return made
+
+    monkeypatch.setattr(weight_sync, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeout}))
+    updates = transaction(three)
     await updates.run(WeightVersion(1))
     if how == "hang":
-        three[1].hang = {phase}
+        three[1].hang = {phase: lambda: deadlines[asyncio.current_task()].reschedule(0.0)}
     else:
         three[1].fail = {phase: boom if how == "error" else (lambda: 1 // 0)}
     with pytest.raises(WeightSyncError, match="engine-1") as raised:
