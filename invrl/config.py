@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import tomli_w
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    ValidationError,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt, StrictBool, StrictFloat, StrictInt, ValidationError
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.buffer.config import BufferConfig

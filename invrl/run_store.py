@@ -320,13 +320,6 @@ class RunStore:
     def rollouts(self, session_ids: Sequence[str]) -> list[Rollout]:
         return [self.rollout(session_id) for session_id in session_ids]
 
-    def session_state(self, session_id: str) -> str:
-        """'open', 'unrewarded', 'finished', 'aborted', 'expired' or 'lost'; KeyError if unknown."""
-        row = self._db.execute("SELECT state FROM sessions WHERE id=?", (session_id,)).fetchone()
-        if row is None:
-            raise KeyError(f"no session {session_id}")
-        return str(row[0])
-
     def live_sessions(self, prefix: str = "") -> list[StoredSession]:
         """Sessions that are not over whose id begins with `prefix`, and all that descend from them, in the
         order of their opening."""
