@@ -184,10 +184,8 @@ def check_run(folder: RunFolder, steps: int) -> dict[str, int]:
         if isinstance(outcome, RolloutSummary):
             turns = store.turns(outcome.session_id)
             tokens = sum(len(turn.sampled_ids_T) for turn in turns)
-            if (
-                store.closed_session(outcome.session_id).state != "finished"
-                or tokens != outcome.sampled_tokens
-            ):
+            stored = store.closed_session(outcome.session_id)
+            if stored is None or stored.state != "finished" or tokens != outcome.sampled_tokens:
                 raise BufferStateError(f"session {outcome.session_id} and its outcome disagree")
             sessions += 1
     store.close()
