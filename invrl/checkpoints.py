@@ -4,8 +4,7 @@
                                buffer.json (buffer, data cursor, place in the ledger)
 
 A checkpoint is written under another name, flushed to disk and renamed: a crash at any byte leaves the last
-whole one. Called by `training.py`.
-"""
+whole one. Called by `training.py`."""
 
 from __future__ import annotations
 

@@ -147,8 +147,7 @@ def _train(arguments: Sequence[str]) -> None:
       invrl train --config launch/configs/calculator_async.toml --model-path MODEL --max-staleness 2
 
     The run folder (--run-root/--run-name) holds the resolved configuration, metrics.jsonl, TensorBoard
-    events, the run's store, logs, checkpoints and the report.
-    """
+    events, the run's store, logs, checkpoints and the report."""
     with _guarded(arguments, trains=True) as (config, folder):
         prepare_ray()
         from invrl.training import run_training

@@ -28,8 +28,6 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check saw."""
-
     check: str
     status: Status
     value: str

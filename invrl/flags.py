@@ -21,8 +21,6 @@ CONFIG_FLAG = "--config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One field of the tree."""
-
     table: str
     key: str
     info: FieldInfo

@@ -136,8 +136,6 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What training on one batch did."""
-
     optimizer_steps: int
     metrics: Mapping[str, Metric]
     seconds: Mapping[str, float]

@@ -1,10 +1,9 @@
 """The loop, over interfaces only: take a batch -> train -> send weights -> next.
 
-Rollouts go on meanwhile, as far as the buffer's staleness bound allows: bound 0 makes this the
-synchronous loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which.
-Invariant: the buffer admits work for a version only after every engine has committed it, and counts
-its tokens only after its canary has passed. Called by `training.py`.
-"""
+Rollouts go on meanwhile, as far as the buffer's staleness bound allows: bound 0 makes this the synchronous
+loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which. Invariant: the buffer admits work
+for a version only after every engine has committed it, and counts its tokens only after its canary has
+passed. Called by `training.py`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,6 @@ def curve(rows: Sequence[Json], name: str) -> tuple[list[int], list[float]]:
 
 
 def eval_names(rows: Sequence[Json]) -> list[str]:
-    """Held-out results in these rows."""
     return sorted({n for row in rows for n in row if n.startswith(EVAL_PREFIX) and n.endswith(EVAL_SUFFIX)})
 
 

@@ -1,8 +1,7 @@
 """`invrl serve`: the fleet and the gateway without a trainer, for a stranger's agent at once.
 
-The first session stands for the person at the terminal; more are opened with the environment key.
-Called by `cli.py`.
-"""
+The first session stands for the person at the terminal; more are opened with the environment key. Called by
+`cli.py`."""
 
 from __future__ import annotations
 

@@ -299,8 +299,7 @@ class TrainSample:
     """One flat row of training data: a branch of a rollout.
 
     `loss_mask_T[t]` says that token t was sampled and is trained in this row; where it is False,
-    `rollout_logprobs_T[t]` is 0 and `versions_T[t]` is -1.
-    """
+    `rollout_logprobs_T[t]` is 0 and `versions_T[t]` is -1."""
 
     tokens_T: NDArray[np.int32]
     loss_mask_T: NDArray[np.bool_]

@@ -27,12 +27,10 @@ def build_batch(
     taken: TakenBatch, rollouts: Iterable[Rollout], advantage_fn: AdvantageFn, eps: float
 ) -> TrainBatch:
     """Rows with their advantages, in the order of the groups: a reward's advantage stands on each trained
-    token that it counts for, and the rollout counts once in its group's baseline however many rows it
-    became.
+    token that it counts for, and the rollout counts once in its group's baseline however many rows it became.
 
     Raises BufferStateError if the tokens of a taken rollout are missing, PluginError if the advantage
-    function returns anything but one finite number per rollout.
-    """
+    function returns anything but one finite number per rollout."""
     by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float32]] = []

@@ -28,8 +28,6 @@ _NEXT: dict[RolloutState | None, frozenset[RolloutState]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """One transition."""
-
     sequence: int
     place: Place
     task_id: str

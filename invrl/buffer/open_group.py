@@ -52,7 +52,6 @@ class OpenGroup:
         return [index for index, one in enumerate(self.states_G) if one is state]
 
     def awaits(self, index: int, attempt: int) -> bool:
-        """Whether this try is in flight."""
         return index in self.members(RolloutState.IN_FLIGHT) and self.attempts_G[index] == attempt
 
     def rollouts(self) -> list[RolloutSummary]:

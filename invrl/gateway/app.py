@@ -209,7 +209,6 @@ def _add_error_handlers(app: FastAPI, spoken: Callable[[Request], ChatDialect | 
 
 
 def _told(request: Request, error: Exception) -> SessionError:
-    """What a client is told of an error."""
     if isinstance(error, SessionError):
         return error
     if isinstance(error, RequestValidationError):

@@ -41,8 +41,6 @@ class _Cork:
 
 
 class CorkedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
-
     _lingering: asyncio.TimerHandle | None = None
 
     def on_response_complete(self) -> None:

@@ -29,8 +29,6 @@ _EXPIRY_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lifecycle:
-    """The life of sessions, from the first to the last write."""
-
     registry: SessionRegistry
     turns: Turns
     store: RunStoreWriter
@@ -127,7 +125,6 @@ class Lifecycle:
         return outcome
 
     async def expire_forever(self) -> None:
-        """Ends sessions whose time is up."""
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
             for record in self.registry.expired(time.time()):

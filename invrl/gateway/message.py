@@ -39,8 +39,6 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that the model may call."""
-
     name: str
     description: str = ""
     parameters: str = ""

@@ -20,8 +20,6 @@ _ASK_S = 5.0
 
 
 class Peers:
-    """Connections to the other workers."""
-
     def __init__(self, place: WorkerPlace) -> None:
         self.place = place
         self._session: aiohttp.ClientSession | None = None

@@ -29,8 +29,6 @@ class ClientSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSampling:
-    """How one turn is sampled."""
-
     sampling: Sampling
     extra: Mapping[str, Json]
     """Further parameters of SGLang; empty in training and evaluation."""

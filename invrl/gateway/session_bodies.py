@@ -77,7 +77,6 @@ class AbortBody(Section):
 
 class LeaseBody(Section):
     wait_s: Annotated[Number, Field(ge=0, le=60)] = 0.0
-    """How long to wait for a task."""
 
 
 class Opened(BaseModel):

@@ -28,8 +28,6 @@ MEANING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of one pattern."""
-
     pattern: str
     outcome: Outcome
     reason: str

@@ -106,7 +106,6 @@ class Dispatcher(Scheduler):
 
     @property
     def running(self) -> int:
-        """Rollouts running now."""
         return sum(len(assignment.sessions) for assignment in self._runs.values())
 
     async def _end_all(self) -> None:

@@ -84,7 +84,6 @@ class EvalScore:
         return {"reward_mean": reward, "accuracy": self.accuracy, **passed}
 
     def values(self) -> dict[str, float]:
-        """Flat metric values."""
         numbers = {"samples": float(self.samples), "failed": float(sum(self.failures.values()))}
         for name, found in self.measures.items():
             numbers |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}

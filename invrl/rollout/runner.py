@@ -33,16 +33,12 @@ _DETAIL_CHARS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """The rollout ended with a reward (finite)."""
-
     reward: float
     components: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The rollout ended without one."""
-
     reason: FailureReason
     detail: str
 

@@ -61,8 +61,7 @@ class SessionClient:
         deadline_s: float | None = None,
     ) -> list[Session]:
         """One session per member of the lease, in order, once however often an answer is lost. Waits while
-        the gateway admits no more.
-        Raises SessionError, DeadlineError."""
+        the gateway admits no more. Raises SessionError, DeadlineError."""
         body = {"task_id": lease.task.id, "group_id": lease.group_id, "members": lease.members}
         body |= {"purpose": purpose, "sampling": sampling, "request_id": secrets.token_hex(16)}
         what = f"the gateway to open {len(lease.members)} sessions of group {lease.group_id}"

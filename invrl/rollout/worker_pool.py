@@ -90,7 +90,6 @@ class WorkerPool:
         self._leaving: list[_Seat] = []
         self._made = self._deaths_in_a_row = 0
         self.replaced = 0
-        """Workers replaced so far."""
 
     async def start(self) -> None:
         """All workers ready. Raises PluginError, ServerError, DeadlineError."""

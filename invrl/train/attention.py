@@ -25,9 +25,8 @@ class PackedRow(PackedSeqParams):
     """What the core attention must know of a packed row. The format is [tokens, 1, ...] ("sbhd"), so that
     Megatron applies per-token rotary frequencies as they are given.
 
-    The keys of all blocks are gathered at once and then split: a block that took its own slice would cost
-    a gradient as long as the whole row.
-    """
+    The keys of all blocks are gathered at once and then split: a block that took its own slice would cost a
+    gradient as long as the whole row."""
 
     keys_K: torch.Tensor | None = None
     """Places of the keys of all blocks, block by block; None: [0, P)."""

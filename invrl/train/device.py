@@ -32,7 +32,6 @@ def device() -> torch.device:
 
 
 def backend() -> str:
-    """The process group's backend."""
     return "nccl" if on_cuda() else "gloo"
 
 

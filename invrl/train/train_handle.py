@@ -73,7 +73,6 @@ class TrainHandle:
         await self._first("export_hugging_face", path)
 
     def stop(self) -> None:
-        """End all ranks."""
         for actor in self._actors:
             ray.kill(actor)
 

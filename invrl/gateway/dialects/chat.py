@@ -103,15 +103,12 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 class ChatDialect(ChoicesDialect):
-    """The wire format of chat completions for one served model."""
-
     path, ids = "/chat/completions", "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
     first: ClassVar = {"delta": {"role": "assistant", "content": "", "refusal": None}}
     last: ClassVar = {"delta": {}}
 
     def parse(self, raw: bytes, *, retry: bool | None) -> ChoicesRequest:
-        """SessionError 400 (404 for another model) that names the field."""
         body = wire.decode(_DECODER, raw, self.model, _REFUSED)
         if not body.messages:
             raise wire.bad("`messages` must not be empty", param="messages")

@@ -40,14 +40,11 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 class CompletionsDialect(ChoicesDialect):
-    """The wire format of completions for one served model."""
-
     path, ids = "/completions", "cmpl-"
     objects = ("text_completion", "text_completion")
     last: ClassVar = {"text": ""}
 
     def parse(self, raw: bytes, *, retry: bool | None) -> ChoicesRequest:
-        """SessionError 400 (404 for another model) that names the field."""
         body = wire.decode(_DECODER, raw, self.model, _REFUSED)
         limit = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         turn = TurnRequest(
