@@ -13,8 +13,6 @@ from invrl.config import Config
 from invrl.errors import ConfigError, InvrlError
 from invrl.rollout.tasks import load_eval_sets
 
-UPSTREAM = ("sglang options", "router options", "megatron options")
-"""Options that pass through, against the installed packages' own definitions; slow to import."""
 USER_CODE = ("rollout function", "reward function", "held-out sets", "tasks", "algorithm functions")
 """Everything given by import path, and the tasks: imported, called as far as checks go."""
 _TRAINS = ("trainable model", *USER_CODE, "trackers", "saved batches")

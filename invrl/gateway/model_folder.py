@@ -11,14 +11,13 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from invrl.errors import ConfigError
 from invrl.gateway.message import Message, Prompt, Tool, ToolCall
 from invrl.gateway.rendering import Renderer, Template
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 def load_renderer(
@@ -51,8 +50,6 @@ class _FastTokenizer:
 
 
 def _load_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
-    from tokenizers import Tokenizer
-
     file = folder / "tokenizer.json"
     if not file.exists():
         raise _unfit(folder, "the folder has no tokenizer.json", "convert its tokenizer to the fast format")

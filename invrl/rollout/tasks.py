@@ -75,9 +75,6 @@ def _usable_id(name: str) -> bool:
     return 0 < len(name) <= 256 and name.encode(errors="replace").decode() == name
 
 
-# ------------------------------------------------------------------ source by path
-
-
 def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
     """One pass of the source for "eval"; for "train" a source that ends is started again."""
     for _ in count() if split == "train" else range(1):
@@ -108,9 +105,6 @@ def _distinct(tasks: Iterator[Task]) -> Iterator[Task]:
         times = seen.get(task.id, 0)
         seen[task.id] = times + 1
         yield replace(task, id=f"{task.id}@{times}") if times else task
-
-
-# ------------------------------------------------------------------ files
 
 
 def _shuffled_epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
@@ -218,9 +212,6 @@ def _id_text(value: Json, field: str, file: str, line: int) -> str:
         return name
     reason = f"{_unit(file)} {line}: the id {value!r} is not a string or integer that can be used"
     raise ConfigError(field, file, reason, _ID_FIX)
-
-
-# ------------------------------------------------------------------ what an evaluation runs on
 
 
 _SET, _SOURCE = re.compile(r"([\w.-]{1,64})=(.+)"), re.compile(r"[\w.]+:\w+")

@@ -36,7 +36,7 @@ class PackedRow(PackedSeqParams):
     """Per block [queries, keys], 0 where a query sees a key, else -inf; None: causal."""
 
     @staticmethod
-    def of(micro_batch: MicroBatch, at: torch.device, dtype: torch.dtype) -> PackedRow:
+    def of(micro_batch: MicroBatch, at: torch.device, dtype: torch.dtype) -> "PackedRow":
         """`dtype`: what attention is computed in; SDPA wants the bias in it."""
         blocks = micro_batch.blocks
         keys = [np.concatenate([b.prefix_K, np.arange(b.start, b.end)]) for b in blocks]

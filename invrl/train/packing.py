@@ -6,7 +6,7 @@ it. The rows that share their first token are a tree, and a token attends to its
 at its own depth: the result is what each row alone would give. Tokens after the last trained one,
 and that one itself (it is only predicted), are not computed at all.
 
-Pure numpy, called by `step.py`, `logprobs.py` (rank side) and `train_handle.py` (sharding)."""
+Pure numpy, called by `step.py`, `rank.py` and `train_handle.py` (sharding)."""
 
 from __future__ import annotations
 
@@ -210,9 +210,6 @@ def _blocks(tree: list[_Branch]) -> list[AttentionBlock]:
             mask_QK = np.tri(chunk, len(prefix_K) + chunk, len(prefix_K), dtype=np.bool_)
             blocks.append(AttentionBlock(start=at, end=at + chunk, prefix_K=prefix_K, mask_QK=mask_QK))
     return blocks
-
-
-# ------------------------------------------------------------------ mini-batches and ranks
 
 
 Shard = tuple[TrainBatch, ...]

@@ -7,13 +7,10 @@ import faulthandler
 import gc
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.train.config import TrainConfig
-
-if TYPE_CHECKING:
-    from invrl.train.megatron_args import Scalar
+from invrl.train.megatron_args import Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
