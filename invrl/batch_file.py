@@ -3,8 +3,6 @@
 One file per step: MessagePack, compressed, an array as its dtype and its bytes. Exact: what is loaded equals
 what was saved bit for bit. Called by `training.py`, `replay.py`."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from pathlib import Path

@@ -6,8 +6,6 @@
 A checkpoint is written under another name, flushed to disk and renamed: a crash at any byte leaves the last
 whole one. Called by `training.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

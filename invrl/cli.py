@@ -2,8 +2,6 @@
 `training.py` or `serving.py`. Every message a person gets about bad input comes from here as one block,
 with exit code 2. A command is a function; its docstring is its help."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

@@ -3,8 +3,6 @@ Sources, later ones win: defaults, the algorithm preset, a TOML file, flags (`re
 `resolve` returns is whole and consistent, or a ConfigError says what to change; nothing has started by then.
 Imports without torch, ray, sglang or transformers. `cli.py` calls it; others are handed sections they own."""
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence

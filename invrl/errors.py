@@ -14,8 +14,6 @@ InvrlError
     └── CanaryError        the served model is not the trained one
 """
 
-from __future__ import annotations
-
 import copyreg
 
 

@@ -4,8 +4,6 @@ Engines, router, gateway and rollout workers are those of training. Invariant: `
 once every set has been measured, and every process has ended when `run_evaluation` returns. Called by
 `cli.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable

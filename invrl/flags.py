@@ -2,8 +2,6 @@
 Leaf names are unique across sections, so a flag needs no prefix. Booleans are `--x` / `--no-x`. Options
 of other packages pass through as `--sglang-*`, `--router-*`, `--megatron-*`. Called by `cli.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import textwrap
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ descendants while it lives and kills whichever are left once it is gone. Invaria
 that was not a descendant of the driver (start time included). Started by `cluster.py`; `python -m
 invrl.guardian PID`."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

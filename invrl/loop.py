@@ -5,8 +5,6 @@ loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which. Inv
 for a version only after every engine has committed it, and counts its tokens only after its canary has
 passed. Called by `training.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

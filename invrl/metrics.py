@@ -1,8 +1,6 @@
 """Metrics are values that know their own reduction: ranks and micro-batches return them, `merge`
 adds them up, `resolve` makes floats. `timed` measures phases. Sinks are elsewhere (`metric_sinks.py`)."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping

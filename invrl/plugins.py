@@ -4,8 +4,6 @@ Invariant: what a loader returns has been imported, is callable, and accepts the
 `interfaces.py` makes. Called at start-up, before any process exists, and again in the process that runs
 the code. The current working directory is importable, so a file beside the user's shell will do."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

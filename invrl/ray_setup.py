@@ -1,8 +1,6 @@
 """The environment of the Ray that a run starts, set before `ray` is imported, which reads it once.
 A cluster named by RAY_ADDRESS has its own; `cluster.py` then sends `worker_environment` along."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

@@ -1,8 +1,6 @@
 """`invrl replay RUN --step N`: one training step again, from its checkpoint and its saved batch, with every
 token's numbers written out. Nothing of the run is changed. Called by `cli.py`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 

@@ -1,8 +1,6 @@
 """The reward curve, and held-out results before and after, as one picture from metrics.jsonl alone.
 Works for a dead run too (`invrl report RUN_FOLDER`). Called by `training.py` at the end of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 other packages, port, machine.
 `check_run` makes the checks that a command needs and is called by `cli.py`; `doctor.py` makes all of them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

@@ -8,8 +8,6 @@ done survives kill -9 of the process (WAL; an operating-system crash may lose th
 file). Session keys are stored hashed. The ledger's tables are here too
 (`buffer/ledger_store.py`); its writer takes turns with the gateway through the busy timeout."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import sqlite3

@@ -3,8 +3,6 @@
 The first session stands for the person at the terminal; more are opened with the environment key. Called by
 `cli.py`."""
 
-from __future__ import annotations
-
 from invrl.cluster import Serving, start_serving
 from invrl.config import Config
 from invrl.rollout.session_client import SessionClient

@@ -4,8 +4,6 @@ Called by `cli.py`. Invariants: whatever ends the run (the last step, an error, 
 ended when `run_training` returns, and the report is drawn from the steps there were. A run folder with a
 checkpoint goes on from the newest one."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping

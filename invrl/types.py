@@ -4,8 +4,6 @@ Axes in names: `_G` members of a group, `_T` tokens, `_B` packed rows. Token ids
 int32, log-probs and advantages float32. Lengths are checked on construction, so a value that exists
 is consistent. Everybody imports this module; it imports nothing of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,8 +1,6 @@
 """Aggregation: how token losses become one number. Denominators are global (over micro-batches and ranks),
 so that what the micro-batches return may simply be added."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

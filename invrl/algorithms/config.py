@@ -1,7 +1,5 @@
 """The algorithm's axes as settings, and presets of them by name, which are nothing but values of fields."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator

@@ -11,8 +11,6 @@ given one), else its child session's, else the rollout's final one. An advantage
 final one is what the advantage function says for the rollout with that reward in the final one's place: the
 rest of the group is compared by final rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ so an outcome may also be pushed through `record`. The ledger is written behind,
 `trained` and `snapshot` answer. A failure of the polling is not lost: whoever waits for work or a batch gets
 it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ A rollout's place is (group, index, attempt); `Ledger.move` is the only way to c
 transition and emits a `LedgerEntry`. Invariant: a place moves forward only and ends once, trained or
 dropped with a reason. `ledger_store.py` keeps every entry. Owned by `buffer.py`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

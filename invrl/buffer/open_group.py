@@ -1,8 +1,6 @@
 """A group that has not ended: its members' current attempts, where each is in its life, and what has come
 back. Owned by `buffer.py`, part of its snapshot; states change through `ledger.py` alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

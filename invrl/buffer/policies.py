@@ -1,7 +1,5 @@
 """The buffer's decisions as pure functions: which groups count, how many may be under way."""
 
-from __future__ import annotations
-
 from invrl.buffer.config import BufferConfig
 from invrl.interfaces import GroupFilter
 from invrl.plugins import load_plugin

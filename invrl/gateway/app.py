@@ -2,8 +2,6 @@
 
 Nothing but these routes is reachable: the fleet's own admin routes have no counterpart here."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,8 +1,6 @@
 """The session API's request bodies have a size and a deadline, as the agents' routes have by themselves. Made
 by `app.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine
 from typing import Any
 

@@ -4,8 +4,6 @@ Invariant: a request is answered with an earlier answer only if it is a retry of
 answer was made for; a client that asks the same thing again on purpose gets a fresh sample. Held by
 `turns.py`; ends with the session."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -4,8 +4,6 @@ build: once a close has begun, no call, delivery or reward changes what the sess
 children end with it at the latest and are part of its outcome. Called by the session API, and by itself
 when a session's time is up."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sqlite3

@@ -4,8 +4,6 @@ Reads the files itself and renders with transformers' own template function: tra
 classes import torch, which would cost the gateway many seconds and 350 MB for nothing. That both
 agree is tested. Called once, by `gateway_server.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ The turns of a session's finished children are part of it. A root turn begins a 
 conversation of a session is the one with the most tokens sampled, the others (titles, summaries, parallel
 ones) are auxiliary."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any

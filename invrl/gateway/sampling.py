@@ -1,7 +1,5 @@
 """Whose sampling parameters count: the run's in training and evaluation, the client's in serving. Pure."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What the session API takes and answers, as types: requests are checked by them, OpenAPI shows them."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field

@@ -5,8 +5,6 @@ whoever started it (PR_SET_PDEATHSIG). The sockets are its parent's: while nobod
 the kernel. Signals: SIGTERM ends all in good order; Ctrl-C is the parent's to pass on. Called by
 `gateway_server.py`."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import mmap

@@ -1,7 +1,5 @@
 """Settings of the rollout half: what is run, against how many engines, sampled how."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt

@@ -5,8 +5,6 @@ holds it), `admin_key` may pause it and change its weights (the weight receiver 
 in the environment, so no process listing shows them. Device differences of the rollout half live
 here. Used by `fleet`."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Sequence

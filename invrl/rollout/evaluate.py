@@ -5,8 +5,6 @@ below it are pure. Invariants: a rollout that fails scores 0 and is counted by i
 for a reason of ours (a worker that died, an engine) is tried again first; an `Evaluation` is read back
 from JSON as it was. Called by `rollout_handle.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter

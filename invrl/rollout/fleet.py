@@ -5,8 +5,6 @@ leaves (`evict`) is unregistered first and then ended. An engine's health is jud
 generate, so a pause (weight update) is never taken for a hang. A plain class: `invrl serve` uses it directly,
 training inside a Ray actor. Start it from a thread that lives as long as the servers should."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

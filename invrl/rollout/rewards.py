@@ -2,8 +2,6 @@
 
 Pure. Invariant: a reward that leaves here is a finite float within `MAX_REWARD`. Called by `runner.py`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from numbers import Real

@@ -4,8 +4,6 @@ Lives in the driver's event loop; `cluster.py` makes it and runs the loop under 
 of the rollout half ends the run with its own cause instead of a batch that never comes. `evaluating.py`
 makes one without a buffer."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial

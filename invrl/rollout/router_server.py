@@ -5,8 +5,6 @@ never leaves this file; towards an engine it uses that engine's key), it never r
 ejects an engine that is only paused, and it routes to an engine only after `register` (which happens once
 that engine holds the fleet's version). Used by `fleet`."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ worker pool's to see. Async functions run in the worker's event loop, sync ones 
 own: a thread cannot be ended, so those that outlive their deadline are counted and the pool replaces
 the worker. Called by `worker_actor.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

@@ -6,8 +6,6 @@ repeated without harm); any other refusal is a SessionError at once. Opening tak
 rest is done with the session's own key, so who runs a rollout needs no more than its session. Used by the
 dispatcher, the evaluation and the rollout workers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets

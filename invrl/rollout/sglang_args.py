@@ -5,8 +5,6 @@ it, and no option is dropped without a word; what invrl owns, or what would brea
 what to do instead; all before a process starts. Importable without sglang or torch. Used by `fleet`
 and by the configuration's check."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import functools

@@ -5,8 +5,6 @@ Invariants: the same split and seed give the same tasks in the same order; the i
 are distinct (the n-th repeat of an id is "id@n"); "eval" is finite. `check_tasks` and `load_eval_sets` find
 every mistake before a process starts; `load_tasks` feeds the buffer and the evaluation."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json

@@ -7,8 +7,6 @@ WORKER_DIED and are replaced; more `rollout_workers` spread the damage), and mem
 all (over `rollout_worker_memory_gb` they end as MEMORY, and the worker asks to be replaced). Child processes
 that rollouts start live until their worker ends at the latest. Held by `worker_pool.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib

@@ -4,8 +4,6 @@ Megatron's own local attention refuses packed sequences; this one takes `PackedR
 passes its PackedSeqParams, and runs one SDPA call per block of the row (see `packing.py`).
 Imported after `device.prepare()`, by `model.py`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 A checkpoint can be loaded by another number of data-parallel ranks. Called by `rank.py`; imported
 after `device.prepare()`."""
 
-from __future__ import annotations
-
 import json
 import queue
 import shutil

@@ -4,8 +4,6 @@ Invariant: a `HuggingFaceConfig` describes a model that `model.py` computes exac
 compute differently is refused here, by name, before a weight is read. Imports neither torch nor
 transformers, so a run can be checked before any process starts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -8,8 +8,6 @@ and that one itself (it is only predicted), are not computed at all.
 
 Pure numpy, called by `step.py`, `rank.py` and `train_handle.py` (sharding)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

@@ -5,8 +5,6 @@ model before the batch's first step, or the engine's), *current*. With one optim
 and current are the same numbers, so no forward pass is spent on old. Imported after
 `device.prepare()`, called by `rank.py`."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

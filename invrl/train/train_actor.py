@@ -1,8 +1,6 @@
 """A trainer rank as a Ray actor: receives, calls, replies. Made by `cluster.py`, held by
 `train_handle.py`."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import sys

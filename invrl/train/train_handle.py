@@ -3,8 +3,6 @@
 Invariant: a call ends within its deadline on all ranks, or none is left: ranks meet in collectives, so
 where one fails or dies the others would wait for it. Made by `cluster.py`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from itertools import chain

@@ -3,8 +3,6 @@
 Invariant: what is exported right after loading is what was loaded, byte for byte, under the same
 names. Called by `model.py` (load), `checkpoint.py` and `rank.py` (export)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

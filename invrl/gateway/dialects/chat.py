@@ -17,8 +17,6 @@ Every field of the API stands in exactly one of these lists:
 - refused with 400: see `_REFUSED`; in messages audio, images, files.
 Any other field is refused as unknown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """What chat and text completions share: an answer of `n` choices, whole and streamed. Pure."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar

@@ -10,8 +10,6 @@ prompt and its reply (special tokens and stop string included) goes on with that
 - ignored, for it changes no token: `user`, `stream_options.include_obfuscation`.
 - refused with 400: see `_REFUSED`; several prompts. Any other field is unknown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, ClassVar

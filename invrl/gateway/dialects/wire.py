@@ -2,8 +2,6 @@
 
 Used by the files beside it."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
