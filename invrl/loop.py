@@ -27,8 +27,7 @@ Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """What makes a new version of a batch, and gives it to the fleet. `save` is called every `save_interval`
-    steps (0: never) and after the last one."""
+    """Makes a new version for the fleet. `save` is called each `save_interval` steps (0: never), and last."""
 
     trainer: Trainer
     sync: Sync

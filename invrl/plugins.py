@@ -42,9 +42,8 @@ def load_reward_function(path: str) -> RewardFn:
 def load_plugin(
     path: str, field: str, protocol: type[Plugin], built_ins: Mapping[str, Plugin] | None = None
 ) -> Plugin:
-    """The built-in of that name, or the callable at `module:name` (dots after the colon reach into
-    objects), checked against the parameters of `protocol.__call__`. `field` is the setting that errors
-    name. Raises PluginError."""
+    """The built-in of that name, or the callable at `module:name` (dots after the colon reach into objects),
+    checked against the parameters of `protocol.__call__`. `field`: the setting. Raises PluginError."""
     if path in (names := dict(built_ins or {})):
         return names[path]
     refused = partial(PluginError, field, path)

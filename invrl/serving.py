@@ -1,7 +1,6 @@
 """`invrl serve`: the fleet and the gateway without a trainer, for a stranger's agent at once.
 
-The first session stands for the person at the terminal; more are opened with the environment key. Called by
-`cli.py`."""
+The first session is for the person at the terminal; the environment key opens more. Called by `cli.py`."""
 
 from invrl.cluster import Serving, start_serving
 from invrl.config import Config

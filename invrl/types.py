@@ -204,8 +204,7 @@ class RolloutSummary(EndedSession):
     auxiliary_tokens: int = 0
     """Sampled tokens of conversations beside the main one (titles, summaries)."""
     trained_tokens: int
-    """Sampled tokens that may be trained: those of delivered turns that were not aborted and do not stand
-    under one of `untrained_roots`."""
+    """Sampled tokens that may be trained: of delivered turns, not aborted nor under an untrained root."""
     truncated: bool
     """Some turn ended because it ran out of tokens."""
     oldest_version: WeightVersion
@@ -352,8 +351,7 @@ class WeightUpdate:
     version: WeightVersion
     num_bytes: int
     seconds: Mapping[str, float]
-    """Keys: prepare, stage, pause, load, commit, resume, canary; `paused` is the whole time that
-    generation stood still."""
+    """Keys: prepare, stage, pause, load, commit, resume, canary; `paused`: while generation stood still."""
     canary_max_gap: float
     canary_mean_gap: float
     lost_engines: tuple[str, ...] = ()

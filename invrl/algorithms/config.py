@@ -15,8 +15,7 @@ PRESETS: dict[str, dict[str, str | float]] = {
     "dapo": {"advantage": "grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.28, "kl_coef": 0.0},
 }
 """Only axes that exist. Where a paper's aggregation is not built yet (GRPO's mean per rollout, Dr. GRPO's
-constant), the preset has the default, token_mean (DAPO's own). DAPO's dynamic sampling is the buffer's filter
-`nonzero_variance`."""
+constant), it is token_mean (DAPO's). DAPO's dynamic sampling is the buffer's filter `nonzero_variance`."""
 
 
 class AlgorithmConfig(Section):

@@ -1,5 +1,4 @@
-"""The session API's request bodies have a size and a deadline, as the agents' routes have by themselves. Made
-by `app.py`."""
+"""The session API's request bodies have a size and a deadline, as agents' routes have. Made by `app.py`."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any

@@ -68,8 +68,7 @@ class EvalScore:
 
     @property
     def pass_at_k(self) -> Mapping[int, Interval]:
-        """Chance that one of k samples of a task is exact, its mean over tasks, for k = 1, 2, 4, ...; the
-        interval is a bootstrap over tasks."""
+        """Chance that one of k = 1, 2, 4, ... samples of a task is exact: mean and bootstrap over tasks."""
         counts = [(len(r), sum(reward >= EXACT_REWARD for reward in r)) for r in self.rewards]
         ks = [2**power for power in range(min((n for n, _ in counts), default=0).bit_length())]
         return {k: bootstrap_interval(np.array([pass_at_k(n, c, k) for n, c in counts])) for k in ks}

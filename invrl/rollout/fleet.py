@@ -78,8 +78,7 @@ class Fleet:
         router: Mapping[str, object] | None = None,
         carrier: str = "arena",
     ) -> None:
-        """Starts the router. `sglang`, `router`: what the user passes through, by upstream's field names.
-        ConfigError."""
+        """Starts the router. `sglang`, `router`: passed through, by upstream's field names. ConfigError."""
         self._carrier = carrier
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
         self._config, self._model_path, self._run_folder = engine, model_path, run_folder

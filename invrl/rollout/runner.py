@@ -1,10 +1,9 @@
 """Runs user code on sessions and says how it ended: a reward, or a reason why there is none.
 
-Invariant: nothing that a rollout function or reward function does (raise, hang, return the wrong
-thing, sys.exit, swallow its cancellation) leaves `Runner.run` as an exception; `os._exit` is the
-worker pool's to see. Async functions run in the worker's event loop, sync ones in a thread of their
-own: a thread cannot be ended, so those that outlive their deadline are counted and the pool replaces
-the worker. Called by `worker_actor.py`."""
+Invariant: nothing that a rollout function or reward function does (raise, hang, return the wrong thing,
+sys.exit, swallow its cancellation) leaves `Runner.run` as an exception; `os._exit` is the worker pool's to
+see. Async functions run in the worker's event loop, sync ones in a thread of their own, which cannot be
+ended: those that outlive their deadline are counted, the pool replaces the worker."""
 
 import asyncio
 import contextlib
@@ -150,8 +149,7 @@ class Runner:
 
 
 def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
-    """Why user code failed. ENGINE only where a request to our own endpoint met a 5xx or no server: an
-    agent talks to other servers too."""
+    """Why user code failed. ENGINE only where a request to an endpoint of ours met a 5xx or no server."""
     if isinstance(error, Rejected):
         return Failure(reason=error.reason, detail=error.detail)
     ours = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}

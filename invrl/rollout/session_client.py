@@ -43,8 +43,7 @@ class _Opened(msgspec.Struct):
 
 
 class SessionClient:
-    """Calls the gateway at `base_url` (no /v1). One per event loop. Without `env_key` it cannot open
-    sessions."""
+    """Calls the gateway at `base_url` (no /v1). One per event loop. Opening sessions takes the `env_key`."""
 
     def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = DEADLINE_S) -> None:
         self._url, self._env_key, self._deadline_s = base_url.rstrip("/"), env_key, deadline_s

@@ -1,9 +1,8 @@
 """What a user passes through to SGLang (`--sglang-*`) and to the router (`--router-*`).
 
-Invariant: what passes has been parsed by the installed package's own parser, as the process will parse
-it, and no option is dropped without a word; what invrl owns, or what would break it, is refused with
-what to do instead; all before a process starts. Importable without sglang or torch. Used by `fleet`
-and by the configuration's check."""
+Invariant: what passes has been parsed by the installed package's own parser, as the process will parse it,
+and no option is dropped without a word; what invrl owns, or what would break it, is refused with what to do
+instead; all before a process starts. Importable without sglang or torch. Used by `fleet`, `run_checks`."""
 
 import argparse
 import difflib

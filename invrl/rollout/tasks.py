@@ -239,8 +239,7 @@ def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ..
 
 
 def held_out_only(config: RolloutConfig) -> RolloutConfig:
-    """As `invrl eval` reads it: a task file is what is evaluated. Raises ConfigError without exactly one
-    place that tasks come from."""
+    """As `invrl eval` reads it: a task file is held out. ConfigError without exactly one place of tasks."""
     if config.eval_sets:
         return config
     file = config.eval_task_file or config.task_file

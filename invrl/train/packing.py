@@ -89,9 +89,8 @@ def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
 
 
 def pack(rows: Sequence[Row], *, max_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens (a longer row stands alone), at least one:
-    a rank without data still takes part in the step, with an empty micro-batch. Rows that want nothing
-    are left out."""
+    """Micro-batches of at most `max_tokens` packed tokens (a longer row stands alone), at least one: a rank
+    without data takes part in the step with an empty one. Rows that want nothing are left out."""
     order = [index for index, row in enumerate(rows) if row.computed]
     if share_prefixes:
         order.sort(key=lambda index: _sort_key(rows[index].tokens_T))

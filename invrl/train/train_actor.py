@@ -1,5 +1,4 @@
-"""A trainer rank as a Ray actor: receives, calls, replies. Made by `cluster.py`, held by
-`train_handle.py`."""
+"""A trainer rank as a Ray actor: receives, calls, replies. Made by `cluster.py`, held by `train_handle`."""
 
 import faulthandler
 import gc
