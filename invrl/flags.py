@@ -32,9 +32,7 @@ class Leaf:
         return self.info.annotation is bool
 
 
-LEAVES = [
-    Leaf(table=t, key=k, info=i) for t, section in SECTIONS.items() for k, i in section.model_fields.items()
-]
+LEAVES = [Leaf(table=t, key=k, info=i) for t, s in SECTIONS.items() for k, i in s.model_fields.items()]
 _LEAF_OF = {leaf.flag: leaf for leaf in LEAVES}
 _LEAF_OF |= {"--no-" + leaf.flag[2:]: leaf for leaf in LEAVES if leaf.is_switch}
 

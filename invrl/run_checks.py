@@ -133,10 +133,9 @@ def check_world(config: Config, *, cpus: int) -> None:
 def check_environment_key() -> None:
     """The one that the user brings, if any."""
     if len(os.environ.get("INVRL_ENV_KEY", "x" * 16)) < 16:
+        reason = "whoever has it opens sessions: it is too short"
         fix = "make it of 16 random characters or more, or unset it"
-        raise ConfigError(
-            "INVRL_ENV_KEY", "(not shown)", "whoever has it opens sessions: it is too short", fix
-        )
+        raise ConfigError("INVRL_ENV_KEY", "(not shown)", reason, fix)
 
 
 def check_port(config: Config) -> None:

@@ -171,9 +171,8 @@ class RunStoreWriter:
         for name, dtype in _TURN_ARRAYS.items():
             row[name] = np.ascontiguousarray(getattr(turn, name), dtype).tobytes()
         row["spans"] = _encode(turn.spans)
-        sql = (
-            f"INSERT INTO turns ({_TURN_COLUMNS}, messages, tools) VALUES ({','.join('?' * (len(row) + 2))})"
-        )
+        marks = ",".join("?" * (len(row) + 2))
+        sql = f"INSERT INTO turns ({_TURN_COLUMNS}, messages, tools) VALUES ({marks})"
         return self._submit([(sql, (*row.values(), messages, tools))])
 
     def mark_delivered(self, turn_id: str) -> Future[None]:
@@ -340,9 +339,7 @@ class RunStore:
         self._db.close()
 
     def _session(self, row: tuple[Any, ...]) -> StoredSession:
-        *place, sampling, limits, parent_id, key_hash, opened_at, state, deadline, reward, parts, outcome = (
-            row
-        )
+        *place, sampling, limits, parent_id, key_hash, opened_at, state, due, reward, parts, outcome = row
         names = ("id", "task_id", "group_id", "index", "attempt", "purpose")
         values: dict[str, Any] = dict(zip(names, place, strict=True)) | {"key": "", "base_url": ""}
         values |= {"limits": msgspec.json.decode(limits, type=SessionLimits), "parent_id": parent_id}
@@ -355,7 +352,7 @@ class RunStore:
             key_hash=key_hash,
             opened_at=opened_at,
             state=state,
-            reward_deadline=deadline,
+            reward_deadline=due,
             reward=reward,
             components=_components(parts),
             turn_rewards=own["turn"],

@@ -21,9 +21,8 @@ async def serve(config: Config, folder: RunFolder) -> None:
 
 async def _open_session(serving: Serving) -> Session:
     client = SessionClient(serving.gateway.url, env_key=serving.env_key)
-    lease = GroupLease(
-        group_id="terminal", task=Task(id="terminal", payload={}), members=(GroupMember(index=0, attempt=0),)
-    )
+    task, member = Task(id="terminal", payload={}), GroupMember(index=0, attempt=0)
+    lease = GroupLease(group_id="terminal", task=task, members=(member,))
     try:
         [session] = await client.open(lease, purpose="serve")
     finally:

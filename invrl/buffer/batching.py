@@ -149,12 +149,10 @@ def _temperature(rollout: Rollout, path: Sequence[Turn]) -> float:
     return temperatures.pop()
 
 
-def _group_advantages(
-    rewards_G: NDArray[np.float64], advantage_fn: AdvantageFn, eps: float
-) -> Sequence[float]:
-    advantages_G = np.asarray(advantage_fn(rewards_G, eps=eps), np.float64)
+def _group_advantages(rewards_G: NDArray[np.float64], function: AdvantageFn, eps: float) -> Sequence[float]:
+    advantages_G = np.asarray(function(rewards_G, eps=eps), np.float64)
     if advantages_G.shape != rewards_G.shape or not np.isfinite(advantages_G).all():
-        name = getattr(advantage_fn, "__name__", repr(advantage_fn))
+        name = getattr(function, "__name__", repr(function))
         reason = f"for rewards {rewards_G.tolist()} it returned {advantages_G.tolist()}"
         fix = "return one finite advantage per rollout of the group"
         raise PluginError("advantage", name, reason, fix)

@@ -19,6 +19,7 @@ from invrl.lease_store import LeaseStore
 from invrl.run_store import RunStoreWriter
 from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Reward, Sampling, SessionLimits
 
+Failure = tuple[FailureReason, str]
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
 _EXPIRY_INTERVAL_S = 1.0
@@ -141,7 +142,7 @@ class Lifecycle:
             await self.abort(record, FailureReason.TIMEOUT, detail, state="expired")
 
     async def _close(
-        self, record: SessionRecord, state: SessionState, failure: tuple[FailureReason, str] | None = None
+        self, record: SessionRecord, state: SessionState, failure: Failure | None = None
     ) -> Outcome | None:
         """Without a `failure` the outcome is what the session's turns and reward say."""
         if record.outcome is not None:
@@ -157,9 +158,7 @@ class Lifecycle:
                 await self._conclude(record, state, failure)
             return record.outcome
 
-    async def _conclude(
-        self, record: SessionRecord, state: SessionState, failure: tuple[FailureReason, str] | None
-    ) -> None:
+    async def _conclude(self, record: SessionRecord, state: SessionState, failure: Failure | None) -> None:
         family = [self.turns.conversation_to_close(one) for one in record.family(finished=True)]
         turns = [turn for one in family for turn in one.turns]
         delivered = {turn_id for one in family for turn_id in one.delivered}

@@ -102,6 +102,5 @@ class RouterServer(ServerProcess):
                 return dict(answer.json())
         except (httpx.HTTPError, ValueError) as error:  # another server may answer, not in JSON
             raise ServerError(f"the router does not answer {method} {path}: {error!r}") from error
-        raise ServerError(
-            f"the router answered {method} {path} with {answer.status_code}: {answer.text[:500]}"
-        )
+        told = f"{answer.status_code}: {answer.text[:500]}"
+        raise ServerError(f"the router answered {method} {path} with {told}")

@@ -158,11 +158,10 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
         request, response = _carried(each, "request"), _carried(each, "response")
         if not isinstance(request, httpx.Request) or _origin(request.url) not in ours:
             continue
+        failed = isinstance(response, httpx.Response) and response.status_code >= 500
         if isinstance(each, httpx.TimeoutException):
             reason = FailureReason.TIMEOUT
-        elif isinstance(each, httpx.TransportError) or (
-            isinstance(response, httpx.Response) and response.status_code >= 500
-        ):
+        elif isinstance(each, httpx.TransportError) or failed:
             reason = FailureReason.ENGINE
     try:
         text = "".join(traceback.format_exception(error))

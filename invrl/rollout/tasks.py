@@ -23,6 +23,9 @@ from invrl.interfaces import TaskSource
 from invrl.rollout.config import RolloutConfig
 from invrl.types import Json, Task
 
+_Rows = list[tuple[int, dict[str, Json]]]
+"""Number (from 1) and fields of each line of a file that is not blank, or of each row of a Parquet file."""
+
 
 def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
     """Tasks of "train" (without end, shuffled again for each epoch) or "eval" (finite, in order of
@@ -133,14 +136,9 @@ def _unit(file: str) -> str:
     return "row" if file.lower().endswith(".parquet") else "line"
 
 
-def _read_rows(field: str, file: str) -> list[tuple[int, dict[str, Json]]]:
-    """Number (from 1) and fields of each line that is not blank, or of each row of a Parquet file."""
-    parquet = _unit(file) == "row"
-    fix = (
-        "give a Parquet file, one row per task"
-        if parquet
-        else "give a JSONL file in UTF-8, one JSON object per line"
-    )
+def _read_rows(field: str, file: str) -> _Rows:
+    parquet, fix = _unit(file) == "row", "give a JSONL file in UTF-8, one JSON object per line"
+    fix = "give a Parquet file, one row per task" if parquet else fix
     try:
         rows = _parquet_rows(file) if parquet else _json_rows(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, NotImplementedError, ImportError) as error:  # pyarrow raises all of these
@@ -150,8 +148,8 @@ def _read_rows(field: str, file: str) -> list[tuple[int, dict[str, Json]]]:
     return rows
 
 
-def _json_rows(text: str) -> list[tuple[int, dict[str, Json]]]:
-    rows: list[tuple[int, dict[str, Json]]] = []
+def _json_rows(text: str) -> _Rows:
+    rows: _Rows = []
     # Only "\n" ends a line of JSONL: str.splitlines would cut at U+2028 inside a string.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -166,12 +164,12 @@ def _json_rows(text: str) -> list[tuple[int, dict[str, Json]]]:
     return rows
 
 
-def _parquet_rows(file: str) -> list[tuple[int, dict[str, Json]]]:
+def _parquet_rows(file: str) -> _Rows:
     """Lists and structs as they are, a map as pairs, times in ISO 8601, decimals as floats, NaN and infinity
     as null."""
     from pyarrow import parquet
 
-    rows: list[tuple[int, dict[str, Json]]] = []
+    rows: _Rows = []
     for number, row in enumerate(parquet.ParquetFile(file).read().to_pylist(), start=1):
         try:
             rows.append((number, orjson.loads(orjson.dumps(row, default=_json))))
@@ -188,9 +186,7 @@ def _json(value: object) -> float | str:
     raise TypeError
 
 
-def _column(
-    rows: list[tuple[int, dict[str, Json]]], field: str, file: str, key_field: str, key: str
-) -> list[Json] | None:
+def _column(rows: _Rows, field: str, file: str, key_field: str, key: str) -> list[Json] | None:
     """The values under `key`, one per row. None if no row has it and the key is the default one, which
     may be absent. ConfigError names the first line that lacks it."""
     lacking = [line for line, row in rows if key not in row]

@@ -176,9 +176,8 @@ def _message(message: _Message, at: int) -> Message:
     if message.content is None and role != "assistant":
         raise wire.bad(f"{param}.content must be text", param=f"{param}.content")
     if role == "tool" and not message.tool_call_id:
-        raise wire.bad(
-            f"{param}.tool_call_id must say which call this answers", param=f"{param}.tool_call_id"
-        )
+        param = f"{param}.tool_call_id"
+        raise wire.bad(f"{param} must say which call this answers", param=param)
     if message.tool_calls and role != "assistant":
         raise wire.bad(f"{param}.tool_calls: only the assistant calls", param=f"{param}.tool_calls")
     return Message(
