@@ -1,10 +1,7 @@
 """A training batch as a file: what `--save-rollout-data` writes and `--load-rollout-data` reads.
 
 One file per step: MessagePack, compressed, an array as its dtype and its bytes. Exact: what is loaded equals
-what was saved bit for bit. Called by `training.py`, `replay.py`.
-"""
-
-from __future__ import annotations
+what was saved bit for bit. Called by `training.py`, `replay.py`."""
 
 import os
 import zlib

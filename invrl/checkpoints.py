@@ -4,16 +4,14 @@
                                buffer.json (buffer, data cursor, place in the ledger)
 
 A checkpoint is written under another name, flushed to disk and renamed: a crash at any byte leaves the last
-whole one. Called by `training.py`.
-"""
-
-from __future__ import annotations
+whole one. Called by `training.py`."""
 
 import asyncio
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from invrl.errors import ConfigError
 from invrl.interfaces import Trainer
@@ -35,7 +33,7 @@ class Checkpoint:
     """Absent where no buffer was in the run (`--debug-train-only`)."""
 
     @classmethod
-    def at(cls, path: Path) -> Checkpoint | None:
+    def at(cls, path: Path) -> Self | None:
         """The checkpoint in this folder; None if it is not one."""
         step = path.name.removeprefix(_PREFIX)
         whole = path.name.startswith(_PREFIX) and step.isdecimal() and (path / "megatron").is_dir()

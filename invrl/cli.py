@@ -2,15 +2,12 @@
 `training.py` or `serving.py`. Every message a person gets about bad input comes from here as one block,
 with exit code 2. A command is a function; its docstring is its help."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -34,18 +31,6 @@ usage: invrl COMMAND [flags]"""
 _OUTRO = "`invrl COMMAND --help` shows a command's flags. Exit codes: 0 done, 2 bad input, 1 anything else."
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One subcommand: the function that runs it, and whether it takes the flags of the configuration."""
-
-    run: Callable[[Sequence[str]], None]
-    takes_config: bool = False
-
-    @property
-    def help(self) -> str:
-        return inspect.getdoc(self.run) or ""
-
-
 class _Failed(Exception):
     """Exit code 1; the person has been told why."""
 
@@ -54,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the process's exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        rows = [f"  {name:<15}{command.help.splitlines()[0]}" for name, command in COMMANDS.items()]
+        helps = {name: inspect.getdoc(command) or "" for name, command in COMMANDS.items()}
+        rows = [f"  {name:<15}{text.splitlines()[0]}" for name, text in helps.items()]
         print("\n".join([_INTRO, "", *rows, "", _OUTRO]))
         return 0 if arguments else USAGE_EXIT
     name, rest = arguments[0], arguments[1:]
@@ -62,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (command := COMMANDS.get(name)) is None:
             raise ConfigError("command line", name, "no such command", nearest(name, COMMANDS))
         if {"-h", "--help"} & set(rest):
-            print(f"invrl {name}: {command.help}" + ("\n\n" + flag_help() if command.takes_config else ""))
+            flags = "\n\n" + flag_help() if name in TAKE_CONFIG else ""
+            print(f"invrl {name}: {inspect.getdoc(command)}{flags}")
         else:
-            command.run(rest)
+            command(rest)
         return 0
     except ConfigError as error:
         facts = {"where": error.field, "value": repr(error.value), "reason": error.reason, "fix": error.fix}
@@ -158,8 +145,7 @@ def _train(arguments: Sequence[str]) -> None:
       invrl train --config launch/configs/calculator_async.toml --model-path MODEL --max-staleness 2
 
     The run folder (--run-root/--run-name) holds the resolved configuration, metrics.jsonl, TensorBoard
-    events, the run's store, logs, checkpoints and the report.
-    """
+    events, the run's store, logs, checkpoints and the report."""
     with _guarded(arguments, trains=True) as (config, folder):
         prepare_ray()
         from invrl.training import run_training
@@ -353,18 +339,8 @@ def _soak(arguments: Sequence[str]) -> None:
     syncing and writing a checkpoint; checks ledger and turns at the end; writes JSON (default:
     RUN_FOLDER/soak.json). --seed also draws the faults.
     """
-    soak = _from_checkout("soak").soak
-    own, rest = _own_flags(arguments, ("--minutes", "--out"))
-    given = own.get("--minutes", "30")
-    try:
-        minutes = float(given)
-    except ValueError:
-        raise ConfigError("--minutes", given, "not a number", "give --minutes 30") from None
-    config, folder = _ready(rest, trains=True)
-    flags = [*rest, "--run-root", str(folder.path.parent), "--run-name", folder.path.name]
-    flags += "--progress none --num-steps 1000000 --max-restarts 3 --save-interval 2".split()
-    out = Path(own.get("--out") or folder.path / "soak.json").expanduser().absolute()
-    print(soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out))
+    own, flags = _own_flags(arguments, ("--minutes", "--out"))
+    print(_from_checkout("soak").main(own, flags, lambda: _ready(flags, trains=True)))
 
 
 def _report(arguments: Sequence[str]) -> None:
@@ -398,20 +374,22 @@ def _bench(arguments: Sequence[str]) -> None:
 
 
 COMMANDS = {
-    "train": Command(_train, takes_config=True),
-    "serve": Command(_serve, takes_config=True),
-    "eval": Command(_eval, takes_config=True),
-    "doctor": Command(_doctor, takes_config=True),
-    "prepare-model": Command(_prepare_model),
-    "check-template": Command(_check_template),
-    "show-config": Command(_show_config, takes_config=True),
-    "resume": Command(_resume),
-    "replay": Command(_replay),
-    "ledger": Command(_ledger),
-    "soak": Command(_soak, takes_config=True),
-    "bench": Command(_bench),
-    "report": Command(_report),
+    "train": _train,
+    "serve": _serve,
+    "eval": _eval,
+    "doctor": _doctor,
+    "prepare-model": _prepare_model,
+    "check-template": _check_template,
+    "show-config": _show_config,
+    "resume": _resume,
+    "replay": _replay,
+    "ledger": _ledger,
+    "soak": _soak,
+    "bench": _bench,
+    "report": _report,
 }
+TAKE_CONFIG = {"train", "serve", "eval", "doctor", "show-config", "soak"}
+"""Commands that take the flags of the configuration."""
 
 if __name__ == "__main__":
     sys.exit(main())

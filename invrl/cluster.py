@@ -3,8 +3,6 @@ gateway. Nothing else in invrl starts a process. Start-up overlaps: engines load
 trainer ranks load. Everything is ended in reverse order on return, error and Ctrl-C; on kill -9 by the
 kernel (PR_SET_PDEATHSIG), by Ray and by the guardian. Called by `training.py` and `serving.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -3,8 +3,6 @@ Sources, later ones win: defaults, the algorithm preset, a TOML file, flags (`re
 `resolve` returns is whole and consistent, or a ConfigError says what to change; nothing has started by then.
 Imports without torch, ray, sglang or transformers. `cli.py` calls it; others are handed sections they own."""
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,15 +11,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import tomli_w
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    ValidationError,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt, StrictBool, StrictFloat, StrictInt, ValidationError
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.buffer.config import BufferConfig

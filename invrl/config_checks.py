@@ -1,8 +1,7 @@
 """What single fields cannot know: contradictions between settings, found before any process starts.
 
-One function per subject, each yielding what is wrong. `check` is pure and is called by `config.resolve`;
-what the settings name is looked at by `run_checks.py`.
-"""
+One function per subject, each yielding what is wrong. `check` is pure and is called by `config.resolve`; what
+the settings name is looked at by `run_checks.py`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """What SGLang imports and a CPU-only machine does not have, replaced in this process.
 
-`sgl_kernel` has no CPU wheel and torchvision's wheels are CUDA builds that break transformers'
-imports. The stand-ins make the names importable; calling one fails loudly. Invariant: nothing here
-touches a process that sees CUDA. Called by `launch_sglang` (which every SGLang process re-imports)
-and by whoever imports sglang on such a machine (`sglang_args`, the bucket sender).
-"""
+`sgl_kernel` has no CPU wheel and torchvision's wheels are CUDA builds that break transformers' imports. The
+stand-ins make the names importable; calling one fails loudly. Invariant: nothing here touches a process that
+sees CUDA. Called by `launch_sglang` (which every SGLang process re-imports) and by whoever imports sglang on
+such a machine (`sglang_args`, the bucket sender)."""
 
 from __future__ import annotations
 

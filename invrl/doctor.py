@@ -3,8 +3,6 @@ Invariant: all checks run, whatever the others found; none leaves anything behin
 it saw, raises ConfigError for what would stop a run, and `Doubt` for what may. Those that `invrl train`
 makes too are the same functions (`run_checks.py`). Called by `cli.py`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,8 +26,6 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check saw."""
-
     check: str
     status: Status
     value: str

@@ -14,8 +14,6 @@ InvrlError
     └── CanaryError        the served model is not the trained one
 """
 
-from __future__ import annotations
-
 import copyreg
 
 
@@ -51,8 +49,7 @@ class ServerError(InvrlError):
 
 
 class SessionError(InvrlError):
-    """The gateway refuses a request; `status`, `code` and `param` (the request's field at fault) become
-    the dialect's own error body."""
+    """The gateway refuses a request; `param`: the field at fault. Becomes the dialect's own error body."""
 
     def __init__(
         self,

@@ -1,11 +1,7 @@
 """`invrl eval`: a model measured on held-out tasks through the endpoint, without a trainer.
 
-Engines, router, gateway and rollout workers are those of training. Invariant: `report/eval.json` is
-written once every set has been measured, and every process has ended when `run_evaluation` returns.
-Called by `cli.py`.
-"""
-
-from __future__ import annotations
+Engines, router, gateway and rollout workers are those of training. Invariant: `report/eval.json` is written
+once every set is measured; every process has ended when `run_evaluation` returns. Called by `cli.py`."""
 
 import asyncio
 import time

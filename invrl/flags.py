@@ -2,8 +2,6 @@
 Leaf names are unique across sections, so a flag needs no prefix. Booleans are `--x` / `--no-x`. Options
 of other packages pass through as `--sglang-*`, `--router-*`, `--megatron-*`. Called by `cli.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import textwrap
 from collections.abc import Sequence
@@ -21,8 +19,6 @@ CONFIG_FLAG = "--config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One field of the tree."""
-
     table: str
     key: str
     info: FieldInfo
@@ -36,9 +32,7 @@ class Leaf:
         return self.info.annotation is bool
 
 
-LEAVES = [
-    Leaf(table=t, key=k, info=i) for t, section in SECTIONS.items() for k, i in section.model_fields.items()
-]
+LEAVES = [Leaf(table=t, key=k, info=i) for t, s in SECTIONS.items() for k, i in s.model_fields.items()]
 _LEAF_OF = {leaf.flag: leaf for leaf in LEAVES}
 _LEAF_OF |= {"--no-" + leaf.flag[2:]: leaf for leaf in LEAVES if leaf.is_switch}
 

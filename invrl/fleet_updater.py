@@ -1,8 +1,6 @@
 """The weight transaction over the fleet as it is now. What an update loses is evicted, and an engine that
 left is given a new process with the committed weights, a few times. Called by `training.py`."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from pathlib import Path

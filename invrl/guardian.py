@@ -1,13 +1,9 @@
 """The process that outlives a killed driver just long enough to end what the driver started.
 
-Servers that we start die with us through PR_SET_PDEATHSIG. Ray's own processes do not all: after
-kill -9 of a driver its raylet goes at once, its agents linger for up to a minute. The guardian
-remembers the driver's descendants while it lives and kills whichever are left once it is gone.
-Invariant: it never touches a process that was not a descendant of the driver (start time included).
-Started by `cluster.py`; `python -m invrl.guardian PID`.
-"""
-
-from __future__ import annotations
+Servers that we start die with us through PR_SET_PDEATHSIG. Ray's own processes do not all: after kill -9 of a
+driver its raylet goes at once, its agents linger for up to a minute. The guardian remembers the driver's
+descendants while it lives and kills whichever are left once it is gone. Invariant: it never touches a process
+that was not a descendant of the driver (start time included). Started by `cluster.py`."""
 
 import contextlib
 import signal

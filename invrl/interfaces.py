@@ -1,8 +1,7 @@
 """The plug points (user code by `package.module:name`) and the seams between our own parts.
 
-Everything here is a Protocol or a value that one takes; `plugins.py` loads user code and checks its
-signature at start-up. The loop, the dispatcher and the weight transaction know only these seams,
-never each other's packages."""
+Everything here is a Protocol or a value that one takes; `plugins.py` loads user code and checks its signature
+at start-up. The loop, the dispatcher and the weight transaction know only these seams."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class RolloutFn(Protocol):
 
 
 class GroupRolloutFn(Protocol):
-    """Runs a whole group (for relative judging): marked by `group = True` on the function. One result
-    per endpoint, in order."""
+    """Runs a whole group (for relative judging), marked by `group = True` on it. One result per endpoint."""
 
     def __call__(
         self, task: Task, endpoints: Sequence[Endpoint]
@@ -115,8 +113,7 @@ class Buffer(Protocol):
         """Idempotent: the same outcome may arrive again after a crash."""
 
     async def take(self) -> TakenBatch:
-        """The next batch of whole groups, no token older than the staleness bound. Waits; DeadlineError
-        names what is missing."""
+        """The next batch of whole groups within the staleness bound. DeadlineError names what is missing."""
         ...
 
     async def trained(self, batch_id: int) -> None: ...
@@ -136,8 +133,6 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What training on one batch did."""
-
     optimizer_steps: int
     metrics: Mapping[str, Metric]
     seconds: Mapping[str, float]

@@ -3,8 +3,6 @@
 Invariant: no signal raises in a loop that `run` runs. At the second SIGINT asyncio's own runner does, and
 with the callback it hits may be lost what the clean-up waits for. Called by `cli.py` and what it calls."""
 
-from __future__ import annotations
-
 import _thread
 import asyncio
 import contextlib

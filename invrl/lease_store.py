@@ -7,8 +7,6 @@
 Every change is one statement, so one transaction, and blocks: call it in a thread. The driver and any number
 of gateway workers share it. Written by `rollout/lease_offers.py`, used by the gateway."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`invrl ledger RUN [TASK]`: what became of every rollout of a run, a dead one too. Called by `cli.py`."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Sequence

@@ -1,12 +1,9 @@
 """The loop, over interfaces only: take a batch -> train -> send weights -> next.
 
-Rollouts go on meanwhile, as far as the buffer's staleness bound allows: bound 0 makes this the
-synchronous loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which.
-Invariant: the buffer admits work for a version only after every engine has committed it, and counts
-its tokens only after its canary has passed. Called by `training.py`.
-"""
-
-from __future__ import annotations
+Rollouts go on meanwhile, as far as the buffer's staleness bound allows: bound 0 makes this the synchronous
+loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which. Invariant: the buffer admits work
+for a version only after every engine has committed it, and counts its tokens only after its canary has
+passed. Called by `training.py`."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,8 +27,7 @@ Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """What makes a new version of a batch, and gives it to the fleet. `save` is called every `save_interval`
-    steps (0: never) and after the last one."""
+    """Makes a new version for the fleet. `save` is called each `save_interval` steps (0: never), and last."""
 
     trainer: Trainer
     sync: Sync

@@ -2,8 +2,6 @@
 Each takes the configuration and the `Machine`, and returns what it saw. It raises ConfigError for what
 would stop a run, `Doubt` for what may. Nothing is left behind. Called by `doctor.py`."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import socket

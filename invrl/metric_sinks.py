@@ -181,7 +181,6 @@ class RunObserver(Sink):
         self._sinks = list(sinks)
 
     def phase(self, name: str, step: int) -> None:
-        """`name` goes on now."""
         self._each(lambda sink: sink.phase(name, step))
 
     def step(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,8 +1,6 @@
 """Metrics are values that know their own reduction: ranks and micro-batches return them, `merge`
 adds them up, `resolve` makes floats. `timed` measures phases. Sinks are elsewhere (`metric_sinks.py`)."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +14,7 @@ class Mean:
     total: float
     weight: float = 1.0
 
-    def __add__(self, other: Mean) -> Mean:
+    def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> float:
@@ -27,7 +25,7 @@ class Mean:
 class Sum:
     total: float
 
-    def __add__(self, other: Sum) -> Sum:
+    def __add__(self, other: "Sum") -> "Sum":
         return Sum(self.total + other.total)
 
     def value(self) -> float:
@@ -38,7 +36,7 @@ class Sum:
 class Max:
     most: float
 
-    def __add__(self, other: Max) -> Max:
+    def __add__(self, other: "Max") -> "Max":
         return Max(max(self.most, other.most))
 
     def value(self) -> float:

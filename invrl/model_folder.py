@@ -3,8 +3,6 @@ Invariant: a folder that passes can be read by the engine (transformers' tokeniz
 trainer (safetensors by Hugging Face names) and the gateway (chat template). Called by `cli.py` before
 `train` and `serve`, and by `prepare_model.py` on what it made; `train/weights.py` asks where tensors are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Invariant: what a loader returns has been imported, is callable, and accepts the
 `interfaces.py` makes. Called at start-up, before any process exists, and again in the process that runs
 the code. The current working directory is importable, so a file beside the user's shell will do."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util
@@ -44,9 +42,8 @@ def load_reward_function(path: str) -> RewardFn:
 def load_plugin(
     path: str, field: str, protocol: type[Plugin], built_ins: Mapping[str, Plugin] | None = None
 ) -> Plugin:
-    """The built-in of that name, or the callable at `module:name` (dots after the colon reach into
-    objects), checked against the parameters of `protocol.__call__`. `field` is the setting that errors
-    name. Raises PluginError."""
+    """The built-in of that name, or the callable at `module:name` (dots after the colon reach into objects),
+    checked against the parameters of `protocol.__call__`. `field`: the setting. Raises PluginError."""
     if path in (names := dict(built_ins or {})):
         return names[path]
     refused = partial(PluginError, field, path)

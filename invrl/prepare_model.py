@@ -2,8 +2,6 @@
 folder of any precision. Invariant: the output folder appears whole (one rename) or not at all; what
 stands there already is reused if it came from the same source, refused otherwise. Called by `cli.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

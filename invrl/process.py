@@ -4,8 +4,6 @@ Invariant: what we start, we end. A child gets SIGKILL from the kernel when the 
 it dies (PR_SET_PDEATHSIG), so start servers from a thread that lives as long as they should. Logs
 go to files, never pipes: a grandchild that outlives its parent would hold a pipe open."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

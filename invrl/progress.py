@@ -1,8 +1,6 @@
 """What a person sees while a run goes on: phases, reward, tokens per second. A live display on a terminal,
 one line a step elsewhere. Called by `training.py`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """The environment of the Ray that a run starts, set before `ray` is imported, which reads it once.
 A cluster named by RAY_ADDRESS has its own; `cluster.py` then sends `worker_environment` along."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys
@@ -13,8 +11,7 @@ def prepare_ray() -> None:
     """Called by `cli.py` before it imports what imports Ray.
 
     Ray listens on all interfaces whatever it is told, so only who has a token that this process made may
-    join. Idle workers started ahead and Ray's own metrics cost a laptop more than they save.
-    """
+    join. Idle workers started ahead and Ray's own metrics cost a laptop more than they save."""
     if os.environ.get("RAY_ADDRESS") or "ray" in sys.modules:
         return  # too late for us: whoever imported it has Ray's own token, in the home folder
     os.environ.update(

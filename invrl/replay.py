@@ -1,8 +1,5 @@
 """`invrl replay RUN --step N`: one training step again, from its checkpoint and its saved batch, with every
-token's numbers written out. Nothing of the run is changed. Called by `cli.py`.
-"""
-
-from __future__ import annotations
+token's numbers written out. Nothing of the run is changed. Called by `cli.py`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -53,9 +50,8 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
     differ = [name for name in compared if metrics[name] != recorded[name]]
     result = {"step": step, "metrics": metrics, "recorded": recorded, "differ": differ}
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    gaps = np.concatenate(
-        [np.abs(b - s.rollout_logprobs_T)[s.loss_mask_T] for b, s in zip(before, batch.samples, strict=True)]
-    )
+    pairs = zip(before, batch.samples, strict=True)
+    gaps = np.concatenate([np.abs(b - s.rollout_logprobs_T)[s.loss_mask_T] for b, s in pairs])
     return (
         f"step {step}: {len(batch.samples)} rows, {len(gaps)} trained tokens; |trainer - engine| log-prob "
         f"{gaps.mean():.2e} on average, {gaps.max():.2e} at most\n"

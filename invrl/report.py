@@ -1,8 +1,6 @@
 """The reward curve, and held-out results before and after, as one picture from metrics.jsonl alone.
 Works for a dead run too (`invrl report RUN_FOLDER`). Called by `training.py` at the end of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Sequence
@@ -34,7 +32,6 @@ def curve(rows: Sequence[Json], name: str) -> tuple[list[int], list[float]]:
 
 
 def eval_names(rows: Sequence[Json]) -> list[str]:
-    """Held-out results in these rows."""
     return sorted({n for row in rows for n in row if n.startswith(EVAL_PREFIX) and n.endswith(EVAL_SUFFIX)})
 
 

@@ -2,8 +2,6 @@
 other packages, port, machine.
 `check_run` makes the checks that a command needs and is called by `cli.py`; `doctor.py` makes all of them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable
@@ -13,8 +11,6 @@ from invrl.config import Config
 from invrl.errors import ConfigError, InvrlError
 from invrl.rollout.tasks import load_eval_sets
 
-UPSTREAM = ("sglang options", "router options", "megatron options")
-"""Options that pass through, against the installed packages' own definitions; slow to import."""
 USER_CODE = ("rollout function", "reward function", "held-out sets", "tasks", "algorithm functions")
 """Everything given by import path, and the tasks: imported, called as far as checks go."""
 _TRAINS = ("trainable model", *USER_CODE, "trackers", "saved batches")
@@ -137,10 +133,9 @@ def check_world(config: Config, *, cpus: int) -> None:
 def check_environment_key() -> None:
     """The one that the user brings, if any."""
     if len(os.environ.get("INVRL_ENV_KEY", "x" * 16)) < 16:
+        reason = "whoever has it opens sessions: it is too short"
         fix = "make it of 16 random characters or more, or unset it"
-        raise ConfigError(
-            "INVRL_ENV_KEY", "(not shown)", "whoever has it opens sessions: it is too short", fix
-        )
+        raise ConfigError("INVRL_ENV_KEY", "(not shown)", reason, fix)
 
 
 def check_port(config: Config) -> None:

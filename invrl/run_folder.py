@@ -1,8 +1,7 @@
 """A run's folder: where everything that a viewer needs is, also for a dead run.
 
-Invariant: a folder belongs to one configuration; it is refused to another. Called by `cli.py`, which
-hands it to `cluster.py`; every component writes only at the paths named here.
-"""
+Invariant: a folder belongs to one configuration; it is refused to another. Called by `cli.py`, which hands it
+to `cluster.py`; every component writes only at the paths named here."""
 
 from __future__ import annotations
 
@@ -73,7 +72,6 @@ class RunFolder:
         write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def log_path(self, process: str) -> Path:
-        """Log file of the process of this name."""
         return self.path / "logs" / f"{process}.log"
 
 

@@ -8,8 +8,6 @@ done survives kill -9 of the process (WAL; an operating-system crash may lose th
 file). Session keys are stored hashed. The ledger's tables are here too
 (`buffer/ledger_store.py`); its writer takes turns with the gateway through the busy timeout."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import sqlite3
@@ -173,9 +171,8 @@ class RunStoreWriter:
         for name, dtype in _TURN_ARRAYS.items():
             row[name] = np.ascontiguousarray(getattr(turn, name), dtype).tobytes()
         row["spans"] = _encode(turn.spans)
-        sql = (
-            f"INSERT INTO turns ({_TURN_COLUMNS}, messages, tools) VALUES ({','.join('?' * (len(row) + 2))})"
-        )
+        marks = ",".join("?" * (len(row) + 2))
+        sql = f"INSERT INTO turns ({_TURN_COLUMNS}, messages, tools) VALUES ({marks})"
         return self._submit([(sql, (*row.values(), messages, tools))])
 
     def mark_delivered(self, turn_id: str) -> Future[None]:
@@ -320,13 +317,6 @@ class RunStore:
     def rollouts(self, session_ids: Sequence[str]) -> list[Rollout]:
         return [self.rollout(session_id) for session_id in session_ids]
 
-    def session_state(self, session_id: str) -> str:
-        """'open', 'unrewarded', 'finished', 'aborted', 'expired' or 'lost'; KeyError if unknown."""
-        row = self._db.execute("SELECT state FROM sessions WHERE id=?", (session_id,)).fetchone()
-        if row is None:
-            raise KeyError(f"no session {session_id}")
-        return str(row[0])
-
     def live_sessions(self, prefix: str = "") -> list[StoredSession]:
         """Sessions that are not over whose id begins with `prefix`, and all that descend from them, in the
         order of their opening."""
@@ -349,9 +339,7 @@ class RunStore:
         self._db.close()
 
     def _session(self, row: tuple[Any, ...]) -> StoredSession:
-        *place, sampling, limits, parent_id, key_hash, opened_at, state, deadline, reward, parts, outcome = (
-            row
-        )
+        *place, sampling, limits, parent_id, key_hash, opened_at, state, due, reward, parts, outcome = row
         names = ("id", "task_id", "group_id", "index", "attempt", "purpose")
         values: dict[str, Any] = dict(zip(names, place, strict=True)) | {"key": "", "base_url": ""}
         values |= {"limits": msgspec.json.decode(limits, type=SessionLimits), "parent_id": parent_id}
@@ -364,7 +352,7 @@ class RunStore:
             key_hash=key_hash,
             opened_at=opened_at,
             state=state,
-            reward_deadline=deadline,
+            reward_deadline=due,
             reward=reward,
             components=_components(parts),
             turn_rewards=own["turn"],

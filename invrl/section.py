@@ -1,8 +1,6 @@
 """The base of every configuration section: frozen, unknown keys refused. Sections are declared beside
 their owners and composed in `config.py`; all of it imports without torch or ray."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 

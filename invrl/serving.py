@@ -1,10 +1,6 @@
 """`invrl serve`: the fleet and the gateway without a trainer, for a stranger's agent at once.
 
-The first session stands for the person at the terminal; more are opened with the environment key.
-Called by `cli.py`.
-"""
-
-from __future__ import annotations
+The first session is for the person at the terminal; the environment key opens more. Called by `cli.py`."""
 
 from invrl.cluster import Serving, start_serving
 from invrl.config import Config
@@ -25,9 +21,8 @@ async def serve(config: Config, folder: RunFolder) -> None:
 
 async def _open_session(serving: Serving) -> Session:
     client = SessionClient(serving.gateway.url, env_key=serving.env_key)
-    lease = GroupLease(
-        group_id="terminal", task=Task(id="terminal", payload={}), members=(GroupMember(index=0, attempt=0),)
-    )
+    task, member = Task(id="terminal", payload={}), GroupMember(index=0, attempt=0)
+    lease = GroupLease(group_id="terminal", task=task, members=(member,))
     try:
         [session] = await client.open(lease, purpose="serve")
     finally:

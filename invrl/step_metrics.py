@@ -2,8 +2,6 @@
 Names: `rollout/` what was sampled, `sync/` the weight update, `time/` seconds per phase. The
 trainer's own (`train/`) and the buffer's (`buffer/`) come from them. Called by `loop.py`."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 

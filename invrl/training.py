@@ -2,10 +2,7 @@
 
 Called by `cli.py`. Invariants: whatever ends the run (the last step, an error, Ctrl-C), every process has
 ended when `run_training` returns, and the report is drawn from the steps there were. A run folder with a
-checkpoint goes on from the newest one.
-"""
-
-from __future__ import annotations
+checkpoint goes on from the newest one."""
 
 import logging
 import time
@@ -199,7 +196,6 @@ class _Run:
         return evaluation
 
     def _compare(self, before: Evaluation, after: Evaluation) -> None:
-        """Held-out accuracy before and after."""
         for mode, score in after.scores.items():
             gain = gain_interval(before.scores[mode], score)
             old, new = (one.scores[mode].accuracy.value for one in (before, after))

@@ -4,8 +4,6 @@ Axes in names: `_G` members of a group, `_T` tokens, `_B` packed rows. Token ids
 int32, log-probs and advantages float32. Lengths are checked on construction, so a value that exists
 is consistent. Everybody imports this module; it imports nothing of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -206,8 +204,7 @@ class RolloutSummary(EndedSession):
     auxiliary_tokens: int = 0
     """Sampled tokens of conversations beside the main one (titles, summaries)."""
     trained_tokens: int
-    """Sampled tokens that may be trained: those of delivered turns that were not aborted and do not stand
-    under one of `untrained_roots`."""
+    """Sampled tokens that may be trained: of delivered turns, not aborted nor under an untrained root."""
     truncated: bool
     """Some turn ended because it ran out of tokens."""
     oldest_version: WeightVersion
@@ -299,8 +296,7 @@ class TrainSample:
     """One flat row of training data: a branch of a rollout.
 
     `loss_mask_T[t]` says that token t was sampled and is trained in this row; where it is False,
-    `rollout_logprobs_T[t]` is 0 and `versions_T[t]` is -1.
-    """
+    `rollout_logprobs_T[t]` is 0 and `versions_T[t]` is -1."""
 
     tokens_T: NDArray[np.int32]
     loss_mask_T: NDArray[np.bool_]
@@ -355,8 +351,7 @@ class WeightUpdate:
     version: WeightVersion
     num_bytes: int
     seconds: Mapping[str, float]
-    """Keys: prepare, stage, pause, load, commit, resume, canary; `paused` is the whole time that
-    generation stood still."""
+    """Keys: prepare, stage, pause, load, commit, resume, canary; `paused`: while generation stood still."""
     canary_max_gap: float
     canary_mean_gap: float
     lost_engines: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -99,18 +99,7 @@ class ArenaWriter:
     def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
         """Write all tensors of the layout, each once, any order, any device. Raises LayoutError."""
         slot = self._slot if version == self._version else 1 - self._slot
-        views = self._slots[slot]
-        checksums = self._write(views, tensors)
-        self._slot, self._version = slot, version
-        place = ArenaHandle(path=self._path, inode=os.stat(self._path).st_ino, slot=slot)
-        handle = msgspec.json.encode(place).decode()
-        size = sum(view.nbytes for view in views.values())
-        return StagedWeights(version=version, handle=handle, checksums=checksums, num_bytes=size)
-
-    def _write(
-        self, views: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> dict[str, str]:
-        checksums: dict[str, str] = {}
+        views, checksums = self._slots[slot], dict[str, str]()
         for name, tensor in tensors:
             view = views.get(name)
             if view is None or name in checksums:
@@ -123,4 +112,8 @@ class ArenaWriter:
         if len(checksums) != len(views):
             missing = [name for name in views if name not in checksums]
             raise LayoutError(f"{len(missing)} tensors were not staged, {missing[0]} among them")
-        return checksums
+        self._slot, self._version = slot, version
+        place = ArenaHandle(path=self._path, inode=os.stat(self._path).st_ino, slot=slot)
+        handle = msgspec.json.encode(place).decode()
+        size = sum(view.nbytes for view in views.values())
+        return StagedWeights(version=version, handle=handle, checksums=checksums, num_bytes=size)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,7 +25,8 @@ import psutil
 
 from invrl.buffer.ledger_store import check_lineage, read_ledger, read_lives
 from invrl.buffer.open_group import RolloutState
-from invrl.errors import BufferStateError, DeadlineError, ServerError
+from invrl.config import Config
+from invrl.errors import BufferStateError, ConfigError, DeadlineError, ServerError
 from invrl.run_folder import RunFolder
 from invrl.run_store import RunStore
 from invrl.types import RolloutSummary
@@ -183,7 +184,8 @@ def check_run(folder: RunFolder, steps: int) -> dict[str, int]:
         if isinstance(outcome, RolloutSummary):
             turns = store.turns(outcome.session_id)
             tokens = sum(len(turn.sampled_ids_T) for turn in turns)
-            if store.session_state(outcome.session_id) != "finished" or tokens != outcome.sampled_tokens:
+            stored = store.closed_session(outcome.session_id)
+            if stored is None or stored.state != "finished" or tokens != outcome.sampled_tokens:
                 raise BufferStateError(f"session {outcome.session_id} and its outcome disagree")
             sessions += 1
     store.close()
@@ -203,6 +205,20 @@ def random_faults(seed: int) -> Iterator[tuple[str, str]]:
     every = [(role, phase) for role in ROLES for phase in PHASES]
     while True:
         yield from draw.sample(every, len(every))
+
+
+def main(own: Mapping[str, str], flags: Sequence[str], ready: Callable[[], tuple[Config, RunFolder]]) -> str:
+    """`own`: the soak's flags, `flags`: those of the run, which `ready` checks. What to tell the user."""
+    given = own.get("--minutes", "30")
+    try:
+        minutes = float(given)
+    except ValueError:
+        raise ConfigError("--minutes", given, "not a number", "give --minutes 30") from None
+    config, folder = ready()
+    flags = [*flags, "--run-root", str(folder.path.parent), "--run-name", folder.path.name]
+    flags += "--progress none --num-steps 1000000 --max-restarts 3 --save-interval 2".split()
+    out = Path(own.get("--out") or folder.path / "soak.json").expanduser().absolute()
+    return soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out)
 
 
 def soak(folder: RunFolder, flags: Sequence[str], *, minutes: float, seed: int, out: Path) -> str:

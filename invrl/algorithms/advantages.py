@@ -2,8 +2,6 @@
 sharding; called by `buffer/batching.py`. A group is the rollouts of one task. A rollout that
 became several training rows is one entry of `rewards_G`, so it counts once in the baseline."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

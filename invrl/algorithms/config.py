@@ -1,7 +1,5 @@
 """The algorithm's axes as settings, and presets of them by name, which are nothing but values of fields."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -17,8 +15,7 @@ PRESETS: dict[str, dict[str, str | float]] = {
     "dapo": {"advantage": "grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.28, "kl_coef": 0.0},
 }
 """Only axes that exist. Where a paper's aggregation is not built yet (GRPO's mean per rollout, Dr. GRPO's
-constant), the preset has the default, token_mean (DAPO's own). DAPO's dynamic sampling is the buffer's filter
-`nonzero_variance`."""
+constant), it is token_mean (DAPO's). DAPO's dynamic sampling is the buffer's filter `nonzero_variance`."""
 
 
 class AlgorithmConfig(Section):

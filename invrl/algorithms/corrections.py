@@ -1,8 +1,6 @@
 """Off-policy correction: what a token's loss is multiplied by because the engine (rollout policy) did not
 sample exactly from the old policy (other kernels, another precision, an older version)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Estimators of KL divergence from log-probs of sampled tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ Three policies, never confused: *rollout* (what the engine sampled with), *old* 
 with r = current/old, w from `corrections`, D the global trained-token count. Invariant: the sum of `loss`
 over micro-batches and ranks, and of its gradient, does not depend on how the tokens were split."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 

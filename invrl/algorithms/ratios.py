@@ -1,7 +1,5 @@
 """Importance ratios of one policy to another, at the level (token, later sequence) that they are taken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

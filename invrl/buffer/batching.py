@@ -11,8 +11,6 @@ given one), else its child session's, else the rollout's final one. An advantage
 final one is what the advantage function says for the rollout with that reward in the final one's place: the
 rest of the group is compared by final rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -27,12 +25,10 @@ def build_batch(
     taken: TakenBatch, rollouts: Iterable[Rollout], advantage_fn: AdvantageFn, eps: float
 ) -> TrainBatch:
     """Rows with their advantages, in the order of the groups: a reward's advantage stands on each trained
-    token that it counts for, and the rollout counts once in its group's baseline however many rows it
-    became.
+    token that it counts for, and the rollout counts once in its group's baseline however many rows it became.
 
     Raises BufferStateError if the tokens of a taken rollout are missing, PluginError if the advantage
-    function returns anything but one finite number per rollout.
-    """
+    function returns anything but one finite number per rollout."""
     by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float32]] = []
@@ -153,12 +149,10 @@ def _temperature(rollout: Rollout, path: Sequence[Turn]) -> float:
     return temperatures.pop()
 
 
-def _group_advantages(
-    rewards_G: NDArray[np.float64], advantage_fn: AdvantageFn, eps: float
-) -> Sequence[float]:
-    advantages_G = np.asarray(advantage_fn(rewards_G, eps=eps), np.float64)
+def _group_advantages(rewards_G: NDArray[np.float64], function: AdvantageFn, eps: float) -> Sequence[float]:
+    advantages_G = np.asarray(function(rewards_G, eps=eps), np.float64)
     if advantages_G.shape != rewards_G.shape or not np.isfinite(advantages_G).all():
-        name = getattr(advantage_fn, "__name__", repr(advantage_fn))
+        name = getattr(function, "__name__", repr(function))
         reason = f"for rewards {rewards_G.tolist()} it returned {advantages_G.tolist()}"
         fix = "return one finite advantage per rollout of the group"
         raise PluginError("advantage", name, reason, fix)

@@ -13,8 +13,6 @@ and its canary has passed: what is leased after it must not begin under the old 
 met. `advance` with the version unchanged ends the batch too: without a trainer, it is dropped. `snapshot`
 between trained and advance is what a later life of the run restores. Held by `buffer_actor.py`."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter, deque

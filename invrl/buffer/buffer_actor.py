@@ -1,12 +1,9 @@
 """The buffer's process: a Ray async actor around the state machine of `buffer.py`.
 
 A plain class: tests make one without Ray, `cluster.py` wraps it with `ray.remote`. It receives, calls,
-replies, and polls the run store's outbox, through which finished sessions arrive; recording is idempotent,
-so an outcome may also be pushed through `record`. The ledger is written behind, with every poll, and before
-`trained` and `snapshot` answer. A failure of the polling is not lost: whoever waits for work or a batch gets
-it."""
-
-from __future__ import annotations
+replies, and polls the run store's outbox, through which finished sessions arrive; recording is idempotent, so
+an outcome may also be pushed through `record`. The ledger is written behind, with every poll, and before
+`trained` and `snapshot` answer. Whoever waits for work or a batch gets a failure of the polling."""
 
 import asyncio
 import time

@@ -54,8 +54,7 @@ class BufferHandle:
         await self._answer("start", self.actor.start.remote(snapshot), self.batch_timeout_s)
 
     async def take(self) -> TakenBatch:
-        """DeadlineError after batch_timeout_s, raised by the actor, which knows what is missing; here only
-        if the actor itself does not answer."""
+        """DeadlineError after batch_timeout_s, raised by the actor (here only if it does not answer)."""
         reply = self.actor.take.remote(self.batch_timeout_s)
         return await self._answer("take", reply, self.batch_timeout_s + self.call_timeout_s)
 

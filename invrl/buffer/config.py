@@ -1,7 +1,5 @@
 """Settings of the buffer: how stale, how many, which groups count."""
 
-from __future__ import annotations
-
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from invrl.section import Section

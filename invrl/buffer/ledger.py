@@ -4,8 +4,6 @@ A rollout's place is (group, index, attempt); `Ledger.move` is the only way to c
 transition and emits a `LedgerEntry`. Invariant: a place moves forward only and ends once, trained or
 dropped with a reason. `ledger_store.py` keeps every entry. Owned by `buffer.py`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +26,6 @@ _NEXT: dict[RolloutState | None, frozenset[RolloutState]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """One transition."""
-
     sequence: int
     place: Place
     task_id: str

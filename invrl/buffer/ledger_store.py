@@ -4,8 +4,6 @@ A life is one start of the run; it descends from the checkpoint that it resumed 
 is what the last life did, what its parent did up to that checkpoint, and so on back: what a life did after
 the checkpoint that its child began with is lost. Written by `buffer_actor.py`, read by `ledger_view.py`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields

@@ -1,8 +1,6 @@
 """A group that has not ended: its members' current attempts, where each is in its life, and what has come
 back. Owned by `buffer.py`, part of its snapshot; states change through `ledger.py` alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -52,7 +50,6 @@ class OpenGroup:
         return [index for index, one in enumerate(self.states_G) if one is state]
 
     def awaits(self, index: int, attempt: int) -> bool:
-        """Whether this try is in flight."""
         return index in self.members(RolloutState.IN_FLIGHT) and self.attempts_G[index] == attempt
 
     def rollouts(self) -> list[RolloutSummary]:

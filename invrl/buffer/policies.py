@@ -1,7 +1,5 @@
 """The buffer's decisions as pure functions: which groups count, how many may be under way."""
 
-from __future__ import annotations
-
 from invrl.buffer.config import BufferConfig
 from invrl.interfaces import GroupFilter
 from invrl.plugins import load_plugin
@@ -31,8 +29,7 @@ def group_filter_function(name: str) -> GroupFilter:
 def admission_limit(config: BufferConfig, batch_size: int) -> int:
     """Groups that may be under way at once: in flight, ready, or taken and not yet behind a new version.
 
-    Groups are taken oldest first, so with at most (k + 1) batches under way the last of them is taken at
-    most k versions after it was leased. Over-sampled groups come on top: they replace those that are
-    filtered out, and what is left of them ages until it is dropped.
-    """
+    Groups are taken oldest first, so with at most (k + 1) batches under way the last of them is taken at most
+    k versions after it was leased. Over-sampled groups come on top: they replace those that are filtered out,
+    and what is left of them ages until it is dropped."""
     return (config.max_staleness + 1) * batch_size + config.over_sampling_groups

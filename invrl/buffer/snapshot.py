@@ -3,8 +3,6 @@
 Taken between `trained` and `advance`, when no batch is out. Tasks are not in it: the source gives the same
 ones again. Made and read by `buffer.py`, carried as bytes by `buffer_actor.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

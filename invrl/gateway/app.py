@@ -2,8 +2,6 @@
 
 Nothing but these routes is reachable: the fleet's own admin routes have no counterpart here."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -209,7 +207,6 @@ def _add_error_handlers(app: FastAPI, spoken: Callable[[Request], ChatDialect | 
 
 
 def _told(request: Request, error: Exception) -> SessionError:
-    """What a client is told of an error."""
     if isinstance(error, SessionError):
         return error
     if isinstance(error, RequestValidationError):

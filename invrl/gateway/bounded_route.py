@@ -1,7 +1,4 @@
-"""The session API's request bodies have a size and a deadline, as the agents' routes have by themselves. Made
-by `app.py`."""
-
-from __future__ import annotations
+"""The session API's request bodies have a size and a deadline, as agents' routes have. Made by `app.py`."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any

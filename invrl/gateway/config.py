@@ -1,7 +1,5 @@
 """Settings of the gateway, the one public port."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -29,9 +27,7 @@ class SessionPolicy(Section):
     train_auxiliary_roots: bool = Field(
         True, description="train conversations beside a session's main one (titles, summaries, parallel ones)"
     )
-    lease_timeout_s: PositiveFloat = Field(
-        60.0, description="a leased task without a session after so long is leased again"
-    )
+    lease_timeout_s: PositiveFloat = Field(60.0, description="until a lease without a session is void")
     generate_timeout_s: PositiveFloat = Field(600.0, description="deadline of one generation")
 
 

@@ -1,10 +1,7 @@
 """The live side of an open session: its forest, the generations in flight, the turns so far.
 
-Invariant: a request is answered with an earlier answer only if it is a retry of the request that the
-answer was made for; a client that asks the same thing again on purpose gets a fresh sample. Held by
-`turns.py`; ends with the session."""
-
-from __future__ import annotations
+Invariant: a request is answered with an earlier answer only if it is a retry of the request that it was
+made for; who asks the same thing again on purpose gets a fresh sample. Held by `turns.py`."""
 
 import asyncio
 import contextlib

@@ -4,8 +4,6 @@ Head, events and end of an answer would each be a system call that wakes the cli
 sending a body after its answer (413, 408) is listened to for a while, so that it can read it, then closed.
 Used by `gateway_worker.py`."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -41,8 +39,6 @@ class _Cork:
 
 
 class CorkedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
-
     _lingering: asyncio.TimerHandle | None = None
 
     def on_response_complete(self) -> None:

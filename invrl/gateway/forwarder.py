@@ -5,8 +5,6 @@ answer streams through as it comes; a client that goes away ends the request at 
 the owner could not begin to answer because it died is sent to its successor, for which it is a retry like the
 client's own; an answer that breaks off there breaks off here. Added by `app.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import zlib

@@ -5,8 +5,6 @@
 Invariant: the sockets are of the process that holds `GatewayServer`, so what connects while the gateway is
 dead waits for its successor. Importing this module loads no tokenizer and no web framework."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

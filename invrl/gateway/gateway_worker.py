@@ -1,8 +1,6 @@
 """One worker of the gateway: the application on the sockets that it inherited. Forked by `supervisor.py`;
 threads, event loop and store exist only from here on."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import signal

@@ -1,10 +1,7 @@
-"""Opening, rewarding and closing sessions: the registry, the live conversations and the store, kept in
-step. Invariants: a session is closed once; who closes it again gets the same outcome. Freeze, snapshot,
-build: once a close has begun, no call, delivery or reward changes what the session hands over. A session's
-children end with it at the latest and are part of its outcome. Called by the session API, and by itself
-when a session's time is up."""
-
-from __future__ import annotations
+"""Opening, rewarding and closing sessions: the registry, the live conversations and the store, kept in step.
+Invariants: a session is closed once; who closes it again gets the same outcome. Freeze, snapshot, build: once
+a close has begun, no call, delivery or reward changes what the session hands over. A session's children end
+with it at the latest and are part of its outcome. Called by the session API."""
 
 import asyncio
 import logging
@@ -22,6 +19,7 @@ from invrl.lease_store import LeaseStore
 from invrl.run_store import RunStoreWriter
 from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Reward, Sampling, SessionLimits
 
+Failure = tuple[FailureReason, str]
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
 _EXPIRY_INTERVAL_S = 1.0
@@ -29,8 +27,6 @@ _EXPIRY_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lifecycle:
-    """The life of sessions, from the first to the last write."""
-
     registry: SessionRegistry
     turns: Turns
     store: RunStoreWriter
@@ -127,7 +123,6 @@ class Lifecycle:
         return outcome
 
     async def expire_forever(self) -> None:
-        """Ends sessions whose time is up."""
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
             for record in self.registry.expired(time.time()):
@@ -147,7 +142,7 @@ class Lifecycle:
             await self.abort(record, FailureReason.TIMEOUT, detail, state="expired")
 
     async def _close(
-        self, record: SessionRecord, state: SessionState, failure: tuple[FailureReason, str] | None = None
+        self, record: SessionRecord, state: SessionState, failure: Failure | None = None
     ) -> Outcome | None:
         """Without a `failure` the outcome is what the session's turns and reward say."""
         if record.outcome is not None:
@@ -163,9 +158,7 @@ class Lifecycle:
                 await self._conclude(record, state, failure)
             return record.outcome
 
-    async def _conclude(
-        self, record: SessionRecord, state: SessionState, failure: tuple[FailureReason, str] | None
-    ) -> None:
+    async def _conclude(self, record: SessionRecord, state: SessionState, failure: Failure | None) -> None:
         family = [self.turns.conversation_to_close(one) for one in record.family(finished=True)]
         turns = [turn for one in family for turn in one.turns]
         delivered = {turn_id for one in family for turn_id in one.delivered}

@@ -1,7 +1,5 @@
 """How late the event loop runs what is due: the first sign of a gateway that has too much to do."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Agents hand history back altered: without reasoning, with other tool-call ids, J
 whitespace trimmed. `MatchLevel` names what may differ. Dialects make messages, `forest.py` compares them,
 `rendering.py` shows them to the chat template."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -39,8 +37,6 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that the model may call."""
-
     name: str
     description: str = ""
     parameters: str = ""

@@ -4,21 +4,18 @@ Reads the files itself and renders with transformers' own template function: tra
 classes import torch, which would cost the gateway many seconds and 350 MB for nothing. That both
 agree is tested. Called once, by `gateway_server.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from invrl.errors import ConfigError
 from invrl.gateway.message import Message, Prompt, Tool, ToolCall
 from invrl.gateway.rendering import Renderer, Template
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 def load_renderer(
@@ -51,8 +48,6 @@ class _FastTokenizer:
 
 
 def _load_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
-    from tokenizers import Tokenizer
-
     file = folder / "tokenizer.json"
     if not file.exists():
         raise _unfit(folder, "the folder has no tokenizer.json", "convert its tokenizer to the fast format")

@@ -1,10 +1,7 @@
 """What a closed session hands over: a summary with its reward, or why there is none. Pure.
 
-The turns of a session's finished children are part of it. A root turn begins a conversation; the main
-conversation of a session is the one with the most tokens sampled, the others (titles, summaries, parallel
-ones) are auxiliary."""
-
-from __future__ import annotations
+The turns of a session's finished children are part of it. A root turn begins a conversation; the one with the
+most tokens sampled is a session's main one, others (titles, summaries, parallel ones) are auxiliary."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Each worker has an address of its own on the loopback interface, where it serves exactly what it serves on the
 public port, for the same keys. Used by `forwarder.py` and `app.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,8 +18,6 @@ _ASK_S = 5.0
 
 
 class Peers:
-    """Connections to the other workers."""
-
     def __init__(self, place: WorkerPlace) -> None:
         self.place = place
         self._session: aiohttp.ClientSession | None = None

@@ -4,8 +4,6 @@ Open sessions are known at once; a conversation is read when it is first asked f
 forest holds exactly the committed ids; aborted turns are never continued; the retry of a request whose turn
 was committed is answered with that turn. Called by `turns.py` and `app.py`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Whose sampling parameters count: the run's in training and evaluation, the client's in serving. Pure."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping
@@ -29,8 +27,6 @@ class ClientSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSampling:
-    """How one turn is sampled."""
-
     sampling: Sampling
     extra: Mapping[str, Json]
     """Further parameters of SGLang; empty in training and evaluation."""

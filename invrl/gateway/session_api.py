@@ -3,8 +3,6 @@
 Leasing tasks and opening sessions take the environment key; children, reward, finish, abort and state take
 that or the session's own. Thin: bodies in, `Lifecycle` called, its answer out."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

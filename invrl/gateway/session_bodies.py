@@ -1,7 +1,5 @@
 """What the session API takes and answers, as types: requests are checked by them, OpenAPI shows them."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -77,7 +75,6 @@ class AbortBody(Section):
 
 class LeaseBody(Section):
     wait_s: Annotated[Number, Field(ge=0, le=60)] = 0.0
-    """How long to wait for a task."""
 
 
 class Opened(BaseModel):

@@ -43,7 +43,6 @@ class WorkerPlace:
     open_sessions: memoryview = field(default_factory=lambda: memoryview(bytearray(8)).cast("Q"))
     """How many each worker holds (uint64), in memory that all of them share."""
     starts: int = 1
-    """How often this worker has been started."""
 
     @property
     def mark(self) -> str:
@@ -59,8 +58,6 @@ class WorkerPlace:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionRecord:
-    """A session and what became of it."""
-
     session: Session
     key_hash: bytes
     opened_at: float

@@ -1,8 +1,6 @@
 """What a gateway process is told at its start, as one JSON file. Written by the cluster, read by
 `gateway_server.py`; imports without tokenizers."""
 
-from __future__ import annotations
-
 import json
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr

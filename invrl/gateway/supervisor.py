@@ -2,10 +2,7 @@
 
 Invariants: it has no thread and no event loop, so that a fork is whole; a worker dies with it, and it with
 whoever started it (PR_SET_PDEATHSIG). The sockets are its parent's: while nobody accepts, connections wait in
-the kernel. Signals: SIGTERM ends all in good order; Ctrl-C is the parent's to pass on. Called by
-`gateway_server.py`."""
-
-from __future__ import annotations
+the kernel. SIGTERM ends all in good order; Ctrl-C is the parent's to pass on. Called by `gateway_server`."""
 
 import gc
 import logging

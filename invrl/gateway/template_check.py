@@ -4,8 +4,6 @@ Every pattern of the corpus is rendered twice: as the gateway does, turn by turn
 replies spelled as the tokenizer spells the template's own rendering of them; and as a whole. Both must be
 the same ids, or the gateway must have recorded why it started anew. Called by `cli.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -28,8 +26,6 @@ MEANING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of one pattern."""
-
     pattern: str
     outcome: Outcome
     reason: str

@@ -1,7 +1,5 @@
 """Settings of the rollout half: what is run, against how many engines, sampled how."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -18,12 +16,8 @@ class RolloutConfig(Section):
         "rollout_fns.calculator:rollout",
         description="module:name of the rollout function: async (task, endpoint) -> reward or RolloutResult",
     )
-    external_environments: bool = Field(
-        False, description="environments that we do not start lease the tasks"
-    )
-    reward_function_path: str = Field(
-        "", description="module:name of (task, result) -> float; scores results"
-    )
+    external_environments: bool = Field(False, description="environments that you start lease the tasks")
+    reward_function_path: str = Field("", description="module:name of (task, result) -> float, the reward")
     task_source_path: str = Field("", description="module:name of (split, seed) -> Tasks; or --task-file")
     task_file: str = Field("", description="JSONL or Parquet (*.parquet) file of tasks, one object each")
     task_id_key: str = Field("id", description="field with the task's id (line or row number if absent)")

@@ -9,8 +9,6 @@ a slot is free as soon as its rollout has ended, not its group; every session th
 Outcomes reach the buffer through the gateway's outbox, not through here. Whatever goes wrong on our
 side ends the dispatcher with that exception, which `guard` raises where the loop waits."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -106,7 +104,6 @@ class Dispatcher(Scheduler):
 
     @property
     def running(self) -> int:
-        """Rollouts running now."""
         return sum(len(assignment.sessions) for assignment in self._runs.values())
 
     async def _end_all(self) -> None:

@@ -1,11 +1,8 @@
 """One SGLang server as an OS process: its command line, its keys, its start and its end.
 
-Invariant: it listens on loopback and answers nobody without a key: `api_key` may sample (the router
-holds it), `admin_key` may pause it and change its weights (the weight receiver holds it). Keys travel
-in the environment, so no process listing shows them. Device differences of the rollout half live
-here. Used by `fleet`."""
-
-from __future__ import annotations
+Invariant: it listens on loopback and answers nobody without a key: `api_key` may sample (the router holds
+it), `admin_key` may pause it and change its weights (the weight receiver holds it). Keys travel in the
+environment, which no process listing shows. Device differences of the rollout half are here."""
 
 import ctypes
 import sys
@@ -35,8 +32,7 @@ _CPU_FLAGS = {
 
 
 def count_gpus() -> int:
-    """GPUs that the installed torch can use: asks the driver library, as importing torch would cost
-    seconds."""
+    """GPUs that the installed torch can use: asks the driver library, as importing torch takes seconds."""
     try:
         if version("torch").endswith("+cpu"):
             return 0

@@ -5,8 +5,6 @@ below it are pure. Invariants: a rollout that fails scores 0 and is counted by i
 for a reason of ours (a worker that died, an engine) is tried again first; an `Evaluation` is read back
 from JSON as it was. Called by `rollout_handle.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter
@@ -70,8 +68,7 @@ class EvalScore:
 
     @property
     def pass_at_k(self) -> Mapping[int, Interval]:
-        """Chance that one of k samples of a task is exact, its mean over tasks, for k = 1, 2, 4, ...; the
-        interval is a bootstrap over tasks."""
+        """Chance that one of k = 1, 2, 4, ... samples of a task is exact: mean and bootstrap over tasks."""
         counts = [(len(r), sum(reward >= EXACT_REWARD for reward in r)) for r in self.rewards]
         ks = [2**power for power in range(min((n for n, _ in counts), default=0).bit_length())]
         return {k: bootstrap_interval(np.array([pass_at_k(n, c, k) for n, c in counts])) for k in ks}
@@ -84,7 +81,6 @@ class EvalScore:
         return {"reward_mean": reward, "accuracy": self.accuracy, **passed}
 
     def values(self) -> dict[str, float]:
-        """Flat metric values."""
         numbers = {"samples": float(self.samples), "failed": float(sum(self.failures.values()))}
         for name, found in self.measures.items():
             numbers |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}

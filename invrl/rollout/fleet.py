@@ -5,8 +5,6 @@ leaves (`evict`) is unregistered first and then ended. An engine's health is jud
 generate, so a pause (weight update) is never taken for a hang. A plain class: `invrl serve` uses it directly,
 training inside a Ray actor. Start it from a thread that lives as long as the servers should."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -80,8 +78,7 @@ class Fleet:
         router: Mapping[str, object] | None = None,
         carrier: str = "arena",
     ) -> None:
-        """Starts the router. `sglang`, `router`: what the user passes through, by upstream's field names.
-        ConfigError."""
+        """Starts the router. `sglang`, `router`: passed through, by upstream's field names. ConfigError."""
         self._carrier = carrier
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
         self._config, self._model_path, self._run_folder = engine, model_path, run_folder
@@ -98,7 +95,8 @@ class Fleet:
         try:
             names = [f"engine-{at}" for at in range(self._config.num_engines)]
             self.engines = {name: self._launch(name) for name in names}
-            await asyncio.gather(*(self._ready(engine) for engine in self.engines.values()))
+            servers = [engine.server for engine in self.engines.values()]
+            await asyncio.gather(*(asyncio.to_thread(server.wait_ready) for server in servers))
             await asyncio.to_thread(self.router.wait_ready)
         except BaseException:
             await self.stop()
@@ -135,7 +133,7 @@ class Fleet:
         only then let the router know it. Raises ServerError, DeadlineError, WeightSyncError."""
         engine = self._launch(name)
         try:
-            await self._ready(engine)
+            await asyncio.to_thread(engine.server.wait_ready)
             await engine.receiver.check(layout, staged)
             await load_verified(engine.receiver, staged)
             await engine.receiver.commit(staged.version)
@@ -173,9 +171,6 @@ class Fleet:
         client = SglangClient(url, limits=self.limits, api_key=key, admin_key=admin_key, name=name)
         receiver = RECEIVERS[self._carrier](name, client)
         return Engine(server=server, client=client, receiver=receiver)
-
-    async def _ready(self, engine: Engine) -> None:
-        await asyncio.to_thread(engine.server.wait_ready)
 
     async def _register(self, engine: Engine) -> None:
         server = engine.server

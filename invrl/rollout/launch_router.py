@@ -1,8 +1,6 @@
 """`python -m invrl.rollout.launch_router <the router's flags>`: sglang-router with its keys
 taken from the environment, which other users of the machine cannot read. Run by `router_server`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -5,8 +5,6 @@ detokenizer) re-import the main module and need them too; the server starts only
 `__main__` guard. On CUDA there are no stand-ins; what shortens the imports (no garbage collection, no
 Megatron, our families' classes first) is the same there, not yet seen. Run by `engine_server`."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -2,8 +2,6 @@
 dispatched. What such an environment leased and did not open in time goes back to the buffer as a failure,
 which leases it again. Outcomes reach the buffer through the gateway's outbox. Made by `cluster.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

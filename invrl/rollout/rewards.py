@@ -2,8 +2,6 @@
 
 Pure. Invariant: a reward that leaves here is a finite float within `MAX_REWARD`. Called by `runner.py`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from numbers import Real
@@ -58,8 +56,7 @@ def valid_reward(value: object, name: str = "reward") -> float:
 
 
 def valid_components(components: Mapping[str, float]) -> dict[str, float]:
-    """Named parts of a reward, each a finite float, its name such that JSON carries it. Raises Rejected
-    (BAD_REWARD)."""
+    """Named parts of a reward: finite floats, names that JSON carries. Raises Rejected (BAD_REWARD)."""
     return {
         str(name).encode(errors="replace").decode(): valid_reward(value, f"component {name!r}")
         for name, value in components.items()

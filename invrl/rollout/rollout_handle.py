@@ -1,10 +1,7 @@
 """The rollout half as the driver holds it: workers, dispatcher and held-out evaluation in one object.
 
-Lives in the driver's event loop; `cluster.py` makes it and runs the loop under `guard`, so that a failure
-of the rollout half ends the run with its own cause instead of a batch that never comes. `evaluating.py`
-makes one without a buffer."""
-
-from __future__ import annotations
+Lives in the driver's event loop; `cluster.py` makes it and runs the loop under `guard`, so that a failure of
+the rollout half ends the run with its own cause. `evaluating.py` makes one without a buffer."""
 
 import sys
 from collections.abc import Awaitable, Callable

@@ -5,8 +5,6 @@ never leaves this file; towards an engine it uses that engine's key), it never r
 ejects an engine that is only paused, and it routes to an engine only after `register` (which happens once
 that engine holds the fleet's version). Used by `fleet`."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -104,6 +102,5 @@ class RouterServer(ServerProcess):
                 return dict(answer.json())
         except (httpx.HTTPError, ValueError) as error:  # another server may answer, not in JSON
             raise ServerError(f"the router does not answer {method} {path}: {error!r}") from error
-        raise ServerError(
-            f"the router answered {method} {path} with {answer.status_code}: {answer.text[:500]}"
-        )
+        told = f"{answer.status_code}: {answer.text[:500]}"
+        raise ServerError(f"the router answered {method} {path} with {told}")

@@ -1,12 +1,9 @@
 """Runs user code on sessions and says how it ended: a reward, or a reason why there is none.
 
-Invariant: nothing that a rollout function or reward function does (raise, hang, return the wrong
-thing, sys.exit, swallow its cancellation) leaves `Runner.run` as an exception; `os._exit` is the
-worker pool's to see. Async functions run in the worker's event loop, sync ones in a thread of their
-own: a thread cannot be ended, so those that outlive their deadline are counted and the pool replaces
-the worker. Called by `worker_actor.py`."""
-
-from __future__ import annotations
+Invariant: nothing that a rollout function or reward function does (raise, hang, return the wrong thing,
+sys.exit, swallow its cancellation) leaves `Runner.run` as an exception; `os._exit` is the worker pool's to
+see. Async functions run in the worker's event loop, sync ones in a thread of their own, which cannot be
+ended: those that outlive their deadline are counted, the pool replaces the worker."""
 
 import asyncio
 import contextlib
@@ -33,16 +30,12 @@ _DETAIL_CHARS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """The rollout ended with a reward (finite)."""
-
     reward: float
     components: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The rollout ended without one."""
-
     reason: FailureReason
     detail: str
 
@@ -156,8 +149,7 @@ class Runner:
 
 
 def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
-    """Why user code failed. ENGINE only where a request to our own endpoint met a 5xx or no server: an
-    agent talks to other servers too."""
+    """Why user code failed. ENGINE only where a request to an endpoint of ours met a 5xx or no server."""
     if isinstance(error, Rejected):
         return Failure(reason=error.reason, detail=error.detail)
     ours = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
@@ -166,11 +158,10 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
         request, response = _carried(each, "request"), _carried(each, "response")
         if not isinstance(request, httpx.Request) or _origin(request.url) not in ours:
             continue
+        failed = isinstance(response, httpx.Response) and response.status_code >= 500
         if isinstance(each, httpx.TimeoutException):
             reason = FailureReason.TIMEOUT
-        elif isinstance(each, httpx.TransportError) or (
-            isinstance(response, httpx.Response) and response.status_code >= 500
-        ):
+        elif isinstance(each, httpx.TransportError) or failed:
             reason = FailureReason.ENGINE
     try:
         text = "".join(traceback.format_exception(error))

@@ -6,8 +6,6 @@ repeated without harm); any other refusal is a SessionError at once. Opening tak
 rest is done with the session's own key, so who runs a rollout needs no more than its session. Used by the
 dispatcher, the evaluation and the rollout workers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets
@@ -45,8 +43,7 @@ class _Opened(msgspec.Struct):
 
 
 class SessionClient:
-    """Calls the gateway at `base_url` (no /v1). One per event loop. Without `env_key` it cannot open
-    sessions."""
+    """Calls the gateway at `base_url` (no /v1). One per event loop. Opening sessions takes the `env_key`."""
 
     def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = DEADLINE_S) -> None:
         self._url, self._env_key, self._deadline_s = base_url.rstrip("/"), env_key, deadline_s
@@ -61,8 +58,7 @@ class SessionClient:
         deadline_s: float | None = None,
     ) -> list[Session]:
         """One session per member of the lease, in order, once however often an answer is lost. Waits while
-        the gateway admits no more.
-        Raises SessionError, DeadlineError."""
+        the gateway admits no more. Raises SessionError, DeadlineError."""
         body = {"task_id": lease.task.id, "group_id": lease.group_id, "members": lease.members}
         body |= {"purpose": purpose, "sampling": sampling, "request_id": secrets.token_hex(16)}
         what = f"the gateway to open {len(lease.members)} sessions of group {lease.group_id}"

@@ -1,11 +1,8 @@
 """What a user passes through to SGLang (`--sglang-*`) and to the router (`--router-*`).
 
-Invariant: what passes has been parsed by the installed package's own parser, as the process will parse
-it, and no option is dropped without a word; what invrl owns, or what would break it, is refused with
-what to do instead; all before a process starts. Importable without sglang or torch. Used by `fleet`
-and by the configuration's check."""
-
-from __future__ import annotations
+Invariant: what passes has been parsed by the installed package's own parser, as the process will parse it,
+and no option is dropped without a word; what invrl owns, or what would break it, is refused with what to do
+instead; all before a process starts. Importable without sglang or torch. Used by `fleet`, `run_checks`."""
 
 import argparse
 import difflib
@@ -76,11 +73,14 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
-    def alone(self) -> _Parser:
-        """Options are parsed one at a time, without those that invrl gives."""
-        for action in self._actions:
-            action.required = False
-        return self
+
+def _parser(add_options: Callable[[argparse.ArgumentParser], None]) -> _Parser:
+    """Options are parsed one at a time, without those that invrl gives."""
+    parser = _Parser(allow_abbrev=False)
+    add_options(parser)
+    for action in parser._actions:
+        action.required = False
+    return parser
 
 
 def sglang_flags(given: Mapping[str, object]) -> list[str]:
@@ -177,10 +177,7 @@ def sglang_parser() -> _Parser:
     except ImportError as error:
         reason = f"sglang cannot be imported ({error})"
         raise ConfigError("--sglang-*", "", reason, "run launch/test.sh") from error
-
-    parser = _Parser(allow_abbrev=False)
-    ServerArgs.add_cli_args(parser)
-    return parser.alone()
+    return _parser(ServerArgs.add_cli_args)
 
 
 @functools.cache
@@ -191,10 +188,7 @@ def router_parser() -> _Parser:
     except ImportError as error:
         reason = f"sglang-router cannot be imported ({error})"
         raise ConfigError("--router-*", "", reason, "pip install sglang-router==0.3.2") from error
-
-    parser = _Parser(allow_abbrev=False)
-    RouterArgs.add_cli_args(parser, use_router_prefix=False)
-    return parser.alone()
+    return _parser(functools.partial(RouterArgs.add_cli_args, use_router_prefix=False))
 
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, _Option]:

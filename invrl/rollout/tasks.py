@@ -5,8 +5,6 @@ Invariants: the same split and seed give the same tasks in the same order; the i
 are distinct (the n-th repeat of an id is "id@n"); "eval" is finite. `check_tasks` and `load_eval_sets` find
 every mistake before a process starts; `load_tasks` feeds the buffer and the evaluation."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json
@@ -24,6 +22,9 @@ from invrl.errors import ConfigError, PluginError
 from invrl.interfaces import TaskSource
 from invrl.rollout.config import RolloutConfig
 from invrl.types import Json, Task
+
+_Rows = list[tuple[int, dict[str, Json]]]
+"""Number (from 1) and fields of each line of a file that is not blank, or of each row of a Parquet file."""
 
 
 def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
@@ -75,9 +76,6 @@ def _usable_id(name: str) -> bool:
     return 0 < len(name) <= 256 and name.encode(errors="replace").decode() == name
 
 
-# ------------------------------------------------------------------ source by path
-
-
 def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
     """One pass of the source for "eval"; for "train" a source that ends is started again."""
     for _ in count() if split == "train" else range(1):
@@ -110,9 +108,6 @@ def _distinct(tasks: Iterator[Task]) -> Iterator[Task]:
         yield replace(task, id=f"{task.id}@{times}") if times else task
 
 
-# ------------------------------------------------------------------ files
-
-
 def _shuffled_epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
     draw = random.Random(f"tasks/{seed}")
     while True:
@@ -141,14 +136,9 @@ def _unit(file: str) -> str:
     return "row" if file.lower().endswith(".parquet") else "line"
 
 
-def _read_rows(field: str, file: str) -> list[tuple[int, dict[str, Json]]]:
-    """Number (from 1) and fields of each line that is not blank, or of each row of a Parquet file."""
-    parquet = _unit(file) == "row"
-    fix = (
-        "give a Parquet file, one row per task"
-        if parquet
-        else "give a JSONL file in UTF-8, one JSON object per line"
-    )
+def _read_rows(field: str, file: str) -> _Rows:
+    parquet, fix = _unit(file) == "row", "give a JSONL file in UTF-8, one JSON object per line"
+    fix = "give a Parquet file, one row per task" if parquet else fix
     try:
         rows = _parquet_rows(file) if parquet else _json_rows(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, NotImplementedError, ImportError) as error:  # pyarrow raises all of these
@@ -158,8 +148,8 @@ def _read_rows(field: str, file: str) -> list[tuple[int, dict[str, Json]]]:
     return rows
 
 
-def _json_rows(text: str) -> list[tuple[int, dict[str, Json]]]:
-    rows: list[tuple[int, dict[str, Json]]] = []
+def _json_rows(text: str) -> _Rows:
+    rows: _Rows = []
     # Only "\n" ends a line of JSONL: str.splitlines would cut at U+2028 inside a string.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -174,12 +164,12 @@ def _json_rows(text: str) -> list[tuple[int, dict[str, Json]]]:
     return rows
 
 
-def _parquet_rows(file: str) -> list[tuple[int, dict[str, Json]]]:
+def _parquet_rows(file: str) -> _Rows:
     """Lists and structs as they are, a map as pairs, times in ISO 8601, decimals as floats, NaN and infinity
     as null."""
     from pyarrow import parquet
 
-    rows: list[tuple[int, dict[str, Json]]] = []
+    rows: _Rows = []
     for number, row in enumerate(parquet.ParquetFile(file).read().to_pylist(), start=1):
         try:
             rows.append((number, orjson.loads(orjson.dumps(row, default=_json))))
@@ -196,9 +186,7 @@ def _json(value: object) -> float | str:
     raise TypeError
 
 
-def _column(
-    rows: list[tuple[int, dict[str, Json]]], field: str, file: str, key_field: str, key: str
-) -> list[Json] | None:
+def _column(rows: _Rows, field: str, file: str, key_field: str, key: str) -> list[Json] | None:
     """The values under `key`, one per row. None if no row has it and the key is the default one, which
     may be absent. ConfigError names the first line that lacks it."""
     lacking = [line for line, row in rows if key not in row]
@@ -218,9 +206,6 @@ def _id_text(value: Json, field: str, file: str, line: int) -> str:
         return name
     reason = f"{_unit(file)} {line}: the id {value!r} is not a string or integer that can be used"
     raise ConfigError(field, file, reason, _ID_FIX)
-
-
-# ------------------------------------------------------------------ what an evaluation runs on
 
 
 _SET, _SOURCE = re.compile(r"([\w.-]{1,64})=(.+)"), re.compile(r"[\w.]+:\w+")
@@ -250,8 +235,7 @@ def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ..
 
 
 def held_out_only(config: RolloutConfig) -> RolloutConfig:
-    """As `invrl eval` reads it: a task file is what is evaluated. Raises ConfigError without exactly one
-    place that tasks come from."""
+    """As `invrl eval` reads it: a task file is held out. ConfigError without exactly one place of tasks."""
     if config.eval_sets:
         return config
     file = config.eval_task_file or config.task_file

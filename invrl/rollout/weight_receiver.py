@@ -6,8 +6,6 @@ serve, and the version is named only by `commit`. `ArenaReceiver` has the engine
 trainer's shared memory; `BucketReceiver` uses SGLang's own flattened buckets. Built by `fleet`,
 driven by `weight_sync`; the loader inside the engine is `weight_loader`."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

@@ -1,14 +1,11 @@
-"""A rollout worker: user code, its sessions, and the report of how each ended. A Ray actor's shell
-around `runner.py`; a plain class, so tests run it without Ray.
+"""A rollout worker: user code, its sessions, and the report of how each ended. A Ray actor's shell around
+`runner.py`; a plain class, so tests run it without Ray.
 
-Invariant: every session of an assignment has been finished or aborted at the gateway when `run`
-returns. Rollouts of one worker share its process: `os._exit` in one takes the others down too (they
-fail as WORKER_DIED and are replaced; more `rollout_workers` spread the damage), and memory that one
-holds counts for all (over `rollout_worker_memory_gb` they end as MEMORY, and the worker asks to be
-replaced). Child processes that rollouts start live until their worker ends at the latest. Held by
-`worker_pool.py`."""
-
-from __future__ import annotations
+Invariant: every session of an assignment has been finished or aborted at the gateway when `run` returns.
+Rollouts of one worker share its process: `os._exit` in one takes the others down too (they fail as
+WORKER_DIED and are replaced; more `rollout_workers` spread the damage), and memory that one holds counts for
+all (over `rollout_worker_memory_gb` they end as MEMORY, and the worker asks to be replaced). Child processes
+that rollouts start live until their worker ends at the latest. Held by `worker_pool.py`."""
 
 import asyncio
 import contextlib

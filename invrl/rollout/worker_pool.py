@@ -6,8 +6,6 @@ worker is killed (which fails its other assignments as WORKER_DIED). A worker wi
 ended, or over its memory limit, gets no more work and is killed once it is empty. Used by the dispatcher and
 the evaluation; makes workers through a factory (`RayWorker`, or the tests' fakes)."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable
@@ -90,7 +88,6 @@ class WorkerPool:
         self._leaving: list[_Seat] = []
         self._made = self._deaths_in_a_row = 0
         self.replaced = 0
-        """Workers replaced so far."""
 
     async def start(self) -> None:
         """All workers ready. Raises PluginError, ServerError, DeadlineError."""

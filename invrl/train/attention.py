@@ -4,8 +4,6 @@ Megatron's own local attention refuses packed sequences; this one takes `PackedR
 passes its PackedSeqParams, and runs one SDPA call per block of the row (see `packing.py`).
 Imported after `device.prepare()`, by `model.py`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +23,8 @@ class PackedRow(PackedSeqParams):
     """What the core attention must know of a packed row. The format is [tokens, 1, ...] ("sbhd"), so that
     Megatron applies per-token rotary frequencies as they are given.
 
-    The keys of all blocks are gathered at once and then split: a block that took its own slice would cost
-    a gradient as long as the whole row.
-    """
+    The keys of all blocks are gathered at once and then split: a block that took its own slice would cost a
+    gradient as long as the whole row."""
 
     keys_K: torch.Tensor | None = None
     """Places of the keys of all blocks, block by block; None: [0, P)."""
@@ -37,7 +34,7 @@ class PackedRow(PackedSeqParams):
     """Per block [queries, keys], 0 where a query sees a key, else -inf; None: causal."""
 
     @staticmethod
-    def of(micro_batch: MicroBatch, at: torch.device, dtype: torch.dtype) -> PackedRow:
+    def of(micro_batch: MicroBatch, at: torch.device, dtype: torch.dtype) -> "PackedRow":
         """`dtype`: what attention is computed in; SDPA wants the bias in it."""
         blocks = micro_batch.blocks
         keys = [np.concatenate([b.prefix_K, np.arange(b.start, b.end)]) for b in blocks]

@@ -1,9 +1,6 @@
 """What outlives the trainer: Megatron distributed checkpoints, and Hugging Face folders.
 
-A checkpoint can be loaded by another number of data-parallel ranks. Called by `rank.py`; imported
-after `device.prepare()`."""
-
-from __future__ import annotations
+Any number of data-parallel ranks can load a checkpoint. Called by `rank.py`, after `device.prepare()`."""
 
 import json
 import queue

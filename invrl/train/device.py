@@ -32,7 +32,6 @@ def device() -> torch.device:
 
 
 def backend() -> str:
-    """The process group's backend."""
     return "nccl" if on_cuda() else "gloo"
 
 
@@ -157,9 +156,7 @@ def _skip_collectives_of_one() -> None:
     copies each of them, more than once: a fifth of a step."""
     import megatron.core.distributed.param_and_grad_buffer as module
 
-    def unless_in_place(
-        collective: Callable[..., Any], output: Any, given: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def unless_in_place(collective: Any, output: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
         """Output and input are the same numbers only in a group of one."""
         same = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
         return None if same else collective(output, given, *args, **kwargs)

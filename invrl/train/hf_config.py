@@ -4,8 +4,6 @@ Invariant: a `HuggingFaceConfig` describes a model that `model.py` computes exac
 compute differently is refused here, by name, before a weight is read. Imports neither torch nor
 transformers, so a run can be checked before any process starts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,8 +58,7 @@ class HuggingFaceConfig(BaseModel):
 
 
 def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
-    """Raises ConfigError for a folder without config.json, a family without a name file, or a feature
-    that the trainer does not compute."""
+    """ConfigError for a folder without config.json, an unknown family, or a feature that is not computed."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         fix = "give a Hugging Face model folder (`invrl prepare-model` makes one)"

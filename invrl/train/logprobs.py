@@ -2,8 +2,6 @@
 
 Called by `model.py` on the output rows that predict a wanted token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ is computed: what the model folder, invrl's own settings or the step decide is r
 use instead. Megatron is imported inside functions only; `run_checks.py` calls
 `check_megatron_options` at start-up, `rank.py` calls `parse_megatron_options`."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import warnings

@@ -3,8 +3,6 @@
 `PolicyModel.forward` gives log-probs of the wanted tokens; the vocabulary projection is computed at
 the rows that predict one, and nowhere else. Imported after `device.prepare()`, by `rank.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast

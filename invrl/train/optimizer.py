@@ -3,8 +3,6 @@
 Invariant: a step is applied whole or not at all; a gradient that is not finite raises before a weight
 changes. Imported after `device.prepare()`, by `rank.py` and `step.py`."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -6,9 +6,7 @@ it. The rows that share their first token are a tree, and a token attends to its
 at its own depth: the result is what each row alone would give. Tokens after the last trained one,
 and that one itself (it is only predicted), are not computed at all.
 
-Pure numpy, called by `step.py`, `logprobs.py` (rank side) and `train_handle.py` (sharding)."""
-
-from __future__ import annotations
+Pure numpy, called by `step.py`, `rank.py` and `train_handle.py` (sharding)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -91,9 +89,8 @@ def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
 
 
 def pack(rows: Sequence[Row], *, max_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens (a longer row stands alone), at least one:
-    a rank without data still takes part in the step, with an empty micro-batch. Rows that want nothing
-    are left out."""
+    """Micro-batches of at most `max_tokens` packed tokens (a longer row stands alone), at least one: a rank
+    without data takes part in the step with an empty one. Rows that want nothing are left out."""
     order = [index for index, row in enumerate(rows) if row.computed]
     if share_prefixes:
         order.sort(key=lambda index: _sort_key(rows[index].tokens_T))
@@ -210,9 +207,6 @@ def _blocks(tree: list[_Branch]) -> list[AttentionBlock]:
             mask_QK = np.tri(chunk, len(prefix_K) + chunk, len(prefix_K), dtype=np.bool_)
             blocks.append(AttentionBlock(start=at, end=at + chunk, prefix_K=prefix_K, mask_QK=mask_QK))
     return blocks
-
-
-# ------------------------------------------------------------------ mini-batches and ranks
 
 
 Shard = tuple[TrainBatch, ...]

@@ -5,8 +5,6 @@ Invariant: every rank makes the same calls in the same order (they meet in colle
 `layout`, `stage` and `export_hugging_face` are one rank's own. `device.prepare()` runs before Megatron
 is imported, so the imports that need it are inside."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property

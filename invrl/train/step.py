@@ -5,8 +5,6 @@ model before the batch's first step, or the engine's), *current*. With one optim
 and current are the same numbers, so no forward pass is spent on old. Imported after
 `device.prepare()`, called by `rank.py`."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -91,8 +89,7 @@ class TrainStep:
         return pack(rows, max_tokens=train.max_tokens_per_microbatch, share_prefixes=train.share_prefixes)
 
     def logprobs(self, rows: list[Row], model: torch.nn.Module | None = None) -> list[NDArray[np.float32]]:
-        """Forward only, of `model` (None: the current one): one array [T] per row, 0 where no log-prob is
-        wanted."""
+        """Forward only, of `model` (None: the current one): one array [T] per row, 0 where none is wanted."""
         asked = self.model if model is None else model
         arrays = [np.zeros(len(row.tokens_T), np.float32) for row in rows]
         with torch.no_grad():

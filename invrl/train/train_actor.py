@@ -1,19 +1,13 @@
-"""A trainer rank as a Ray actor: receives, calls, replies. Made by `cluster.py`, held by
-`train_handle.py`."""
-
-from __future__ import annotations
+"""A trainer rank as a Ray actor: receives, calls, replies. Made by `cluster.py`, held by `train_handle`."""
 
 import faulthandler
 import gc
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.train.config import TrainConfig
-
-if TYPE_CHECKING:
-    from invrl.train.megatron_args import Scalar
+from invrl.train.megatron_args import Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,6 @@
 Invariant: a call ends within its deadline on all ranks, or none is left: ranks meet in collectives, so
 where one fails or dies the others would wait for it. Made by `cluster.py`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from itertools import chain
@@ -76,7 +74,6 @@ class TrainHandle:
         await self._first("export_hugging_face", path)
 
     def stop(self) -> None:
-        """End all ranks."""
         for actor in self._actors:
             ray.kill(actor)
 

@@ -3,8 +3,6 @@
 Invariant: what is exported right after loading is what was loaded, byte for byte, under the same
 names. Called by `model.py` (load), `checkpoint.py` and `rank.py` (export)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,19 +10,18 @@ import torch
 from safetensors import safe_open
 
 from invrl.errors import TrainError
+from invrl.interfaces import WeightLayout
 from invrl.model_folder import tensor_files
 from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.hf_names.families import FAMILIES
 from invrl.train.hf_names.parameter import Parameter, join, split
-from invrl.types import TensorSpec
 from invrl.weight_arena import spec_of
 
 
 def parameters(config: HuggingFaceConfig) -> list[Parameter]:
     """The model's parameters, in sending order."""
-    return FAMILIES[config.model_type].parameters(
-        layers=config.num_hidden_layers, tied=config.tie_word_embeddings
-    )
+    family, layers = FAMILIES[config.model_type], config.num_hidden_layers
+    return family.parameters(layers=layers, tied=config.tie_word_embeddings)
 
 
 def load_weights(model: torch.nn.Module, config: HuggingFaceConfig, folder: str | Path) -> None:
@@ -65,8 +62,6 @@ def export_weights(
             yield name, part.to(dtype)
 
 
-def weight_specs(
-    model: torch.nn.Module, config: HuggingFaceConfig, dtype: torch.dtype
-) -> tuple[TensorSpec, ...]:
+def weight_specs(model: torch.nn.Module, config: HuggingFaceConfig, dtype: torch.dtype) -> WeightLayout:
     """What `export_weights` will give."""
     return tuple(spec_of(name, tensor) for name, tensor in export_weights(model, config, dtype, "meta"))

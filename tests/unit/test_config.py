@@ -18,7 +18,6 @@ from invrl.errors import ConfigError, PluginError
 from invrl.flags import LEAVES, flag_help, parse_flags
 from invrl.gateway.config import GatewayConfig
 from invrl.rollout.sglang_client import EngineLimits
-from invrl.run_checks import UPSTREAM as UPSTREAM_CHECKS
 from invrl.run_checks import USER_CODE, run_checks
 from invrl.run_folder import RunFolder
 
@@ -247,7 +246,7 @@ def test_user_code_is_checked_by_path() -> None:
 )
 def test_options_of_other_packages_are_checked_against_them(flag: str, value: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_checks(from_flags(flag, value), UPSTREAM_CHECKS)
+        make_checks(from_flags(flag, value), ("sglang options", "router options", "megatron options"))
     assert fix in caught.value.fix.replace("_", "-")
 
 

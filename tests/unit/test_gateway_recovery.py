@@ -169,7 +169,7 @@ async def test_sessions_of_the_life_before_still_expire_and_still_fill_the_gatew
         for session, (_, outcome) in zip(sessions, gateway.store.outbox_after(0), strict=True):
             assert isinstance(outcome, FailedRollout)
             assert (outcome.session_id, outcome.reason) == (session.id, FailureReason.TIMEOUT)
-            assert gateway.store.session_state(session.id) == "expired"
+            assert gateway.store.closed_session(session.id).state == "expired"
 
 
 async def test_opening_is_the_same_after_a_restart(life: Life):

@@ -589,7 +589,7 @@ async def test_old_sessions_are_aborted_as_timeouts(tmp_path: Path, model: Path,
         [(_, outcome)] = gateway.store.outbox_after(0)
         assert isinstance(outcome, FailedRollout)
         assert (outcome.session_id, outcome.reason) == (session.id, "timeout")
-        assert gateway.store.session_state(session.id) == "expired"
+        assert gateway.store.closed_session(session.id).state == "expired"
 
 
 async def test_rewards_last_one_wins_and_closing_again_changes_nothing(gateway: Running):
@@ -641,7 +641,7 @@ async def test_bad_session_requests_are_refused(gateway: Running):
     assert (await gateway.env("/metrics", key=session.key)).status_code == 401
     for admin in ("/abort_request", "/pause_generation", "/workers", "/generate", "/docs"):
         assert (await gateway.env(admin, {})).status_code in (404, 405)
-    assert gateway.store.session_state(session.id) == "open"
+    assert gateway.store.closed_session(session.id) is None
 
 
 async def test_finishing_ends_what_is_in_flight(gateway: Running):

@@ -137,7 +137,7 @@ def test_outcomes_leave_in_order_once_and_only_where_they_are_handed_over(tmp_pa
     assert [outcome for _, outcome in rows] == [summary("a"), failure("b")]
     assert reader.outbox_after(rows[0][0]) == rows[1:]
     assert reader.outbox_after(rows[1][0]) == []
-    assert [reader.session_state(name) for name in "abc"] == ["finished", "expired", "finished"]
+    assert [reader.closed_session(name).state for name in "abc"] == ["finished", "expired", "finished"]
     with pytest.raises(KeyError):
         reader.rollout("b")
     with pytest.raises(KeyError):
@@ -153,7 +153,7 @@ def test_closing_is_one_transaction(tmp_path: Path):
     again = writer.close_session("a", "aborted", failure("a"), hand_over=True)
     with pytest.raises(sqlite3.IntegrityError):
         again.result(60)
-    assert reader.session_state("a") == "finished"
+    assert reader.closed_session("a").state == "finished"
     assert [outcome for _, outcome in reader.outbox_after(0)] == [summary("a")]
     writer.close()
 

@@ -165,7 +165,7 @@ async def test_each_limit_has_its_own_name(gateway: Running):
     await held
 
     [session] = await gateway.open(limits={"timeout_s": 0.01})
-    await eventually(lambda: gateway.store.session_state(session.id) == "expired")
+    await eventually(lambda: getattr(gateway.store.closed_session(session.id), "state", "") == "expired")
     with pytest.raises(openai.AuthenticationError) as over:
         await chat(gateway, session)
     assert over.value.code == "session_timeout"
@@ -290,7 +290,7 @@ async def test_what_becomes_of_a_session_past_its_time(
             await chat(gateway, session)
         await post(gateway, f"/sessions/{rewarded.id}/reward", {"reward": 0.5})
         monkeypatch.setattr(lifecycle, "time", SimpleNamespace(time=lambda: later))
-        await eventually(lambda: gateway.store.session_state(rewarded.id) != "open")
+        await eventually(lambda: gateway.store.closed_session(rewarded.id) is not None)
         shown = (await gateway.env(f"/sessions/{silent.id}")).json()
         answer = await post(gateway, f"/sessions/{silent.id}/reward", {"reward": 0.25})
         outcomes = {outcome.session_id: outcome for _, outcome in gateway.store.outbox_after(0)}
@@ -335,7 +335,7 @@ async def test_children_train_with_their_parent_under_their_own_rewards(gateway:
     assert isinstance(summary, RolloutSummary)
     assert summary.child_rewards == {default.id: 1.0, judged.id: -2.0, grandchild.id: -2.0}
     assert (summary.num_turns, summary.trained_tokens) == (4, 4 * 13)
-    assert gateway.store.session_state(default.id) == "finished"
+    assert gateway.store.closed_session(default.id).state == "finished"
     assert [outcome for _, outcome in gateway.store.outbox_after(0)] == [summary]
     rows = samples_from_rollout(gateway.store.rollout(parent.id))
     assert [(row.rollout_id, row.reward) for row in rows] == [(parent.id, r) for r in (1.0, 1.0, -2.0, -2.0)]

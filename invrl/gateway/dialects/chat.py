@@ -17,8 +17,6 @@ Every field of the API stands in exactly one of these lists:
 - refused with 400: see `_REFUSED`; in messages audio, images, files.
 Any other field is refused as unknown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -103,15 +101,12 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 class ChatDialect(ChoicesDialect):
-    """The wire format of chat completions for one served model."""
-
     path, ids = "/chat/completions", "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
     first: ClassVar = {"delta": {"role": "assistant", "content": "", "refusal": None}}
     last: ClassVar = {"delta": {}}
 
     def parse(self, raw: bytes, *, retry: bool | None) -> ChoicesRequest:
-        """SessionError 400 (404 for another model) that names the field."""
         body = wire.decode(_DECODER, raw, self.model, _REFUSED)
         if not body.messages:
             raise wire.bad("`messages` must not be empty", param="messages")
@@ -181,9 +176,8 @@ def _message(message: _Message, at: int) -> Message:
     if message.content is None and role != "assistant":
         raise wire.bad(f"{param}.content must be text", param=f"{param}.content")
     if role == "tool" and not message.tool_call_id:
-        raise wire.bad(
-            f"{param}.tool_call_id must say which call this answers", param=f"{param}.tool_call_id"
-        )
+        param = f"{param}.tool_call_id"
+        raise wire.bad(f"{param} must say which call this answers", param=param)
     if message.tool_calls and role != "assistant":
         raise wire.bad(f"{param}.tool_calls: only the assistant calls", param=f"{param}.tool_calls")
     return Message(

@@ -1,7 +1,5 @@
 """What chat and text completions share: an answer of `n` choices, whole and streamed. Pure."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -36,8 +34,6 @@ class ChoicesFields(wire.SamplingFields, kw_only=True):
 
 
 class ChoicesRequest(Asked, frozen=True, kw_only=True):
-    """A parsed request, and how its answer is shown."""
-
     logprobs: bool
     include_usage: bool
 
@@ -68,7 +64,6 @@ class ChoicesDialect(wire.OpenAIDialect, ABC):
         return ChoicesRequest(turn=turn, n=body.n or 1, logprobs=logprobs, include_usage=usage)
 
     def answer(self, request: ChoicesRequest, answers: Sequence[Answer]) -> bytes:
-        """The body of a whole answer."""
         turns, choices = [answer.turn for answer in answers], []
         for n, each in enumerate(answers):
             logprobs = self.logprobs(request, each.pieces, 0) if request.logprobs else None
@@ -84,8 +79,6 @@ class ChoicesDialect(wire.OpenAIDialect, ABC):
 
 
 class _ChoicesStream:
-    """One streamed answer."""
-
     keep_alive = wire.KEEP_ALIVE
 
     def __init__(self, dialect: ChoicesDialect, request: ChoicesRequest, begun: Sequence[Begun]) -> None:

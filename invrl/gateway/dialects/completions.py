@@ -10,8 +10,6 @@ prompt and its reply (special tokens and stop string included) goes on with that
 - ignored, for it changes no token: `user`, `stream_options.include_obfuscation`.
 - refused with 400: see `_REFUSED`; several prompts. Any other field is unknown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -40,14 +38,11 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 class CompletionsDialect(ChoicesDialect):
-    """The wire format of completions for one served model."""
-
     path, ids = "/completions", "cmpl-"
     objects = ("text_completion", "text_completion")
     last: ClassVar = {"text": ""}
 
     def parse(self, raw: bytes, *, retry: bool | None) -> ChoicesRequest:
-        """SessionError 400 (404 for another model) that names the field."""
         body = wire.decode(_DECODER, raw, self.model, _REFUSED)
         limit = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         turn = TurnRequest(

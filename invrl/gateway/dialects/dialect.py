@@ -2,8 +2,6 @@
 
 `agent_api.py` serves any of them: it parses the request, samples, and writes what the dialect says."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 

@@ -114,23 +114,18 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 class MessagesRequest(Asked, frozen=True, kw_only=True):
-    """A parsed request, and how its answer is shown."""
-
     shows_thinking: bool
     omits_text: bool
     """Of the thinking."""
 
 
 class MessagesDialect:
-    """The wire format of Anthropic's messages for one served model."""
-
     path = "/messages"
 
     def __init__(self, *, model: str) -> None:
         self.model = model
 
     def parse(self, raw: bytes, *, retry: bool | None) -> MessagesRequest:
-        """SessionError 400 (404 for another model) that names the field."""
         body = wire.decode(_DECODER, raw, self.model, _REFUSED)
         if body.max_tokens is None:
             raise wire.bad("max_tokens: Field required", param="max_tokens")
@@ -146,7 +141,6 @@ class MessagesDialect:
         return msgspec.json.encode({"input_tokens": tokens})
 
     def answer(self, request: MessagesRequest, answers: Sequence[Answer]) -> bytes:
-        """The body of a whole answer."""
         [answer] = answers
         reply, blocks = answer.message, []
         if reply.reasoning and request.shows_thinking:

@@ -4,8 +4,6 @@ Whole and streamed answers are built the same way: one reply is reasoning, a mes
 order that they come. Calls stay open to the end, because their arguments may be completed late.
 Used by `responses.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -135,8 +135,6 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """How an answer is shown."""
-
     logprobs: bool
     functions: Mapping[str, tuple[str, str]] = {}
     """Namespace and name of the functions in namespaces, by the name that the model knows."""
@@ -144,18 +142,13 @@ class _Shown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesRequest(Asked, frozen=True, kw_only=True):
-    """A parsed request."""
-
     shown: _Shown
 
 
 class ResponsesDialect(wire.OpenAIDialect):
-    """The wire format of the responses API for one served model."""
-
     path = "/responses"
 
     def parse(self, raw: bytes, *, retry: bool | None) -> ResponsesRequest:
-        """SessionError 400 (404 for another model) that names the field."""
         body = wire.decode(_DECODER, raw, self.model, _REFUSED)
         for name in body.include or ():
             if name not in _INCLUDABLE:
@@ -189,7 +182,6 @@ class ResponsesDialect(wire.OpenAIDialect):
         return ResponsesRequest(turn=turn, shown=_Shown(logprobs=logprobs, functions=functions, echo=echo))
 
     def answer(self, request: ResponsesRequest, answers: Sequence[Answer]) -> bytes:
-        """The body of a whole answer."""
         [answer] = answers
         return self._whole(request.shown, answer)
 
@@ -236,7 +228,6 @@ class ResponsesDialect(wire.OpenAIDialect):
         return {**head, **shown.echo, **_CONSTANT, **begun, **more}
 
     def ended(self, shown: _Shown, answer: Answer, output: ResponseOutput) -> dict[str, Any]:
-        """The response object of an answer that is whole."""
         turn = answer.turn
         state: dict[str, Any] = {"status": "completed", "completed_at": int(turn.finished_at)}
         if turn.finish_reason != "stop":
@@ -258,8 +249,6 @@ class ResponsesDialect(wire.OpenAIDialect):
 
 
 class _ResponseStream:
-    """One streamed response."""
-
     keep_alive = wire.KEEP_ALIVE
 
     def __init__(self, dialect: ResponsesDialect, request: ResponsesRequest, begun: Begun) -> None:

@@ -2,8 +2,6 @@
 
 Used by the files beside it."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,8 +44,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class Part(msgspec.Struct):
-    """A part of a message's content."""
-
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -163,7 +159,6 @@ def plain_choice(choice: Any) -> ToolChoice | None:
 
 
 def joined(first: Message, second: Message, between: str = "") -> Message:
-    """Two messages of one role as one."""
     content = between.join((first.content, second.content))
     calls = first.tool_calls + second.tool_calls
     return Message(first.role, content, first.reasoning + second.reasoning, calls)
@@ -211,7 +206,6 @@ def sampled(pieces: Sequence[Piece]) -> Iterator[tuple[int, float, list[tuple[in
 
 
 def sent(event: Any, name: str = "") -> bytes:
-    """A server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + msgspec.json.encode(event) + b"\n\n"
 

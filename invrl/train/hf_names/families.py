@@ -1,7 +1,5 @@
 """The model families the trainer knows: `model_type` in config.json -> its name file."""
 
-from __future__ import annotations
-
 from invrl.train.hf_names import llama, qwen2, qwen3
 from invrl.train.hf_names.parameter import Family
 
