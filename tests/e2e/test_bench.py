@@ -21,5 +21,8 @@ def test_the_bench_measures_every_ratio_and_every_process(tmp_path: Path) -> Non
     assert all(ratio > 0 for ratio in result["ratios"].values())
     assert 0.0 < result["ratios"]["busy_share"] <= 1.0
     roles = result["run"]["processes"]["roles"]
-    assert {"driver", "trainer", "buffer", "worker", "gateway", "router", "engine", "ray"} <= roles.keys()
-    assert all(roles[role]["peak_pss_mb"] > 0 for role in roles)
+    ours = {"driver", "trainer", "buffer", "worker", "gateway", "router", "engine", "ray"}
+    assert ours <= roles.keys()
+    assert all(
+        roles[role]["peak_pss_mb"] > 0 for role in ours
+    )  # others may be seen when they have just begun

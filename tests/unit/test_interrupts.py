@@ -20,7 +20,7 @@ from invrl import interrupts
 
 KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROGRAM = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from invrl import interrupts
 from invrl.process import ServerProcess
@@ -44,6 +44,7 @@ async def work():
 async def main():
     {body}
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under `nohup`
 interrupts.catch()
 interrupts.DEADLINE_S = {deadline}
 try:
