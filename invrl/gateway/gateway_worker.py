@@ -29,8 +29,9 @@ def serve(
 ) -> None:
     """Runs until SIGTERM (blocked by who calls, awaited from here on); every accepted turn is committed when
     this returns."""
-    # uvicorn raises the signal that ended it once more, for the handler that was there before its own.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # uvicorn raises the signal that ended it once more, for the handler that was there before its own. (With
+    # SIG_IGN the kernel would forget one that came while it was blocked.)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     store = RunStoreWriter(Path(settings.store_path))
     engine = SglangClient(
         settings.router_url,
