@@ -61,7 +61,7 @@ class RolloutFn(Protocol):
 
 
 class GroupRolloutFn(Protocol):
-    """Runs a whole group (for relative judging), marked by `group = True` on it. One result per endpoint."""
+    """Runs a whole group (for relative judging), marked by `group = True`. Results in their order."""
 
     def __call__(
         self, task: Task, endpoints: Sequence[Endpoint]

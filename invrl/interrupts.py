@@ -40,9 +40,10 @@ class CleanUp(contextlib.AsyncExitStack):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`. After an interrupt it raises KeyboardInterrupt, whatever the clean-up raised."""
+    """As `asyncio.run`, in the main thread. Raises KeyboardInterrupt after an interrupt, whatever came of it."""
     try:
-        with asyncio.Runner() as runner, _woken(runner.get_loop()):
+        runner = asyncio.Runner()
+        with _woken(runner.get_loop()), runner:
             _State.cleans_up, _State.task = False, runner.get_loop().create_task(work)
             return runner.get_loop().run_until_complete(_State.task)
     except Exception:
@@ -64,12 +65,14 @@ def _woken(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     with reader, writer:
         writer.setblocking(False)
         loop.add_reader(reader, reader.recv, 4096)
-        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        before = -1
         try:
+            before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
             yield
         finally:
-            signal.set_wakeup_fd(-1)
-            loop.remove_reader(reader)
+            signal.set_wakeup_fd(before)
+            if not loop.is_closed():
+                loop.remove_reader(reader)
 
 
 def _interrupt(_number: int, _frame: object) -> None:

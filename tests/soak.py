@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -106,7 +107,7 @@ class Soak:
         if self._driver is not None and self._driver.poll() is None:
             self._driver.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._driver.wait(60)
+                self._driver.wait(180)  # a clean-up may take the driver's own 120 s
             self._driver.kill()
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -212,8 +213,10 @@ def main(own: Mapping[str, str], flags: Sequence[str], ready: Callable[[], tuple
     given = own.get("--minutes", "30")
     try:
         minutes = float(given)
+        if not 0 < minutes < math.inf:
+            raise ValueError
     except ValueError:
-        raise ConfigError("--minutes", given, "not a number", "give --minutes 30") from None
+        raise ConfigError("--minutes", given, "not a number of minutes", "give --minutes 30") from None
     config, folder = ready()
     flags = [*flags, "--run-root", str(folder.path.parent), "--run-name", folder.path.name]
     flags += "--progress none --num-steps 1000000 --max-restarts 3 --save-interval 2".split()

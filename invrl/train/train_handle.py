@@ -1,9 +1,10 @@
 """All trainer ranks behind one handle: `interfaces.Trainer` and `interfaces.WeightSender`.
 
-Invariant: a call ends within its deadline on all ranks, or none is left: ranks meet in collectives, so
-where one fails or dies the others would wait for it. Made by `cluster.py`."""
+Invariant: a call ends within its deadline (a failure up to 10 s later) on all ranks, or none is left: ranks
+meet in collectives, so where one fails or dies the others would wait for it. Made by `cluster.py`."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -91,8 +92,11 @@ class TrainHandle:
         waits = [asyncio.wrap_future(call.future()) for call in calls]
         done, pending = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         if pending and any(_may_follow(wait.exception()) for wait in done):
-            late, pending = await asyncio.wait(pending, timeout=_DEATH_S)
-            done |= late
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DEATH_S):
+                    while pending and not any(isinstance(w.exception(), RayActorError) for w in done):
+                        late, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                        done |= late
         failed = [at for at, wait in enumerate(waits) if wait in done and wait.exception() is not None]
         if failed or pending:
             for wait in pending:
