@@ -40,7 +40,7 @@ class CleanUp(contextlib.AsyncExitStack):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in the main thread. Raises KeyboardInterrupt after an interrupt, whatever came of it."""
+    """As `asyncio.run`, in the main thread. After an interrupt it raises KeyboardInterrupt in any case."""
     try:
         runner = asyncio.Runner()
         with _woken(runner.get_loop()), runner:

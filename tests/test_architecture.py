@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(ROOT.glob("invrl/**/*.py"))
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TREE_LINES = 500, 80, 18_100
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TREE_LINES = 500, 80, 18_150
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 
 # Imports run one way, downwards: a module may import its own layer's and lower layers' modules.

@@ -3,15 +3,18 @@
 The text is cut into blocks that may be a call and what stands around them, which is content. Each block gets
 a parser of SGLang's to itself: one that cannot read a block neither loses what comes behind it nor takes the
 arguments of the next call for its own. Invariant: nothing is lost. What is no call of a known tool is
-content, a call that was cut short too, unless a stream has begun to tell it: then it ends where it was. (In
-a block of several calls, as Mistral and Llama write them, SGLang drops those of unknown tools.)"""
+content, a call that was cut short too, unless a stream has begun to tell it: then it ends where it was.
+
+Calls of a family that marks their end are told as they arrive, those of others (Llama's, Mistral's) when the
+reply has ended: behind a call of an unknown tool SGLang's incremental parsers tell some twice or make some
+up. From such a list SGLang drops the calls of unknown tools."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -90,7 +93,10 @@ class CallReader:
         self._detector = call_parser(name, tools).detector
         self._names = {tool.name for tool in tools}
         mark = self._detector.bot_token
-        self._form = _FORMS.get(type(self._detector).__name__) or _Form(begins=(mark,) if mark else ())
+        form = _FORMS.get(type(self._detector).__name__)
+        self._form = form or _Form(begins=(mark,) if mark else ())
+        self._guessed = form is None
+        self._incremental = bool(self._form.ends or not self._form.begins)
         self._text = ""
         """Not told yet: what may become a block, or the block."""
         self._space = ""
@@ -150,9 +156,11 @@ class CallReader:
                 self._parser, self._read, self._told = call_parser(self._name, self._tools), 0, []
             end = self._end(last)
             sure = len(self._text) - _might(self._text, self._form.ends) if end is None else end
-            if self._stream and (piece := self._text[self._read : sure]):
+            piece = self._text[self._read : sure] if self._stream and self._incremental else ""
+            # SGLang reads all of a block for every piece: the pieces grow with it.
+            if piece and (end is not None or not self._form.begins or len(piece) * 20 >= self._read):
                 self._read += len(piece)
-                content, items = self._parser.parse_stream_chunk(piece)
+                content, items = _read(self._parser.parse_stream_chunk, piece)
                 yield self._say("" if self._form.begins else content)
                 yield self._tell(items)
             if end is None:
@@ -166,7 +174,7 @@ class CallReader:
             return 0, True
         if found := [at for mark in marks if (at := text.find(mark)) >= 0]:
             return min(found), True
-        if not self._form.ends and self._detector.has_tool_call(self._content + text):  # in its other form
+        if self._guessed and self._detector.has_tool_call(self._content + text):  # in its other form
             return 0, True
         return len(text) - (0 if last else _might(text, marks)), False
 
@@ -181,10 +189,8 @@ class CallReader:
         """The block is whole: what its incremental parser kept back, or the block itself if it is no call."""
         assert self._parser is not None
         parser, self._parser, block = self._parser, None, self._take(end)
-        if self._stream:
-            yield self._tell(parser.parse_stream_end()[1])
         outer = "" if block.startswith(self._form.outer) else self._form.outer
-        content, found = parser.parse_non_stream(outer + block)
+        content, found = _read(parser.parse_non_stream, outer + block)
         if self._form.lenient and not block.endswith(self._form.ends):
             found = []
         items = [item for item in found if item.name in self._names]
@@ -215,7 +221,7 @@ class CallReader:
     def _tell(self, items: Sequence[ToolCallItem]) -> Delta:
         """What an incremental parser read: the first item of a call has its name."""
         calls = []
-        for item in items:
+        for item in items if self._form.ends else ():
             self._known = item.name in self._names if item.name else self._known
             if item.name and self._known:
                 calls.append(self._begun(item.name, item.parameters))
@@ -247,6 +253,16 @@ class CallReader:
     def _limited(self, calls: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
         most = self._most_calls
         return tuple(c for c in calls if (c.name or c.arguments) and (most is None or c.index < most))
+
+
+def _read(
+    parse: Callable[[str], tuple[str, list[ToolCallItem]]], text: str
+) -> tuple[str, Sequence[ToolCallItem]]:
+    """Content and calls. SGLang's parsers raise what they like for JSON that is no call, or is too deep."""
+    try:
+        return parse(text)
+    except Exception:
+        return "", ()
 
 
 def _might(text: str, marks: Iterable[str]) -> int:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.errors import InvrlError, ServerError, SessionError
+from invrl.errors import ServerError, SessionError
 from invrl.gateway.call_reader import Delta
 from invrl.gateway.forest import Node
 from invrl.gateway.message import Message, Tool
@@ -174,12 +174,11 @@ class Generation:
     async def _run(self) -> Answer:
         try:
             result = await self._sample()
-        except (asyncio.CancelledError, InvrlError):
+            for delta in (self._parser.push(self._stream.finish()), *self._parser.finish()):
+                self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
+        except (asyncio.CancelledError, Exception):
             self._record("abort")
             raise
-        rest = self._parser.push(self._stream.finish()), *self._parser.finish()
-        for delta in rest:
-            self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
         turn, message, durable = self._record(result.finish_reason, result)
         await asyncio.shield(durable)
         if result.finish_reason == "abort":

@@ -11,6 +11,7 @@ from dataclasses import fields
 import msgspec
 import numpy as np
 
+from invrl.gateway.call_reader import CallDelta, Delta
 from invrl.gateway.conversation import Conversation
 from invrl.gateway.forest import Node
 from invrl.gateway.generation import Generation, Proposal
@@ -74,11 +75,32 @@ def replay(
     )
     text = renderer.reply_text(turn.sampled_ids_T.tolist(), special=parser.special)
     matched = next((each for each in stop if each in text), None) if turn.finish_reason == "stop" else None
+    told = _Told(node.messages[-1], special=parser.special)
     generation = Generation(
-        proposal, engine=_Recorded(turn, matched), renderer=renderer, parser=parser, commit=_committed
+        proposal, engine=_Recorded(turn, matched), renderer=renderer, parser=told, commit=_committed
     )
     generation.started_at, generation.finished_at = turn.started_at, turn.finished_at
     return generation
+
+
+class _Told(ReplyParser):
+    """Tells a reply as it was recorded: read in other pieces, its text may be taken apart otherwise."""
+
+    def __init__(self, reply: Message, *, special: bool) -> None:
+        super().__init__()
+        self._reply, self._special = reply, special
+
+    @property
+    def special(self) -> bool:
+        return self._special
+
+    def push(self, text: str) -> Delta:
+        return Delta()
+
+    def finish(self) -> tuple[Delta, ...]:
+        calls = enumerate(self._reply.tool_calls)
+        told = tuple(CallDelta(index=n, id=c.id, name=c.name, arguments=c.arguments) for n, c in calls)
+        return (Delta(content=self._reply.content, reasoning=self._reply.reasoning, calls=told),)
 
 
 class _Recorded:

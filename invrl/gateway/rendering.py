@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -70,8 +70,6 @@ class Renderer:
         self.after_reply, self.end_of_turn, self.end_of_turn_id = self._find_end_of_turn()
         marks = [tokenizer.encode(mark) for mark in (_THINK, _THOUGHT)]
         self._thinking_ids = [ids[0] for ids in marks] if all(len(ids) == 1 for ids in marks) else []
-        pattern = f"{_THINK}(?:(?!{re.escape(self.end_of_turn or _THINK)}).)*?{_THOUGHT}"
-        self._thinking = re.compile(pattern, re.DOTALL)
         self._steady = self._takes(*_LOOP, Message("assistant", "y"), Message("assistant", "y"))
         self.parallel_calls = self._takes(_LOOP[0], replace(_CALL, tool_calls=_CALL.tool_calls * 2))
         """The template shows more than one call in a reply."""
@@ -143,13 +141,41 @@ class Renderer:
 
     def unthinking(self, text: str) -> str:
         """`text` without thinking and whitespace: templates trim both as they please."""
-        return "".join(self._thinking.sub("", text).split())
+        return "".join("".join(self._between(text, self._thoughts(text))).split())
+
+    def _thoughts(self, text: str) -> dict[int, int]:
+        """Where each thought begins and ends, marks and all; it ends within its turn. Takes time in
+        proportion to the text, whatever an agent sends."""
+        found, at, end, turn = dict[int, int](), 0, -1, -1
+        while (begin := text.find(_THINK, at)) >= 0:
+            end = text.find(_THOUGHT, begin) if end < begin else end
+            if end < 0:
+                break
+            if turn <= begin:
+                turn = text.find(self.end_of_turn or _THINK, begin + 1)
+                turn = len(text) if turn < 0 else turn
+            at = turn if turn < end else end + len(_THOUGHT)
+            if at > end:
+                found[begin] = at
+        return found
+
+    def _between(self, text: str, thoughts: Mapping[int, int]) -> list[str]:
+        begins, ends = [*thoughts, len(text)], [0, *thoughts.values()]
+        return [text[end:begin] for end, begin in zip(ends, begins, strict=True)]
 
     def _repeats(self, head: str, shown: str) -> bool:
         """Whether `head` is what was `shown`, but for thinking and the space around it."""
-        parts = [part.strip() for part in self._thinking.split(f"|{shown}|")]
-        gap = rf"\s*(?:{self._thinking.pattern})?\s*"
-        return bool(re.fullmatch(gap.join(map(re.escape, parts)), f"|{head}|", re.DOTALL))
+        head, shown = f"|{head}|", f"|{shown}|"
+        thoughts, at = self._thoughts(head), 0
+        for place, part in enumerate(map(str.strip, self._between(shown, self._thoughts(shown)))):
+            if place:
+                at = _past_space(head, at)
+                if at in thoughts and not (part and head.startswith(part, at)):
+                    at = _past_space(head, thoughts[at])
+            if not head.startswith(part, at):
+                return False
+            at += len(part)
+        return at == len(head)
 
     def _follows(self, asked: str, answered: str) -> bool:
         """Whether a reply stands behind its own prompt, but for thinking that the prompt opens."""
@@ -193,6 +219,14 @@ class Renderer:
             return after, "", None
         end = next(n for n in range(1, len(after) + 1) if self._tokenizer.encode(after[:n]) == ids[:1])
         return after, after[:end], ids[0]
+
+
+_SPACE = re.compile(r"\s*")
+
+
+def _past_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
 
 
 def _nth(text: str, part: str, count: int) -> int:

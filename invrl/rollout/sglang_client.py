@@ -130,7 +130,7 @@ class SglangClient:
         DeadlineError. Cancelling the call cancels the generation."""
         body, deadline_s = self._body(request, stream=False), self._generate_deadline_s
         answer = await self._ask("/generate", body, deadline_s=deadline_s, routing_key=request.routing_key)
-        whole = (reader := _Reader(request)).add(_EVENT.decode(answer))
+        whole = (reader := _Reader(request)).add(_event(answer))
         end = msgspec.structs.asdict(reader.end())
         return GenerateResult(**end, ids_T=whole.ids_T, logprobs_T=whole.logprobs_T, top=whole.top)
 
@@ -344,7 +344,14 @@ async def _events(response: HttpConnection) -> AsyncIterator[_Event]:
         *lines, pending = pending.split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                yield _EVENT.decode(line[6:])
+                yield _event(line[6:])
+
+
+def _event(data: bytes) -> _Event:
+    try:
+        return _EVENT.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ServerError(f"the engine's answer cannot be read: {error}: {data[:200]!r}") from None
 
 
 class _Reader:
@@ -397,7 +404,7 @@ def _spans(meta: _Meta, sampled: int) -> tuple[VersionSpan, ...]:
     spans, at = list[VersionSpan](), 0
     for span in listed:
         if (end := min(span.end, sampled)) > span.start:
-            if span.start != at:
+            if span.start != at or not span.version.isdecimal():
                 at = -1
                 break
             spans.append(VersionSpan(version=WeightVersion(int(span.version)), start=at, end=end))

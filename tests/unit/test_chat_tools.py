@@ -182,6 +182,21 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
     assert summary.trained_tokens == len(free.sampled_ids_T) < summary.sampled_tokens
 
 
+@pytest.mark.parametrize(
+    "text", [TWO, f"{TWO}\n<tool_call>\njunk\n</tool_call>", f"Hm {TWO[:-40]}", TWO + " So."]
+)
+async def test_a_retried_stream_is_told_as_the_first_time(gateway: Running, renderer: Renderer, text: str):
+    say(gateway, renderer, text)
+    [session] = await gateway.open()
+    client, options = gateway.client(session), {"stream": True, "tools": [CALC, SHELL]}
+    told = [
+        await ask(client, [ASK], extra_headers={"x-stainless-retry-count": retry}, **options)
+        for retry in ("0", "1")
+    ]
+    assert told[0] == told[1]
+    assert len(gateway.turns(session)) == 1
+
+
 async def test_without_parallel_calls_one_is_shown(gateway: Running, renderer: Renderer):
     say(gateway, renderer, TWO)
     [session] = await gateway.open()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 from invrl.gateway.message import Message, Tool, ToolChoice
 from invrl.gateway.parsing import Parsers, detect_parsers, joined, reply
@@ -183,6 +184,65 @@ def test_what_is_no_call_of_a_known_tool_is_content_wherever_it_stands(
         assert [(c.name, json.loads(c.arguments)) for c in message.tool_calls[: len(made)]] == made
         assert [call.name for call in message.tool_calls[len(made) :]] == ["get_weather"] * begun
         assert message.content.strip() == (content + rest * (not begun)).strip()
+
+
+ODD = {
+    "qwen25": [
+        "42",
+        '{"name": ["halt"]}',
+        '{"name": "halt", "arguments": ' + "9" * 5000 + "}",
+        "[" * 100_000,
+    ],
+    "hermes": ["42", "[1]", "[" * 100_000],
+}
+ODD = {name: [SPELLED[name][1]([("halt", {})]).replace(named(("halt", {})), each) for each in odd]
+       for name, odd in ODD.items()}  # fmt: skip
+ODD |= {
+    "mistral": ["[TOOL_CALLS] [1]", "[TOOL_CALLS] " + "[" * 100_000],
+    "llama3": ["<|python_tag|>2+2", '<|python_tag|>{"name": ["halt"]}', '{"a": ' + "[" * 100_000],
+}
+
+
+@pytest.mark.parametrize(("parser", "reply"), [(name, each) for name, odd in ODD.items() for each in odd])
+@pytest.mark.parametrize("pieces", [(), (50,), (100_000,)])
+def test_what_makes_sglangs_parsers_raise_is_content(parser: str, reply: str, pieces: tuple[int, ...]):
+    message = parsed(parser, f"Look: {reply}" if "tool_call>" in reply else reply, pieces)
+    calls = [call.name for call in message.tool_calls]
+    if "9999" in reply:  # a whole number that Python does not read: a stream has begun to tell the call
+        assert calls == ["halt"] * bool(pieces and pieces[0] < len(reply))
+    else:
+        assert (calls, message.content.endswith(reply)) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("parser", "reply"),
+    [
+        ("llama3", '<|python_tag|>{"name":"nobody","parameters":{"name":"halt","parameters":{}}}'),
+        ("llama3", '{"name":"halt","parameters":{}};{"name":"nobody","parameters":{"o":{"name":"halt"}}}'),
+        ("mistral", "[TOOL_CALLS]nobody[ARGS]{}[TOOL_CALLS]halt[ARGS]{}[TOOL_CALLS]get_weather[ARGS]{}"),
+    ],
+)
+def test_a_stream_makes_no_call_up_behind_an_unknown_tool(parser: str, reply: str):
+    whole = parsed(parser, reply)
+    for size in range(1, 12):
+        streamed = parsed(parser, reply, [size])
+        assert (streamed.tool_calls, streamed.content) == (whole.tool_calls, whole.content)
+
+
+def test_long_arguments_are_read_in_time_that_their_length_allows(monkeypatch: pytest.MonkeyPatch):
+    """SGLang reads a block from its beginning for every piece."""
+    read: list[int] = []
+    chunk = FunctionCallParser.parse_stream_chunk
+
+    def counted(self: FunctionCallParser, text: str) -> Any:
+        read.append(len(text) + len(self.detector._buffer))
+        return chunk(self, text)
+
+    monkeypatch.setattr(FunctionCallParser, "parse_stream_chunk", counted)
+    call = ("get_weather", {"city": "x" * 20_000})
+    [made] = parsed("qwen25", SPELLED["qwen25"][1]([call]), [4]).tool_calls
+    assert json.loads(made.arguments) == call[1]
+    assert sum(read) < 30 * 20_000  # and not 20,000 / 4 times half of it
 
 
 def test_a_stream_tells_calls_and_the_text_around_them_in_their_order():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -107,6 +108,30 @@ def test_stripped_thinking_and_a_changed_template_fork(renderer: Renderer):
     assert (kept.ids, kept.kept_thinking) == (renderer._tokenizer.encode("\n" + chatml([MORE], True)), 3)
     changed = with_template(renderer, counts).tail(plain, 2, [END])
     assert changed.fork is ForkReason.TEMPLATE_CHANGED
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<|im_end|>", "x", "\n"]), max_size=12).map("".join))
+def test_where_thoughts_stand_is_what_an_expression_finds(renderer: Renderer, text: str):
+    one = re.compile(r"<think>(?:(?!<\|im_end\|>).)*?</think>", re.DOTALL)
+    assert renderer._thoughts(text) == {found.start(): found.end() for found in one.finditer(text)}
+    endless = with_template(renderer, lambda messages, add: "".join(m.content for m in messages))
+    assert endless.end_of_turn == ""
+    one = re.compile(r"<think>(?:(?!<think>).)*?</think>", re.DOTALL)
+    assert endless._thoughts(text) == {found.start(): found.end() for found in one.finditer(text)}
+
+
+def test_a_history_full_of_thoughts_takes_no_time_to_compare(renderer: Renderer):
+    """By a regular expression each of these took minutes or longer."""
+    thought = "<think>y</think> x "
+    assert renderer._repeats("a " + "x " * 200 + "b", "a " + thought * 200 + "b")
+    assert not renderer._repeats("a " + "x " * 200 + "c", "a " + thought * 200 + "b")
+    assert not renderer._repeats("a " + thought * 200 + "c", "a " + thought * 200 + "b")
+    assert renderer._thoughts("<think>" * 200_000) == {}
+    assert renderer._thoughts("</think>" * 200_000) == {}
+    flood = "<think><|im_end|>" * 100_000 + "</think>"
+    assert renderer._thoughts(flood) == {}
+    assert not renderer._repeats("\n\na", "a")
+    assert renderer._repeats("a\nb", "a\n<think>\n\n</think>\n\nb")
 
 
 def test_a_template_without_an_end_token_keeps_what_it_writes_after_a_reply(renderer: Renderer):

@@ -15,7 +15,9 @@ from test_gateway_turns import ASK, Running, running
 from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 
+from invrl.errors import ServerError
 from invrl.gateway.rendering import Renderer
+from invrl.rollout.sglang_client import _event, _Meta, _spans
 from invrl.types import Session
 
 TEXT, END, TOP = "Hi ünïcödé 漢 all of us, and then more", 2, 3
@@ -136,3 +138,22 @@ async def test_what_is_refused_and_what_is_not_shown(gateway: Running):
             await client.chat.completions.create(**chat, logprobs=True, top_logprobs=top)
     await client.responses.create(model="tiny", input="Hi", top_logprobs=2)  # log-probs are not included
     await recorded(gateway, session, top=0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"meta_info": {"id"',
+        b"\xff",
+        b'{"meta_info": 3}',
+        b'{"meta_info": {"output_token_logprobs": [[null, 1]]}}',
+    ],
+)
+def test_an_answer_of_the_engine_that_cannot_be_read_is_a_failure_of_the_fleet(answer: bytes):
+    with pytest.raises(ServerError, match="cannot be read"):
+        _event(answer)
+
+
+def test_a_version_that_is_no_number_is_a_failure_of_the_fleet():
+    with pytest.raises(ServerError, match="version spans"):
+        _spans(_Meta(id="a", prompt_tokens=1, weight_version="default"), 3)
