@@ -7,7 +7,8 @@ content, a call that was cut short too, unless a stream has begun to tell it: th
 
 Calls of a family that marks their end are told as they arrive, those of others (Llama's, Mistral's) when the
 reply has ended: behind a call of an unknown tool SGLang's incremental parsers tell some twice or make some
-up. From such a list SGLang drops the calls of unknown tools."""
+up. From such a list SGLang drops the calls of unknown tools; where calls have no mark at all (Pythonic), its
+parser says what of a stream is content."""
 
 from __future__ import annotations
 
@@ -194,14 +195,13 @@ class CallReader:
         if self._form.lenient and not block.endswith(self._form.ends):
             found = []
         items = [item for item in found if item.name in self._names]
-        streamed = len(self._told)
         yield Delta(calls=self._limited([self._missing(n, item) for n, item in enumerate(items)]))
         self._calls += len(self._told)
         if not self._told:
             closes = block == self._form.closing and self._behind
             said = self._content if self._stream and not self._form.begins else ""
-            yield self._say("" if closes else block.removeprefix(said))
-        elif not self._form.ends and streamed <= len(items):  # SGLang's parser says what is behind the calls
+            yield self._say(block[len(said) :] if block.startswith(said) and not closes else "")
+        elif not self._form.ends:  # SGLang's parser says what is behind the calls
             yield self._say("" if self._stream and not self._form.begins else content)
         self._behind = bool(self._told)
 

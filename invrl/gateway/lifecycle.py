@@ -1,8 +1,8 @@
 """Opening, rewarding and closing sessions: the registry, the live conversations and the store, kept in step.
 Invariants: a session is closed once; who closes it again gets the same outcome. Freeze, snapshot, build: once
 a close has begun, no call, delivery or reward changes what the session hands over. A session's children end
-with it at the latest and are part of its outcome. Called by the session API,
-and by itself when a session's time is up."""
+with it at the latest and are part of its outcome. Called by the session API, and by itself when a session's
+time is up."""
 
 import asyncio
 import logging

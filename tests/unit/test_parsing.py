@@ -229,6 +229,20 @@ def test_a_stream_makes_no_call_up_behind_an_unknown_tool(parser: str, reply: st
         assert (streamed.tool_calls, streamed.content) == (whole.tool_calls, whole.content)
 
 
+@pytest.mark.parametrize("name", FunctionCallParser.ToolCallParserEnum)
+@pytest.mark.parametrize(
+    "text", ["Hello [x] {y} <a> 漢字\n\nmore", "call: [get_weather(", "<function=x> hm", "a]b}c"]
+)
+def test_every_parser_of_sglang_leaves_text_as_it_is(name: str, text: str):
+    for size in (1, 4, 30):
+        assert parsed(name, text, [size]).content == text
+    assert parsed(name, text).content == text
+
+
+def test_what_a_parser_without_marks_told_is_not_told_twice():
+    assert parsed("pythonic", "[nobody(a=1)] and", [4]).content == " and"
+
+
 def test_long_arguments_are_read_in_time_that_their_length_allows(monkeypatch: pytest.MonkeyPatch):
     """SGLang reads a block from its beginning for every piece."""
     read: list[int] = []
