@@ -37,6 +37,9 @@ class RunConfig(Section):
     save_interval: NonNegativeInt = Field(0, description="steps between checkpoints; 0: after the last only")
     keep_checkpoints: NonNegativeInt = Field(2, description="newest checkpoints that stay; 0: all")
     max_restarts: NonNegativeInt = Field(0, description="times in a row that a failed run resumes by itself")
+    heartbeat_timeout_s: float = Field(
+        30.0, gt=0, description="a process that has not answered for this long counts as dead"
+    )
     save_rollout_data: bool = Field(False, description="write every training batch to RUN/rollout_data")
     debug_rollout_only: bool = Field(False, description="no trainer; every batch goes to RUN/rollout_data")
     debug_train_only: bool = Field(False, description="the trainer alone, on --load-rollout-data")
