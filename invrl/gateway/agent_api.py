@@ -79,8 +79,9 @@ class AgentEndpoint:
 
     async def _serve(self, client: ClientConnection, record: SessionRecord, raw: bytes) -> None:
         count = client.headers.get(_RETRY_COUNT)
-        request = self.dialect.parse(raw, retry=None if count is None else count != "0")
+        retry = None if count is None else count != "0"
         conversation = self.turns.conversation(record)
+        request = self.dialect.parse(raw, retry=retry, find=conversation.forest.turn)
         with conversation.call(), contextlib.ExitStack() as stack:
             begun = []
             for turn in _choices(request):

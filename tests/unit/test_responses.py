@@ -160,6 +160,65 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     assert sent == "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>tool\n13<|im_end|>\n<|im_start|>assistant\n"
 
 
+def references(response: Response) -> list:
+    """What Vercel's `ai` sends in place of a stored response's output."""
+    return [{"type": "item_reference", "id": item.id} for item in response.output]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_items_sent_back_by_their_ids_are_one_branch(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    in_between = CALL % 1 + "A second." + CALL % 2 + "And done."
+    say(gateway, renderer, THOUGHT + "I see." + CALL % 12 + "\n" + CALL % 13, in_between, "4.", "Bye.")
+    [session] = await gateway.open()
+    client = gateway.client(session)
+    items: list = [{"role": "user", "content": "12+13?"}]
+
+    async def ask() -> Response:
+        settings = {"model": "tiny", "input": items, "tools": [TOOL], "store": True}
+        if not stream:
+            return await client.responses.create(**settings)
+        async with client.responses.stream(**settings) as events:
+            return await events.get_final_response()
+
+    for _ in range(2):
+        answer = await ask()
+        called = [item.call_id for item in answer.output if item.type == "function_call"]
+        assert len(called) == 2
+        items += references(answer)
+        items += [{"type": "function_call_output", "call_id": each, "output": "1"} for each in called]
+    items += references(await ask())
+    items.append({"role": "user", "content": "Thanks."})
+    await ask()
+    turns = gateway.turns(session)
+    check_exact(gateway, turns, parents=[None, 0, 1, 2])
+    assert [turn.fork_reason for turn in turns] == ["", "", "", ""]
+    shown = (await gateway.env("/metrics")).json()
+    assert shown["matches"] == {"exact": 3}
+
+
+async def test_an_item_of_another_session_cannot_be_referred_to(gateway: Running, renderer: Renderer):
+    say(gateway, renderer, "A secret." + CALL % 1)
+    [session], [other] = await gateway.open(), await gateway.open()
+    answer = await gateway.client(session).responses.create(model="tiny", input="Hi", tools=[TOOL])
+    *_, call = answer.output
+    assert call.id is not None
+    for asker, item_id in (
+        (other, answer.output[0].id),
+        (other, call.id),
+        (session, call.id[:-1] + "7"),
+        (session, "msg_0123"),
+    ):
+        reference = {"type": "item_reference", "id": item_id}
+        with pytest.raises(openai.BadRequestError, match="not found") as refused:
+            await gateway.client(asker).responses.create(model="tiny", input=[USER, reference])
+        assert refused.value.code == "item_not_found"
+        assert refused.value.param == "input[1].id"
+    mixed = [USER, {"id": answer.output[0].id}, {"type": "item_reference", "id": call.id}, USER]
+    await gateway.client(session).responses.create(model="tiny", input=mixed, tools=[TOOL])
+
+
 async def test_a_response_is_told_again_by_its_id(gateway: Running, renderer: Renderer):
     say(gateway, renderer, THOUGHT + "Let me see." + CALL % 12, "156. 🙂")
     [session], [other] = await gateway.open(), await gateway.open()
@@ -299,6 +358,8 @@ BAD_FIELDS = {
     "image": {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
     "item_reference": {"input": [{"type": "item_reference", "id": "msg_1"}]},
     "bare reference": {"input": [{"id": "msg_1"}]},
+    "reference to no turn": {"input": [USER, {"type": "item_reference", "id": "msg_turn-0123456789abcdef"}]},
+    "reference without id": {"input": [USER, {"type": "item_reference"}]},
     "other item": {"input": [USER, {"type": "local_shell_call", "call_id": "c"}]},
     "call without id": {"input": [USER, {"type": "function_call", "name": "f", "arguments": "{}"}]},
     "output without id": {"input": [USER, {"type": "function_call_output", "output": "1"}]},

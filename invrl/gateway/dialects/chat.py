@@ -25,6 +25,7 @@ import msgspec
 from invrl.gateway.call_reader import CallDelta, Delta
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
+from invrl.gateway.dialects.dialect import FindTurn, no_turn
 from invrl.gateway.generation import Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.gateway.turns import TurnRequest
@@ -106,7 +107,7 @@ class ChatDialect(ChoicesDialect):
     first: ClassVar = {"delta": {"role": "assistant", "content": "", "refusal": None}}
     last: ClassVar = {"delta": {}}
 
-    def parse(self, raw: bytes, *, retry: bool | None) -> ChoicesRequest:
+    def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> ChoicesRequest:
         body = wire.decode(_DECODER, raw, self.model, _REFUSED)
         if not body.messages:
             raise wire.bad("`messages` must not be empty", param="messages")

@@ -19,6 +19,7 @@ import msgspec
 from invrl.gateway.call_reader import Delta
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
+from invrl.gateway.dialects.dialect import FindTurn, no_turn
 from invrl.gateway.generation import Piece
 from invrl.gateway.message import Message
 from invrl.gateway.turns import TurnRequest
@@ -42,7 +43,7 @@ class CompletionsDialect(ChoicesDialect):
     objects = ("text_completion", "text_completion")
     last: ClassVar = {"text": ""}
 
-    def parse(self, raw: bytes, *, retry: bool | None) -> ChoicesRequest:
+    def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> ChoicesRequest:
         body = wire.decode(_DECODER, raw, self.model, _REFUSED)
         limit = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         turn = TurnRequest(

@@ -2,14 +2,22 @@
 
 `agent_api.py` serves any of them: it parses the request, samples, and writes what the dialect says."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from invrl.errors import SessionError
+from invrl.gateway.forest import Node
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.turns import TurnRequest
+
+FindTurn = Callable[[str], Node | None]
+"""A whole turn of the session that asks, by its id; None if it has no such turn."""
+
+
+def no_turn(_: str) -> None:
+    """The `FindTurn` of a session without turns."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +63,9 @@ class Dialect(Protocol[Request]):
     path: str
     """Below `/v1`."""
 
-    def parse(self, raw: bytes, *, retry: bool | None) -> Request:
-        """SessionError 400 (404 for another model) that names the field."""
+    def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> Request:
+        """SessionError 400 (404 for another model) that names the field. `find`: for what the request names
+        by an id instead of sending it."""
         ...
 
     def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:

@@ -30,7 +30,7 @@ from pydantic_core import from_json
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
-from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
+from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun, FindTurn, no_turn
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.gateway.sampling import ClientSampling
@@ -125,7 +125,7 @@ class MessagesDialect:
     def __init__(self, *, model: str) -> None:
         self.model = model
 
-    def parse(self, raw: bytes, *, retry: bool | None) -> MessagesRequest:
+    def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> MessagesRequest:
         body = wire.decode(_DECODER, raw, self.model, _REFUSED)
         if body.max_tokens is None:
             raise wire.bad("max_tokens: Field required", param="max_tokens")

@@ -4,14 +4,37 @@ Whole and streamed answers are built the same way: one reply is reasoning, a mes
 order that they come. Calls stay open to the end, because their arguments may be completed late.
 Used by `responses.py`."""
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 from invrl.gateway.call_reader import CallDelta, Delta
 
 Event = dict[str, Any]
 Logprobs = Sequence[Mapping[str, Any]]
 _REASONING, _TEXT = "response.reasoning_text", "response.output_text"
+_ITEM_ID = re.compile(r"(rs|msg|fc)_(turn-[0-9a-f]+)(?:_(\d{1,9}))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemPlace:
+    """What the id of an output item says: the turn that it is of, and which item of that kind."""
+
+    prefix: Literal["rs", "msg", "fc"]
+    """Reasoning, message or function call."""
+    turn_id: str
+    place: int
+    """Of a call: its number among the turn's calls. Of others: the item's place in the output."""
+
+
+def item_place(item_id: str) -> ItemPlace | None:
+    """None for an id that no response of ours carries."""
+    found = _ITEM_ID.fullmatch(item_id)
+    if found is None:
+        return None
+    prefix = cast(Literal["rs", "msg", "fc"], found[1])
+    return ItemPlace(prefix=prefix, turn_id=found[2], place=int(found[3] or 0))
 
 
 class _Item:
@@ -101,7 +124,8 @@ class ResponseOutput:
 
     def _call(self, call: CallDelta) -> dict[str, Any]:
         namespace, name = self._functions.get(call.name, ("", call.name))
-        item = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": name}
+        item_id = f"fc_{self._turn_id}_{call.index}"
+        item = {"type": "function_call", "id": item_id, "call_id": call.id, "name": name}
         return {**item, "namespace": namespace} if namespace else item
 
     def _begin(self, shown: dict[str, Any], events: list[Event]) -> _Item:

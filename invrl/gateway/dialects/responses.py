@@ -2,7 +2,8 @@
 
 Every field of the API stands in exactly one of these lists:
 - honoured: `input` (text, or items: messages with text parts, `function_call`, `function_call_output`,
-  `reasoning`; items of one reply become one message again), `model` (must be ours), `instructions`,
+  `reasoning`, `item_reference` to an item of an earlier response of this session; items of one reply become
+  one message again), `model` (must be ours), `instructions`,
   `previous_response_id` (a response of this session, whatever `store` said), `stream`,
   `max_output_tokens` (bounded by the session's max_new_tokens), `tools` (functions, also in a
   `namespace`: the model knows them as `namespace.name`), `tool_choice`, `parallel_tool_calls` (false:
@@ -25,7 +26,7 @@ from, named or not. `include` is honoured, `stream` refused, others (`starting_a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -34,9 +35,8 @@ import msgspec
 from invrl.errors import SessionError
 from invrl.gateway.call_reader import CallDelta, Delta
 from invrl.gateway.dialects import wire
-from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
-from invrl.gateway.dialects.response_output import Event, ResponseOutput
-from invrl.gateway.forest import Node
+from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun, FindTurn, no_turn
+from invrl.gateway.dialects.response_output import Event, ResponseOutput, item_place
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.gateway.turns import TurnRequest
@@ -64,8 +64,9 @@ _ID = "resp_"
 
 
 class _Item(msgspec.Struct):
-    type: str = ""
+    type: str | None = None
     role: str = ""
+    id: str | None = None
     content: str | list[wire.Part] | None = None
     summary: list[wire.Part] | None = None
     call_id: str | None = None
@@ -148,12 +149,12 @@ class ResponsesRequest(Asked, frozen=True, kw_only=True):
 class ResponsesDialect(wire.OpenAIDialect):
     path = "/responses"
 
-    def parse(self, raw: bytes, *, retry: bool | None) -> ResponsesRequest:
+    def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> ResponsesRequest:
         body = wire.decode(_DECODER, raw, self.model, _REFUSED)
         for name in body.include or ():
             if name not in _INCLUDABLE:
                 raise wire.bad(f"`include`: {name!r} is unknown", param="include")
-        messages = _messages(body.input)
+        messages = _messages(body.input, find)
         if not messages:
             raise wire.bad("`input` must not be empty", param="input")
         groups = [(group.name, tool.name) for group in body.tools or () for tool in group.tools or ()]
@@ -185,9 +186,7 @@ class ResponsesDialect(wire.OpenAIDialect):
         [answer] = answers
         return self._whole(request.shown, answer)
 
-    def again(
-        self, response_id: str, find: Callable[[str], Node | None], query: Sequence[tuple[str, str]]
-    ) -> bytes:
+    def again(self, response_id: str, find: FindTurn, query: Sequence[tuple[str, str]]) -> bytes:
         """A whole response of earlier. `find`: a turn by its id. SessionError 404 if there is none."""
         node = find(response_id.removeprefix(_ID)) if response_id.startswith(_ID) else None
         if node is None or node.raw:
@@ -305,23 +304,74 @@ def _turn_id(response_id: str | None) -> str:
     return response_id.removeprefix(_ID)
 
 
-def _messages(items: str | Sequence[_Item]) -> tuple[Message, ...]:
+def _messages(items: str | Sequence[_Item], find: FindTurn) -> tuple[Message, ...]:
     """Adjacent items of the assistant are one reply, until one comes that begins another."""
     if isinstance(items, str):
         return (Message("user", items),)
+    references = _References(find)
     messages: list[Message] = []
+    reply_turn = ""
+    """The turn that the last message's items were referred to in; "" if it was sent in full."""
     for at, item in enumerate(items):
-        message, last = _message(item, f"input[{at}]"), messages[-1] if messages else None
-        same = last is not None and last.role == message.role == "assistant"
-        if last and same and (message.tool_calls or last.tool_calls or not last.content):
-            messages[-1] = wire.joined(last, message)
+        param = f"input[{at}]"
+        turn_id = ""
+        if item.id and _kind(item) == "item_reference":
+            message, turn_id = references.resolve(item.id, param)
+        else:
+            message = _message(item, param)
+        same_turn = bool(turn_id) and turn_id == reply_turn
+        if messages and (same_turn or wire.one_reply(messages[-1], message)):
+            messages[-1] = wire.joined(messages[-1], message)
         else:
             messages.append(message)
+        reply_turn = turn_id
     return tuple(messages)
 
 
+class _References:
+    """What the items that a request names by their ids stand for: parts of replies of this session.
+
+    A reply's text may have been told in several items, and a record of the turn has it in one piece: the
+    first of them that is named stands for all of the text, the others for none."""
+
+    def __init__(self, find: FindTurn) -> None:
+        self._find = find
+        self._texts_of: set[str] = set()
+        """Turns of which the text was named already."""
+
+    def resolve(self, item_id: str, param: str) -> tuple[Message, str]:
+        """The item as a message of the assistant, and its turn's id. SessionError 400 for an id that this
+        session did not issue."""
+        found = item_place(item_id)
+        node = self._find(found.turn_id) if found else None
+        if found is None or node is None or node.raw:
+            raise _item_not_found(item_id, param)
+        reply = node.messages[-1]
+        if found.prefix == "rs":
+            return Message("assistant", reasoning=reply.reasoning), found.turn_id
+        if found.prefix == "msg":
+            first = found.turn_id not in self._texts_of
+            self._texts_of.add(found.turn_id)
+            return Message("assistant", reply.content if first else ""), found.turn_id
+        if found.place >= len(reply.tool_calls):
+            raise _item_not_found(item_id, param)
+        call = reply.tool_calls[found.place]
+        return Message("assistant", tool_calls=(call,)), found.turn_id
+
+
+def _item_not_found(item_id: str, param: str) -> SessionError:
+    reason = f"{param}: Item with id {item_id!r} not found: it is not an output item of this session"
+    return wire.bad(reason, param=f"{param}.id", code="item_not_found")
+
+
+def _kind(item: _Item) -> str:
+    return item.type or ("message" if item.role else "item_reference")
+
+
 def _message(item: _Item, param: str) -> Message:
-    kind = item.type or ("message" if item.role else "item_reference")
+    kind = _kind(item)
+    if kind == "item_reference":
+        raise wire.bad(f"{param}.id: an item reference needs the item's id", param=f"{param}.id")
     if kind == "message":
         role = wire.role_of(item.role, _ROLES, param)
         if item.content is None:

@@ -158,6 +158,14 @@ def plain_choice(choice: Any) -> ToolChoice | None:
     return ToolChoice(mode=choice or "auto") if choice in (None, "auto", "none", "required") else None
 
 
+def one_reply(first: Message, second: Message) -> bool:
+    """Two adjacent messages were one reply of the model: text and calls that the client keeps apart. Two
+    texts are two replies, unless the first has none."""
+    if not first.role == second.role == "assistant":
+        return False
+    return bool(first.tool_calls or second.tool_calls or not first.content)
+
+
 def joined(first: Message, second: Message, between: str = "") -> Message:
     content = between.join((first.content, second.content))
     calls = first.tool_calls + second.tool_calls
