@@ -6,6 +6,7 @@ InvrlError
 ├── DeadlineError          a wait across a process ran out; says what it waited for
 ├── ServerError            an OS process we started did not come up, died, or answered wrongly
 ├── SessionError           refused by the gateway; carries the HTTP status and a machine-readable code
+├── UnsendableTask         a task that JSON does not carry, for an environment that is sent JSON
 ├── BufferStateError       a transition the buffer's state machine does not have
 ├── TrainError             the trainer cannot go on (non-finite loss, a layout Megatron gets wrong, ...)
 └── WeightSyncError        an update that did not commit; engines are on the old version, or out
@@ -63,6 +64,10 @@ class SessionError(InvrlError):
         super().__init__(message)
         self.message, self.status, self.code = message, status, code
         self.param, self.retry_after_s = param, retry_after_s
+
+
+class UnsendableTask(InvrlError):
+    """A task that JSON does not carry cannot go to an environment over HTTP."""
 
 
 class BufferStateError(InvrlError):

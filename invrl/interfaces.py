@@ -13,7 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.metrics import Metric
-from invrl.types import Group, GroupLease, Outcome, TakenBatch, Task, TensorSpec, TrainBatch, WeightVersion
+from invrl.types import (
+    MAX_NAME_LENGTH,
+    MAX_REWARD_COMPONENTS,
+    Group,
+    GroupLease,
+    Outcome,
+    TakenBatch,
+    Task,
+    TensorSpec,
+    TrainBatch,
+    WeightVersion,
+)
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -42,7 +53,8 @@ class Endpoint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """What a rollout function may return instead of a bare float."""
+    """What a rollout function may return instead of a bare float. Raises ValueError for components that the
+    gateway would refuse: too many, or with names that are too long."""
 
     reward: float | None = None
     """None only where a reward function is set."""
@@ -50,6 +62,23 @@ class RolloutResult:
     """Named parts of the reward, for the metrics."""
     output: str = ""
     """Whatever the reward function needs (the final answer, say)."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.components, Mapping) and (fault := components_fault(self.components)):
+            raise ValueError(fault)
+
+
+def components_fault(components: Mapping[str, float]) -> str:
+    """What is wrong with the number or the names of a reward's components; "" if nothing is."""
+    if len(components) > MAX_REWARD_COMPONENTS:
+        return f"RolloutResult.components has {len(components)} entries; at most {MAX_REWARD_COMPONENTS} fit"
+    for name in components:
+        if isinstance(name, str) and len(name) > MAX_NAME_LENGTH:
+            return (
+                f"RolloutResult.components has a name of {len(name)} characters, {name[:40]!r}...; "
+                f"at most {MAX_NAME_LENGTH} fit"
+            )
+    return ""
 
 
 class RolloutFn(Protocol):

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from invrl.errors import UnsendableTask
 from invrl.run_store import connect
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Task
 
@@ -29,8 +30,9 @@ class LeaseStore:
         self._numbers = itertools.count()
 
     def offer(self, lease: GroupLease) -> None:
-        """By one process, whose order is kept."""
-        task, seq = msgspec.json.encode(lease.task), next(self._numbers)
+        """By one process, whose order is kept. Raises UnsendableTask."""
+        task = encoded_task(lease.task)
+        seq = next(self._numbers)
         rows = [(lease.group_id, m.index, m.attempt, seq, task) for m in lease.members]
         values = ",".join(["(?,?,?,?,?,NULL)"] * len(rows))
         self._run(f"INSERT INTO leases VALUES {values}", *itertools.chain(*rows))
@@ -80,6 +82,14 @@ class LeaseStore:
     def _run(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock:
             return self._db.execute(sql, values).fetchall()
+
+
+def encoded_task(task: Task) -> bytes:
+    """The task as JSON. Raises UnsendableTask."""
+    try:
+        return msgspec.json.encode(task)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise UnsendableTask(f"task {task.id} cannot be sent as JSON: {error}") from error
 
 
 def _task(body: bytes) -> Task:

@@ -17,6 +17,12 @@ WeightVersion = NewType("WeightVersion", int)
 """Weight updates the fleet has committed; 0 is the initial model."""
 
 Purpose = Literal["train", "eval", "serve"]
+MAX_REWARD = 1e9
+"""Group statistics square rewards: beyond this float32 advantages would overflow."""
+MAX_REWARD_COMPONENTS = 256
+"""Named parts that one reward may have."""
+MAX_NAME_LENGTH = 512
+"""Characters of a name that crosses the session API: ids, components of a reward."""
 FinishReason = Literal["stop", "length", "abort"]
 
 

@@ -14,7 +14,6 @@ met. `advance` with the version unchanged ends the batch too: without a trainer,
 between trained and advance is what a later life of the run restores. Held by `buffer_actor.py`."""
 
 import copy
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
@@ -29,6 +28,7 @@ from invrl.interfaces import GroupFilter
 from invrl.metrics import Mean, Metric, Sum, merge
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
+    MAX_REWARD,
     DropReason,
     FailedRollout,
     FailureReason,
@@ -40,6 +40,9 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
+
+_WORD_CHARS = 64
+"""Of a group filter's reason."""
 
 
 class Buffer:
@@ -105,7 +108,7 @@ class Buffer:
             return
         if isinstance(outcome, FailedRollout):
             self._fail(group, outcome, outcome.reason, outcome.detail)
-        elif not math.isfinite(outcome.reward):
+        elif not abs(outcome.reward) <= MAX_REWARD:  # NaN is not either
             self._fail(group, outcome, FailureReason.BAD_REWARD, f"reward {outcome.reward}")
         else:
             self._ledger.move(group, index, RolloutState.FINISHED, session_id=outcome.session_id)
@@ -310,9 +313,13 @@ class Buffer:
             return "no_trained_tokens"
         try:
             word = self._filter(group.group())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return f"filter_raised_{type(error).__name__}"
-        return word if word is None or isinstance(word, str) else "filter_returned_no_word"
+        if word is None:
+            return None
+        # The word becomes part of metric names and of the ledger, which take no text that is not Unicode.
+        usable = isinstance(word, str) and len(word) <= _WORD_CHARS and word.isprintable()
+        return word if usable else "filter_returned_no_word"
 
     def _stale(self, group: OpenGroup) -> bool:
         versions = group.versions()

@@ -6,10 +6,23 @@ from pydantic import BaseModel, Field
 
 from invrl.gateway.sessions import SessionState
 from invrl.section import Section
-from invrl.types import FailureReason, GroupMember, Outcome, Purpose, Reward, Sampling, Session, SessionLimits
+from invrl.types import (
+    MAX_NAME_LENGTH,
+    MAX_REWARD,
+    MAX_REWARD_COMPONENTS,
+    FailureReason,
+    GroupMember,
+    Outcome,
+    Purpose,
+    Reward,
+    Sampling,
+    Session,
+    SessionLimits,
+)
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-_Name = Annotated[str, Field(max_length=512)]
+_RewardValue = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+_Name = Annotated[str, Field(max_length=MAX_NAME_LENGTH)]
 _Place = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 _Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 
@@ -51,8 +64,8 @@ class OpenBody(ChildBody):
 class RewardBody(Section):
     """Of the session, or of one of its turns, or of the branches through a turn."""
 
-    reward: Number
-    components: dict[_Name, Number] = Field(default_factory=dict, max_length=256)
+    reward: _RewardValue
+    components: dict[_Name, _RewardValue] = Field(default_factory=dict, max_length=MAX_REWARD_COMPONENTS)
     turn: _Name = ""
     branch: _Name = ""
 
@@ -61,8 +74,8 @@ class RewardBody(Section):
 
 
 class FinishBody(Section):
-    reward: Number | None = None
-    components: dict[_Name, Number] = Field(default_factory=dict, max_length=256)
+    reward: _RewardValue | None = None
+    components: dict[_Name, _RewardValue] = Field(default_factory=dict, max_length=MAX_REWARD_COMPONENTS)
 
     def value(self) -> Reward | None:
         return None if self.reward is None else Reward(value=self.reward, components=self.components)

@@ -6,7 +6,8 @@
 
 Invariants: at most `concurrency` rollouts run at a time (a group form larger than that runs alone);
 a slot is free as soon as its rollout has ended, not its group; every session that was opened ends.
-Outcomes reach the buffer through the gateway's outbox, not through here. Whatever goes wrong on our
+Outcomes reach the buffer through the gateway's outbox, and through here only where the gateway does not know
+the session any more. Whatever goes wrong on our
 side ends the dispatcher with that exception, which `guard` raises where the loop waits."""
 
 import asyncio
@@ -17,7 +18,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from invrl.interfaces import Buffer
-from invrl.rollout.session_client import SessionClient
+from invrl.rollout.session_client import SessionClient, UnreportedRollout
 from invrl.rollout.worker_actor import Assignment
 from invrl.rollout.worker_pool import WorkerPool
 from invrl.types import FailedRollout, FailureReason, GroupLease, Session
@@ -151,6 +152,8 @@ class Dispatcher(Scheduler):
 
     async def _run(self, assignment: Assignment) -> None:
         for outcome in await self._pool.run(assignment):
+            if isinstance(outcome, UnreportedRollout):
+                await self._buffer.record(outcome)
             if isinstance(outcome, FailedRollout):
                 names = outcome.session_id, outcome.task_id, outcome.reason, outcome.detail
                 _log.info("rollout %s of task %s failed (%s): %s", *names)

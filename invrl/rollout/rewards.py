@@ -1,6 +1,7 @@
 """From what user code returned to a reward that may be trained on: one finite float, or a named reason.
 
-Pure. Invariant: a reward that leaves here is a finite float within `MAX_REWARD`. Called by `runner.py`."""
+Pure. Invariants: a reward that leaves here is a finite float within `MAX_REWARD`; its components are such
+that the gateway takes them."""
 
 import math
 from collections.abc import Mapping
@@ -8,11 +9,8 @@ from numbers import Real
 
 import numpy as np
 
-from invrl.interfaces import RolloutResult
-from invrl.types import FailureReason
-
-MAX_REWARD = 1e9
-"""Group statistics square rewards: beyond this float32 advantages would overflow."""
+from invrl.interfaces import RolloutResult, components_fault
+from invrl.types import MAX_NAME_LENGTH, MAX_REWARD, FailureReason
 
 
 class Rejected(Exception):
@@ -56,8 +54,17 @@ def valid_reward(value: object, name: str = "reward") -> float:
 
 
 def valid_components(components: Mapping[str, float]) -> dict[str, float]:
-    """Named parts of a reward: finite floats, names that JSON carries. Raises Rejected (BAD_REWARD)."""
-    return {
-        str(name).encode(errors="replace").decode(): valid_reward(value, f"component {name!r}")
-        for name, value in components.items()
-    }
+    """Named parts of a reward: finite floats, names that JSON carries. Raises Rejected (BAD_REWARD).
+
+    The bounds of RolloutResult are checked again: a mapping may have grown since, and names that are no
+    strings become strings only here."""
+    if fault := components_fault(components):
+        raise Rejected(FailureReason.BAD_REWARD, fault)
+    valid: dict[str, float] = {}
+    for name, value in components.items():
+        text = str(name).encode(errors="replace").decode()
+        if len(text) > MAX_NAME_LENGTH:
+            detail = f"a component's name has {len(text)} characters; at most {MAX_NAME_LENGTH} fit"
+            raise Rejected(FailureReason.BAD_REWARD, detail)
+        valid[text] = valid_reward(value, f"component {text!r}")
+    return valid

@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -36,6 +37,12 @@ DEADLINE_S = 60.0
 _MAX_DETAIL = 4000
 _ASK_AGAIN = frozenset({429, 502, 503, 504})
 _BACKOFF_S = (0.05, 2.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreportedRollout(FailedRollout):
+    """A failed rollout whose session the gateway does not know any more: no outbox row speaks for it, so the
+    buffer must be told."""
 
 
 class _Opened(msgspec.Struct):
@@ -80,11 +87,25 @@ class SessionClient:
 
     async def abort(self, session: Session, reason: FailureReason, detail: str) -> Outcome:
         """Ends a session without a reward; what it generates is cancelled. How the session ended: one
-        that had ended before stays as it was. Raises SessionError, DeadlineError."""
+        that had ended before stays as it was; an UnreportedRollout where the gateway refuses (it does not
+        know the session). Raises SessionError for what is no refusal, DeadlineError."""
         what = f"the gateway to abort session {session.id}"
         # User code's text may hold lone surrogates, which no JSON carries.
         body = {"reason": reason.value, "detail": detail[-_MAX_DETAIL:].encode(errors="replace").decode()}
-        answer = await self._post(f"/sessions/{session.id}/abort", body, session.key, what)
+        try:
+            answer = await self._post(f"/sessions/{session.id}/abort", body, session.key, what)
+        except SessionError as refusal:
+            if not is_refusal(refusal):
+                raise
+            return UnreportedRollout(
+                session_id=session.id,
+                task_id=session.task_id,
+                group_id=session.group_id,
+                index=session.index,
+                attempt=session.attempt,
+                reason=reason,
+                detail=f"{body['detail']}\n{refusal}",
+            )
         return _outcome(answer, what)
 
     async def close(self) -> None:
@@ -116,6 +137,11 @@ class SessionClient:
             await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
             backoff = min(2 * backoff, most)
         raise DeadlineError(f"{what}; last seen: {seen}", seconds)
+
+
+def is_refusal(error: SessionError) -> bool:
+    """The gateway works and will not do what this session asks (4xx): the end of a rollout, not of a run."""
+    return 400 <= error.status < 500
 
 
 def _decoded(answer: httpx.Response, kind: type[T], what: str) -> T:

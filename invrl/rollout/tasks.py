@@ -18,8 +18,9 @@ from pathlib import Path
 import orjson
 
 from invrl import plugins
-from invrl.errors import ConfigError, PluginError
+from invrl.errors import ConfigError, PluginError, UnsendableTask
 from invrl.interfaces import TaskSource
+from invrl.lease_store import encoded_task
 from invrl.rollout.config import RolloutConfig
 from invrl.types import Json, Task
 
@@ -56,9 +57,24 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
     if unnamed and config.task_file and not config.eval_task_file:
         reason = f"{config.eval_tasks} held-out tasks are asked for and training tasks come from a file"
         raise ConfigError("eval_task_file", "", reason, "give --eval-task-file, or --eval-tasks 0")
+    if config.external_environments:
+        _check_sendable(config, seed)
     next(load_tasks(config, "train", seed))
     if unnamed:
         load_eval_tasks(config, seed)
+
+
+def _check_sendable(config: RolloutConfig, seed: int) -> None:
+    """Environments that we do not start get tasks as JSON. Checks all of a file, the first of a source."""
+    from_file = bool(config.task_file)
+    tasks = _read_split(config, "train") if from_file else islice(load_tasks(config, "train", seed), 1)
+    for task in tasks:
+        try:
+            encoded_task(task)
+        except UnsendableTask as error:
+            field = "task_file" if from_file else "task_source_path"
+            fix = "use JSON's types only (no lone surrogates in text), or run without --external-environments"
+            raise ConfigError(field, getattr(config, field), str(error), fix) from error
 
 
 def _check_one_place(config: RolloutConfig, file: str) -> None:

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import psutil
 
 from invrl import plugins
+from invrl.errors import SessionError
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Outcome, Runner
-from invrl.rollout.session_client import SessionClient
+from invrl.rollout.session_client import SessionClient, is_refusal
 from invrl.types import FailureReason, Session, Task
 from invrl.types import Outcome as SessionOutcome
 
@@ -81,7 +82,7 @@ class RolloutWorker:
 
     async def run(self, assignment: Assignment) -> WorkerReply:
         """Runs the rollout function and reports. Raises SessionError or DeadlineError only where the
-        gateway does not take the report: the run cannot go on then."""
+        gateway does not work any more: the run cannot go on then."""
         model, timeout_s = self._settings.model, self._settings.rollout.rollout_timeout_s
         endpoints = [
             SessionEndpoint(session, model=model, timeout_s=timeout_s, pool=self._pool)
@@ -110,7 +111,13 @@ class RolloutWorker:
     async def _report(self, session: Session, outcome: Outcome) -> SessionOutcome:
         if isinstance(outcome, Failure):
             return await self._client.abort(session, outcome.reason, outcome.detail)
-        return await self._client.finish(session, outcome.reward, outcome.components)
+        try:
+            return await self._client.finish(session, outcome.reward, outcome.components)
+        except SessionError as refusal:
+            if not is_refusal(refusal):
+                raise
+            # A session that has ended meanwhile answers with its own outcome.
+            return await self._client.abort(session, FailureReason.BAD_RETURN, str(refusal))
 
 
 class _Scale:

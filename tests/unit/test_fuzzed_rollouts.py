@@ -33,9 +33,9 @@ from invrl.gateway.sessions import SessionRecord
 from invrl.interfaces import RolloutResult
 from invrl.rollout import runner
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.rewards import MAX_REWARD
 from invrl.rollout.runner import Failure, Runner
 from invrl.types import (
+    MAX_REWARD,
     FailedRollout,
     FailureReason,
     Rollout,

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from invrl.errors import DeadlineError, SessionError
 from invrl.rollout import session_client
-from invrl.rollout.session_client import SessionClient
+from invrl.rollout.session_client import SessionClient, UnreportedRollout
 from invrl.types import (
     FailedRollout,
     FailureReason,
@@ -237,6 +237,11 @@ async def test_an_abort_after_the_finish_tells_how_the_session_ended(gateway):
 
 async def test_an_abort_that_is_refused_is_not_taken_for_done(gateway):
     gateway.answers = [(401, {}, {})]
+    outcome = await gateway.client.abort(session(0, 0), FailureReason.TIMEOUT, "it hangs")
+    assert isinstance(outcome, UnreportedRollout)
+    assert outcome.reason is FailureReason.TIMEOUT
+    assert outcome.detail.startswith("it hangs\nthe gateway to abort session s0: 401")
+    gateway.answers = [(500, {}, {})]
     with pytest.raises(SessionError):
         await gateway.client.abort(session(0, 0), FailureReason.TIMEOUT, "")
 
