@@ -98,6 +98,7 @@ def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> Gatewa
         **config.gateway.model_dump(),
         **asdict(fleet.limits),
         "run_id": folder.path.name,
+        "life": secrets.token_hex(8),
         "gateway_port": config.gateway.gateway_port or free_port(),
         "router_url": fleet.router.url,
         "router_api_key": fleet.router.api_key,

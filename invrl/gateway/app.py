@@ -123,7 +123,9 @@ def make_app(
     spoken = _add_agent_routes(app, registry, turns, settings)
     env_key = settings.env_key.get_secret_value()
     routes = SessionRoutes(env_key=env_key, lifecycle=lifecycle, metrics=metrics)
-    bounded = bounded_route(limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s)
+    bounded = bounded_route(
+        authorize=routes.authorize, limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s
+    )
     app.include_router(routes.router(bounded))
     _add_error_handlers(app, spoken)
     if len(peers.place.urls) > 1:
@@ -145,6 +147,7 @@ def _registry(settings: GatewaySettings, place: WorkerPlace, reader: RunStore) -
         ttl_s=settings.session_ttl_s,
         public_url=settings.url,
         secret=settings.env_key.get_secret_value().encode(),
+        life=settings.life,
         place=place,
         recall=lambda name: (stored := reader.closed_session(name)) and restored_record(stored),
     )

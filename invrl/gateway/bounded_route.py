@@ -1,4 +1,5 @@
-"""The session API's request bodies have a size and a deadline, as agents' routes have. Made by `app.py`."""
+"""The session API's requests: the key is checked before a byte of the body is read, and the body has a size
+and a deadline, as on agents' routes."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -10,14 +11,16 @@ from starlette.types import Message
 from invrl.gateway.connection import ClientConnection
 
 
-def bounded_route(*, limit: int, deadline_s: float) -> type[APIRoute]:
-    """Routes that answer 413 past `limit` bytes, 408 where a body is not whole after `deadline_s`."""
+def bounded_route(*, authorize: Callable[[Request], None], limit: int, deadline_s: float) -> type[APIRoute]:
+    """Routes that answer what `authorize` raises, which sees a request without its body; then 413 past
+    `limit` bytes, 408 where a body is not whole after `deadline_s`."""
 
     class BoundedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
             async def bounded(request: Request) -> Response:
+                authorize(request)
                 client = ClientConnection(request.scope, request.receive, request._send)
 
                 async def rest() -> Message:

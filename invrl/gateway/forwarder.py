@@ -1,14 +1,16 @@
 """Takes a request to the worker that holds its session, and the answer back.
 
-ASGI, around the application of each of several workers: any connection serves any session. Invariants: an
+ASGI, around the application of each of several workers: any connection serves any session. Invariants: no
+body is read of a request without a key that this gateway made (its owner says whether it opens anything); an
 answer streams through as it comes; a client that goes away ends the request at the owner too; a request that
 the owner could not begin to answer because it died is sent to its successor, for which it is a retry like the
 client's own; an answer that breaks off there breaks off here. Added by `app.py`."""
 
 import asyncio
+import hmac
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import aiohttp
 import msgspec
@@ -19,6 +21,7 @@ from invrl.errors import SessionError
 from invrl.gateway.agent_api import session_keys
 from invrl.gateway.connection import ClientConnection
 from invrl.gateway.peers import Peers
+from invrl.gateway.sessions import hash_key, hash_of_one, is_signed, unauthorized
 from invrl.gateway.settings import GatewaySettings
 
 _log = logging.getLogger(__name__)
@@ -45,6 +48,7 @@ class Forwarder:
         refusal: Callable[[Scope, SessionError], bytes],
     ) -> None:
         self._app, self._peers, self._settings, self._refusal = app, peers, settings, refusal
+        self._env_key = settings.env_key.get_secret_value()
         # An answer that is not streamed comes after its generation, which is asked for twice at most.
         longest_s = 2 * settings.generate_timeout_s + 60
         self._timeout = aiohttp.ClientTimeout(sock_connect=_SUCCESSOR_S, sock_read=longest_s)
@@ -54,11 +58,14 @@ class Forwarder:
             return await self._app(scope, receive, send)
         client = ClientConnection(scope, receive, send)
         place = self._peers.place
-        owner = place.owner(_session_name(scope["path"], client))
+        path_key, session_id = _names_in_path(scope["path"])
+        keys = session_keys(path_key or None, client.headers)
+        owner = place.owner(path_key or session_id or next(iter(keys), ""))
         opening = owner is None and scope["method"] == "POST" and scope["path"] == "/sessions"
         if not opening and owner in (None, place.number):
             return await self._app(scope, receive, send)
         try:
+            self._check_keys(keys, only_environment=opening)
             limit, deadline_s = self._settings.max_body_bytes, self._settings.body_timeout_s
             raw = await client.body(limit=limit, deadline_s=deadline_s)
             if opening:
@@ -73,6 +80,22 @@ class Forwarder:
                 await client.answer(error.status, headers, self._refusal(scope, error))
         finally:
             client.release()
+
+    def _check_keys(self, keys: Sequence[str], *, only_environment: bool) -> None:
+        """SessionError 401 unless each key is the environment's or, without `only_environment`, a session's
+        that this gateway made."""
+        if only_environment:
+            allowed = hmac.compare_digest(hash_of_one(keys), hash_key(self._env_key))
+            if not allowed:
+                raise unauthorized("this needs the environment key")
+            return
+        secret = self._env_key.encode()
+        for key in keys:
+            is_environment = hmac.compare_digest(hash_key(key), hash_key(self._env_key))
+            if not is_environment and not is_signed(key, secret):
+                raise unauthorized("unknown session key")
+        if not keys:
+            raise unauthorized("no key: give it as bearer or as x-api-key, a session's own also in the path")
 
     def _opener(self, raw: bytes) -> int:
         """Who opens sessions: who was asked, but the same worker for each try of a request that has an id."""
@@ -118,12 +141,12 @@ class Forwarder:
         return await client.end(b"")
 
 
-def _session_name(path: str, client: ClientConnection) -> str:
-    """The key or the id of the session that a request is about; "" if there is none."""
+def _names_in_path(path: str) -> tuple[str, str]:
+    """The key and the id of the session that a path names; "" for what it does not name."""
     _, kind, name, *_ = [*path.split("/"), "", ""]
-    if kind in ("s", "sessions") and name:
-        return name
-    return next(iter(session_keys(None, client.headers)), "")
+    key = name if kind == "s" else ""
+    session_id = name if kind == "sessions" else ""
+    return key, session_id
 
 
 def _again(raw: bytes, client: ClientConnection) -> Receive:

@@ -133,6 +133,15 @@ class SessionRoutes:
         self._check_environment(request)
         return dict(await self.metrics(request.query_params.get("worker") != "own"))
 
+    def authorize(self, request: Request) -> None:
+        """Before the body is read. SessionError 401 unless the request carries a key for its route; 404 where
+        the environment names a session that is not there."""
+        session_id = request.path_params.get("session_id")
+        if session_id is None:
+            self._check_environment(request)
+        else:
+            self._session(request, session_id)
+
     def _check_environment(self, request: Request) -> None:
         """SessionError 401 unless the request carries the environment key."""
         if not self._is_environment(hash_of_one(session_keys(None, request.headers))):

@@ -2,8 +2,9 @@
 
 Invariants: a key opens its own session and nothing else; keys are kept as hashes and compared in constant
 time; admission happens only when a session opens, so an admitted session is never refused mid-way; a key and
-an id begin with the number of the worker that holds the session. The session API opens and closes sessions
-here, the agent API looks keys up."""
+an id begin with the number of the worker that holds the session, and a key ends with a code by which every
+worker sees that this gateway made it. The session API opens and closes sessions here, the agent API looks
+keys up."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ SessionState = Literal["open", "unrewarded", "finished", "aborted", "expired"]
 Name = TypeVar("Name", str, bytes)
 
 _NAME = re.compile(r"(?:isk|ses)-([0-9a-f]{2})")
+_KEY_CODE_BYTES = 12
 _RETRY_AFTER_S = 1.0
 _CLOSED_KEPT = 8192
 """Closed sessions that still answer with their outcome; older ones are forgotten (the store has them)."""
@@ -105,6 +107,19 @@ def hash_of_one(keys: Sequence[str]) -> bytes:
     return hashes[0]
 
 
+def signed_key(name: str, secret: bytes) -> str:
+    """The session key that begins with `name`, which holds the random bits. What is added is a code that
+    takes `secret` to make."""
+    code = hmac.digest(secret, b"session key\0" + name.encode(), "sha256")[:_KEY_CODE_BYTES]
+    return name + base64.urlsafe_b64encode(code).decode()
+
+
+def is_signed(key: str, secret: bytes) -> bool:
+    """Whether `key` was made with `secret`. Says nothing about its session, which may be closed."""
+    name = key[: -4 * _KEY_CODE_BYTES // 3]
+    return hmac.compare_digest(signed_key(name, secret).encode(), key.encode())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
     """What is opened as one: a session for each of a group's members."""
@@ -122,7 +137,9 @@ class Opening:
 
 class SessionRegistry:
     """The sessions of one worker. `recall`: a closed one by its id or its key's hash, from the store.
-    `secret`: what ids and keys of requests with an id are made from, so that the store need not hold keys."""
+    `secret`: what ids and keys of requests with an id are made from, so that the store need not hold keys.
+    `life`: of the run. Two lives under one secret make different sessions for the same request id: the first
+    one's are lost, and its places are leased again."""
 
     def __init__(
         self,
@@ -131,11 +148,13 @@ class SessionRegistry:
         ttl_s: float,
         public_url: str,
         secret: bytes = b"",
+        life: str = "",
         place: WorkerPlace | None = None,
         recall: Callable[[str | bytes], SessionRecord | None] = lambda _: None,
     ) -> None:
         self._max_open, self._ttl_s, self._public_url = max_open, ttl_s, public_url.rstrip("/")
-        self._secret, self._recall, self._worker = secret, recall, place or WorkerPlace()
+        self._secret, self._life = secret, life
+        self._recall, self._worker = recall, place or WorkerPlace()
         self._by_id: dict[str, SessionRecord] = {}
         self._by_key: dict[bytes, SessionRecord] = {}
         self._open: dict[str, SessionRecord] = {}
@@ -263,11 +282,15 @@ class SessionRegistry:
         )
 
     def _names(self, group: Opening, at: int) -> tuple[str, str]:
-        """Id and key of the session of member `at`: random, or the same for each try of one request."""
-        place = f"{group.request_id}\0{at}".encode()
-        bits = hmac.digest(self._secret, place, "sha512") if group.request_id else secrets.token_bytes(32)
-        key = base64.urlsafe_b64encode(bits[:24]).decode()
-        return f"ses-{self._worker.mark}{bits[24:32].hex()}", f"isk-{self._worker.mark}{key}"
+        """Id and key of the session of member `at`: random, or the same for each try of one request in one
+        life of the run."""
+        bits = secrets.token_bytes(32)
+        if group.request_id:
+            place = f"opening\0{self._life}\0{group.request_id}\0{at}".encode()
+            bits = hmac.digest(self._secret, place, "sha512")
+        mark = self._worker.mark
+        random_part = base64.urlsafe_b64encode(bits[:24]).decode()
+        return f"ses-{mark}{bits[24:32].hex()}", signed_key(f"isk-{mark}{random_part}", self._secret)
 
     def _find(self, held: Mapping[Name, SessionRecord], name: Name) -> SessionRecord | None:
         record = held.get(name)

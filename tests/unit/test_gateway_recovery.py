@@ -16,6 +16,7 @@ from test_gateway_turns import renderer as renderer
 from invrl.gateway.rendering import Renderer
 from invrl.lease_store import LeaseStore
 from invrl.process import RestartLimit
+from invrl.run_store import abandon_open_sessions
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
 
 
@@ -299,3 +300,22 @@ async def test_a_lease_outlives_the_worker_that_gave_it_and_a_retry_opens_it(lif
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_leased")
         assert store.expire(float("inf")) == []
     store.close()
+
+
+async def test_a_place_that_is_leased_again_in_a_later_life_opens_under_the_same_request_id(life: Life):
+    """An environment may derive its id from the lease, which is the same one in each life of a run."""
+    lease = GroupLease(
+        group_id="g", task=Task(id="t", payload={}), members=(GroupMember(index=0, attempt=0),)
+    )
+    opened = []
+    for name in ("first", "second"):
+        async with life.again(leases=True, life=name) as gateway:
+            abandon_open_sessions(life.store)  # as every life of a run begins
+            store = LeaseStore(life.store)
+            store.offer(lease)
+            assert (await gateway.env("/tasks/lease", {})).json()["lease"]["group_id"] == "g"
+            [session] = await gateway.open(request_id="g-0-0")
+            assert await gateway.open(request_id="g-0-0") == [session]
+            opened.append(session)
+            store.close()
+    assert opened[0].id != opened[1].id

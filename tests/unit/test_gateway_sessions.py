@@ -13,7 +13,7 @@ from test_run_store import turn
 from invrl.errors import SessionError
 from invrl.gateway.outcome import auxiliary_roots, failed, summarise
 from invrl.gateway.sampling import ClientSampling, resolve
-from invrl.gateway.sessions import Opening, Reward, SessionRecord, SessionRegistry
+from invrl.gateway.sessions import Opening, Reward, SessionRecord, SessionRegistry, is_signed
 from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, RolloutSummary, Sampling, Turn
 
 MEMBERS = [GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2)]
@@ -56,6 +56,38 @@ def test_ten_thousand_guessed_keys_open_nothing():
             book.by_key([guess])
         assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
     assert book.by_key([key]).session.key == key
+
+
+def test_a_key_shows_every_worker_that_it_was_made_with_the_secret():
+    [key, other] = [record.session.key for record in opened(registry())]
+    assert is_signed(key, b"")
+    assert not is_signed(key, b"another secret")
+    letters = string.ascii_letters + string.digits + "-_"
+    near = {key[:at] + letter + key[at + 1 :] for at in range(len(key)) for letter in letters} - {key}
+    for guess in (*near, key[:32] + other[32:], key[:-1], key + "A", "", "isk-00", "ünïcödé" * 8):
+        assert not is_signed(guess, b"")
+
+
+def test_a_request_id_means_other_sessions_in_another_life():
+    """A place that is leased again in a later life is asked for under the id that its lease gives it."""
+    group = Opening(
+        task_id="t",
+        group_id="g",
+        members=MEMBERS,
+        purpose="train",
+        sampling=Sampling(),
+        request_id="derived from the lease",
+    )
+    lives = {}
+    for life in ("first", "second"):
+        book = SessionRegistry(max_open=8, ttl_s=10.0, public_url="http://h", secret=b"key", life=life)
+        again = SessionRegistry(max_open=8, ttl_s=10.0, public_url="http://h", secret=b"key", life=life)
+        lives[life] = [record.session for record in book.open(group, 0.0)]
+        assert [record.session for record in again.open(group, 0.0)] == lives[life], "one life, two workers"
+        assert [record.session for record in book.reopened(group)] == lives[life]
+    for first, second in zip(lives["first"], lives["second"], strict=True):
+        assert first.id != second.id
+        assert first.key != second.key
 
 
 def test_admission_takes_a_whole_group_or_none():

@@ -21,7 +21,7 @@ from invrl.gateway import forwarder
 from invrl.gateway.app import make_app
 from invrl.gateway.peers import merged
 from invrl.gateway.rendering import Renderer
-from invrl.gateway.sessions import WorkerPlace
+from invrl.gateway.sessions import WorkerPlace, signed_key
 from invrl.gateway.settings import GatewaySettings
 from invrl.rollout.sglang_client import EngineLimits, SglangClient
 from invrl.run_store import RunStore, RunStoreWriter
@@ -301,7 +301,8 @@ async def test_an_owner_that_stays_dead_is_a_503_that_clients_retry(
 ):
     monkeypatch.setattr(forwarder, "_SUCCESSOR_S", 0.2)
     async with a_worker_beside(DyingOwner(10**9, b""), tmp_path, model, renderer) as both:
-        answer = await both.at[0].env("/s/isk-01abc/v1/chat/completions", {})
+        key = signed_key("isk-01" + "A" * 32, ENV_KEY.encode())
+        answer = await both.at[0].env(f"/s/{key}/v1/chat/completions", {})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "gateway_unavailable")
 
 
