@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from invrl.section import Section
 
-MatchName = Literal["exact", "canonical", "without_reasoning"]
+MatchName = Literal["exact", "canonical", "without_reasoning", "rewritten"]
 """The names of `message.MatchLevel`."""
 
 
@@ -51,5 +51,5 @@ class GatewayConfig(SessionPolicy):
         True, description="a conversation goes on with earlier thinking even where the template drops it"
     )
     match_level: MatchName = Field(
-        "without_reasoning", description="the most that a returned message may differ from what was sampled"
+        "rewritten", description="the most that a returned message may differ from what was sampled"
     )

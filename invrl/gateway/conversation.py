@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import SessionError
-from invrl.gateway.forest import Forest, Node
+from invrl.gateway.forest import Change, Forest, Node
 from invrl.gateway.generation import Generation
 from invrl.gateway.message import MatchLevel
 from invrl.gateway.sessions import SessionRecord
@@ -33,6 +33,8 @@ class Conversation:
         """Generations begun so far, by the digest of their prompt."""
         self.recorded: dict[str, Node] = {}
         """Delivered and restored turns by the digest of the request that they answer."""
+        self.changes: dict[str, Change] = {}
+        """By turn: how its request departs from what was recorded."""
         self.begun = 0
         """Turns begun so far."""
         self.closing = self.frozen = record.frozen

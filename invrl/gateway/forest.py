@@ -3,18 +3,25 @@
 A node is a turn in its place; its conversation is what the turn's ids stand for. A request continues the
 deepest node whose conversation is a prefix of the request's, at the strictest `MatchLevel` that reaches
 that deep. Invariant: nodes never change, so requests of one session can run side by side; only turns whose
-answer is whole become nodes. Used by `conversation.py`."""
+answer is whole become nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 from typing import Self
 
 from invrl.gateway.message import MatchLevel, Message, Tool, digests, tools_digest
 from invrl.types import Turn
+
+_CANDIDATES = 32
+"""Recorded replies of one text that a departing request is compared with, the newest ones."""
+_SHOWN = 120
+"""Characters that a `Change` shows of either side."""
+_CONTEXT = 24
+"""Characters before the first that differs, of those."""
 
 
 class ForkReason(StrEnum):
@@ -24,8 +31,10 @@ class ForkReason(StrEnum):
     """Shares no sampled reply with an earlier one: an auxiliary call, or a parallel conversation."""
     HISTORY_EDITED = "history_edited"
     """Holds another text where a reply of ours was recorded."""
+    CONTEXT_EDITED = "context_edited"
+    """Holds recorded replies, but another text in a message of the client's own before one of them."""
     COMPACTED = "compacted"
-    """Holds a recorded reply, but less before it than there was."""
+    """Holds a recorded reply, but fewer messages before it than there were."""
     TOOLS_CHANGED = "tools_changed"
     """The same conversation with other tools, which the template shows at its beginning."""
     THINKING_STRIPPED = "thinking_stripped"
@@ -37,8 +46,9 @@ class ForkReason(StrEnum):
 ADVICE: Mapping[ForkReason, str] = {
     ForkReason.NEW_CONVERSATION: "expected of title, summary and sub-agent calls; open a child session for"
     " each sub-agent to keep their rewards apart",
-    ForkReason.HISTORY_EDITED: "let the agent send replies back as it got them; if it only re-formats them,"
-    " raise --match-level",
+    ForkReason.HISTORY_EDITED: "let the agent send replies back as it got them",
+    ForkReason.CONTEXT_EDITED: "let the agent leave earlier messages as they were, and tell what changes (the"
+    " time, a status) in its newest message",
     ForkReason.COMPACTED: "expected of agents that shorten their history; raise their limit if the context"
     " length allows it",
     ForkReason.TOOLS_CHANGED: "offer the same tools in the same order in every request of a conversation",
@@ -46,6 +56,30 @@ ADVICE: Mapping[ForkReason, str] = {
     ForkReason.TEMPLATE_CHANGED: "`invrl check-template MODEL` tells which messages the template re-writes",
 }
 """What makes a fork go away, by its reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Where a request first differs from what was recorded."""
+
+    message: int
+    """Its place in the request."""
+    role: str
+    part: str
+    """What of it differs: content, reasoning, tool_calls, tool_call_id, role; `messages` where some were
+    taken out or put in; `tools` for those that the request offers."""
+    recorded: str
+    """What stood there, around the first character that differs."""
+    sent: str
+    level: MatchLevel | None = None
+    """The level that takes the two for the same, if there is one above the session's."""
+
+
+def advice(reason: ForkReason, change: Change | None) -> str:
+    """What makes this fork go away."""
+    if reason is ForkReason.HISTORY_EDITED and change is not None and change.level is not None:
+        return f"--match-level {change.level.name.lower()} takes this reply for the one that was sampled"
+    return ADVICE[reason]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,41 +129,86 @@ class Match:
     """Messages of the request that the node's conversation covers."""
     fork: ForkReason | None
     """None: a first conversation, or one that goes on from what was recorded."""
+    new: tuple[Message, ...] = ()
+    """The messages behind `depth`. Results name the calls that they answer by our ids, where the client has
+    given the calls others."""
     level: MatchLevel = MatchLevel.EXACT
+    change: Change | None = None
+    """Of a fork: how the request departs. Of a match at `REWRITTEN`: how the last altered reply came back."""
+
+
+class _Replies:
+    """The sampled replies that call tools, by the ids and names of their calls."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[tuple[str, str], ...], Node] = {}
+
+    def add(self, node: Node) -> None:
+        reply = node.messages[-1]
+        if reply.tool_calls:
+            self._nodes[_calls_of(reply)] = node
+
+    def node(self, message: Message) -> Node | None:
+        """The turn that made exactly the message's calls."""
+        if message.role != "assistant" or not message.tool_calls:
+            return None
+        return self._nodes.get(_calls_of(message))
+
+    def at_level(self, messages: Sequence[Message], level: MatchLevel) -> Sequence[Message]:
+        """What counts of `messages` at a level: at `REWRITTEN` the recorded reply in the place of one that
+        makes its calls."""
+        if level is not MatchLevel.REWRITTEN or not self._nodes:
+            return messages
+        recorded = [self.node(message) for message in messages]
+        pairs = zip(messages, recorded, strict=True)
+        return [message if node is None else node.messages[-1] for message, node in pairs]
+
+
+def _calls_of(message: Message) -> tuple[tuple[str, str], ...]:
+    return tuple((call.id, call.name) for call in message.tool_calls)
 
 
 class _Index:
     """The conversations of all nodes by their digests, at one level; `tools`: told apart by their tools. It
     follows when it is asked: most sessions need the strictest level alone."""
 
-    def __init__(self, level: MatchLevel, *, tools: bool) -> None:
-        self.level, self._tools = level, tools
+    def __init__(self, level: MatchLevel, replies: _Replies, *, tools: bool) -> None:
+        self.level = level
+        self._replies = replies
+        self._tools = tools
         self.nodes: dict[bytes, Node] = {}
         """The latest node of each conversation."""
-        self.answered: set[bytes] = set()
-        """Conversations that a recorded reply follows."""
-        self.reply_depth: dict[bytes, int] = {}
-        """Of each reply by itself: the most messages that came before it (if tools are not told apart)."""
+        self.answered: dict[bytes, Node] = {}
+        """The latest node whose reply follows a conversation."""
+        self.said: dict[bytes, list[Node]] = {}
+        """The nodes of each reply by itself (if tools are not told apart)."""
         self._ends: dict[str, tuple[bytes, int]] = {}
         """Where each turn's conversation ends: its digest, and how many messages it has."""
 
     def follow(self, nodes: Mapping[str, Node]) -> Self:
         for turn_id, node in islice(nodes.items(), len(self._ends), None):
-            seed, earlier = b"", 0
+            seed = b""
+            earlier = 0
             if node.parent is not None:
                 seed, earlier = self._ends[node.parent.turn.id]
             elif self._tools:
                 seed = tools_digest(node.tools)
+            messages = self._replies.at_level(node.messages, self.level)
             calls = self._calls_before(node)
-            *_, before, whole = digests(node.messages, self.level, seed, earlier=earlier, calls=calls)
-            length = earlier + len(node.messages)
+            *_, before, whole = digests(
+                messages, self.level, seed, earlier=earlier, calls=calls, tools=node.tools
+            )
             self.nodes[whole] = node
-            self.answered.add(before)
-            self._ends[turn_id] = whole, length
+            self.answered[before] = node
+            self._ends[turn_id] = whole, earlier + len(node.messages)
             if not self._tools:
-                [_, alone] = digests(node.messages[-1:], self.level)
-                self.reply_depth[alone] = max(self.reply_depth.get(alone, 0), length - 1)
+                alone = self.alone(node.messages[-1], node.tools)
+                self.said.setdefault(alone, []).append(node)
         return self
+
+    def alone(self, message: Message, tools: Sequence[Tool]) -> bytes:
+        """The digest of a message by itself."""
+        return digests(self._replies.at_level([message], self.level), self.level, tools=tools)[-1]
 
     def _calls_before(self, node: Node) -> dict[str, str]:
         """The places of earlier calls that the node's messages answer: as a rule its parent's."""
@@ -147,9 +226,11 @@ class _Index:
 class Forest:
     """The turns of one session. `level`: the most that a returned message may differ."""
 
-    def __init__(self, level: MatchLevel = MatchLevel.WITHOUT_REASONING) -> None:
-        self._indexes = [_Index(each, tools=True) for each in MatchLevel if each <= level]
-        self._any_tools = _Index(level, tools=False)
+    def __init__(self, level: MatchLevel = MatchLevel.REWRITTEN) -> None:
+        self._level = level
+        self._replies = _Replies()
+        self._indexes = [_Index(each, self._replies, tools=True) for each in MatchLevel if each <= level]
+        self._any_tools = _Index(level, self._replies, tools=False)
         self._by_turn: dict[str, Node] = {}
         self._texts: dict[str, str] = {}
         """Of turns without a template: all that the ids of their paths stand for."""
@@ -161,6 +242,7 @@ class Forest:
     def add(self, node: Node) -> None:
         """Its parent has been added before."""
         self._by_turn[node.turn.id] = node
+        self._replies.add(node)
 
     def turn(self, turn_id: str) -> Node | None:
         """The node of a turn; None if it is unknown or never became whole."""
@@ -196,28 +278,180 @@ class Forest:
         replies = [at + 1 for at, message in enumerate(messages) if message.role == "assistant"]
         seed = tools_digest(tools)
         for index in self._indexes if self.size and replies else ():
-            prefixes = digests(messages, index.level, seed)
+            seen = self._replies.at_level(messages, index.level)
+            prefixes = digests(seen, index.level, seed, tools=tools)
             nodes = index.follow(self._by_turn).nodes
             deepest = next((n for n in reversed(replies) if n > depth and prefixes[n] in nodes), None)
             if deepest is not None:
                 found, depth, at_level = nodes[prefixes[deepest]], deepest, index.level
             if depth == replies[-1]:
                 break
-        fork = None
+        fork, change = None, None
         if self.size and (found is None or depth != replies[-1]):
-            fork = self._why(messages, replies, depth)
-        return Match(node=found, depth=depth, fork=fork, level=at_level)
+            fork, change = self._why(messages, tools, replies, depth)
+        elif found is not None and at_level is MatchLevel.REWRITTEN:
+            change = self._last_rewritten(messages[:depth], found)
+        new = tuple(messages[depth:]) if found is None else _with_our_ids(messages, depth, found)
+        return Match(node=found, depth=depth, fork=fork, new=new, level=at_level, change=change)
 
-    def _why(self, messages: Sequence[Message], replies: Sequence[int], depth: int) -> ForkReason | None:
+    def _why(
+        self, messages: Sequence[Message], tools: Sequence[Tool], replies: Sequence[int], depth: int
+    ) -> tuple[ForkReason | None, Change | None]:
         """What became of the replies of ours behind `depth`."""
         index = self._any_tools.follow(self._by_turn)
-        prefixes = digests(messages, index.level)
+        seen = self._replies.at_level(messages, index.level)
+        prefixes = digests(seen, index.level, tools=tools)
         unmatched = [n for n in replies if n > depth]
-        if any(prefixes[n] in index.nodes for n in unmatched):
-            return ForkReason.TOOLS_CHANGED
-        if any(prefixes[n - 1] in index.answered for n in unmatched):
-            return ForkReason.HISTORY_EDITED
-        alone = [(n - 1, digests(messages[n - 1 : n], index.level)[-1]) for n in unmatched]
-        if any(before < index.reply_depth.get(digest, 0) for before, digest in alone):
-            return ForkReason.COMPACTED
-        return ForkReason.NEW_CONVERSATION if depth == 0 else None
+        for n in unmatched:
+            if (node := index.nodes.get(prefixes[n])) is not None:
+                return ForkReason.TOOLS_CHANGED, _tools_change(node.tools, tools)
+        for n in unmatched:
+            if (node := index.answered.get(prefixes[n - 1])) is not None:
+                recorded = node.messages[-1]
+                return ForkReason.HISTORY_EDITED, self._change(n - 1, recorded, messages[n - 1], tools)
+        for n in reversed(unmatched):  # the newest recording is what the client goes on from
+            if departed := self._departed(messages[:n], tools):
+                return departed
+        return (ForkReason.NEW_CONVERSATION if depth == 0 else None), None
+
+    def _departed(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[ForkReason, Change | None] | None:
+        """How what comes before the last one of `messages` differs from what came before it when it was
+        sampled; None if it is no reply of ours. Of several replies like it, the one that differs least."""
+        index = self._any_tools
+        *before, reply = messages
+        candidates = index.said.get(index.alone(reply, tools), [])[-_CANDIDATES:]
+        if (node := self._replies.node(reply)) is not None and node not in candidates:
+            candidates.append(node)
+        sent = [index.alone(message, tools) for message in before]
+        fewest, found = None, None
+        for node in reversed(candidates):
+            earlier = node.conversation()[:-1]
+            recorded = [index.alone(message, node.tools) for message in earlier]
+            first = _shared(sent, recorded)
+            behind = _shared(sent[first:][::-1], recorded[first:][::-1])
+            changed = len(sent) - first - behind
+            was = len(recorded) - first - behind
+            if fewest is None or changed + was < fewest:
+                fewest, found = changed + was, (earlier, first, changed, was)
+        if found is None:
+            return None
+        earlier, first, changed, was = found
+        if changed < was:
+            return ForkReason.COMPACTED, _messages_change(first, earlier, was, before, changed)
+        if changed > was:
+            return ForkReason.CONTEXT_EDITED, _messages_change(first, earlier, was, before, changed)
+        if not changed:  # the same messages, but results that answer other calls
+            return ForkReason.CONTEXT_EDITED, None
+        change = self._change(first, earlier[first], before[first], tools)
+        both_replies = earlier[first].role == before[first].role == "assistant"
+        return (ForkReason.HISTORY_EDITED if both_replies else ForkReason.CONTEXT_EDITED), change
+
+    def _last_rewritten(self, messages: Sequence[Message], node: Node) -> Change | None:
+        """The last reply in `messages` that is not what the node's path holds, but for its reasoning."""
+        conversation = node.conversation()
+        level = MatchLevel.WITHOUT_REASONING
+        for at in reversed(range(len(messages))):
+            message, recorded = messages[at], conversation[at]
+            if message.role == "assistant" and message != recorded:
+                sides = [digests([each], level, tools=node.tools)[-1] for each in (message, recorded)]
+                if sides[0] != sides[1]:
+                    return self._change(at, recorded, message, node.tools)
+        return None
+
+    def _change(self, at: int, recorded: Message, sent: Message, tools: Sequence[Tool]) -> Change:
+        """How a message differs from the recorded one in its place."""
+        parts = _differing(recorded, sent)
+        part, was, now = next(iter(parts), ("content", recorded.content, sent.content))
+        was, now = _excerpts(was, now)
+        level = next(
+            (each for each in MatchLevel if each > self._level and _same(recorded, sent, each)), None
+        )
+        return Change(message=at, role=sent.role, part=part, recorded=was, sent=now, level=level)
+
+
+def _same(recorded: Message, sent: Message, level: MatchLevel) -> bool:
+    """Whether a level takes the two for the same reply."""
+    if level is MatchLevel.REWRITTEN and recorded.tool_calls and _calls_of(recorded) == _calls_of(sent):
+        return True
+    return digests([recorded], level)[-1] == digests([sent], level)[-1]
+
+
+def _differing(recorded: Message, sent: Message) -> Iterator[tuple[str, str, str]]:
+    """Each part in which they differ: its name, and both texts."""
+    calls = [
+        ", ".join(f"{call.name}({call.arguments}) as {call.id}" for call in message.tool_calls)
+        for message in (recorded, sent)
+    ]
+    parts = (
+        ("role", recorded.role, sent.role),
+        ("content", recorded.content.strip(), sent.content.strip()),
+        ("tool_calls", calls[0], calls[1]),
+        ("tool_call_id", recorded.tool_call_id, sent.tool_call_id),
+        ("reasoning", recorded.reasoning, sent.reasoning),
+        ("content", recorded.content, sent.content),
+    )
+    return ((part, was, now) for part, was, now in parts if was != now)
+
+
+def _excerpts(recorded: str, sent: str) -> tuple[str, str]:
+    """Of two texts what stands around the first character that differs."""
+    common = _shared(recorded, sent)
+    begin = max(common - _CONTEXT, 0)
+    shown = []
+    for text in (recorded, sent):
+        piece = text[begin : begin + _SHOWN]
+        before = "…" if begin else ""
+        after = "…" if begin + _SHOWN < len(text) else ""
+        shown.append(before + piece + after)
+    return shown[0], shown[1]
+
+
+def _messages_change(
+    first: int, earlier: Sequence[Message], was: int, before: Sequence[Message], changed: int
+) -> Change:
+    """Messages taken out or put in, from the place `first` on: `was` of them before, `changed` now."""
+    shown = []
+    for messages, count in ((earlier, was), (before, changed)):
+        piece = messages[first : first + count]
+        begins = f", the first is {piece[0].role}: {piece[0].content[:_SHOWN]}" if piece else ""
+        shown.append(f"{count} messages{begins}")
+    role = before[first].role if first < len(before) else "assistant"
+    return Change(message=first, role=role, part="messages", recorded=shown[0], sent=shown[1])
+
+
+def _tools_change(recorded: Sequence[Tool], sent: Sequence[Tool]) -> Change:
+    """What a request offers instead of the tools that its conversation began with."""
+    names = [", ".join(tool.name for tool in tools) for tools in (recorded, sent)]
+    if names[0] == names[1]:
+        changed = next(
+            (n for n, tool in enumerate(sent) if tools_digest([tool]) != tools_digest([recorded[n]])), 0
+        )
+        names = [
+            f"{tool.name}: {tool.description} {tool.parameters}"
+            for tool in (recorded[changed], sent[changed])
+        ]
+    was, now = _excerpts(names[0], names[1])
+    return Change(message=0, role="", part="tools", recorded=was, sent=now)
+
+
+def _shared(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many items the two begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _with_our_ids(messages: Sequence[Message], depth: int, node: Node) -> tuple[Message, ...]:
+    """The messages behind `depth`, in which results of calls on the node's path name them by our ids."""
+    ours: dict[str, str] = {}
+    for message, recorded in zip(messages, node.conversation(), strict=False):
+        for call, known in zip(message.tool_calls, recorded.tool_calls, strict=True):
+            ours[call.id] = known.id
+    new = []
+    for message in messages[depth:]:
+        for call in message.tool_calls:
+            ours.pop(call.id, None)
+        known = ours.get(message.tool_call_id, message.tool_call_id)
+        new.append(message if known == message.tool_call_id else replace(message, tool_call_id=known))
+    return tuple(new)

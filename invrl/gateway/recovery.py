@@ -51,6 +51,10 @@ def restore(
                 tools=tuple(msgspec.json.decode(tools, type=list[Tool])),
             )
             nodes[turn.id] = node
+            if turn.fork_reason and not node.raw:
+                asked = [*(parent.conversation() if parent else ()), *node.messages[:-1]]
+                if (change := conversation.forest.match(asked, node.tools).change) is not None:
+                    conversation.changes[turn.id] = change
             conversation.forest.add(node)
             conversation.recorded[turn.request_digest] = node
 

@@ -122,11 +122,23 @@ class Leased(BaseModel):
     lease: Lease | None = Field(description="null: there is no task now, ask again")
 
 
+class ChangeLine(BaseModel):
+    """The first place in which a request differs from what was recorded."""
+
+    message: int
+    """Its place in the request."""
+    role: str
+    part: str
+    recorded: str
+    sent: str
+
+
 class TurnLine(BaseModel):
     id: str
     parent_id: str | None
     fork_reason: str
     advice: str = ""
+    changed: ChangeLine | None = None
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int

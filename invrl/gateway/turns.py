@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from invrl.errors import SessionError
 from invrl.gateway.conversation import Conversation
-from invrl.gateway.forest import ADVICE, ForkReason, Node
+from invrl.gateway.forest import Change, ForkReason, Node, advice
 from invrl.gateway.generation import Engine, Generation, Proposal
 from invrl.gateway.message import MatchLevel, Message, Prompt, Tool, ToolChoice
 from invrl.gateway.parsing import Parsers, ReplyParser
@@ -71,6 +71,8 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     depth: int
     context_ids: list[int]
     fork: ForkReason | None
+    change: Change | None = None
+    """How the request departs from what was recorded."""
     prompt: Prompt
     counted: Mapping[str, int] = msgspec.field(default_factory=dict)
     """What the place costs, for the metrics."""
@@ -88,7 +90,7 @@ class Turns:
     """Of the same store: what a worker before this one committed."""
     context_length: int
     run_seed: int | None = None
-    match_level: MatchLevel = MatchLevel.WITHOUT_REASONING
+    match_level: MatchLevel = MatchLevel.REWRITTEN
     counts: Counter[str] = field(default_factory=Counter, init=False)
     forks: Counter[str] = field(default_factory=Counter, init=False)
     matches: Counter[str] = field(default_factory=Counter, init=False)
@@ -186,6 +188,8 @@ class Turns:
         )
         conversation.start(request.digest, generation)
         conversation.begun += 1
+        if place.change is not None:
+            conversation.changes[turn_id] = place.change
         return generation, news
 
     def count_tokens(self, conversation: Conversation, request: TurnRequest) -> int:
@@ -209,14 +213,14 @@ class Turns:
             self.store.mark_delivered(turn_id)
             self.counts["delivered"] += 1
 
-    def overview(self, record: SessionRecord) -> list[dict[str, str | int | bool | None]]:
+    def overview(self, record: SessionRecord) -> list[dict[str, Json]]:
         """One line per turn of a session that is not closed; one that forked says why, and what helps."""
         if (conversation := self.find(record)) is None:
             return []
         return [
             {name: getattr(turn, name) for name in _SHOWN}
             | {"delivered": turn.id in conversation.delivered, "sampled_tokens": len(turn.sampled_ids_T)}
-            | ({"advice": ADVICE[ForkReason(turn.fork_reason)]} if turn.fork_reason else {})
+            | _explained(turn, conversation.changes.get(turn.id))
             for turn in conversation.turns
         ]
 
@@ -260,9 +264,9 @@ class Turns:
             return self._place_text(conversation, request.text)
         prompt = self._prompt(conversation, request)
         match = conversation.forest.match(prompt.messages, prompt.tools)
-        fork = match.fork
+        fork, change = match.fork, match.change
         if (node := match.node) is not None:
-            recorded = replace(prompt, messages=(*node.conversation(), *prompt.messages[match.depth :]))
+            recorded = replace(prompt, messages=(*node.conversation(), *match.new))
             tail = self.renderer.tail(recorded, match.depth, node.ids())
             if tail.fork is None:
                 counted = {f"matches/{match.level.name.lower()}": 1}
@@ -273,13 +277,22 @@ class Turns:
                     depth=match.depth,
                     context_ids=tail.ids,
                     fork=fork,
-                    prompt=prompt,
+                    change=change,
+                    prompt=recorded,
                     counted=counted,
                 )
-            fork = tail.fork
+            fork, change = tail.fork, None
         ids = self.renderer.first(prompt)
         counted = {"forked_tokens": len(ids)} if fork else {}
-        return _Place(parent=None, depth=0, context_ids=ids, fork=fork, prompt=prompt, counted=counted)
+        return _Place(
+            parent=None,
+            depth=0,
+            context_ids=ids,
+            fork=fork,
+            change=change,
+            prompt=prompt,
+            counted=counted,
+        )
 
     def _place_text(self, conversation: Conversation, text: str | tuple[int, ...]) -> _Place:
         """A prompt without a template: what follows the longest recorded text that it begins with."""
@@ -345,6 +358,22 @@ class Turns:
             else:
                 durable.add_done_callback(lambda done: _join(conversation, node, done))
         return durable
+
+
+def _explained(turn: Turn, change: Change | None) -> dict[str, Json]:
+    """Why a turn forked and what helps; of one that goes on from a reply that came back altered, how."""
+    explained: dict[str, Json] = {}
+    if turn.fork_reason:
+        explained["advice"] = advice(ForkReason(turn.fork_reason), change)
+    if change is not None:
+        explained["changed"] = {
+            "message": change.message,
+            "role": change.role,
+            "part": change.part,
+            "recorded": change.recorded,
+            "sent": change.sent,
+        }
+    return explained
 
 
 def _in_loop(commit: Future[None], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:

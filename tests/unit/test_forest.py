@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.gateway.forest import Forest, ForkReason, Node
+from invrl.gateway.forest import ADVICE, Forest, ForkReason, Match, Node, advice
 from invrl.gateway.message import MatchLevel, Message, Tool, ToolCall, digests
 from invrl.types import Turn, VersionSpan, WeightVersion
 
@@ -110,7 +110,20 @@ RESULTS = [Message("tool", "3", tool_call_id="c1"), Message("tool", "0", tool_ca
             MatchLevel.CANONICAL,
         ),
         (replace(CALLS, reasoning=""), MatchLevel.WITHOUT_REASONING),
-        (replace(CALLS, reasoning="", content="other"), None),
+        (replace(CALLS, reasoning="", content=""), MatchLevel.REWRITTEN),
+        (replace(CALLS, reasoning="", content="other"), MatchLevel.REWRITTEN),
+        (
+            replace(CALLS, tool_calls=(ToolCall("c1", "calc", '{"a": 7}'), CALLS.tool_calls[1])),
+            MatchLevel.REWRITTEN,
+        ),
+        (
+            replace(CALLS, tool_calls=(ToolCall("c1", "other", '{"a": 1, "b": 2}'), CALLS.tool_calls[1])),
+            None,
+        ),
+        (
+            replace(CALLS, content="", tool_calls=tuple(replace(c, id="x" + c.id) for c in CALLS.tool_calls)),
+            None,
+        ),
         (replace(CALLS, tool_calls=CALLS.tool_calls[::-1]), None),
         (replace(CALLS, tool_calls=CALLS.tool_calls[:1]), None),
     ],
@@ -194,3 +207,182 @@ def test_a_conversation_in_many_turns_is_the_one_that_a_request_holds(level: Mat
     calls = [tuple(replace(call, id="x" + call.id) for call in each.tool_calls) for each in said]
     renamed = [replace(each, tool_calls=own) for each, own in zip(renamed, calls, strict=True)]
     assert (forest.match(renamed).node is path) == (level > MatchLevel.EXACT)
+
+
+def test_results_that_answer_renamed_calls_are_kept_by_our_ids():
+    """A client gives calls ids of its own and sends them consistently: the conversation goes on for good."""
+    forest = Forest(MatchLevel.CANONICAL)
+    first = node("1", [ASK, CALLS])
+    forest.add(first)
+    renamed = replace(CALLS, tool_calls=tuple(replace(call, id="x" + call.id) for call in CALLS.tool_calls))
+    results = [replace(result, tool_call_id="x" + result.tool_call_id) for result in RESULTS]
+    match = forest.match([ASK, renamed, *results])
+    assert (match.node, match.depth, match.new) == (first, 2, tuple(RESULTS))
+    second = node("2", [*match.new, REPLY], first)
+    forest.add(second)
+    again = forest.match([ASK, renamed, *results, REPLY, MORE])
+    assert (again.node, again.depth, again.fork, again.new) == (second, 5, None, (MORE,))
+    other = replace(CALLS, tool_calls=(ToolCall("xc1", "calc", "{}"),))
+    assert forest.match([ASK, renamed, other, results[0]]).new == (other, results[0])
+
+
+SCHEMA = """{"type": "object", "properties": {
+  "path": {"type": "string"},
+  "replace_all": {"type": "boolean", "default": false},
+  "points": {"type": "array", "items": {"$ref": "#/$defs/Point"}}},
+ "$defs": {"Point": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"default": 2.0}}}}}"""
+EDIT = Tool(name="edit", parameters=SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "sent", "same"),
+    [
+        ('{"path": "a"}', '{"path": "a", "replace_all": false}', True),
+        ('{"path": "a", "replace_all": false}', '{"path": "a"}', True),
+        ('{"path": "a"}', '{"path": "a", "replace_all": true}', False),
+        ('{"path": "a"}', '{"path": "a", "replace_all": null}', False),
+        (
+            '{"points": [{"x": 1}, {"x": 2, "y": 3}]}',
+            '{"points": [{"x": 1, "y": 2}, {"x": 2, "y": 3}]}',
+            True,
+        ),
+        ('{"points": [{"x": 1}]}', '{"points": [{"x": 1, "y": 3}]}', False),
+        ('{"path": "a"', '{"path": "a", "replace_all": false}', False),
+    ],
+)
+def test_a_missing_argument_is_the_default_of_its_schema(sampled: str, sent: str, same: bool):
+    forest = Forest(MatchLevel.CANONICAL)
+    first = node(
+        "1", [ASK, Message("assistant", tool_calls=(ToolCall("c1", "edit", sampled),))], tools=(EDIT,)
+    )
+    forest.add(first)
+    reply = Message("assistant", tool_calls=(ToolCall("c1", "edit", sent),))
+    match = forest.match([ASK, reply, RESULTS[0]], (EDIT,))
+    assert (match.node is first, match.fork) == (same, None if same else ForkReason.HISTORY_EDITED)
+
+
+@pytest.mark.parametrize(
+    "schema", ['{"properties": [], "default": 1}', '{"$ref": "#/$ref", "default": 1}', '"default"']
+)
+def test_a_schema_of_no_use_gives_no_defaults(schema: str):
+    forest, tool = Forest(MatchLevel.CANONICAL), Tool(name="calc", parameters=schema)
+    forest.add(node("1", [ASK, CALLS], tools=(tool,)))
+    assert forest.match([ASK, replace(CALLS, content="sure"), *RESULTS], (tool,)).depth == 2
+
+
+REACT = 'Thought: I need it.\nAction: calc\nAction Input: {"a": "it\'s", "b": [1, true, null]}'
+
+
+@pytest.mark.parametrize(
+    ("sent", "same"),
+    [
+        ("Thought: I need it.\nAction: calc\nAction Input: {'a': \"it's\", 'b': [1, True, None]}", True),
+        ('Thought: I need it. Action: calc\nAction Input: {\n "b": [1, true, null], "a": "it\'s"}\n', True),
+        ("Thought: I need it.\nAction: calc\nAction Input: {'a': \"it's\", 'b': [2, True, None]}", False),
+        ("Thought: I want it.\nAction: calc\nAction Input: {'a': \"it's\", 'b': [1, True, None]}", False),
+    ],
+)
+def test_objects_in_a_rewritten_text_are_compared_by_what_they_hold(sent: str, same: bool):
+    forest = Forest(MatchLevel.REWRITTEN)
+    first = node("1", [ASK, Message("assistant", REACT)])
+    forest.add(first)
+    match = forest.match([ASK, Message("assistant", sent), MORE])
+    assert (match.node is first) is same
+    braces = "{" * 100_000 + "{'a': " * 10_000
+    assert forest.match([ASK, Message("assistant", braces), MORE]).node is None
+
+
+def changed(match: Match) -> tuple[ForkReason | None, int, str, str, str]:
+    assert match.change is not None
+    change = match.change
+    return match.fork, change.message, change.part, change.recorded, change.sent
+
+
+def test_a_system_prompt_with_the_time_is_named_and_is_not_called_compacted():
+    def system(minute: int) -> Message:
+        return Message("system", f"You are a helpful agent. The time is 09:{minute}, and the day is long.")
+
+    forest, okay = Forest(), Message("assistant", "okay")
+    for turn in range(1, 4):  # the reply says the same in every turn
+        forest.add(node(str(turn), [system(40 + turn), ASK, *[okay, MORE] * (turn - 1), okay]))
+    match = forest.match([system(44), ASK, okay, MORE, okay, MORE, okay, MORE])
+    assert changed(match) == (
+        ForkReason.CONTEXT_EDITED,
+        0,
+        "content",
+        "… agent. The time is 09:43, and the day is long.",
+        "… agent. The time is 09:44, and the day is long.",
+    )
+    assert "newest message" in advice(ForkReason.CONTEXT_EDITED, match.change)
+
+
+def test_an_edited_message_behind_a_matched_one_is_a_fork_with_a_reason():
+    forest = Forest()
+    first = node("1", [ASK, CALLS])
+    forest.add(first)
+    forest.add(node("2", [*RESULTS, REPLY], first))
+    cleared = replace(RESULTS[1], content="[cleared]")
+    match = forest.match([ASK, CALLS, RESULTS[0], cleared, REPLY, MORE])
+    assert (match.node, match.depth) == (first, 2)
+    assert changed(match) == (ForkReason.CONTEXT_EDITED, 3, "content", "0", "[cleared]")
+
+
+def test_a_compacted_history_says_what_was_taken_out():
+    forest = Forest()
+    first = node("1", [SYSTEM, ASK, REPLY])
+    forest.add(first)
+    forest.add(node("2", [MORE, REPLY_2], first))
+    summary = Message("user", "so far: the user asked q and got a")
+    assert changed(forest.match([SYSTEM, summary, REPLY_2, MORE])) == (
+        ForkReason.COMPACTED,
+        1,
+        "messages",
+        "3 messages, the first is user: q",
+        f"1 messages, the first is user: {summary.content}",
+    )
+    inserted = forest.match([SYSTEM, summary, ASK, REPLY, MORE])
+    assert changed(inserted)[:4] == (ForkReason.CONTEXT_EDITED, 1, "messages", "0 messages")
+
+
+@pytest.mark.parametrize("level", list(MatchLevel))
+def test_advice_names_a_higher_level_only_where_that_helps(level: MatchLevel):
+    forest = Forest(level)
+    forest.add(node("1", [ASK, CALLS]))
+    for message, needed in (
+        (replace(CALLS, content="sure"), MatchLevel.CANONICAL),
+        (replace(CALLS, reasoning=""), MatchLevel.WITHOUT_REASONING),
+        (replace(CALLS, content=""), MatchLevel.REWRITTEN),
+        (replace(CALLS, tool_calls=()), None),
+    ):
+        match = forest.match([ASK, message, MORE])
+        if needed is not None and needed <= level:
+            assert match.fork is None
+            continue
+        assert match.fork is ForkReason.HISTORY_EDITED
+        told = advice(match.fork, match.change)
+        if needed is None:
+            assert told == ADVICE[match.fork]
+            assert "--match-level" not in told
+        else:
+            assert f"--match-level {needed.name.lower()} " in told
+
+
+def test_other_tools_are_shown():
+    forest, calc = Forest(), Tool(name="calc", description="Computes sums.")
+    forest.add(node("1", [ASK, REPLY], tools=(calc,)))
+    added = forest.match([ASK, REPLY, MORE], (calc, Tool(name="shell")))
+    assert changed(added) == (ForkReason.TOOLS_CHANGED, 0, "tools", "calc", "calc, shell")
+    described = forest.match([ASK, REPLY, MORE], (replace(calc, description="Computes products."),))
+    assert changed(described)[3:] == ("calc: Computes sums. ", "calc: Computes products. ")
+
+
+def test_a_reply_taken_for_its_calls_tells_how_it_came_back():
+    forest = Forest(MatchLevel.REWRITTEN)
+    first = node("1", [ASK, CALLS])
+    forest.add(first)
+    match = forest.match([ASK, replace(CALLS, content="", reasoning=""), *RESULTS])
+    assert (match.node, match.level) == (first, MatchLevel.REWRITTEN)
+    assert changed(match) == (None, 1, "content", "sure", "")
+    second = node("2", [*match.new, REPLY], first)
+    forest.add(second)
+    assert forest.match([ASK, replace(CALLS, content="", reasoning=""), *RESULTS, REPLY, MORE]).node is second

@@ -28,12 +28,49 @@ TEMPLATES = {ForkReason.THINKING_STRIPPED: STRIPS, ForkReason.TEMPLATE_CHANGED: 
 REQUESTS = {
     ForkReason.NEW_CONVERSATION: ([ASK], [{"role": "user", "content": "A title, please."}], {}),
     ForkReason.HISTORY_EDITED: ([ASK], [ASK, OTHER, MORE], {}),
+    ForkReason.CONTEXT_EDITED: (
+        [{"role": "system", "content": "It is 09:41."}, ASK],
+        [{"role": "system", "content": "It is 09:42."}, ASK, SAID, MORE],
+        {},
+    ),
     ForkReason.COMPACTED: ([ASK, OTHER, MORE], [{"role": "user", "content": "so far: ..."}, SAID, MORE], {}),
     ForkReason.TOOLS_CHANGED: ([ASK], [ASK, SAID, MORE], {"tools": [CALC]}),
     ForkReason.THINKING_STRIPPED: ([ASK], [ASK, SAID, MORE], {}),
     ForkReason.TEMPLATE_CHANGED: ([ASK], [ASK, SAID, MORE], {}),
 }
 """By reason: a request, and the next one that departs from it."""
+
+CHANGED = {
+    ForkReason.HISTORY_EDITED: {
+        "message": 1,
+        "role": "assistant",
+        "part": "content",
+        "recorded": "<think>hm</think>4",
+        "sent": "another",
+    },
+    ForkReason.CONTEXT_EDITED: {
+        "message": 0,
+        "role": "system",
+        "part": "content",
+        "recorded": "It is 09:41.",
+        "sent": "It is 09:42.",
+    },
+    ForkReason.COMPACTED: {
+        "message": 0,
+        "role": "user",
+        "part": "messages",
+        "recorded": "3 messages, the first is user: " + str(ASK["content"]),
+        "sent": "1 messages, the first is user: so far: ...",
+    },
+    ForkReason.TOOLS_CHANGED: {
+        "message": 0,
+        "role": "",
+        "part": "tools",
+        "recorded": "",
+        "sent": "calc",
+    },
+}
+"""By reason: what the second request's turn shows of it."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +96,7 @@ async def test_a_fork_is_listed_with_its_advice_and_reaches_the_metrics(
         begun, forked = (await gateway.env(f"/sessions/{session.id}")).json()["turns"]
         assert "advice" not in begun
         assert (forked["fork_reason"], forked["advice"]) == (reason.value, ADVICE[reason])
+        assert forked.get("changed") == CHANGED.get(reason)
         assert (await gateway.env("/metrics")).json()["forks"] == {reason.value: 1}
         summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
@@ -66,6 +104,23 @@ async def test_a_fork_is_listed_with_its_advice_and_reaches_the_metrics(
     group = Group(id="g", task_id="t", rollouts_G=(summary,))
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
     assert rollout_metrics(taken)[f"forks/{reason.value}"].value() == 1.0
+
+
+@pytest.mark.parametrize("reason", CHANGED)
+async def test_how_a_request_departed_is_known_after_a_restart(
+    tmp_path: Path, model: Path, reason: ForkReason
+):
+    first, second, options = REQUESTS[reason]
+    renderer = load_renderer(str(model), 512)
+    async with running(tmp_path, model, renderer, Parsers(tool_calls="qwen25")) as gateway:
+        gateway.engine.script = lambda _: [*renderer.encode(REPLY), 2]
+        [session] = await gateway.open()
+        client = gateway.client(session)
+        for messages, extra in ((first, {}), (second, options)):
+            await client.chat.completions.create(model="tiny", messages=messages, **extra)
+    async with running(tmp_path, model, renderer, Parsers(tool_calls="qwen25")) as gateway:
+        [_, forked] = (await gateway.env(f"/sessions/{session.id}")).json()["turns"]
+    assert (forked["advice"], forked["changed"]) == (ADVICE[reason], CHANGED[reason])
 
 
 async def test_kept_thinking_is_counted_in_ids(tmp_path: Path, model: Path):
