@@ -82,6 +82,7 @@ class AgentEndpoint:
         retry = None if count is None else count != "0"
         conversation = self.turns.conversation(record)
         request = self.dialect.parse(raw, retry=retry, find=conversation.forest.turn)
+        self.turns.count_ignored(record, request.turn.ignored)
         with conversation.call(), contextlib.ExitStack() as stack:
             begun = []
             for turn in _choices(request):

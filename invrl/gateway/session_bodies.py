@@ -166,6 +166,7 @@ class SessionView(BaseModel):
     children: list[str]
     outcome: Outcome | None
     overridden: list[str]
+    ignored: dict[str, int]
     turns: list[TurnLine]
     forks: dict[str, int]
     auxiliary_roots: list[str]

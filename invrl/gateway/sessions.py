@@ -77,6 +77,8 @@ class SessionRecord:
     outcome: Outcome | None = None
     overridden: set[str] = field(default_factory=set)
     """Sampling parameters that a client asked for and the run did not grant."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Its requests, by the fields of theirs that nothing reads."""
     counts: Counter[str] = field(default_factory=Counter)
     """How its requests went on from what was recorded: match levels, thinking kept, prompt ids of forks."""
 

@@ -6,6 +6,7 @@ them. Invariant: a turn joins the forest only when its tokens are durable and wh
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,10 +31,13 @@ from invrl.rollout.sglang_client import GenerateRequest
 from invrl.run_store import RunStore, RunStoreWriter
 from invrl.types import Json, Sampling, Turn
 
+_log = logging.getLogger(__name__)
 _ENGINE_MARGIN = 8
 """Tokens of the context length that SGLang keeps for itself."""
 _HEAD_TOKENS = 8
 """The end of a prompt that says whether the reply begins inside of thinking."""
+_MOST_IGNORED = 256
+"""Names of ignored fields that are counted."""
 _SHOWN = ("id", "parent_id", "fork_reason", "finish_reason", "prompt_tokens", "cached_tokens")
 
 
@@ -62,6 +66,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Of the request as it came: equal for a retry."""
     retry: bool | None
     """What the client says; None: nothing."""
+    ignored: tuple[str, ...] = ()
+    """Names of fields that nothing reads."""
 
 
 class _Place(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -96,6 +102,8 @@ class Turns:
     matches: Counter[str] = field(default_factory=Counter, init=False)
     """Turns that continue another, by the `MatchLevel` that it took."""
     overridden: Counter[str] = field(default_factory=Counter, init=False)
+    ignored: Counter[str] = field(default_factory=Counter, init=False)
+    """Requests by the fields of theirs that nothing reads."""
     _conversations: dict[str, Conversation] = field(default_factory=dict, init=False)
 
     def open(self, record: SessionRecord) -> None:
@@ -192,6 +200,15 @@ class Turns:
             conversation.changes[turn_id] = place.change
         return generation, news
 
+    def count_ignored(self, record: SessionRecord, names: Sequence[str]) -> None:
+        """Fields of a request that nothing reads. Clients choose the names, so their number has a limit."""
+        for name in names:
+            if name in self.ignored or len(self.ignored) < _MOST_IGNORED:
+                if name not in self.ignored:
+                    _log.info("`%s` is ignored: no field that this gateway knows (told once)", name)
+                self.ignored[name] += 1
+                record.ignored[name] += 1
+
     def count_tokens(self, conversation: Conversation, request: TurnRequest) -> int:
         """Prompt tokens that `begin` would send for this request."""
         place = self._place(conversation, request)
@@ -226,6 +243,7 @@ class Turns:
 
     def metrics(self) -> Mapping[str, Mapping[str, int]]:
         counted = {"forks": self.forks, "matches": self.matches, "overridden": self.overridden}
+        counted["ignored"] = self.ignored
         return {"turns": dict(self.counts), **{name: dict(counts) for name, counts in counted.items()}}
 
     def _constraint(self, request: TurnRequest) -> Mapping[str, Json]:

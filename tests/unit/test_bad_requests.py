@@ -103,7 +103,7 @@ ROUTES = [
             },
             "unknown tool choice": {"tool_choice": "sometimes"},
             "wrong type": {"input": 1},
-            "no such field": {"n": -1},
+            "no such sampling": {"n": -1},
         },
     ),
     Route(
@@ -114,7 +114,7 @@ ROUTES = [
             "unknown tool": {"tools": [CLAUDE_TOOL], "tool_choice": {"type": "tool", "name": "other"}},
             "unknown tool choice": {"tool_choice": {"type": "sometimes"}},
             "wrong type": {"messages": 1},
-            "no such field": {"n": -1},
+            "no such sampling": {"n": -1},
         },
         anthropic=True,
     ),
@@ -125,7 +125,7 @@ ROUTES = [
         refused={
             "unknown tool choice": {"tool_choice": {"type": "sometimes"}},
             "wrong type": {"messages": 1},
-            "no such field": {"n": -1},
+            "no such sampling": {"n": -1},
         },
         anthropic=True,
     ),

@@ -10,12 +10,14 @@ Every field of the API stands in exactly one of these lists:
   `repetition_penalty`, `logit_bias`, `seed`: honoured in serving sessions; overridden in training and
   evaluation, which is reported once per session (header `x-invrl-overridden`). `logit_bias` is
   refused in serving, because the router would drop it.
+- honoured too, as other servers have them: `enable_thinking`, `thinking.type`, `reasoning.effort` and
+  `.enabled`, `chat_template_kwargs.thinking`.
 - ignored, for they change no token: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`,
-  `prompt_cache_key`, `prompt_cache_retention`, `verbosity`, `stream_options.include_obfuscation`; in
-  messages `name`, `refusal`, `annotations`, `provider_specific_fields` (litellm's); in tools `strict`
-  where the model chooses freely.
-- refused with 400: see `_REFUSED`; in messages audio, images, files.
-Any other field is refused as unknown."""
+  `prompt_cache_key`, `prompt_cache_retention`, `verbosity`, all of `stream_options` but `include_usage`; in
+  messages `name`, `refusal`, `annotations`; in tools `strict` where the model chooses freely.
+- refused with 400: see `_TABLE` and `body_fields.py`; in messages audio, images, files.
+Any other field, of the body or of a message (`parsed`, `thinking_blocks`, `provider`, ...), is ignored and
+counted: `GET /sessions/ID` lists it, the log tells it once."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -24,23 +26,13 @@ import msgspec
 
 from invrl.gateway.call_reader import CallDelta, Delta
 from invrl.gateway.dialects import wire
+from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
 from invrl.gateway.dialects.dialect import FindTurn, no_turn
 from invrl.gateway.generation import Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.gateway.turns import TurnRequest
 
-_REFUSED = {
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
-}
-"""Fields not supported, with the values that ask for nothing."""
-_REFUSED_IN_MESSAGES = ("function_call", "audio")
-_CACHE = ("prompt_cache_key", "prompt_cache_retention")
-_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity", *_CACHE)
-_IGNORED_IN_MESSAGES = ("refusal", "annotations", "provider_specific_fields")
 _ROLES = {each: each for each in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 
 
@@ -71,10 +63,22 @@ class _Format(msgspec.Struct):
 
 
 class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Others would change the prompt."""
+
     enable_thinking: bool | None = None
+    thinking: bool | None = None
 
 
-class _Message(wire.unread(*_REFUSED_IN_MESSAGES, *_IGNORED_IN_MESSAGES)):
+class _Thinking(msgspec.Struct):
+    type: str = ""
+
+
+class _Reasoning(msgspec.Struct):
+    effort: str | None = None
+    enabled: bool | None = None
+
+
+class _Message(msgspec.Struct):
     role: str
     content: str | list[wire.Part] | None = None
     name: str | None = None
@@ -84,7 +88,7 @@ class _Message(wire.unread(*_REFUSED_IN_MESSAGES, *_IGNORED_IN_MESSAGES)):
     reasoning: str | None = None
 
 
-class _Body(wire.unread(*_REFUSED, *_IGNORED, base=ChoicesFields)):
+class _Body(ChoicesFields, kw_only=True):
     messages: list[_Message]
     max_tokens: wire.Count | None = None
     max_completion_tokens: wire.Count | None = None
@@ -96,9 +100,29 @@ class _Body(wire.unread(*_REFUSED, *_IGNORED, base=ChoicesFields)):
     response_format: _Format | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: _TemplateOptions | None = None
+    enable_thinking: bool | None = None
+    thinking: _Thinking | bool | None = None
+    reasoning: _Reasoning | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Body)
+_TABLE = FieldTable(
+    body=_Body,
+    refused={
+        "functions": (),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
+    },
+    unsaid=(
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+    ),
+    entries="messages",
+    entry=_Message,
+    refused_in_entries=("function_call", "audio", "images", "prefix"),
+    unsaid_in_entries=("refusal", "annotations"),
+)
 
 
 class ChatDialect(ChoicesDialect):
@@ -108,7 +132,7 @@ class ChatDialect(ChoicesDialect):
     last: ClassVar = {"delta": {}}
 
     def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> ChoicesRequest:
-        body = wire.decode(_DECODER, raw, self.model, _REFUSED)
+        body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
         if not body.messages:
             raise wire.bad("`messages` must not be empty", param="messages")
         if body.top_logprobs and not body.logprobs:
@@ -117,7 +141,7 @@ class ChatDialect(ChoicesDialect):
         form = body.response_format
         schema = ((form and form.json_schema) or {}).get("schema", wire.NO_JSON)
         turn = TurnRequest(
-            messages=tuple(_message(message, at) for at, message in enumerate(body.messages)),
+            messages=_messages(body.messages),
             tools=wire.check_tools([_tool(tool, at) for at, tool in enumerate(body.tools or ())]),
             tool_choice=_tool_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -128,6 +152,7 @@ class ChatDialect(ChoicesDialect):
             stop=wire.stop_strings(body.stop),
             stream=bool(body.stream),
             digest=wire.digest(b"chat", raw),
+            ignored=ignored,
             retry=retry,
         )
         return self.asked(body, turn, logprobs=bool(body.logprobs))
@@ -168,12 +193,21 @@ def _shown_call(call: ToolCall | CallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
+def _messages(sent: Sequence[_Message]) -> tuple[Message, ...]:
+    """A reply's text and its calls, which some clients send back as two messages, are one again."""
+    messages: list[Message] = []
+    for at, each in enumerate(sent):
+        message = _message(each, at)
+        if messages and wire.one_reply(messages[-1], message):
+            messages[-1] = wire.joined(messages[-1], message)
+        else:
+            messages.append(message)
+    return tuple(messages)
+
+
 def _message(message: _Message, at: int) -> Message:
     param = f"messages[{at}]"
     role = wire.role_of(message.role, _ROLES, param)
-    for name in _REFUSED_IN_MESSAGES:
-        if getattr(message, name) not in (None, [], ""):
-            raise wire.unsupported(f"{param}.{name}")
     if message.content is None and role != "assistant":
         raise wire.bad(f"{param}.content must be text", param=f"{param}.content")
     if role == "tool" and not message.tool_call_id:
@@ -206,6 +240,20 @@ def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
 
 
 def _thinking(body: _Body) -> bool | None:
-    if body.chat_template_kwargs and body.chat_template_kwargs.enable_thinking is not None:
-        return body.chat_template_kwargs.enable_thinking
-    return None if body.reasoning_effort is None else body.reasoning_effort not in ("none", "minimal")
+    """What is said most directly counts."""
+    options = body.chat_template_kwargs or _TemplateOptions()
+    reasoning = body.reasoning or _Reasoning()
+    thinking = body.thinking
+    if isinstance(thinking, _Thinking):
+        thinking = thinking.type != "disabled"
+    for said in (
+        options.enable_thinking,
+        options.thinking,
+        body.enable_thinking,
+        thinking,
+        reasoning.enabled,
+    ):
+        if said is not None:
+            return said
+    effort = body.reasoning_effort or reasoning.effort
+    return None if effort is None else effort not in ("none", "minimal")

@@ -18,9 +18,8 @@ from invrl.types import Turn
 _MOST_CHOICES = 16
 
 
-class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
-    include_obfuscation: bool | None = None
 
 
 class ChoicesFields(wire.SamplingFields, kw_only=True):

@@ -7,8 +7,9 @@ prompt and its reply (special tokens and stop string included) goes on with that
   `logprobs` (to 20: of the sampled tokens and of so many likeliest ones, the likelier of two with the same
   text; offsets from the reply's beginning).
 - the run's: the sampling parameters of `chat.py`, under the same names and rules.
-- ignored, for it changes no token: `user`, `stream_options.include_obfuscation`.
-- refused with 400: see `_REFUSED`; several prompts. Any other field is unknown."""
+- ignored, for they change no token: `user`, all of `stream_options` but `include_usage`.
+- refused with 400: see `_TABLE` and `body_fields.py`; several prompts. Any other field is ignored and
+  counted."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -18,24 +19,24 @@ import msgspec
 
 from invrl.gateway.call_reader import Delta
 from invrl.gateway.dialects import wire
+from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
 from invrl.gateway.dialects.dialect import FindTurn, no_turn
 from invrl.gateway.generation import Piece
 from invrl.gateway.message import Message
 from invrl.gateway.turns import TurnRequest
 
-_REFUSED = {"suffix": (None, ""), "echo": (None, False), "best_of": (None, 1)}
-_IGNORED = ("user",)
 _MAX_TOKENS = 16
 
 
-class _Body(wire.unread(*_REFUSED, *_IGNORED, base=ChoicesFields)):
+class _Body(ChoicesFields, kw_only=True):
     prompt: str | list[int | str | list[int]]
     max_tokens: wire.Count | None = None
     logprobs: wire.Top | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Body)
+_TABLE = FieldTable(body=_Body, refused={"suffix": (), "messages": (), "tools": ()}, unsaid=("user",))
 
 
 class CompletionsDialect(ChoicesDialect):
@@ -44,7 +45,7 @@ class CompletionsDialect(ChoicesDialect):
     last: ClassVar = {"text": ""}
 
     def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> ChoicesRequest:
-        body = wire.decode(_DECODER, raw, self.model, _REFUSED)
+        body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
         limit = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         turn = TurnRequest(
             messages=(),
@@ -54,6 +55,7 @@ class CompletionsDialect(ChoicesDialect):
             stop=wire.stop_strings(body.stop),
             stream=bool(body.stream),
             digest=wire.digest(b"completions", raw),
+            ignored=ignored,
             retry=retry,
         )
         return self.asked(body, turn, logprobs=body.logprobs is not None)

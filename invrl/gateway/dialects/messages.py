@@ -13,8 +13,9 @@ Every field of the API stands in exactly one of these lists:
   in blocks `cache_control`, `citations`, `signature`, `caller`, `is_error` (the content tells it), all of
   redacted_thinking; in tools all but name, description, input_schema, type and strict; the header
   anthropic-beta. System blocks with Claude Code's billing header, which is another in each request.
-- refused with 400: see `_REFUSED`; images, documents, tools of Anthropic's own (another type than custom).
-Any other field of the body is refused as unknown.
+- refused with 400: see `_TABLE` and `body_fields.py`; images, documents, tools of Anthropic's own (another
+  type than custom).
+Any other field, of the body or of a message, is ignored and counted.
 
 Text blocks of one message are joined by a newline, the assistant's by nothing, as they were sampled; messages
 of one role that follow each other are one. A call whose arguments were cut off shows what of them can be read
@@ -30,6 +31,7 @@ from pydantic_core import from_json
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
+from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun, FindTurn, no_turn
 from invrl.gateway.generation import Answer, Piece
 from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
@@ -37,11 +39,6 @@ from invrl.gateway.sampling import ClientSampling
 from invrl.gateway.turns import TurnRequest
 from invrl.types import Turn
 
-_REFUSED = {name: (None, []) for name in ("container", "mcp_servers", "compaction", "thread")}
-"""Fields not supported, with the values that ask for nothing."""
-_ACCOUNT = ("metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "billing_policy")
-_CONTEXT = ("cache_control", "context_management", "diagnostics")
-_ROUTING = ("speed", "fallbacks", "fallback_credit_token")
 _BLOCKS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -67,7 +64,7 @@ class _Block(msgspec.Struct):
     content: str | list[_Block] | None = None
 
 
-class _Message(msgspec.Struct, forbid_unknown_fields=True):
+class _Message(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
     content: str | list[_Block]
 
@@ -77,13 +74,13 @@ class _Tool(wire.Function, kw_only=True):
     parameters: msgspec.Raw = msgspec.field(default=wire.NO_JSON, name="input_schema")
 
 
-class _Choice(msgspec.Struct, forbid_unknown_fields=True):
+class _Choice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _Thinking(msgspec.Struct, forbid_unknown_fields=True):
+class _Thinking(msgspec.Struct):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: wire.Count | None = None
     display: str | None = None
@@ -93,7 +90,7 @@ class _OutputConfig(msgspec.Struct):
     format: wire.Format | None = None
 
 
-class _Body(wire.unread(*_REFUSED, *_ACCOUNT, *_CONTEXT, *_ROUTING)):
+class _Body(msgspec.Struct, kw_only=True):
     messages: list[_Message]
     model: str
     max_tokens: wire.Count | None = None
@@ -111,6 +108,18 @@ class _Body(wire.unread(*_REFUSED, *_ACCOUNT, *_CONTEXT, *_ROUTING)):
 
 
 _DECODER = msgspec.json.Decoder(_Body)
+_TABLE = FieldTable(
+    body=_Body,
+    refused=dict.fromkeys(("container", "mcp_servers", "compaction", "thread"), ()),
+    unsaid=(
+        *("metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "billing_policy"),
+        *("cache_control", "context_management", "diagnostics"),
+        *("speed", "fallbacks", "fallback_credit_token"),
+    ),
+    entries="messages",
+    entry=_Message,
+    unsaid_in_entries=("id", "type", "model", "stop_reason", "stop_sequence", "usage"),
+)
 
 
 class MessagesRequest(Asked, frozen=True, kw_only=True):
@@ -126,16 +135,17 @@ class MessagesDialect:
         self.model = model
 
     def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> MessagesRequest:
-        body = wire.decode(_DECODER, raw, self.model, _REFUSED)
+        body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
         if body.max_tokens is None:
             raise wire.bad("max_tokens: Field required", param="max_tokens")
-        turn = self._turn(body, raw, retry)
+        turn = self._turn(body, raw, retry, ignored)
         omits = body.thinking is not None and body.thinking.display == "omitted"
         return MessagesRequest(turn=turn, shows_thinking=bool(turn.thinking), omits_text=omits)
 
     def parse_count(self, raw: bytes) -> TurnRequest:
         """A request whose tokens are counted; as `parse`, without `max_tokens`."""
-        return self._turn(wire.decode(_DECODER, raw, self.model, _REFUSED), raw, None)
+        body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
+        return self._turn(body, raw, None, ignored)
 
     def counted(self, tokens: int) -> bytes:
         return msgspec.json.encode({"input_tokens": tokens})
@@ -179,7 +189,7 @@ class MessagesDialect:
         unknown = {"stop_reason": None, "stop_sequence": None}
         return {**head, "content": content, **unknown, **stop, "usage": usage}
 
-    def _turn(self, body: _Body, raw: bytes, retry: bool | None) -> TurnRequest:
+    def _turn(self, body: _Body, raw: bytes, retry: bool | None, ignored: tuple[str, ...]) -> TurnRequest:
         choice, thinking = body.tool_choice, body.thinking
         asked = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k or None}
         form = (body.output_config and body.output_config.format) or body.output_format
@@ -194,6 +204,7 @@ class MessagesDialect:
             stop=wire.stop_strings(body.stop_sequences, "stop_sequences"),
             stream=bool(body.stream),
             digest=wire.digest(b"messages", raw),
+            ignored=ignored,
             retry=retry,
         )
 

@@ -17,8 +17,9 @@ Every field of the API stands in exactly one of these lists:
   is shown itself, not summarized nor encrypted), `include` of what is never made; in items all but what
   is named above; in tools `strict` where the model chooses freely, `defer_loading`, `output_schema`.
 - ignored tools, which Codex CLI offers unasked: `web_search`, `image_generation`.
-- refused with 400: see `_REFUSED`; `truncation` auto; other tools and items; images, audio, files.
-Any other field is refused as unknown. Reasoning tokens are counted up to the mark `</think>`.
+- refused with 400: see `_TABLE` and `body_fields.py`; `truncation` auto; other tools and items; images,
+  audio, files.
+Any other field is ignored and counted. Reasoning tokens are counted up to the mark `</think>`.
 
 A response is told again from its turn's record alone (one of another dialect too): of the request's settings
 it repeats `instructions`, and `tools` as the model knows them; `previous_response_id` is what it went on
@@ -35,6 +36,7 @@ import msgspec
 from invrl.errors import SessionError
 from invrl.gateway.call_reader import CallDelta, Delta
 from invrl.gateway.dialects import wire
+from invrl.gateway.dialects.body_fields import FieldTable, unsupported
 from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun, FindTurn, no_turn
 from invrl.gateway.dialects.response_output import Event, ResponseOutput, item_place
 from invrl.gateway.generation import Answer, Piece
@@ -42,16 +44,6 @@ from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
 from invrl.gateway.turns import TurnRequest
 from invrl.rollout.sglang_client import NO_TOP
 
-_REFUSED = {
-    **dict.fromkeys(("conversation", "moderation", "prompt"), (None,)),
-    "background": (None, False),
-    "context_management": (None, []),
-    "truncation": (None, "disabled"),
-}
-"""Fields not supported, with the values that ask for nothing."""
-_CACHE = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
-_OPTIONS = ("background_options", "access_programs", "image", "stream_options", "client_metadata")
-_IGNORED = ("store", "metadata", "user", "service_tier", "safety_identifier", "max_tool_calls")
 _IGNORED_TOOLS = ("web_search", "image_generation")
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (
@@ -90,16 +82,15 @@ class _Choice(msgspec.Struct):
     tools: list[_Choice] | None = None
 
 
-class _Text(msgspec.Struct, forbid_unknown_fields=True):
+class _Text(msgspec.Struct):
     format: wire.Format | None = None
-    verbosity: str | None = None
 
 
 class _Reasoning(msgspec.Struct):
     effort: str | None = None
 
 
-class _Body(wire.unread(*_REFUSED, *_IGNORED, *_CACHE, *_OPTIONS, base=wire.SamplingFields)):
+class _Body(wire.SamplingFields, kw_only=True):
     model: str
     input: str | list[_Item]
     instructions: str | None = None
@@ -132,6 +123,21 @@ _CONSTANT = {"background": False, "service_tier": "default", "truncation": "disa
 
 
 _DECODER = msgspec.json.Decoder(_Body)
+_TABLE = FieldTable(
+    body=_Body,
+    refused={
+        **dict.fromkeys(("conversation", "moderation", "prompt", "background", "context_management"), ()),
+        "truncation": ("disabled",),
+    },
+    unsaid=(
+        *("store", "metadata", "user", "service_tier", "safety_identifier", "max_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("background_options", "access_programs", "image", "stream_options", "client_metadata"),
+    ),
+    entries="input",
+    entry=_Item,
+    unsaid_in_entries=("status", "encrypted_content", "phase"),
+)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -150,7 +156,7 @@ class ResponsesDialect(wire.OpenAIDialect):
     path = "/responses"
 
     def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> ResponsesRequest:
-        body = wire.decode(_DECODER, raw, self.model, _REFUSED)
+        body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
         for name in body.include or ():
             if name not in _INCLUDABLE:
                 raise wire.bad(f"`include`: {name!r} is unknown", param="include")
@@ -175,6 +181,7 @@ class ResponsesDialect(wire.OpenAIDialect):
             stop=(),
             stream=bool(body.stream),
             digest=wire.digest(b"responses", raw),
+            ignored=ignored,
             retry=retry,
         )
         said = {name: value for name, value in _FIELDS.decode(raw).items() if bytes(value) != b"null"}
@@ -194,7 +201,7 @@ class ResponsesDialect(wire.OpenAIDialect):
             raise SessionError(reason, status=404, code="response_not_found")
         asked = {(name.removesuffix("[]"), value) for name, value in query}
         if any(name == "stream" and value != "false" for name, value in asked):
-            raise wire.unsupported("stream")
+            raise unsupported("stream")
         turn, first = node.turn, node.path()[0].messages[0]
         sampled = Piece(delta=Delta(), ids_T=turn.sampled_ids_T, logprobs_T=turn.logprobs_T, top=NO_TOP)
         echo = {**_ECHOED, "tools": [_shown_tool(tool) for tool in node.tools]}

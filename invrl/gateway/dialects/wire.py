@@ -11,16 +11,17 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from invrl.errors import SessionError
+from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.generation import Piece
 from invrl.gateway.message import Message, Tool, ToolChoice
 from invrl.gateway.sampling import ClientSampling
 
 Body = TypeVar("Body")
-Fields = TypeVar("Fields", bound=msgspec.Struct)
 NO_JSON = msgspec.Raw(b"")
 Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
-_Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""SGLang's own bounds are wider, but its sampler fails on a negative seed."""
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 _TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 _MOST_STOPS, _MOST_TOOLS = 16, 128
@@ -66,13 +67,14 @@ class Format(msgspec.Struct):
 
 
 def decode(
-    decoder: msgspec.json.Decoder[Body], raw: bytes, served: str, refused: Mapping[str, Sequence[Any]]
-) -> Body:
-    """A body for the model `served`. `refused`: fields that are not supported, with the values that ask for
-    nothing. SessionError 400 that names the field, 404 for another model."""
+    decoder: msgspec.json.Decoder[Body], raw: bytes, served: str, table: FieldTable
+) -> tuple[Body, tuple[str, ...]]:
+    """A body for the model `served`, and the names of its fields that nothing reads. SessionError 400 that
+    names the field, 404 for another model."""
     try:
         raw.decode()  # msgspec does not look into what it skips
         body: Any = decoder.decode(raw)
+        ignored = table.ignored(raw)
     except RecursionError:
         raise bad("the request's JSON is nested too deeply") from None
     except UnicodeDecodeError:
@@ -82,25 +84,11 @@ def decode(
         param = message.partition("`$.")[2].rstrip("`") or None
         raise bad(message, param=param) from None
     check_model(body.model, served)
-    for name, neutral in refused.items():
-        if getattr(body, name) not in neutral:
-            raise unsupported(name)
-    return body
-
-
-def unread(*fields: str, base: type[Fields] = msgspec.Struct) -> type[Fields]:
-    """What has optional fields of any shape, and those of `base`; others are refused as unknown."""
-    optional = [(field, Any, None) for field in fields]
-    made: Any = msgspec.defstruct("Unread", optional, bases=(base,), kw_only=True, forbid_unknown_fields=True)
-    return made
+    return body, ignored
 
 
 def bad(message: str, *, param: str | None = None, code: str = "invalid_request") -> SessionError:
     return SessionError(message, status=400, code=code, param=param)
-
-
-def unsupported(name: str) -> SessionError:
-    return bad(f"`{name}` is not supported", param=name, code="unsupported_parameter")
 
 
 def check_model(asked: str, served: str) -> None:

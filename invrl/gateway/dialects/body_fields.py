@@ -1,0 +1,148 @@
+"""Which fields of a request's body count: a table per dialect, and what becomes of the others. Pure.
+
+A field is honoured, refused or ignored:
+- honoured: it has a place in the dialect's structures.
+- refused: the answer would be another one with it, and we cannot give that one: fields of the API that are
+  not supported, and every server's extensions of sampling (`SAMPLING_EXTENSIONS`), in every dialect. A value
+  that asks for nothing (null, false, 0, empty) is taken. A name that looks like a misspelt sampling parameter
+  is refused as well.
+- ignored: everything else. It is named to whoever runs the gateway (`GET /sessions/ID`, the log, once),
+  unless our own answers carry it: clients send answers back as they got them."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from invrl.errors import SessionError
+
+SAMPLING_EXTENSIONS: Mapping[str, Sequence[Any]] = {
+    **dict.fromkeys(("min_tokens", "min_new_tokens", "ignore_eos", "stop_token_ids", "stop_regex"), ()),
+    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim", "bad_words", "allowed_token_ids"), ()),
+    **dict.fromkeys(("regex", "ebnf", "grammar", "json_schema", "structural_tag", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("logits_processors", "custom_logit_processor", "custom_params"), ()),
+    **dict.fromkeys(("top_a", "top_n_sigma", "mirostat", "mirostat_mode", "dry_multiplier"), ()),
+    **dict.fromkeys(("xtc_probability", "dynatemp_range", "use_beam_search", "early_stopping"), ()),
+    **dict.fromkeys(("do_sample",), (True,)),
+    **dict.fromkeys(("typical_p", "tfs", "tfs_z", "length_penalty", "num_beams", "beam_width"), (1,)),
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("add_generation_prompt", "add_special_tokens"), (True,)),
+    **dict.fromkeys(("continue_final_message", "echo", "prefix", "chat_template", "documents"), ()),
+    **dict.fromkeys(("input_ids", "input_embeds", "prompt_embeds", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("lora_path", "lora_request", "session_params", "transforms", "plugins"), ()),
+}
+"""What servers of open models take beside OpenAI's fields, and what changes the prompt or the sampling: with
+values, beside the falsy ones, that ask for what happens anyway."""
+_SAMPLING_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_new_tokens",
+    "seed",
+    "stop",
+    "stop_sequences",
+)
+"""Of one API or another: refused where it is not the dialect's own."""
+_ALIKE = 0.87
+"""Names that share so much are one name and its misspelling; `models` and `model` share more, and are not
+compared."""
+_MOST_IGNORED = 32
+"""Names that one request may make us keep."""
+_LONGEST_NAME = 64
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRIES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldTable:
+    """The fields of one dialect's body that are not honoured. `refused`, `refused_in_entries`: not
+    supported, with the values that ask for nothing. `unsaid`, `unsaid_in_entries`: names that our own answers
+    carry, or that the API documents as without effect on the tokens of an answer: not worth a word."""
+
+    body: type[msgspec.Struct]
+    refused: Mapping[str, Sequence[Any]]
+    unsaid: Sequence[str] = ()
+    entries: str = ""
+    """The field that holds the conversation; "" for none."""
+    entry: type[msgspec.Struct] | None = None
+    """Of one message, or item, of the conversation."""
+    refused_in_entries: Sequence[str] = ()
+    unsaid_in_entries: Sequence[str] = ()
+    _known: frozenset[str] = field(init=False)
+    _known_in_entries: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        known = {*self.body.__struct_encode_fields__, *self.unsaid}
+        of_entry = self.entry.__struct_encode_fields__ if self.entry else ()
+        object.__setattr__(self, "_known", frozenset(known))
+        object.__setattr__(self, "_known_in_entries", frozenset({*of_entry, *self.unsaid_in_entries}))
+
+    def ignored(self, raw: bytes) -> tuple[str, ...]:
+        """Names of the fields of `raw`, a body that has been decoded, that nothing reads; those of messages
+        as `messages[].name`. SessionError 400 for a field that is refused."""
+        fields = _FIELDS.decode(raw)
+        found: dict[str, None] = {}
+        for name, value in fields.items():
+            if name not in self._known and self._is_ignored(name, value):
+                found[name] = None
+        entries = bytes(fields.get(self.entries, msgspec.Raw(b"")))
+        if entries.startswith(b"["):
+            for at, entry in enumerate(_ENTRIES.decode(entries)):
+                for name in entry.keys() - self._known_in_entries:
+                    if name in self.refused_in_entries:
+                        if _value(entry[name]):
+                            raise unsupported(f"{self.entries}[{at}].{name}")
+                    elif bytes(entry[name]) != b"null":
+                        found[f"{self.entries}[].{name}"] = None
+        return tuple(name[:_LONGEST_NAME] for name in found)[:_MOST_IGNORED]
+
+    def _is_ignored(self, name: str, raw: msgspec.Raw) -> bool:
+        """False for a value that asks for nothing."""
+        neutral = self.refused.get(name)
+        if neutral is None:
+            neutral = SAMPLING_EXTENSIONS.get(name)
+        if neutral is not None:
+            value = _value(raw)
+            if value and value not in neutral:
+                raise unsupported(name)
+            return False
+        if bytes(raw) == b"null":
+            return False
+        if name in _SAMPLING_NAMES:
+            raise unsupported(name)
+        alike = difflib.get_close_matches(_bare(name), _BARE_NAMES, n=1, cutoff=_ALIKE)
+        if alike:
+            reason = f"`{name}` is no parameter; `{_BARE_NAMES[alike[0]]}` is"
+            raise SessionError(reason, status=400, code="unknown_parameter", param=name)
+        return True
+
+
+def _bare(name: str) -> str:
+    """`topP` and `top-p` are `top_p`."""
+    return name.lower().replace("-", "").replace("_", "")
+
+
+_BARE_NAMES = {_bare(name): name for name in _SAMPLING_NAMES}
+
+
+def _value(raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return True  # of a shape that nobody reads; it asks for something
+
+
+def unsupported(name: str) -> SessionError:
+    reason = f"`{name}` is not supported"
+    return SessionError(reason, status=400, code="unsupported_parameter", param=name)
