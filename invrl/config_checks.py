@@ -66,6 +66,9 @@ def _batch(config: Config) -> Contradictions:
     if groups * samples < ranks:
         reason = f"a batch has {groups} x {samples} = {groups * samples} rollouts, fewer than ranks"
         yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --rollout-batch-size"
+    if 0 < algorithm.dual_clip <= 1:
+        reason = "it bounds ratios above 1; at 1 or below no negative advantage would have a gradient"
+        yield "algorithm.dual_clip", reason, "set --dual-clip above 1 (3 is usual), or 0 for none"
     if algorithm.steps_per_batch > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
         yield "algorithm.steps_per_batch", reason, "lower --steps-per-batch or raise --rollout-batch-size"

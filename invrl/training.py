@@ -150,7 +150,7 @@ class _Run:
         before = await self._before(cluster) if evaluates else None
         cluster.rollouts.dispatch()
         store = RunStore(self.folder.store_path)
-        advantage = advantage_function(config.algorithm.advantage)
+        advantage = advantage_function(config.algorithm.advantage, config.algorithm.reward_deviation)
 
         def assemble(step: int, taken: TakenBatch) -> TrainBatch:
             ids = [rollout.session_id for group in taken.groups for rollout in group.rollouts_G]

@@ -6,6 +6,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from invrl.section import Section
 
+Deviation = Literal["sample", "population"]
+"""Of a group's rewards: squares divided by G - 1, or by G."""
+
 PRESETS: dict[str, dict[str, str | float]] = {
     # arXiv 2402.03300 (its KL coefficient: section 4.2)
     "grpo": {"advantage": "grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.2, "kl_coef": 0.04},
@@ -26,16 +29,25 @@ class AlgorithmConfig(Section):
     )
     advantage: str = Field("grpo", description="'grpo', 'dr_grpo', or module:name of an AdvantageFn")
     advantage_eps: PositiveFloat = Field(1e-4, description="added to the group's reward deviation (grpo)")
+    reward_deviation: Deviation = Field(
+        "sample", description="the group's reward deviation (grpo): divided by G - 1, or by G (population)"
+    )
     policy_loss: str = Field("clip", description="surrogate: 'clip', or module:name of a PolicyLoss")
     ratio_level: Literal["token"] = Field("token", description="level at which current/old ratios are taken")
     eps_clip_low: PositiveFloat = Field(0.2, description="lower clip bound: ratio >= 1 - this")
     eps_clip_high: PositiveFloat = Field(0.2, description="upper clip bound: ratio <= 1 + this")
+    dual_clip: NonNegativeFloat = Field(
+        3.0, description="bound of the ratio where the advantage is negative (clip); above 1, 0: none"
+    )
     correction: Literal["none", "truncated"] = Field(
         "truncated", description="off-policy correction on old/rollout (truncated importance sampling)"
     )
     correction_cap: PositiveFloat = Field(2.0, description="cap of the truncated importance weight")
     aggregation: Literal["token_mean"] = Field("token_mean", description="how token losses become one number")
     kl_coef: NonNegativeFloat = Field(0.0, description="weight of the k3 KL to a frozen reference; 0: none")
+    kl_clamp: NonNegativeFloat = Field(
+        10.0, description="most that k3 of one token counts in the loss; 0: no bound"
+    )
     old_logprobs: Literal["recompute", "engine"] = Field(
         "recompute", description="old policy: recomputed when the batch is taken, or the engine's log-probs"
     )

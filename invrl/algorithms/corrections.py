@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from invrl.algorithms.ratios import token_ratio
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
@@ -25,7 +27,7 @@ def truncated(old_N: Tensor, rollout_N: Tensor, cap: float) -> Correction:
     """w = min(exp(old - rollout), cap): truncated importance sampling (Ionides 2008), as used against the
     mismatch of sampler and trainer (Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training")."""
-    weight_N = (old_N.detach() - rollout_N.detach()).exp()
+    weight_N = token_ratio(old_N.detach(), rollout_N.detach())
     return Correction(weight_N=weight_N.clamp(max=cap), capped_N=weight_N > cap)
 
 

@@ -1,13 +1,17 @@
-"""The policy loss of one micro-batch: the axes put together. Called by the trainer's step.
+"""The policy loss of one micro-batch: the axes put together.
 
 Three policies, never confused: *rollout* (what the engine sampled with), *old* (the proximal policy),
 *current* (the one with a gradient). Clipping is on current/old, the correction on old/rollout:
 
-    loss = 1/D  sum_t [ w_t * surrogate(r_t, A_t) + kl_coef * k3(current_t || reference_t) ]
+    loss = 1/D  sum_t [ w_t * surrogate(r_t, A_t) + kl_coef * min(k3(current_t || reference_t), kl_clamp) ]
 
-with r = current/old, w from `corrections`, D the global trained-token count. Invariant: the sum of `loss`
-over micro-batches and ranks, and of its gradient, does not depend on how the tokens were split."""
+with r = current/old, w from `corrections`, D the global trained-token count. No token can own a step:
+log-ratios are clamped before exp (`ratios.py`), k3 at `kl_clamp`, and the surrogate `clip` has a dual clip.
 
+Invariant: the sum of `loss` over micro-batches and ranks, and of its gradient, does not depend on how the
+tokens were split."""
+
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -19,7 +23,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.corrections import CORRECTIONS
 from invrl.algorithms.kl import k3
 from invrl.algorithms.ratios import RATIOS
-from invrl.algorithms.surrogates import clipped_tokens, surrogate_function
+from invrl.algorithms.surrogates import CLIP, clipped_tokens, surrogate_function
 from invrl.metrics import Max, Mean, Metric
 
 
@@ -59,7 +63,10 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     surrogate = surrogate_function(config.policy_loss)
     old_N = (inputs.current_N if inputs.old_N is None else inputs.old_N).detach()
     rollout_N = inputs.rollout_N.detach()
+    clips = config.policy_loss == CLIP
     bounds = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
+    if clips:
+        bounds["dual_clip"] = config.dual_clip
     ratio_N = RATIOS[config.ratio_level](inputs.current_N, old_N)
     correction = CORRECTIONS[config.correction](old_N, rollout_N, config.correction_cap)
     losses_N = correction.weight_N * surrogate(ratio_N, inputs.advantages_N, **bounds)
@@ -67,25 +74,31 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     if config.kl_coef:
         if kl_N is None:
             raise ValueError(f"kl_coef is {config.kl_coef} but there are no reference log-probs")
-        losses_N = losses_N + config.kl_coef * kl_N
+        bounded_kl_N = kl_N.clamp(max=config.kl_clamp) if config.kl_clamp else kl_N
+        losses_N = losses_N + config.kl_coef * bounded_kl_N
     loss = AGGREGATIONS[config.aggregation](losses_N, inputs.denominator)
 
     with torch.no_grad():
-        low_N, high_N = clipped_tokens(ratio_N, inputs.advantages_N, **bounds)
         gap_N = (old_N - rollout_N).abs()
         means = {
             "loss": losses_N,
-            "clip_fraction": low_N | high_N,
-            "clip_fraction_low": low_N,
-            "clip_fraction_high": high_N,
             "ratio_mean": ratio_N,
-            "approx_kl": k3(inputs.current_N, old_N),
+            "approx_kl": k3(old_N, inputs.current_N),  # the tokens were drawn from old
             "correction_mean": correction.weight_N,
             "correction_capped_fraction": correction.capped_N,
             "logprob_gap_mean": gap_N,
         }
-        optional = {"kl_reference": kl_N, "entropy": inputs.entropy_N}
-        means |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+        if clips:
+            clipped = clipped_tokens(ratio_N, inputs.advantages_N, **bounds)
+            means["clip_fraction"] = clipped.any_N
+            means["clip_fraction_low"] = clipped.low_N
+            means["clip_fraction_high"] = clipped.high_N
+            means["clip_fraction_dual"] = clipped.dual_N
+        if kl_N is not None:
+            means["kl_reference"] = kl_N
+            means["kl_clamped_fraction"] = kl_N > (config.kl_clamp or math.inf)
+        if inputs.entropy_N is not None:
+            means["entropy"] = inputs.entropy_N
         maxima = {"ratio_max": ratio_N, "logprob_gap_max": gap_N}
         return LossOutputs(loss=loss, metrics=_metrics(means, maxima))
 

@@ -4,11 +4,20 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+LOG_RATIO_BOUND = 20.0
+"""Nats. A difference of log-probs is clamped to [-20, 20] before `exp`: float32 overflows at 88.7, and one
+infinite term would cost the whole batch."""
+
+
+def clamp_log_ratio(difference_N: Tensor) -> Tensor:
+    """A difference of log-probs, made safe for `exp`: [N] -> [N]."""
+    return difference_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
 
 def token_ratio(numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
-    """exp(log p - log q) per token: [N], [N] -> [N]. PPO's r_t(theta), arXiv 1707.06347, section 3.
-    Not clamped: a ratio that overflows float32 makes a non-finite loss, which the trainer refuses."""
-    return (numerator_N - denominator_N).exp()
+    """exp(log p - log q) per token: [N], [N] -> [N]. PPO's r_t(theta), arXiv 1707.06347, section 3. The
+    difference is clamped at `LOG_RATIO_BOUND`, beyond which it has no gradient."""
+    return clamp_log_ratio(numerator_N - denominator_N).exp()
 
 
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"token": token_ratio}

@@ -3,6 +3,7 @@ Torch is not imported here: the driver checks the setting with this module, and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from invrl.interfaces import PolicyLoss
@@ -12,14 +13,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def clip(ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float) -> Tensor:
+def clip(
+    ratio_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+    dual_clip: float = 0.0,
+) -> Tensor:
     """L = -min(r A, clamp(r, 1 - low, 1 + high) A), all [N]: PPO's clipped objective (arXiv 1707.06347, eq.
-    7), the lower and upper bound apart, as DAPO's clip-higher has them (arXiv 2503.14476, section 3.1)."""
+    7), the lower and upper bound apart, as DAPO's clip-higher has them (arXiv 2503.14476, section 3.1).
+
+    Where A < 0 that has no upper bound: a ratio that has grown costs its whole size. With `dual_clip` c the
+    loss there is at most -c A (dual-clip PPO, Ye et al. 2020, arXiv 1912.09729, eq. 5); 0: no such bound."""
     clipped_N = ratio_N.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high)
-    return -(ratio_N * advantages_N).minimum(clipped_N * advantages_N)
+    losses_N = -(ratio_N * advantages_N).minimum(clipped_N * advantages_N)
+    if not dual_clip:
+        return losses_N
+    return losses_N.minimum(-dual_clip * advantages_N).where(advantages_N < 0, losses_N)
 
 
-SURROGATES: dict[str, PolicyLoss] = {"clip": clip}
+CLIP = "clip"
+SURROGATES: dict[str, PolicyLoss] = {CLIP: clip}
 
 
 def surrogate_function(name: str) -> PolicyLoss:
@@ -27,11 +42,29 @@ def surrogate_function(name: str) -> PolicyLoss:
     return load_plugin(name, "policy_loss", PolicyLoss, SURROGATES)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ClippedTokens:
+    """Which tokens `clip` takes out of the gradient, bool [N] each. A ratio on a bound is not clipped."""
+
+    low_N: Tensor
+    """r < 1 - low, A < 0."""
+    high_N: Tensor
+    """r > 1 + high, A > 0."""
+    dual_N: Tensor
+    """r > dual_clip, A < 0."""
+
+    @property
+    def any_N(self) -> Tensor:
+        return self.low_N | self.high_N | self.dual_N
+
+
 def clipped_tokens(
-    ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """Which tokens the clip takes out of the gradient, bool [N] each. Low: r < 1 - low with A < 0. High:
-    r > 1 + high with A > 0. A ratio on the bound is not clipped."""
-    low_N = (ratio_N < 1.0 - eps_clip_low) & (advantages_N < 0)
-    high_N = (ratio_N > 1.0 + eps_clip_high) & (advantages_N > 0)
-    return low_N, high_N
+    ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float, dual_clip: float
+) -> ClippedTokens:
+    """What `clip` does with these settings."""
+    punished_N = advantages_N < 0
+    return ClippedTokens(
+        low_N=(ratio_N < 1.0 - eps_clip_low) & punished_N,
+        high_N=(ratio_N > 1.0 + eps_clip_high) & (advantages_N > 0),
+        dual_N=(ratio_N > (dual_clip or float("inf"))) & punished_N,
+    )

@@ -78,7 +78,7 @@ class _Bench:
             sessions, seconds = await self._through_gateway(str(nth))
             await self._compare(gateway, [session.id for session in sessions], seconds)
         algorithm = self._config.algorithm
-        advantage = advantage_function(algorithm.advantage)
+        advantage = advantage_function(algorithm.advantage, algorithm.reward_deviation)
         batch = build_batch(taken, self._store.rollouts(ids), advantage, algorithm.advantage_eps)
         return {"gateway_router": gateway, "fleet": fleet}, batch
 

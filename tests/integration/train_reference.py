@@ -65,6 +65,10 @@ class Reference:
             ratio = torch.exp(current - before)
             low, high = 1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high
             surrogate = torch.min(ratio * advantage, torch.clip(ratio, low, high) * advantage)
+            if algorithm.dual_clip:
+                surrogate = torch.where(
+                    advantage < 0, torch.max(surrogate, algorithm.dual_clip * advantage), surrogate
+                )
             weight = torch.ones_like(before)
             if algorithm.correction == "truncated":
                 weight = torch.clip(torch.exp(before - sampled), max=algorithm.correction_cap)
@@ -72,7 +76,10 @@ class Reference:
             if algorithm.kl_coef:
                 assert reference is not None
                 gap = reference[at] - current
-                loss = loss + algorithm.kl_coef * (torch.exp(gap) - gap - 1).sum()
+                divergence = torch.exp(gap) - gap - 1
+                if algorithm.kl_clamp:
+                    divergence = torch.clip(divergence, max=algorithm.kl_clamp)
+                loss = loss + algorithm.kl_coef * divergence.sum()
             (loss / tokens).backward()
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 

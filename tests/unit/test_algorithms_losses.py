@@ -29,18 +29,25 @@ class Token:
 
 def reference_token(token: Token, config: AlgorithmConfig) -> tuple[float, float]:
     """Loss of one token and its derivative with respect to the current log-prob, in float64."""
-    ratio = math.exp(token.current - token.old)
+    ratio = math.exp(min(max(token.current - token.old, -20.0), 20.0))
+    saturated = abs(token.current - token.old) > 20.0
     weight = 1.0
     if config.correction == "truncated":
-        weight = min(math.exp(token.old - token.rollout), config.correction_cap)
+        weight = min(math.exp(min(max(token.old - token.rollout, -20.0), 20.0)), config.correction_cap)
     low, high = 1 - config.eps_clip_low, 1 + config.eps_clip_high
     clipped = (token.advantage > 0 and ratio > high) or (token.advantage < 0 and ratio < low)
     used = min(max(ratio, low), high) if clipped else ratio
+    if config.dual_clip and token.advantage < 0 and ratio > config.dual_clip:
+        clipped, used = True, config.dual_clip
     loss = -weight * used * token.advantage
-    gradient = 0.0 if clipped else -weight * ratio * token.advantage
+    gradient = 0.0 if clipped or saturated else -weight * ratio * token.advantage
     gap = token.reference - token.current
-    loss += config.kl_coef * (math.exp(gap) - gap - 1)
-    gradient += config.kl_coef * (1 - math.exp(gap))
+    divergence = math.exp(min(max(gap, -20.0), 20.0)) - min(max(gap, -20.0), 20.0) - 1
+    if config.kl_clamp and divergence > config.kl_clamp:
+        return loss + config.kl_coef * config.kl_clamp, gradient
+    loss += config.kl_coef * divergence
+    if abs(gap) <= 20.0:
+        gradient += config.kl_coef * (1 - math.exp(gap))
     return loss, gradient
 
 
@@ -74,9 +81,13 @@ def run(tokens: list[Token], config: AlgorithmConfig, denominator: float) -> tup
 
 
 def near_a_bound(token: Token, config: AlgorithmConfig) -> bool:
-    """float32 and float64 may disagree on which side of the clip a ratio lies; ties have their own test."""
+    """float32 and float64 may disagree on which side of a bound a number lies; ties have their own test."""
     ratio = math.exp(token.current - token.old)
-    return any(abs(ratio - bound) < 1e-4 for bound in (1 - config.eps_clip_low, 1 + config.eps_clip_high))
+    bounds = (1 - config.eps_clip_low, 1 + config.eps_clip_high, config.dual_clip)
+    gap = token.reference - token.current
+    divergence = math.exp(gap) - gap - 1
+    at_clamp = abs(divergence - config.kl_clamp) < 1e-3
+    return at_clamp or any(abs(ratio - bound) < 1e-4 for bound in bounds)
 
 
 def exact(low: float, high: float) -> st.SearchStrategy[float]:
@@ -107,6 +118,8 @@ configs = st.builds(
     correction=st.sampled_from(["none", "truncated"]),
     correction_cap=st.sampled_from([1.0, 2.0]),
     kl_coef=st.sampled_from([0.0, 0.04, 1.0]),
+    kl_clamp=st.sampled_from([0.0, 0.25, 10.0]),
+    dual_clip=st.sampled_from([0.0, 1.5, 3.0]),
 )
 
 
@@ -186,8 +199,10 @@ def test_a_tie_at_the_bound_is_not_clipped_and_its_loss_is_the_bound() -> None:
     losses_N.sum().backward()
     assert ratio_N.grad is not None
     assert torch.isfinite(ratio_N.grad).all()
-    low_N, high_N = clipped_tokens(ratio_N.detach(), advantages_N, eps_clip_low=0.5, eps_clip_high=0.25)
-    assert not (low_N | high_N).any()
+    clipped = clipped_tokens(
+        ratio_N.detach(), advantages_N, eps_clip_low=0.5, eps_clip_high=0.25, dual_clip=1.25
+    )
+    assert not clipped.any_N.any()
 
 
 def test_metrics_count_what_the_clip_and_the_cap_cut() -> None:
@@ -211,8 +226,91 @@ def test_metrics_count_what_the_clip_and_the_cap_cut() -> None:
     assert metrics["logprob_gap_mean"] == pytest.approx(2 / 5)
     assert metrics["logprob_gap_max"] == pytest.approx(2.0)
     assert metrics["kl_reference"] == pytest.approx(0.0)
-    expected_kl = sum(math.exp(-math.log(r)) + math.log(r) - 1 for r in (1.5, 0.5, 0.5, 1.0, 1.5)) / 5
-    assert metrics["approx_kl"] == pytest.approx(expected_kl, rel=1e-5)
+    assert metrics["clip_fraction_dual"] == 0.0
+
+
+def test_metrics_count_what_the_dual_clip_and_the_clamp_cut() -> None:
+    config = AlgorithmConfig(dual_clip=3.0, kl_coef=0.1, kl_clamp=2.0)
+    far = replace(one(1.0, 0.0), reference=3.0)  # k3 is e^3 - 4 = 16.1
+    outputs, _ = run([one(4.0, -1.0), one(2.0, -1.0), one(4.0, 1.0), far], config, 4.0)
+    metrics = resolve(outputs.metrics)
+    assert metrics["clip_fraction_dual"] == pytest.approx(1 / 4)
+    assert metrics["clip_fraction_high"] == pytest.approx(1 / 4)
+    assert metrics["clip_fraction"] == pytest.approx(2 / 4)
+    assert metrics["kl_clamped_fraction"] == pytest.approx(1 / 4)
+    assert metrics["kl_reference"] == pytest.approx((math.exp(3) - 4) / 4, rel=1e-5)
+
+
+def test_approx_kl_is_the_estimator_for_samples_of_old() -> None:
+    """(r - 1) - log r with r = current/old. With r its inverse it is another number: at r = 1/2 0.307
+    instead of 0.193."""
+    ratios = (1.5, 0.5, 0.5, 1.0, 1.5)
+    outputs, _ = run([one(ratio, 1.0) for ratio in ratios], AlgorithmConfig(), 5.0)
+    expected = sum((ratio - 1) - math.log(ratio) for ratio in ratios) / 5
+    assert resolve(outputs.metrics)["approx_kl"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_approx_kl_estimates_the_divergence_of_old_from_current() -> None:
+    """Two distributions over three tokens; the sample holds each token as often as old gives it, so the
+    mean of the estimator is KL(old || current) itself."""
+    old, current = (0.5, 0.25, 0.25), (0.125, 0.625, 0.25)
+    counts = (2, 1, 1)
+    tokens = [
+        replace(one(1.0, 0.0), current=math.log(current[k]), old=math.log(old[k]), rollout=math.log(old[k]))
+        for k in range(3)
+        for _ in range(counts[k])
+    ]
+    outputs, _ = run(tokens, AlgorithmConfig(), 4.0)
+    exact = sum(p * math.log(p / q) for p, q in zip(old, current, strict=True))
+    reverse = sum(q * math.log(q / p) for p, q in zip(old, current, strict=True))
+    assert resolve(outputs.metrics)["approx_kl"] == pytest.approx(exact, rel=1e-5)
+    assert abs(exact - reverse) > 0.05
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_one_token_that_lost_all_its_probability_does_not_own_the_step(advantage: float) -> None:
+    """Its log-prob fell by 11 nats below the reference's among 3,000 ordinary tokens. Unbounded, its k3 is
+    59,862, with the same number as gradient."""
+    ordinary = [replace(one(1.0, 1.0 if k % 2 else -1.0), reference=0.01) for k in range(3000)]
+    lost = Token(current=-11.0, old=-11.0, rollout=-11.0, advantage=advantage, reference=0.0)
+    config = AlgorithmConfig(kl_coef=0.04)
+    outputs, gradient = run([*ordinary, lost], config, 3001.0)
+    _, ordinary_gradient = run(ordinary, config, 3001.0)
+    assert abs(outputs.loss.item()) < 2.0
+    assert gradient.norm().item() < 1.01 * ordinary_gradient.norm().item()
+    assert gradient[-1].item() == pytest.approx(-advantage / 3001, rel=1e-4)
+    unbounded, unbounded_gradient = run(
+        [*ordinary, lost], AlgorithmConfig(kl_coef=0.04, kl_clamp=0.0), 3001.0
+    )
+    assert unbounded.loss.item() > 0.7
+    assert unbounded_gradient.norm().item() > 40 * ordinary_gradient.norm().item()
+
+
+def test_a_punished_token_that_became_likely_has_a_bounded_loss() -> None:
+    """A ratio of e^11 under an advantage of -1: a loss of 3 and no gradient; without the dual clip 59,874."""
+    token = Token(current=-1.0, old=-12.0, rollout=-12.0, advantage=-1.0, reference=-1.0)
+    outputs, gradient = run([token], AlgorithmConfig(), 1.0)
+    assert outputs.loss.item() == pytest.approx(3.0)
+    assert gradient.tolist() == [0.0]
+    outputs, gradient = run([token], AlgorithmConfig(dual_clip=0.0), 1.0)
+    assert outputs.loss.item() == pytest.approx(math.exp(11), rel=1e-5)
+    assert gradient.tolist() == pytest.approx([math.exp(11)], rel=1e-5)
+
+
+@pytest.mark.parametrize("gap", [-200.0, 200.0])
+def test_no_gap_of_log_probs_overflows(gap: float) -> None:
+    """e^200 is infinite in float32; log-ratios are clamped at 20 before exp."""
+    config = AlgorithmConfig(kl_coef=1.0, kl_clamp=0.0, dual_clip=0.0)
+    tokens = [
+        Token(current=gap, old=0.0, rollout=0.0, advantage=-1.0, reference=0.0),
+        Token(current=0.0, old=gap, rollout=0.0, advantage=-1.0, reference=0.0),
+        Token(current=0.0, old=0.0, rollout=gap, advantage=-1.0, reference=gap),
+    ]
+    outputs, gradient = run(tokens, config, 3.0)
+    expected, expected_gradient = reference_loss(tokens, config, 3.0)
+    assert outputs.loss.item() == pytest.approx(expected, rel=1e-5)
+    assert gradient.tolist() == pytest.approx(expected_gradient, rel=1e-5)
+    assert all(math.isfinite(value) for name, value in resolve(outputs.metrics).items() if "gap" not in name)
 
 
 def test_an_empty_micro_batch_has_a_gradient_path_and_neutral_metrics() -> None:
@@ -307,6 +405,8 @@ def test_a_surrogate_of_the_users_replaces_the_built_in() -> None:
     assert policy_loss(
         inputs, AlgorithmConfig(policy_loss=f"{__name__}:unclipped")
     ).loss.item() == pytest.approx(-2.0)
+    metrics = policy_loss(inputs, AlgorithmConfig(policy_loss=f"{__name__}:unclipped")).metrics
+    assert not [name for name in metrics if name.startswith("clip_fraction")], "it clips nothing"
     assert policy_loss(inputs, AlgorithmConfig()).loss.item() == pytest.approx(-1.2)
 
 

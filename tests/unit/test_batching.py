@@ -329,7 +329,7 @@ def test_groups_have_their_own_baselines() -> None:
         for member in group.rollouts_G
     ]
     made = build_batch(batch, rollouts, grpo, 1e-9)
-    expected = [-1.0, 1.0, -1 / 2**0.5, -1 / 2**0.5, 2**0.5]
+    expected = [-(0.5**0.5), 0.5**0.5, -1 / 3**0.5, -1 / 3**0.5, 2 / 3**0.5]
     assert [float(row_T[1]) for row_T in made.advantages] == pytest.approx(expected, rel=1e-6)
 
 
