@@ -162,6 +162,8 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
+    """What training on one batch did. `optimizer_steps` 0: no gradient, so every weight is as it was."""
+
     optimizer_steps: int
     metrics: Mapping[str, Metric]
     seconds: Mapping[str, float]

@@ -3,7 +3,11 @@
 Rollouts go on meanwhile, as far as the buffer's staleness bound allows: bound 0 makes this the synchronous
 loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which. Invariant: the buffer admits work
 for a version only after every engine has committed it, and counts its tokens only after its canary has
-passed. Called by `training.py`."""
+passed.
+
+Step n makes version n, also where the batch had no signal and no weight changed (`StepResult.optimizer_steps`
+is 0): versions count batches, so staleness and the ledger need no second clock. The engines are then sent the
+same weights once more, in the usual transaction."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -91,6 +95,8 @@ async def _learn(
     saves = last or bool(learner.save_interval and step % learner.save_interval == 0)
     with phases.within("train"):
         result = await learner.trainer.train(batch)
+        if note := no_step_note(step, result):
+            parts.observer.note(note)
         await parts.buffer.trained(taken.batch_id)
     with phases.within("sync"):
         update = await learner.sync(version)
@@ -101,6 +107,16 @@ async def _learn(
         with phases.within("checkpoint"):
             await learner.save(step, snapshot)
     return {**train_values(result), **resolve(update_metrics(update), "sync/")}
+
+
+def no_step_note(step: int, result: StepResult) -> str:
+    """What a person is told of a batch that changed no weight; "" if it changed some."""
+    if result.optimizer_steps:
+        return ""
+    return (
+        f"step {step}: no weight was changed. The gradient was 0: no reward differed from those that it is "
+        "compared with (counted in train/skipped_steps; --group-filter nonzero_variance replaces such groups)"
+    )
 
 
 def train_values(result: StepResult) -> dict[str, float]:

@@ -22,7 +22,7 @@ from invrl.cluster import Cluster, start_cluster, start_trainer
 from invrl.config import Config
 from invrl.errors import ConfigError
 from invrl.fleet_updater import FleetUpdater
-from invrl.loop import Learner, Parts, run_loop, train_values
+from invrl.loop import Learner, Parts, no_step_note, run_loop, train_values
 from invrl.metric_sinks import RunObserver, open_sinks
 from invrl.progress import open_progress
 from invrl.report import write_report
@@ -89,7 +89,10 @@ async def _train_only(config: Config, checkpoints: Checkpoints, observer: RunObs
             await trainer.load_checkpoint(str(begin.megatron))
         for step in steps:
             observer.phase("train", step)
-            observer.step(step, train_values(await trainer.train(load_batch(batch_path(data, step)))))
+            result = await trainer.train(load_batch(batch_path(data, step)))
+            if note := no_step_note(step, result):
+                observer.note(note)
+            observer.step(step, train_values(result))
         end = steps[-1] if steps else done
         observer.phase("checkpoint", end)
         last = await checkpoints.save(trainer, end)

@@ -15,7 +15,9 @@ class TrainConfig(Section):
         "bfloat16", description="compute precision; master weights are float32 always"
     )
     lr: PositiveFloat = Field(1e-6, description="learning rate (the highest of the schedule)")
-    lr_warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up from 0")
+    lr_warmup_steps: NonNegativeInt = Field(
+        0, description="optimizer steps of linear warm-up: step k has k / (this + 1) of lr"
+    )
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up")
     lr_decay_steps: NonNegativeInt = Field(
         0, description="optimizer steps, warm-up included, until the rate is lr_min (linear, cosine)"

@@ -47,11 +47,12 @@ def distribute(
 
 def make_schedule(optimizer: ChainedOptimizer, config: TrainConfig) -> OptimizerParamScheduler:
     """Megatron's own learning-rate schedule; `step(1)` after each optimizer step. A constant one has no end,
-    only its warm-up."""
+    only its warm-up. Step k of a warm-up of W steps has k / (W + 1) of the rate: none has a rate of 0, which
+    would waste a batch."""
     decay_steps = config.lr_decay_steps if config.lr_decay_style != "constant" else config.lr_warmup_steps + 1
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=config.lr / (config.lr_warmup_steps + 1),
         max_lr=config.lr,
         min_lr=config.lr_min,
         lr_warmup_steps=config.lr_warmup_steps,
@@ -70,13 +71,17 @@ def _sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None
 
 
 def apply_gradients(optimizer: ChainedOptimizer) -> float:
-    """Clip and step; the gradient's norm before clipping. Raises TrainError if it is not finite."""
+    """Clip and step; the gradient's norm before clipping, over all ranks. Raises TrainError if it is not
+    finite. A gradient of exactly 0 makes no step: Adam's momentum and the weight decay would move the weights
+    although the batch says nothing."""
     with torch.no_grad():
         if optimizer.prepare_grads():
             raise TrainError("the gradient overflowed its loss scale")
         norm = float(optimizer.get_grad_norm() or 0.0)
         if not math.isfinite(norm):
             raise TrainError(f"the gradient norm is {norm}: no weight was changed")
+        if norm == 0.0:
+            return norm
         for part in optimizer.chained_optimizers:
             parameters: list[torch.Tensor] = list(part.get_parameters())
             if parameters and (bound := part.config.clip_grad) > 0:

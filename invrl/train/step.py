@@ -25,7 +25,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.losses import LossInputs, policy_loss
 from invrl.errors import TrainError
 from invrl.interfaces import StepResult
-from invrl.metrics import Mean, Metric, Sum, merge, timed
+from invrl.metrics import Max, Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.model import PolicyModel
@@ -62,8 +62,9 @@ class TrainStep:
     algorithm: AlgorithmConfig
 
     def run(self, shard: Shard) -> StepResult:
-        """One optimizer step per mini-batch. Raises TrainError for a loss or gradient that is not
-        finite; the mini-batch it is found in changes no weight."""
+        """One optimizer step per mini-batch. A mini-batch whose gradient is exactly 0 (no advantage, no KL
+        term) makes none: neither the weights nor Adam's moments nor the schedule move. Raises TrainError for
+        a loss or gradient that is not finite; the mini-batch it is found in changes no weight."""
         started, seconds = time.monotonic(), dict[str, float]()
         packed = [self.pack(rows_of(mini_batch.samples)) for mini_batch in shard]
         old = self._old_logprobs(shard, seconds)
@@ -72,6 +73,7 @@ class TrainStep:
             with _timed(seconds, "reference"):
                 reference = [self.logprobs(rows_of(mini.samples), frozen) for mini in shard]
         metrics: dict[str, Metric] = {}
+        optimizer_steps = 0
         for at, (mini_batch, micro_batches) in enumerate(zip(shard, packed, strict=True)):
             works = [_work(mini_batch, micro_batch, old[at], reference[at]) for micro_batch in micro_batches]
             with _timed(seconds, "forward_backward"):
@@ -79,10 +81,14 @@ class TrainStep:
             rate = float(self.optimizer.param_groups[0]["lr"])
             with _timed(seconds, "optimizer"):
                 norm = apply_gradients(self.optimizer)
-                self.schedule.step(1)
+                if norm > 0.0:
+                    self.schedule.step(1)
+                    optimizer_steps += 1
             metrics = merge([metrics, *parts, {"grad_norm": Mean(norm), "lr": Mean(rate)}])
         metrics |= _amounts(shard, packed, time.monotonic() - started)
-        return StepResult(optimizer_steps=len(packed), metrics=metrics, seconds=seconds)
+        metrics["optimizer_steps"] = Max(optimizer_steps)  # the same on every rank
+        metrics["skipped_steps"] = Max(len(packed) - optimizer_steps)
+        return StepResult(optimizer_steps=optimizer_steps, metrics=metrics, seconds=seconds)
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
         train = self.train

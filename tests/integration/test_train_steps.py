@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -110,8 +111,8 @@ def test_a_checkpoint_resumes_as_if_nothing_had_happened(
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
 def test_the_learning_rate_follows_its_schedule(pool: RankPool, model: Path, style: str) -> None:
-    """Linear warm-up from 0 over 2 steps; then from lr to lr_min at step 6, and no further (cosine: SGDR,
-    arXiv 1608.03983, equation 5)."""
+    """Linear warm-up over 2 steps, the first of them above 0; then from lr to lr_min at step 6, and no
+    further (cosine: SGDR, arXiv 1608.03983, equation 5)."""
     train = settings(
         lr=1e-3,
         lr_min=1e-4,
@@ -127,8 +128,67 @@ def test_the_learning_rate_follows_its_schedule(pool: RankPool, model: Path, sty
         "linear": lambda x: 1e-3 - 9e-4 * x,
         "cosine": lambda x: 1e-4 + 9e-4 * 0.5 * (1 + np.cos(np.pi * x)),
     }[style]
-    expected = [1e-3 * step / 2 if step < 2 else decay(done[step]) for step in range(8)]
+    expected = [1e-3 * (step + 1) / 3 if step < 2 else decay(done[step]) for step in range(8)]
     assert rates == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_first_step_of_a_warm_up_moves_the_weights(pool: RankPool, model: Path) -> None:
+    trainer = pool.build(model, train=settings(lr_warmup_steps=4))
+    start = trainer.weights()
+    assert resolve(trainer.train(BATCHES[0]))["lr"] == pytest.approx(1e-3 / 5)
+    assert all((weight != start[name]).any() for name, weight in trainer.weights().items())
+
+
+def without_signal(batch: TrainBatch, *, groups: frozenset[str]) -> TrainBatch:
+    """These groups' advantages are 0."""
+    pairs = zip(batch.samples, batch.advantages, strict=True)
+    advantages = tuple(a_T * 0 if sample.group_id in groups else a_T for sample, a_T in pairs)
+    return replace(batch, advantages=advantages)
+
+
+def groups_of(batch: TrainBatch) -> list[str]:
+    return list(dict.fromkeys(sample.group_id for sample in batch.samples))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_without_signal_is_as_if_it_had_never_been(pool: RankPool, model: Path, ranks: int) -> None:
+    """Adam's momentum and weight decay would move the weights under a gradient of 0, and the schedule would
+    go on."""
+    train = settings(weight_decay=0.1, lr_decay_style="linear", lr_decay_steps=8)
+    trainer = pool.build(model, ranks=ranks, train=train)
+    trainer.train(BATCHES[0])
+    start = trainer.weights()
+    silent = without_signal(BATCHES[2], groups=frozenset(groups_of(BATCHES[2])))
+    numbers = resolve(trainer.train(silent, steps=2))
+    assert (numbers["optimizer_steps"], numbers["skipped_steps"], numbers["grad_norm"]) == (0, 2, 0)
+    assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
+    after = resolve(trainer.train(BATCHES[2], steps=2))
+    assert (after["optimizer_steps"], after["skipped_steps"]) == (2, 0)
+    weights = trainer.weights()
+    other = pool.build(model, ranks=ranks, train=train)
+    other.train(BATCHES[0])
+    assert resolve(other.train(BATCHES[2], steps=2))["lr"] == after["lr"]
+    assert all(np.array_equal(weight, weights[name]) for name, weight in other.weights().items())
+
+
+def test_of_two_mini_batches_the_one_without_signal_makes_no_step(pool: RankPool, model: Path) -> None:
+    trainer = pool.build(model, train=settings())
+    first, *_ = groups_of(BATCHES[0])
+    half = without_signal(BATCHES[0], groups=frozenset(groups_of(BATCHES[0])[:2]))
+    assert first in {sample.group_id for sample in half.samples}
+    numbers = resolve(trainer.train(half, steps=2))
+    assert (numbers["optimizer_steps"], numbers["skipped_steps"]) == (1, 1)
+    assert len(trainer.steps()) == 2
+
+
+def test_advantages_of_zero_with_a_kl_term_make_a_step(pool: RankPool, model: Path) -> None:
+    """The term pulls back to the reference once the policy has left it."""
+    trainer = pool.build(model, train=settings(), algorithm=ALGORITHM)
+    trainer.train(BATCHES[0])
+    silent = without_signal(BATCHES[2], groups=frozenset(groups_of(BATCHES[2])))
+    numbers = resolve(trainer.train(silent))
+    assert numbers["optimizer_steps"] == 1
+    assert numbers["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 2), (2, 1)])

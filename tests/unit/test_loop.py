@@ -1,0 +1,95 @@
+"""The loop over parts that only note what they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from invrl.interfaces import StepResult
+from invrl.loop import Learner, Parts, run_loop
+from invrl.metric_sinks import Sink
+from invrl.metrics import Max, Metric
+from invrl.types import GroupLease, Outcome, TakenBatch, TrainBatch, WeightUpdate, WeightVersion
+
+
+class Notes(Sink):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.rows: dict[int, Mapping[str, float]] = {}
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        self.rows[step] = values
+
+
+class EmptyBatches:
+    """A buffer whose batches hold no group; the versions that it was told."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    async def lease(self) -> GroupLease | None:
+        return None
+
+    async def record(self, outcome: Outcome) -> None: ...
+
+    async def take(self) -> TakenBatch:
+        return TakenBatch(batch_id=len(self.versions), version=WeightVersion(len(self.versions)), groups=())
+
+    async def trained(self, batch_id: int) -> None: ...
+
+    async def snapshot(self, trained: WeightVersion) -> bytes:
+        return b""
+
+    async def advance(self, version: WeightVersion) -> None:
+        self.versions.append(version)
+
+    async def metrics(self) -> Mapping[str, Metric]:
+        return {}
+
+
+class FixedSteps:
+    """A trainer that makes so many optimizer steps of each batch."""
+
+    def __init__(self, optimizer_steps: list[int]) -> None:
+        self._steps = iter(optimizer_steps)
+
+    async def train(self, batch: TrainBatch) -> StepResult:
+        made = next(self._steps)
+        return StepResult(optimizer_steps=made, metrics={"skipped_steps": Max(1 - made)}, seconds={})
+
+    async def save_checkpoint(self, path: str) -> None: ...
+    async def load_checkpoint(self, path: str) -> None: ...
+    async def export_hugging_face(self, path: str) -> None: ...
+
+
+@pytest.mark.parametrize("steps", [[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+async def test_a_batch_that_changed_no_weight_is_told_counted_and_still_makes_its_version(
+    steps: list[int],
+) -> None:
+    observer, buffer, synced = Notes(), EmptyBatches(), list[int]()
+
+    async def sync(version: WeightVersion) -> WeightUpdate:
+        synced.append(version)
+        return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
+
+    async def save(step: int, snapshot: bytes) -> None: ...
+
+    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
+        return TrainBatch(
+            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=(), total_tokens=0
+        )
+
+    learner = Learner(trainer=FixedSteps(steps), sync=sync, save=save)
+    parts = Parts(buffer=buffer, assemble=assemble, observer=observer, learner=learner)
+    await run_loop(parts, done=0, num_steps=len(steps))
+    silent = [at for at, made in enumerate(steps, start=1) if made == 0]
+    assert [note.split(":")[0] for note in observer.notes] == [f"step {step}" for step in silent]
+    assert all("no weight was changed" in note for note in observer.notes)
+    skipped = [step for step, row in observer.rows.items() if row["train/skipped_steps"] == 1]
+    assert skipped == silent
+    assert synced == [1, 2, 3, 4]
+    assert buffer.versions == [1, 2, 3]
