@@ -3,9 +3,11 @@
 A plain class: tests make one without Ray, `cluster.py` wraps it with `ray.remote`. It receives, calls,
 replies, and polls the run store's outbox, through which finished sessions arrive; recording is idempotent, so
 an outcome may also be pushed through `record`. The ledger is written behind, with every poll, and before
-`trained` and `snapshot` answer. Whoever waits for work or a batch gets a failure of the polling."""
+`trained` and `snapshot` answer; a write that has begun ends, whoever is cancelled or closes meanwhile, and
+the next begins after it. Whoever waits for work or a batch gets a failure of the polling."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -51,6 +53,7 @@ class BufferActor:
         self._outbox, self._ledger = RunStore(run_store_path), LedgerStore(run_store_path)
         self._poll_interval_s = poll_interval_s
         self._poller: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
         self._failure: Exception | None = None
         self._changed = asyncio.Condition()
 
@@ -115,16 +118,22 @@ class BufferActor:
         return self._buffer.metrics()
 
     async def close(self) -> None:
-        """End the run: everything untrained is dropped."""
+        """End the run: everything untrained is dropped, the ledger is whole, the store is closed. Again: no
+        effect. The poller is not cancelled, because it may be in the middle of a write."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
         if self._poller is not None:
-            self._poller.cancel()
+            await self._poller
         self._buffer.close()
         await self._keep()
+        self._outbox.close()
+        self._ledger.close()
 
     async def _poll(self) -> None:
-        """The outbox is read in a thread: a slow disk must not hold up leases."""
+        """Until `close`. The outbox is read in a thread: a slow disk must not hold up leases."""
         try:
-            while True:
+            while not self._closing.is_set():
                 rows = await asyncio.to_thread(self._outbox.outbox_after, self._seen)
                 for number, outcome in rows:
                     self._buffer.record(outcome)
@@ -133,16 +142,24 @@ class BufferActor:
                 if rows:
                     await self._notify()
                 else:
-                    await asyncio.sleep(self._poll_interval_s)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._poll_interval_s):
+                            await self._closing.wait()
         except Exception as error:
             self._failure = error
             await self._notify()
 
     async def _keep(self) -> None:
+        """Writes the ledger. Who is cancelled while it waits leaves the write to end by itself."""
+        await asyncio.shield(asyncio.ensure_future(self._write()))
+
+    async def _write(self) -> None:
+        """Entries whose write fails are kept for the next one."""
         async with self._writing:
-            entries, self._entries = self._entries, []
+            entries = list(self._entries)
             if entries:
                 await asyncio.to_thread(self._ledger.write, entries)
+                del self._entries[: len(entries)]
 
     def _check_poller(self) -> None:
         if self._failure is not None:

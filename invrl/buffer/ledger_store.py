@@ -4,6 +4,8 @@ A life is one start of the run; it descends from the checkpoint that it resumed 
 is what the last life did, what its parent did up to that checkpoint, and so on back: what a life did after
 the checkpoint that its child began with is lost. Written by `buffer_actor.py`, read by `ledger_view.py`."""
 
+import contextlib
+import sqlite3
 import time
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
@@ -64,8 +66,16 @@ class LedgerStore:
         for sequence, place, *facts in map(astuple, entries):  # the table's columns have the fields' order
             rows.append((self._life, sequence, *place, *facts, now))
         self._db.execute("BEGIN IMMEDIATE")
-        self._db.executemany(f"INSERT INTO ledger VALUES ({','.join('?' * 13)})", rows)
-        self._db.execute("COMMIT")
+        try:
+            self._db.executemany(f"INSERT INTO ledger VALUES ({','.join('?' * 13)})", rows)
+            self._db.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):  # SQLite may have rolled back by itself
+                self._db.execute("ROLLBACK")
+            raise
+
+    def close(self) -> None:
+        self._db.close()
 
 
 def read_lives(path: Path) -> list[Life]:

@@ -36,6 +36,9 @@ class Outbox:
     def write(self, entries: Iterable[LedgerEntry]) -> None:
         self.kept = [*getattr(self, "kept", []), *entries]
 
+    def close(self) -> None:
+        pass
+
     def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
         if self.broken:
             raise OSError("disk gone")

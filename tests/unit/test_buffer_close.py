@@ -1,0 +1,158 @@
+"""The buffer's end while its ledger is being written: nothing is cut off, nothing is lost, nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_buffer_examples import summary
+
+from invrl.buffer.buffer_actor import BufferActor
+from invrl.buffer.config import BufferConfig
+from invrl.buffer.ledger import LedgerEntry
+from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_ledger
+from invrl.buffer.open_group import Place, RolloutState
+from invrl.rollout.config import RolloutConfig
+from invrl.types import Task, WeightVersion
+
+
+class HeldConnection:
+    """A connection whose first COMMIT waits until it is let through."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self.committing = threading.Event()
+        self.let_through = threading.Event()
+
+    def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
+        if sql == "COMMIT" and not self.let_through.is_set():
+            self.committing.set()
+            assert self.let_through.wait(120), "nobody let the commit through"
+        return self._db.execute(sql, *values)
+
+    def executemany(self, sql: str, rows: object) -> sqlite3.Cursor:
+        return self._db.executemany(sql, rows)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._db.close()
+
+
+async def started(path: Path) -> tuple[BufferActor, HeldConnection]:
+    actor = BufferActor(
+        BufferConfig(group_filter="none"),
+        RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2),
+        tasks_factory=lambda: (Task(id=f"t{n}", payload={}) for n in itertools.count()),
+        run_store_path=path,
+        poll_interval_s=0.0,
+    )
+    held = HeldConnection(actor._ledger._db)
+    actor._ledger._db = held  # type: ignore[assignment]
+    await actor.start()
+    return actor, held
+
+
+async def in_thread(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, 120)
+
+
+async def turns_of_the_loop(count: int = 200) -> None:
+    """Enough for everything that can go on to have gone on."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_close_during_a_ledger_write_waits_for_it_and_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.sqlite"
+    actor, held = await started(path)
+    lease = await actor.lease()
+    assert lease is not None
+    for member in lease.members:
+        await actor.record(summary(lease.group_id, member.index, reward=float(member.index)))
+    batch = await actor.take(60.0)
+    await in_thread(held.committing)  # the poller's write is under way
+    training = asyncio.create_task(actor.trained(batch.batch_id))
+    await turns_of_the_loop()
+    assert not training.done()
+    closing = asyncio.create_task(actor.close())
+    await turns_of_the_loop()
+    assert not closing.done(), "it did not wait for the write"
+    held.let_through.set()
+    await asyncio.wait_for(asyncio.gather(training, closing), 120)
+    kept = read_ledger(path)
+    assert [one.entry.sequence for one in kept] == list(range(len(kept)))
+    check_lineage(kept, ended=True)
+    assert [str(one.entry.state) for one in kept][-2:] == ["trained", "trained"]
+
+
+async def test_a_call_that_is_cancelled_leaves_the_write_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run.sqlite"
+    actor, held = await started(path)
+    await actor.lease()
+    await in_thread(held.committing)
+    asked = asyncio.create_task(actor.snapshot(WeightVersion(0)))
+    await turns_of_the_loop()
+    asked.cancel()
+    await asyncio.wait({asked})
+    held.let_through.set()
+    await asyncio.wait_for(actor.close(), 120)
+    kept = read_ledger(path)
+    check_lineage(kept, ended=True)
+    assert [one.entry.sequence for one in kept] == list(range(len(kept)))
+
+
+async def test_closing_twice_and_before_the_start(tmp_path: Path) -> None:
+    actor, held = await started(tmp_path / "run.sqlite")
+    held.let_through.set()
+    await actor.close()
+    await actor.close()
+    unstarted = BufferActor(
+        BufferConfig(),
+        RolloutConfig(),
+        tasks_factory=lambda: iter([]),
+        run_store_path=tmp_path / "other.sqlite",
+    )
+    await unstarted.close()
+
+
+@pytest.mark.parametrize("statement", ["INSERT", "COMMIT"])
+def test_a_write_that_fails_leaves_no_transaction_open(tmp_path: Path, statement: str) -> None:
+    """Of the two faults one is in the rows, one at the commit (a full disk)."""
+
+    def entry(sequence: int) -> LedgerEntry:
+        place = Place("g0", sequence, 0)
+        return LedgerEntry(sequence=sequence, place=place, task_id="t", state=RolloutState.IN_FLIGHT)
+
+    path = tmp_path / "run.sqlite"
+    store = LedgerStore(path)
+    store.begin(parent=0, step=0, sequence=0)
+    real = store._db
+    if statement == "COMMIT":
+        store._db = Failing(real, lambda sql: sql == "COMMIT")  # type: ignore[assignment]
+        with pytest.raises(sqlite3.OperationalError, match="disk is full"):
+            store.write([entry(0), entry(1)])
+    else:
+        with pytest.raises(sqlite3.IntegrityError):
+            store.write([entry(0), entry(0)])
+    store._db = real
+    store.write([entry(0), entry(1)])
+    assert [one.entry.sequence for one in read_ledger(path)] == [0, 1]
+
+
+class Failing:
+    """A connection that says that the disk is full."""
+
+    def __init__(self, db: sqlite3.Connection, fails: Callable[[str], bool]) -> None:
+        self._db, self._fails = db, fails
+
+    def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
+        if self._fails(sql):
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._db.execute(sql, *values)
+
+    def executemany(self, sql: str, rows: object) -> sqlite3.Cursor:
+        return self._db.executemany(sql, rows)  # type: ignore[arg-type]
