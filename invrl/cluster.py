@@ -99,6 +99,7 @@ def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> Gatewa
         **asdict(fleet.limits),
         "run_id": folder.path.name,
         "life": secrets.token_hex(8),
+        "heartbeat_timeout_s": config.run.heartbeat_timeout_s,
         "gateway_port": config.gateway.gateway_port or free_port(),
         "router_url": fleet.router.url,
         "router_api_key": fleet.router.api_key,

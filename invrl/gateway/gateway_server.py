@@ -1,18 +1,21 @@
 """The gateway's processes, and what others hold of them.
 
-`python -m invrl.gateway.gateway_server SETTINGS-FILE SOCKET...` supervises the workers
-(`supervisor.py`); `GatewayServer` starts such a process, starts it again when it dies, and ends it.
+`python -m invrl.gateway.gateway_server SETTINGS-FILE HEARTBEATS SOCKET...` supervises the workers
+(`supervisor.py`); `GatewayServer` starts such a process, starts it again when it dies or hangs, and ends it.
 Invariant: the sockets are of the process that holds `GatewayServer`, so what connects while the gateway is
 dead waits for its successor. Importing this module loads no tokenizer and no web framework."""
 
+import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import urllib.request
 from pathlib import Path
 
 from invrl.errors import ServerError
+from invrl.gateway.heartbeats import SUPERVISOR, HeartbeatPage, SilenceWatch, worker_place
 from invrl.gateway.settings import GatewaySettings
 from invrl.process import RestartLimit, ServerProcess
 
@@ -38,6 +41,11 @@ class GatewayServer:
         self._sockets = [_listen(settings.gateway_host, settings.gateway_port)]
         if settings.gateway_workers > 1:
             self._sockets += [_listen("127.0.0.1", 0) for _ in range(settings.gateway_workers)]
+        workers = settings.gateway_workers
+        self._heartbeat_file = HeartbeatPage.create(workers=workers)
+        self._heartbeats = HeartbeatPage(self._heartbeat_file, workers=workers)
+        self._watch = SilenceWatch(self._heartbeats, [SUPERVISOR], timeout_s=settings.heartbeat_timeout_s)
+        self._hung_workers_told = [0] * workers
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
         self.process = self._start()
 
@@ -52,9 +60,13 @@ class GatewayServer:
         self.process.wait_until(self._answers, deadline_s=deadline_s)
 
     def check_alive(self) -> None:
-        """Starts it again if it has died: from the thread that started it, which it dies with. Raises
-        ServerError where it dies again and again."""
+        """Starts it again if it has died, and kills it if it hangs, which the next call takes for a death.
+        From the thread that started it, which it dies with. Raises ServerError where it dies again and
+        again."""
+        self._tell_of_hung_workers()
         if self.process.alive():
+            if self._watch.silent():
+                self._kill_hung_supervisor()
             return
         if not self._restarts.allows():
             self.process.check_alive()
@@ -65,9 +77,36 @@ class GatewayServer:
         self.process.stop()
         for one in self._sockets:
             one.close()
+        os.close(self._heartbeat_file)
+
+    def _kill_hung_supervisor(self) -> None:
+        """Its workers die with it."""
+        _log.warning(
+            "the gateway's supervisor (process %d) showed no sign of life for %g s "
+            "(run.heartbeat_timeout_s): it is killed",
+            self.process.pid,
+            self._settings.heartbeat_timeout_s,
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
+        self._watch.start_over(SUPERVISOR)  # killed once; the kernel says when it is gone
+
+    def _tell_of_hung_workers(self) -> None:
+        for number, told in enumerate(self._hung_workers_told):
+            hung = self._heartbeats.hung(worker_place(number))
+            if hung > told:
+                self._hung_workers_told[number] = hung
+                _log.warning(
+                    "worker %d of the gateway showed no sign of life for %g s (run.heartbeat_timeout_s) "
+                    "and was replaced, see %s",
+                    number,
+                    self._settings.heartbeat_timeout_s,
+                    self._log_file,
+                )
 
     def _start(self) -> ServerProcess:
-        files = [one.fileno() for one in self._sockets]
+        self._watch.start_over(SUPERVISOR)
+        files = [self._heartbeat_file, *(one.fileno() for one in self._sockets)]
         command = [sys.executable, "-m", self.module, str(self._file), *map(str, files)]
         return ServerProcess("gateway", command, log=self._log_file, env=_ENV, keep=files)
 
@@ -88,12 +127,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def main() -> None:
-    file, *sockets = sys.argv[1:]
+    file, heartbeats, *sockets = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     from invrl.gateway.supervisor import supervise
 
+    settings = GatewaySettings.model_validate_json(Path(file).read_text())
+    page = HeartbeatPage(int(heartbeats), workers=settings.gateway_workers)
     listener, *own = [socket.socket(fileno=int(each)) for each in sockets]
-    supervise(GatewaySettings.model_validate_json(Path(file).read_text()), listener, own)
+    supervise(settings, listener, own, page)
 
 
 if __name__ == "__main__":

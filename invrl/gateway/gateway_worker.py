@@ -5,6 +5,7 @@ import asyncio
 import gc
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
@@ -12,6 +13,7 @@ import uvloop
 
 from invrl.gateway.app import make_app
 from invrl.gateway.corked_http import CorkedHttpProtocol
+from invrl.gateway.heartbeats import beat_interval_s
 from invrl.gateway.parsing import Parsers
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.sessions import WorkerPlace
@@ -26,9 +28,10 @@ def serve(
     parsers: Parsers,
     place: WorkerPlace,
     sockets: list[socket.socket],
+    beat: Callable[[], None],
 ) -> None:
     """Runs until SIGTERM (blocked by who calls, awaited from here on); every accepted turn is committed when
-    this returns."""
+    this returns. `beat` is called again and again, as long as the event loop runs."""
     # uvicorn raises the signal that ended it once more, for the handler that was there before its own. (With
     # SIG_IGN the kernel would forget one that came while it was blocked.)
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -41,7 +44,13 @@ def serve(
         generate_deadline_s=settings.generate_timeout_s,
     )
 
+    async def beat_forever() -> None:
+        while True:
+            beat()
+            await asyncio.sleep(beat_interval_s(settings.heartbeat_timeout_s))
+
     async def run() -> None:
+        beating = asyncio.create_task(beat_forever())
         config = uvicorn.Config(
             make_app(
                 settings,
@@ -67,6 +76,7 @@ def serve(
         # Sessions die by reference count; a look at all of them for cycles stopped every stream for 60 ms.
         gc.set_threshold(5000, 3, 1000)
         await uvicorn.Server(config).serve(sockets)
+        beating.cancel()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())

@@ -31,6 +31,9 @@ class GatewaySettings(GatewayConfig):
     leases: bool = Field(False, description="training sessions are opened on leased tasks only")
     max_body_bytes: PositiveInt = 16 * 2**20
     body_timeout_s: PositiveFloat = 30.0
+    heartbeat_timeout_s: PositiveFloat = Field(
+        30.0, description="a process of the gateway that shows no sign of life for so long is replaced"
+    )
     keep_alive_s: PositiveFloat = Field(10.0, description="seconds of silence before a stream's comment")
 
     @property

@@ -1,8 +1,9 @@
-"""The gateway's supervisor: loads what is slow to load once, forks the workers, and forks again what dies.
+"""The gateway's supervisor: loads what is slow to load once, forks the workers, and forks again what dies or
+hangs.
 
 Invariants: it has no thread and no event loop, so that a fork is whole; a worker dies with it, and it with
 whoever started it (PR_SET_PDEATHSIG). The sockets are its parent's: while nobody accepts, connections wait in
-the kernel. SIGTERM ends all in good order; Ctrl-C is the parent's to pass on. Called by `gateway_server`."""
+the kernel. SIGTERM ends all in good order; Ctrl-C is the parent's to pass on."""
 
 import gc
 import logging
@@ -16,6 +17,13 @@ from pathlib import Path
 
 from invrl.errors import ServerError
 from invrl.gateway.gateway_worker import serve
+from invrl.gateway.heartbeats import (
+    SUPERVISOR,
+    HeartbeatPage,
+    SilenceWatch,
+    beat_interval_s,
+    worker_place,
+)
 from invrl.gateway.model_folder import chat_template_source, load_renderer
 from invrl.gateway.parsing import choose_parsers
 from invrl.gateway.sessions import WorkerPlace
@@ -27,10 +35,17 @@ _log = logging.getLogger(__name__)
 _RESTARTS_PER_MINUTE = 10
 
 
-def supervise(settings: GatewaySettings, listener: socket.socket, own: Sequence[socket.socket]) -> None:
+def supervise(
+    settings: GatewaySettings,
+    listener: socket.socket,
+    own: Sequence[socket.socket],
+    heartbeats: HeartbeatPage,
+) -> None:
     """Returns after SIGTERM, with all workers gone. ServerError when a worker cannot live. `own`: a loopback
     socket for each worker, if there are several."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
+    signals = {signal.SIGTERM, signal.SIGCHLD}
+    timeout_s = settings.heartbeat_timeout_s
     path, template = settings.model_path, settings.chat_template_path
     keep = settings.keep_thinking
     renderer = load_renderer(path, settings.vocab_size, chat_template=template, keep_thinking=keep)
@@ -43,20 +58,39 @@ def supervise(settings: GatewaySettings, listener: socket.socket, own: Sequence[
     running: dict[int, int] = {}
     starts, limit = [0] * len(urls), RestartLimit(_RESTARTS_PER_MINUTE * len(urls))
     gc.freeze()  # what is shared stays shared
+    places = {worker_place(number): number for number in range(len(urls))}
+    watch = SilenceWatch(heartbeats, list(places), timeout_s=timeout_s)
     while True:
+        heartbeats.beat(SUPERVISOR)
         for number in set(range(len(urls))) - set(running.values()):
             starts[number] += 1
             if starts[number] > 1 and not limit.allows():
                 raise ServerError(f"worker {number} of the gateway died again and again")
             place = WorkerPlace(number=number, urls=urls, open_sessions=shared, starts=starts[number])
             sockets = [listener, *own[number : number + 1]]
-            running[_fork(partial(serve, settings, renderer, parsers, place, sockets))] = number
-        if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
+            beat = partial(heartbeats.beat, worker_place(number))
+            watch.start_over(worker_place(number))
+            running[_fork(partial(serve, settings, renderer, parsers, place, sockets, beat))] = number
+        received = signal.sigtimedwait(signals, beat_interval_s(timeout_s))
+        if received is not None and received.si_signo == signal.SIGTERM:
             break
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             _log.warning("worker %d ended (wait status %d)", running.pop(ended[0]), ended[1])
             if not running:
                 break
+        hung = {places[place] for place in watch.silent()}
+        for pid, number in running.items():
+            if number in hung:
+                _log.warning(
+                    "worker %d (process %d) showed no sign of life for %g s (run.heartbeat_timeout_s): "
+                    "it is killed",
+                    number,
+                    pid,
+                    timeout_s,
+                )
+                heartbeats.count_hung(worker_place(number))
+                watch.start_over(worker_place(number))  # killed once; the kernel says when it is gone
+                os.kill(pid, signal.SIGKILL)
     for pid in running:
         os.kill(pid, signal.SIGTERM)
     for pid in running:  # who waits for us has the deadline

@@ -1,11 +1,12 @@
-"""The gateway's process, but its worker dies (-9) once: after the first commit that holds a turn, before
-anyone is told. Started in the place of `invrl.gateway.gateway_server`."""
+"""The gateway's process, but its worker dies (-9) or hangs once: after the first commit that holds a turn,
+before anyone is told. Started in the place of `invrl.gateway.gateway_server`."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def die_after_the_first_turn() -> None:
         committed, done = commit(self, db, batch), Path(os.environ["DIED_ONCE"])
         if turns and committed and not done.exists():
             done.touch()
+            if os.environ.get("INSTEAD_OF_DYING") == "hang":
+                time.sleep(3600)
             os.kill(os.getpid(), signal.SIGKILL)  # whoever waits for the future has not run since
         return committed
 

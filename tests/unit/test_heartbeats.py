@@ -1,0 +1,119 @@
+"""Who is silent for too long, seen with a clock that the test turns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from invrl.gateway.heartbeats import (
+    START_ALLOWANCE_S,
+    SUPERVISOR,
+    HeartbeatPage,
+    SilenceWatch,
+    beat_interval_s,
+    worker_place,
+)
+
+TIMEOUT_S = 30.0
+PLACES = [worker_place(0), worker_place(1)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def page() -> Iterator[HeartbeatPage]:
+    file = HeartbeatPage.create(workers=2)
+    yield HeartbeatPage(file, workers=2)
+    os.close(file)
+
+
+def watched(page: HeartbeatPage) -> tuple[SilenceWatch, Clock]:
+    clock = Clock()
+    return SilenceWatch(page, PLACES, timeout_s=TIMEOUT_S, clock=clock), clock
+
+
+def silent_after(watch: SilenceWatch, clock: Clock, seconds: float, *, step_s: float = 1.0) -> list[int]:
+    """What the last of several looks finds."""
+    found: list[int] = []
+    for _ in range(round(seconds / step_s)):
+        clock.now += step_s
+        found = watch.silent()
+    return found
+
+
+def test_only_who_stops_beating_is_silent_and_not_before_its_time(page: HeartbeatPage):
+    watch, clock = watched(page)
+    for place in PLACES:
+        page.beat(place)
+    assert watch.silent() == []
+    for _ in range(60):
+        page.beat(PLACES[1])
+        page.beat(SUPERVISOR)
+        clock.now += 1.0
+        expected = [PLACES[0]] if clock.now - 1000.0 >= TIMEOUT_S else []
+        assert watch.silent() == expected
+    page.beat(PLACES[0])
+    assert watch.silent() == []
+
+
+def test_a_process_may_take_longer_to_its_first_beat(page: HeartbeatPage):
+    watch, clock = watched(page)
+    assert silent_after(watch, clock, START_ALLOWANCE_S - 1) == []
+    assert silent_after(watch, clock, 2) == PLACES
+
+
+def test_who_takes_the_place_of_a_silent_one_begins_anew(page: HeartbeatPage):
+    watch, clock = watched(page)
+    page.beat(PLACES[0])
+    page.beat(PLACES[1])
+    watch.silent()
+    page.beat(PLACES[1])
+    assert silent_after(watch, clock, TIMEOUT_S - 1) == []
+    page.beat(PLACES[1])
+    assert silent_after(watch, clock, 1) == [PLACES[0]]
+    watch.start_over(PLACES[0])
+    assert page.beats(PLACES[0]) == 0
+    assert silent_after(watch, clock, 5) == []
+    page.beat(PLACES[0])
+    page.beat(PLACES[1])
+    assert silent_after(watch, clock, TIMEOUT_S + 1) == PLACES
+
+
+def test_time_in_which_the_watcher_itself_stood_still_accuses_nobody(page: HeartbeatPage):
+    watch, clock = watched(page)
+    for place in PLACES:
+        page.beat(place)
+    watch.silent()
+    clock.now += 3600.0
+    assert watch.silent() == []
+    clock.now += 3600.0
+    assert watch.silent() == []
+    assert silent_after(watch, clock, TIMEOUT_S) == PLACES, "it was awake for long enough now"
+
+
+def test_the_page_is_one_for_all_processes_that_hold_its_file(page: HeartbeatPage):
+    file = HeartbeatPage.create(workers=2)
+    mine, theirs = HeartbeatPage(file, workers=2), HeartbeatPage(file, workers=2)
+    pid = os.fork()
+    if pid == 0:
+        theirs.beat(SUPERVISOR)
+        theirs.beat(worker_place(1))
+        theirs.count_hung(worker_place(1))
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(file)
+    assert [mine.beats(place) for place in (SUPERVISOR, *PLACES)] == [1, 0, 1]
+    assert [mine.hung(place) for place in PLACES] == [0, 1]
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 8.0, 30.0, 3600.0])
+def test_there_are_several_beats_in_the_time_allowed(timeout_s: float):
+    assert 0 < beat_interval_s(timeout_s) <= timeout_s / 8
