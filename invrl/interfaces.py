@@ -115,7 +115,8 @@ class GroupFilter(Protocol):
 
 
 class AdvantageFn(Protocol):
-    """One advantage per rollout of a group from its rewards; both float64 [G]."""
+    """One advantage per reward from rewards that are compared with each other; both float64 [G]. G is the
+    group's size for final rewards, and any number from 1 on for those of turns, branches and children."""
 
     def __call__(self, rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]: ...
 

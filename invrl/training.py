@@ -63,6 +63,9 @@ def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> Non
     display = open_progress(config.run.progress, config.run.num_steps)
     observer = RunObserver([*open_sinks(folder, config, done=done), display])
     observer.note(f"run folder {folder.path}")
+    if not config.run.debug_rollout_only:
+        for sentence in config.algorithm.without_effect():
+            observer.note(f"note: {sentence}")
     try:
         if config.run.debug_train_only:
             interrupts.run(_train_only(config, checkpoints, observer))
@@ -157,7 +160,14 @@ class _Run:
 
         def assemble(step: int, taken: TakenBatch) -> TrainBatch:
             ids = [rollout.session_id for group in taken.groups for rollout in group.rollouts_G]
-            batch = build_batch(taken, store.rollouts(ids), advantage, config.algorithm.advantage_eps)
+            batch = build_batch(
+                taken,
+                store.rollouts(ids),
+                advantage,
+                config.algorithm.advantage_eps,
+                baseline=config.buffer.turn_reward_baseline,
+                use=config.buffer.turn_reward_use,
+            )
             if config.run.save_rollout_data or config.run.debug_rollout_only:
                 save_batch(batch_path(self.folder.rollout_data_path, step), batch)
             return batch

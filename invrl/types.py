@@ -221,11 +221,17 @@ class RolloutSummary(EndedSession):
     started_at: float
     finished_at: float
     turn_rewards: Mapping[str, float] = field(default_factory=dict)
-    """By turn id: in place of `reward` for the tokens of that turn."""
+    """By turn id: rewards of single turns, for the tokens of that turn."""
     branch_rewards: Mapping[str, float] = field(default_factory=dict)
-    """By turn id: in place of `reward` for the branches through that turn; of two on a branch the later."""
+    """By turn id: rewards of the branches through that turn; of two on a branch the later counts."""
+    turn_levels: Mapping[str, str] = field(default_factory=dict)
+    """By turn id, for the turns named in the two above: "main/N" in the session itself or "child/N" in a
+    child's, with N turns before it on its branch."""
     child_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Of every child session whose turns belong to this rollout, by session id."""
+    """Of every child session whose turns belong to this rollout, by session id; its own or inherited."""
+    child_reward_from: Mapping[str, str] = field(default_factory=dict)
+    """By child session id: the session that was given this reward, itself or an ancestor that it inherits
+    from."""
     untrained_roots: tuple[str, ...] = ()
     """Root turns of conversations that are not trained."""
 

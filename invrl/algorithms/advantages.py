@@ -18,6 +18,11 @@ ROUNDING = 1e-12
 """Rewards that differ by less, relative to the largest, differ by the order in which they were added up."""
 
 
+def rewards_differ(rewards_G: NDArray[np.float64]) -> bool:
+    """By more than `ROUNDING`; rewards_G: [G], at least one."""
+    return bool(np.ptp(rewards_G) > ROUNDING * np.abs(rewards_G).max())
+
+
 def grpo(
     rewards_G: NDArray[np.float64], *, eps: float, deviation: Deviation = "sample"
 ) -> NDArray[np.float64]:
@@ -25,6 +30,8 @@ def grpo(
     The paper does not say which deviation: the sample's divides the squares by G - 1 (Bessel), the
     population's by G. Of a single reward: 0. rewards_G and result: [G]."""
     centred_G = dr_grpo(rewards_G, eps=eps)
+    if not rewards_differ(rewards_G):
+        return centred_G
     freedom = len(centred_G) - 1 if deviation == "sample" else len(centred_G)
     variance = np.sum(centred_G**2) / max(freedom, 1)
     return centred_G / (np.sqrt(variance) + eps)
@@ -33,9 +40,7 @@ def grpo(
 def dr_grpo(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
     """A = r - mean(r): no division by the deviation, which over-weights tasks that are nearly solved or
     nearly hopeless (Dr. GRPO, arXiv 2503.20783). `eps` is not used. rewards_G and result: [G]."""
-    if np.ptp(rewards_G) <= ROUNDING * np.abs(rewards_G).max():
-        return np.zeros_like(rewards_G)
-    return rewards_G - rewards_G.mean()
+    return rewards_G - rewards_G.mean() if rewards_differ(rewards_G) else np.zeros_like(rewards_G)
 
 
 ADVANTAGES: dict[str, AdvantageFn] = {"grpo": grpo, "dr_grpo": dr_grpo}

@@ -10,12 +10,18 @@ Deviation = Literal["sample", "population"]
 """Of a group's rewards: squares divided by G - 1, or by G."""
 
 PRESETS: dict[str, dict[str, str | float]] = {
-    # arXiv 2402.03300 (its KL coefficient: section 4.2)
+    # arXiv 2402.03300 (its KL coefficient and its single update per batch: section 4.2)
     "grpo": {"advantage": "grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.2, "kl_coef": 0.04},
     # arXiv 2503.20783
     "dr_grpo": {"advantage": "dr_grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.2, "kl_coef": 0.0},
-    # arXiv 2503.14476
-    "dapo": {"advantage": "grpo", "eps_clip_low": 0.2, "eps_clip_high": 0.28, "kl_coef": 0.0},
+    # arXiv 2503.14476. Its clip-higher needs several mini-batches; the paper makes 16 of 512 prompts.
+    "dapo": {
+        "advantage": "grpo",
+        "eps_clip_low": 0.2,
+        "eps_clip_high": 0.28,
+        "kl_coef": 0.0,
+        "steps_per_batch": 4,
+    },
 }
 """Only axes that exist. Where a paper's aggregation is not built yet (GRPO's mean per rollout, Dr. GRPO's
 constant), it is token_mean (DAPO's). DAPO's dynamic sampling is the buffer's filter `nonzero_variance`."""
@@ -49,9 +55,30 @@ class AlgorithmConfig(Section):
         10.0, description="most that k3 of one token counts in the loss; 0: no bound"
     )
     old_logprobs: Literal["recompute", "engine"] = Field(
-        "recompute", description="old policy: recomputed when the batch is taken, or the engine's log-probs"
+        "recompute",
+        description="old policy: recomputed when the batch is taken; or the engine's (no correction is left)",
     )
-    steps_per_batch: PositiveInt = Field(1, description="optimizer steps per batch (mini-batches)")
+    steps_per_batch: PositiveInt = Field(
+        1,
+        description="optimizer steps per batch (mini-batches); with 1 and recomputed old no ratio is clipped",
+    )
+
+    def without_effect(self) -> list[str]:
+        """What is set here and cannot act with the rest of these settings, one sentence each."""
+        found: list[str] = []
+        one_policy = self.steps_per_batch == 1 and self.old_logprobs == "recompute"
+        if one_policy and self.policy_loss == "clip":
+            found.append(
+                "the clip (eps_clip_low, eps_clip_high, dual_clip) never acts: in the one optimizer step of "
+                "a batch the current policy is the old one, so every ratio is 1. It acts with "
+                "--steps-per-batch 2 or more, or with --old-logprobs engine"
+            )
+        if self.old_logprobs == "engine" and self.correction != "none":
+            found.append(
+                f"the {self.correction} correction never acts: with --old-logprobs engine the old policy is "
+                "the one that sampled, so every weight is 1, and only the clip bounds how far apart they are"
+            )
+        return found
 
     @model_validator(mode="before")
     @classmethod

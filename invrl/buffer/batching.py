@@ -7,25 +7,39 @@ aborted. At the end of a branch such turns are cut off; inside it they stay as c
 was conditioned on them.
 
 Whose reward counts for a token: its turn's own, else its branch's (the deepest turn of the branch that was
-given one), else its child session's, else the rollout's final one. An advantage for a reward other than the
-final one is what the advantage function says for the rollout with that reward in the final one's place: the
-rest of the group is compared by final rewards."""
+given one), else its child session's, else the rollout's final one; or, with the use "add", all of them, where
+a turn also has the rewards of the turns that follow it. Each reward's advantage comes from the rewards of its
+own kind (`comparison.py`)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from invrl.buffer.comparison import RewardOwner, child_owner, comparisons
+from invrl.buffer.config import RewardBaseline, RewardUse
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import AdvantageFn
 from invrl.types import Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
 
 
 def build_batch(
-    taken: TakenBatch, rollouts: Iterable[Rollout], advantage_fn: AdvantageFn, eps: float
+    taken: TakenBatch,
+    rollouts: Iterable[Rollout],
+    advantage_fn: AdvantageFn,
+    eps: float,
+    *,
+    baseline: RewardBaseline = "depth",
+    use: RewardUse = "replace",
 ) -> TrainBatch:
     """Rows with their advantages, in the order of the groups: a reward's advantage stands on each trained
     token that it counts for, and the rollout counts once in its group's baseline however many rows it became.
+
+    `use` "replace": the most particular reward that a token has stands in the place of all others. "add": the
+    sum of the advantages of its final, child's and branch's reward and of the turn rewards from its own turn
+    to the end of its row; with `baseline` "group" and turn rewards only, that is process supervision of GRPO
+    (arXiv 2402.03300, section 4.1.3).
 
     Raises BufferStateError if the tokens of a taken rollout are missing, PluginError if the advantage
     function returns anything but one finite number per rollout."""
@@ -33,24 +47,18 @@ def build_batch(
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float32]] = []
     for group in taken.groups:
-        finals_G = np.array([rollout.reward for rollout in group.rollouts_G], np.float64)
-        advantages_G = _group_advantages(finals_G, advantage_fn, eps)
-        for at, summary in enumerate(group.rollouts_G):
+        known: dict[RewardOwner, float] = {}
+        for comparison in comparisons(group, baseline):
+            values = _group_advantages(comparison.rewards_R, advantage_fn, eps)
+            known.update(zip(comparison.owners, values, strict=True))
+        for summary in group.rollouts_G:
             rollout = by_session.get(summary.session_id)
             if rollout is None:
                 place = f"session {summary.session_id} of group {group.id}"
                 raise BufferStateError(f"batch {taken.batch_id}: no tokens for {place}")
-            known = {summary.reward: advantages_G[at]}
-            for sample in samples_from_rollout(rollout):
-                rewards_T = _token_rewards(sample, rollout)
-                advantages_T = np.zeros(len(rewards_T), np.float32)
-                for reward in np.unique(rewards_T[sample.loss_mask_T]).tolist():
-                    if reward not in known:
-                        with_it_G = np.where(np.arange(len(finals_G)) == at, reward, finals_G)
-                        known[reward] = _group_advantages(with_it_G, advantage_fn, eps)[at]
-                    advantages_T[sample.loss_mask_T & (rewards_T == reward)] = known[reward]
-                samples.append(sample)
-                advantages.append(advantages_T)
+            for branch in _branches(rollout):
+                samples.append(branch.sample)
+                advantages.append(_token_advantages(branch, summary, known, use))
     return TrainBatch(
         batch_id=taken.batch_id,
         version=taken.version,
@@ -62,6 +70,18 @@ def build_batch(
 
 def samples_from_rollout(rollout: Rollout) -> list[TrainSample]:
     """One row per branch that has something left to train; none for a rollout without trained tokens."""
+    return [branch.sample for branch in _branches(rollout)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Branch:
+    """A row, and the turns of its whole branch: those of the row, and untrained ones after them."""
+
+    sample: TrainSample
+    turns: tuple[Turn, ...]
+
+
+def _branches(rollout: Rollout) -> list[_Branch]:
     trained_roots = [
         trajectory
         for trajectory in rollout.trajectories
@@ -69,7 +89,7 @@ def samples_from_rollout(rollout: Rollout) -> list[TrainSample]:
     ]
     paths = [_without_untrained_end(trajectory.turns) for trajectory in trained_roots]
     ids = [tuple(turn.id for turn in path) for path in paths]
-    samples: list[TrainSample] = []
+    branches: list[_Branch] = []
     trained: set[str] = set()
     for k, path in enumerate(paths):
         longer = any(len(other) > len(ids[k]) and other[: len(ids[k])] == ids[k] for other in ids)
@@ -78,9 +98,9 @@ def samples_from_rollout(rollout: Rollout) -> list[TrainSample]:
             continue
         sample = _row(rollout, path, fresh, _branch_reward(rollout.summary, trained_roots[k].turns))
         if sample.loss_mask_T.any():
-            samples.append(sample)
+            branches.append(_Branch(sample=sample, turns=trained_roots[k].turns))
             trained |= fresh
-    return samples
+    return branches
 
 
 def _trainable(turn: Turn) -> bool:
@@ -99,17 +119,39 @@ def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:
     return given[-1] if given else summary.child_rewards.get(turns[0].session_id, summary.reward)
 
 
-def _token_rewards(sample: TrainSample, rollout: Rollout) -> NDArray[np.float64]:
-    rewards_T = np.full(len(sample.tokens_T), sample.reward, np.float64)
-    own = rollout.summary.turn_rewards
-    if own:
-        turns = {turn.id: turn for trajectory in rollout.trajectories for turn in trajectory.turns}
-        end = 0
-        for turn in (turns[turn_id] for turn_id in sample.turn_ids):
-            start = end + len(turn.context_ids_T)
-            end = start + len(turn.sampled_ids_T)
-            rewards_T[start:end] = own.get(turn.id, sample.reward)
-    return rewards_T
+def _reward_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[RewardOwner]:
+    """Whose rewards count for the tokens of a branch, but for those of single turns: from the whole rollout's
+    to the most particular one."""
+    owners = [RewardOwner("final", summary.session_id)]
+    session = child_owner(summary, turns[0].session_id)
+    if session.kind == "child":
+        owners.append(session)
+    branch_turns = [turn.id for turn in turns if turn.id in summary.branch_rewards]
+    if branch_turns:
+        owners.append(RewardOwner("branch", branch_turns[-1]))
+    return owners
+
+
+def _token_advantages(
+    branch: _Branch, summary: RolloutSummary, known: Mapping[RewardOwner, float], use: RewardUse
+) -> NDArray[np.float32]:
+    """[T], 0 where nothing is trained."""
+    owners = _reward_owners(summary, branch.turns)
+    whole = sum(known[owner] for owner in owners) if use == "add" else known[owners[-1]]
+    by_turn: dict[str, float] = {}
+    following = 0.0
+    for turn in reversed(branch.turns):
+        own = known.get(RewardOwner("turn", turn.id))
+        following += own or 0.0
+        if use == "add":
+            by_turn[turn.id] = whole + following
+        else:
+            by_turn[turn.id] = whole if own is None else own
+    parts = []
+    for turn in branch.turns[: len(branch.sample.turn_ids)]:
+        parts.append(np.zeros(len(turn.context_ids_T), np.float32))
+        parts.append(np.full(len(turn.sampled_ids_T), by_turn[turn.id], np.float32))
+    return np.where(branch.sample.loss_mask_T, np.concatenate(parts), np.float32(0.0))
 
 
 def _row(rollout: Rollout, path: Sequence[Turn], fresh: set[str], reward: float) -> TrainSample:
@@ -154,6 +196,6 @@ def _group_advantages(rewards_G: NDArray[np.float64], function: AdvantageFn, eps
     if advantages_G.shape != rewards_G.shape or not np.isfinite(advantages_G).all():
         name = getattr(function, "__name__", repr(function))
         reason = f"for rewards {rewards_G.tolist()} it returned {advantages_G.tolist()}"
-        fix = "return one finite advantage per rollout of the group"
+        fix = "return one finite advantage per reward, also for a single one"
         raise PluginError("advantage", name, reason, fix)
     return advantages_G.tolist()

@@ -44,7 +44,7 @@ class BufferActor:
             config,
             rollout,
             tasks=tasks_factory(),
-            group_filter=group_filter_function(config.group_filter),
+            group_filter=group_filter_function(config.group_filter, config.turn_reward_baseline),
             emit=lambda entry: self._entries.append(entry),
         )
         self._entries: list[LedgerEntry] = []

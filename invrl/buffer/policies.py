@@ -1,6 +1,9 @@
 """The buffer's decisions as pure functions: which groups count, how many may be under way."""
 
-from invrl.buffer.config import BufferConfig
+from functools import partial
+
+from invrl.buffer.comparison import comparisons
+from invrl.buffer.config import BufferConfig, RewardBaseline
 from invrl.interfaces import GroupFilter
 from invrl.plugins import load_plugin
 from invrl.types import DropReason, Group
@@ -8,22 +11,24 @@ from invrl.types import DropReason, Group
 ZERO_VARIANCE = str(DropReason.ZERO_VARIANCE)
 
 
-def nonzero_variance(group: Group) -> str | None:
-    """Drops a group whose rewards are all equal: its advantages are all 0, so it would teach nothing and
-    dilute the mean (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2). Rewards of single turns,
-    branches and children are rewards too."""
-    rewards = {rollout.reward for rollout in group.rollouts_G}
-    for one in group.rollouts_G:
-        rewards.update(*(own.values() for own in (one.turn_rewards, one.branch_rewards, one.child_rewards)))
-    return ZERO_VARIANCE if len(rewards) == 1 else None
+def nonzero_variance(group: Group, *, baseline: RewardBaseline = "depth") -> str | None:
+    """Drops a group in which no reward differs from those that it is compared with: its advantages are all 0,
+    so it would teach nothing and dilute the mean (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2).
+    Rewards of turns, branches and children are compared with their like (`comparison.py`)."""
+    differs = any(comparison.differs for comparison in comparisons(group, baseline))
+    return None if differs else ZERO_VARIANCE
 
 
 GROUP_FILTERS: dict[str, GroupFilter] = {"nonzero_variance": nonzero_variance, "none": lambda group: None}
 
 
-def group_filter_function(name: str) -> GroupFilter:
-    """The built-in of that name, or the user's function at `module:name`. Raises PluginError."""
-    return load_plugin(name, "group_filter", GroupFilter, GROUP_FILTERS)
+def group_filter_function(name: str, baseline: RewardBaseline = "depth") -> GroupFilter:
+    """The built-in of that name, with this baseline of turn rewards, or the user's function at `module:name`.
+    Raises PluginError."""
+    function = load_plugin(name, "group_filter", GroupFilter, GROUP_FILTERS)
+    if function is nonzero_variance and baseline == "group":
+        return partial(nonzero_variance, baseline="group")
+    return function
 
 
 def admission_limit(config: BufferConfig, batch_size: int) -> int:

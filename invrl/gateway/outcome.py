@@ -47,9 +47,13 @@ def summarise(
         return failed(record, FailureReason.BAD_REWARD, "the session was finished without a reward")
     later = [turn for turn in turns if turn.parent_id is not None]
     finals, family = dict(_finals(record)), list(record.family(finished=True))
+    reward, _ = finals.pop(record.session.id)
+    turn_rewards = {turn_id: own.value for one in family for turn_id, own in one.turn_rewards.items()}
+    branch_rewards = {turn_id: own.value for one in family for turn_id, own in one.branch_rewards.items()}
+    levels = _levels(record, turns)
     return RolloutSummary(
         **_place(record.session),
-        reward=finals.pop(record.session.id),
+        reward=reward,
         reward_components=record.components,
         num_turns=len(turns),
         prompt_tokens=sum(turn.prompt_tokens for turn in turns),
@@ -67,9 +71,11 @@ def summarise(
         counts=record.counts + Counter(f"forks/{turn.fork_reason}" for turn in turns if turn.fork_reason),
         started_at=record.opened_at,
         finished_at=now,
-        turn_rewards={name: own.value for one in family for name, own in one.turn_rewards.items()},
-        branch_rewards={name: own.value for one in family for name, own in one.branch_rewards.items()},
-        child_rewards=finals,
+        turn_rewards=turn_rewards,
+        branch_rewards=branch_rewards,
+        turn_levels={id: levels[id] for id in (*turn_rewards, *branch_rewards) if id in levels},
+        child_rewards={child: value for child, (value, _) in finals.items()},
+        child_reward_from={child: bearer for child, (_, bearer) in finals.items()},
         untrained_roots=tuple(untrained),
     )
 
@@ -138,10 +144,27 @@ def _sampled(turns: Sequence[Turn] | Iterator[Turn]) -> int:
     return sum(len(turn.sampled_ids_T) for turn in turns)
 
 
-def _finals(record: SessionRecord, inherited: float = 0.0) -> Iterator[tuple[str, float]]:
-    """Final reward of each session of the family: its own, else its parent's."""
-    reward = inherited if record.reward is None else record.reward
-    yield record.session.id, reward
+def _finals(
+    record: SessionRecord, inherited: tuple[float, str] | None = None
+) -> Iterator[tuple[str, tuple[float, str]]]:
+    """Of each session of the family its final reward, its own or else its parent's, and the session that the
+    reward was given to. A family's first session without a reward has 0."""
+    bearer = (0.0 if record.reward is None else record.reward, record.session.id)
+    if record.reward is None and inherited is not None:
+        bearer = inherited
+    yield record.session.id, bearer
     for child in record.children:
         if child.state == "finished":
-            yield from _finals(child, reward)
+            yield from _finals(child, bearer)
+
+
+def _levels(record: SessionRecord, turns: Sequence[Turn]) -> Mapping[str, str]:
+    """Of each turn, whether it is of the session itself or of a child's, and how many turns come before it on
+    its branch. Parents come before their children."""
+    depths: dict[str, int] = {}
+    levels: dict[str, str] = {}
+    for turn in turns:
+        depths[turn.id] = 0 if turn.parent_id is None else depths[turn.parent_id] + 1
+        place = "main" if turn.session_id == record.session.id else "child"
+        levels[turn.id] = f"{place}/{depths[turn.id]}"
+    return levels

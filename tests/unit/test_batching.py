@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 from invrl.algorithms.advantages import dr_grpo, grpo
 from invrl.buffer.batching import build_batch, samples_from_rollout
+from invrl.buffer.config import RewardBaseline, RewardUse
 from invrl.buffer.policies import nonzero_variance
 from invrl.errors import BufferStateError, PluginError
+from invrl.interfaces import AdvantageFn
 from invrl.types import (
     FinishReason,
     Group,
@@ -260,45 +263,6 @@ def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
     assert all(row_T.dtype == np.float32 for row_T in made.advantages)
 
 
-def advantage_of(reward: float, others: Sequence[float]) -> float:
-    """Of a rollout with this reward in a group with `others`: its distance to the mean, in deviations."""
-    rewards = [reward, *others]
-    mean = sum(rewards) / len(rewards)
-    deviation = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
-    return (reward - mean) / deviation if deviation else 0.0
-
-
-def test_own_rewards_of_turn_branch_and_child_stand_in_the_final_ones_place() -> None:
-    """The member with 3 has two branches and a child; the others are compared by their final rewards."""
-    batch = taken(("g", [0.0, 1.0, 3.0]))
-    first, second, third = batch.groups[0].rollouts_G
-    a, b, c = turn("a", None, [1], [2, 3]), turn("b", "a", [4], [5]), turn("c", "a", [6], [7])
-    tail = turn("tail", "c", [8], [9], delivered=False)
-    child, sub = replace(turn("d", None, [1], [2]), session_id="kid"), turn("e", None, [1], [2, 3])
-    own = {
-        "turn_rewards": {"a": -1.0},
-        "branch_rewards": {"c": 2.0},
-        "child_rewards": {"kid": 7.0, "kid2": 3.0},
-    }
-    third = replace(third, **own)
-    batch = replace(batch, groups=(replace(batch.groups[0], rollouts_G=(first, second, third)),))
-    rollouts = [
-        rollout([turn("x", None, [1], [9])], of=first),
-        rollout([turn("y", None, [1], [9])], of=second),
-        rollout([a, b], [a, c, tail], [child], [replace(sub, session_id="kid2")], of=third),
-    ]
-    made = build_batch(batch, rollouts, grpo, 0.0)
-    assert [sample.reward for sample in made.samples] == [0.0, 1.0, 3.0, 2.0, 7.0, 3.0]
-    final = advantage_of(3.0, [0.0, 1.0])
-    turned, branched, kid = (advantage_of(reward, [0.0, 1.0]) for reward in (-1.0, 2.0, 7.0))
-    expected = [[0, turned, turned, 0, final], [0, 0, 0, 0, branched], [0, kid], [0, final, final]]
-    for row_T, wanted in zip(made.advantages[2:], expected, strict=True):
-        assert row_T.tolist() == pytest.approx(wanted, rel=1e-6)
-    others = [float(row_T[1]) for row_T in made.advantages[:2]]
-    assert others == pytest.approx([advantage_of(0.0, [1.0, 3.0]), advantage_of(1.0, [0.0, 3.0])], rel=1e-6)
-    assert len(made.samples) == 6
-
-
 def test_of_two_rewards_on_a_branch_the_later_turns_counts_and_a_turns_own_comes_first() -> None:
     a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", "a", [5], [6])
     own = replace(summary(reward=1.0), branch_rewards={"a": 0.5, "c": 0.25})
@@ -313,12 +277,18 @@ def test_untrained_roots_make_no_rows() -> None:
     assert row.turn_ids == ("c",)
 
 
-def test_a_group_of_equal_final_rewards_counts_if_a_branch_differs() -> None:
+def test_a_group_of_equal_final_rewards_counts_if_rewards_of_another_kind_differ() -> None:
     (group,) = taken(("g", [1.0, 1.0])).groups
     assert nonzero_variance(group) == "zero_variance"
     first, second = group.rollouts_G
-    for own in ({"turn_rewards": {"a": 0.0}}, {"branch_rewards": {"a": 0.0}}, {"child_rewards": {"s": 0.0}}):
-        assert nonzero_variance(replace(group, rollouts_G=(first, replace(second, **own)))) is None
+    kinds = [("turn_rewards", "a", "b"), ("branch_rewards", "a", "b"), ("child_rewards", "k", "l")]
+    for kind, name, other in kinds:
+        alone = replace(group, rollouts_G=(first, replace(second, **{kind: {name: 0.0}})))
+        assert nonzero_variance(alone) == "zero_variance", "there is nothing to compare it with"
+        both = replace(
+            group, rollouts_G=(replace(first, **{kind: {name: 0.0}}), replace(second, **{kind: {other: 0.5}}))
+        )
+        assert nonzero_variance(both) is None
 
 
 def test_groups_have_their_own_baselines() -> None:
@@ -341,5 +311,149 @@ def test_missing_tokens_are_a_broken_invariant() -> None:
 @pytest.mark.parametrize("wrong", [np.zeros(3), np.array([np.nan, 0.0]), np.float64(0.0)])
 def test_what_a_users_advantage_returns_is_checked(wrong: np.ndarray) -> None:
     batch = taken(("g", [0.0, 1.0]))
-    with pytest.raises(PluginError, match="one finite advantage per rollout"):
+    with pytest.raises(PluginError, match="one finite advantage per reward"):
         build_batch(batch, [], lambda rewards_G, *, eps: wrong, 1e-4)
+
+
+# ------------------------------------------------------------------ rewards of turns, branches and children
+
+
+def judged(
+    finals: Sequence[float],
+    turn_rewards: Sequence[Sequence[float | None]],
+    *,
+    baseline: RewardBaseline = "depth",
+    use: RewardUse = "replace",
+    advantage_fn: AdvantageFn = grpo,
+) -> list[list[float]]:
+    """The advantage of each turn of each rollout: rollout i is one branch, its turn k earns
+    `turn_rewards[i][k]` (None: nothing of its own)."""
+    paths: list[list[Turn]] = []
+    members: list[RolloutSummary] = []
+    for i, (final, rewards) in enumerate(zip(finals, turn_rewards, strict=True)):
+        ids = [f"r{i}t{k}" for k in range(len(rewards))]
+        parents = [None, *ids[:-1]]
+        paths.append([turn(id, parent, [1], [2]) for id, parent in zip(ids, parents, strict=True)])
+        own = {id: reward for id, reward in zip(ids, rewards, strict=True) if reward is not None}
+        levels = {id: f"main/{k}" for k, id in enumerate(ids) if id in own}
+        place = summary(f"g.{i}", "g", i, final)
+        members.append(replace(place, turn_rewards=own, turn_levels=levels))
+    group = Group(id="g", task_id="t", rollouts_G=tuple(members))
+    batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
+    rollouts = [rollout(path, of=member) for path, member in zip(paths, members, strict=True)]
+    made = build_batch(batch, rollouts, advantage_fn, 1e-4, baseline=baseline, use=use)
+    differ = nonzero_variance(group, baseline=baseline) is None
+    assert differ == any(advantages_T.any() for advantages_T in made.advantages)
+    return [row_T[1::2].tolist() for row_T in made.advantages]
+
+
+ALL_WAYS = [(baseline, use) for baseline in ("depth", "group") for use in ("replace", "add")]
+
+
+@pytest.mark.parametrize(("baseline", "use"), ALL_WAYS)
+def test_equal_turn_rewards_in_a_failed_group_teach_nothing(baseline: RewardBaseline, use: RewardUse) -> None:
+    """All eight fail, all eight turns earn 0.1. Compared with the final rewards each had +2.64."""
+    assert judged([0.0] * 8, [[0.1]] * 8, baseline=baseline, use=use) == [[0.0]] * 8
+
+
+@pytest.mark.parametrize(("baseline", "use"), ALL_WAYS)
+def test_good_and_bad_calls_of_a_solved_group_have_opposite_signs(
+    baseline: RewardBaseline, use: RewardUse
+) -> None:
+    """All eight solve the task; a call earned 0.1 or -0.1. Compared with the final rewards both had -2.65."""
+    calls = [0.1, -0.1, 0.1, -0.1, 0.1, 0.1, -0.1, -0.1]
+    advantages = judged([1.0] * 8, [[call, None] for call in calls], baseline=baseline, use=use)
+    mean, deviation = statistics.mean(calls), statistics.stdev(calls)
+    for call, (first, last) in zip(calls, advantages, strict=True):
+        assert first == pytest.approx((call - mean) / (deviation + 1e-4), rel=1e-6)
+        assert last == 0.0, "the answer has the final reward, and those are equal"
+
+
+def test_a_turn_is_compared_at_its_own_depth_or_with_every_turn() -> None:
+    """A reward that every rollout earns more of later: nobody was better than anybody."""
+    rewards = [[0.0, 1.0], [0.0, 1.0]]
+    assert judged([0.0, 0.0], rewards, baseline="depth") == [[0.0, 0.0], [0.0, 0.0]]
+    value = 0.5 / (3**-0.5 + 1e-4)  # four rewards: the sample's deviation is sqrt(1/3)
+    by_group = judged([0.0, 0.0], rewards, baseline="group")
+    assert by_group == [pytest.approx([-value, value], rel=1e-6)] * 2
+
+
+def test_added_rewards_are_those_of_the_turn_and_of_later_ones_and_the_final_one() -> None:
+    """Without a deviation, so that every number can be read off: final 0 and 2; turns 0, 4 and 1, 0."""
+    advantages = judged([0.0, 2.0], [[0.0, 4.0], [1.0, 0.0]], use="add", advantage_fn=dr_grpo)
+    assert advantages == [[-1 - 0.5 + 2, -1 + 2], [1 + 0.5 - 2, 1 - 2]]
+    replaced = judged([0.0, 2.0], [[0.0, 4.0], [1.0, 0.0]], use="replace", advantage_fn=dr_grpo)
+    assert replaced == [[-0.5, 2.0], [0.5, -2.0]]
+
+
+def test_a_turn_that_alone_was_rewarded_has_nothing_to_be_compared_with() -> None:
+    assert judged([0.0, 1.0], [[0.7], [None]], advantage_fn=dr_grpo) == [[0.0], [0.5]]
+
+
+def test_without_rewards_of_their_own_every_way_is_the_final_rewards() -> None:
+    expected = [[-0.5, -0.5], [0.5, 0.5]]
+    for baseline, use in ALL_WAYS:
+        measured = judged([0.0, 1.0], [[None, None]] * 2, baseline=baseline, use=use, advantage_fn=dr_grpo)
+        assert measured == expected
+
+
+def family(use: RewardUse) -> list[list[float]]:
+    """A group of two. The first rollout has a branch reward and a judged child with a child of its own; the
+    second another branch reward, a judged child, and one that was not judged."""
+    a, b = turn("a", None, [1], [2]), turn("b", "a", [3], [4])
+    kid, grandkid = turn("k", None, [1], [2]), turn("l", None, [1], [2])
+    first = replace(
+        summary("g.0", "g", 0, 0.0),
+        branch_rewards={"b": 5.0},
+        turn_levels={"b": "main/1"},
+        child_rewards={"kid": 3.0, "grandkid": 3.0},
+        child_reward_from={"kid": "kid", "grandkid": "kid"},
+    )
+    c, d = turn("c", None, [1], [2]), turn("d", "c", [3], [4])
+    other, heir = turn("m", None, [1], [2]), turn("n", None, [1], [2])
+    second = replace(
+        summary("g.1", "g", 1, 1.0),
+        branch_rewards={"d": 1.0},
+        turn_levels={"d": "main/1"},
+        child_rewards={"other": 1.0, "heir": 1.0},
+        child_reward_from={"other": "other", "heir": "g.1"},
+    )
+    group = Group(id="g", task_id="t", rollouts_G=(first, second))
+    batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
+    rollouts = [
+        rollout(
+            [a, b], [replace(kid, session_id="kid")], [replace(grandkid, session_id="grandkid")], of=first
+        ),
+        rollout([c, d], [replace(other, session_id="other")], [replace(heir, session_id="heir")], of=second),
+    ]
+    made = build_batch(batch, rollouts, dr_grpo, 1e-4, use=use)
+    return [row_T[1::2].tolist() for row_T in made.advantages]
+
+
+def test_branches_and_children_are_compared_with_their_like() -> None:
+    """Finals 0 and 1, branches 5 and 1, judged children 3 and 1 (a child of theirs counts with them; one that
+    was not judged has the final reward)."""
+    assert family("replace") == [[2.0, 2.0], [1.0], [1.0], [-2.0, -2.0], [-1.0], [0.5]]
+    assert family("add") == [[1.5, 1.5], [0.5], [0.5], [-1.5, -1.5], [-0.5], [0.5]]
+
+
+def test_turns_of_children_are_not_compared_with_the_main_conversation_s() -> None:
+    """Each is the only one of its level."""
+    a, k = turn("a", None, [1], [2]), replace(turn("k", None, [1], [2]), session_id="kid")
+    first = replace(summary("g.0", "g", 0, 0.0), turn_rewards={"a": 1.0}, turn_levels={"a": "main/0"})
+    second = replace(
+        summary("g.1", "g", 1, 0.0),
+        turn_rewards={"k": 9.0},
+        turn_levels={"k": "child/0"},
+        child_rewards={"kid": 0.0},
+        child_reward_from={"kid": "g.1"},
+    )
+    group = Group(id="g", task_id="t", rollouts_G=(first, second))
+    batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
+    rollouts = [rollout([a], of=first), rollout([k], of=second)]
+    made = build_batch(batch, rollouts, dr_grpo, 1e-4)
+    assert [row_T.tolist() for row_T in made.advantages] == [[0.0, 0.0], [0.0, 0.0]]
+    assert nonzero_variance(group) == "zero_variance"
+    made = build_batch(batch, rollouts, dr_grpo, 1e-4, baseline="group")
+    assert [row_T.tolist() for row_T in made.advantages] == [[0.0, -4.0], [0.0, 4.0]]
+    assert nonzero_variance(group, baseline="group") is None

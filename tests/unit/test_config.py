@@ -19,7 +19,8 @@ from invrl.flags import LEAVES, flag_help, parse_flags
 from invrl.gateway.config import GatewayConfig
 from invrl.rollout.sglang_client import EngineLimits
 from invrl.run_checks import USER_CODE, run_checks
-from invrl.run_folder import RunFolder
+from invrl.run_folder import RunFolder, make_run_folder
+from invrl.training import run_training
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "launch" / "configs").glob("*.toml"))
@@ -300,3 +301,39 @@ def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
     taken = {name: getattr(settings, name) for name in GatewayConfig.model_fields}
     assert taken == config.gateway.model_dump() | {"gateway_port": settings.gateway_port}
     assert settings.gateway_port > 0
+
+
+# ------------------------------------------------------------------ what cannot act
+
+
+def first_words(config: Config) -> list[str]:
+    return [" ".join(sentence.split()[:2]) for sentence in config.algorithm.without_effect()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "inert"),
+    [
+        ([], ["the clip"]),
+        (["--steps-per-batch", "2"], []),
+        (["--old-logprobs", "engine"], ["the truncated"]),
+        (["--old-logprobs", "engine", "--correction", "none"], []),
+        (["--old-logprobs", "engine", "--steps-per-batch", "4"], ["the truncated"]),
+        (["--algorithm-preset", "grpo"], ["the clip"]),
+        (["--algorithm-preset", "dapo"], []),
+        (["--algorithm-preset", "dapo", "--steps-per-batch", "1"], ["the clip"]),
+    ],
+)
+def test_what_cannot_act_is_said(flags: list[str], inert: list[str]) -> None:
+    assert first_words(from_flags(*flags)) == inert
+
+
+@pytest.mark.parametrize("flags", [[], ["--algorithm-preset", "dapo"], ["--debug-rollout-only"]])
+def test_a_run_tells_at_its_start_what_cannot_act(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = from_flags(*flags, "--run-root", str(tmp_path), "--run-name", "a", "--no-tensorboard")
+    monkeypatch.setattr("invrl.training.interrupts.run", lambda work: work.close())
+    run_training(config, make_run_folder(config))
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(told) == (1 if not flags else 0)
+    assert all("the clip" in line and "--steps-per-batch" in line for line in told)

@@ -224,6 +224,7 @@ async def test_rewards_of_turns_and_branches_reach_the_rows(gateway: Running):
         {shared: -1.0},
         {right: 0.25},
     )
+    assert summary.turn_levels == {shared: "main/0", right: "main/1"}
     rows = samples_from_rollout(gateway.store.rollout(session.id))
     assert [(row.reward, row.turn_ids) for row in rows] == [(2.0, (shared, left)), (0.25, (shared, right))]
 
@@ -334,6 +335,11 @@ async def test_children_train_with_their_parent_under_their_own_rewards(gateway:
     summary = await gateway.finish(parent, reward=1.0)
     assert isinstance(summary, RolloutSummary)
     assert summary.child_rewards == {default.id: 1.0, judged.id: -2.0, grandchild.id: -2.0}
+    assert summary.child_reward_from == {
+        default.id: parent.id,
+        judged.id: judged.id,
+        grandchild.id: judged.id,
+    }
     assert (summary.num_turns, summary.trained_tokens) == (4, 4 * 13)
     assert gateway.store.closed_session(default.id).state == "finished"
     assert [outcome for _, outcome in gateway.store.outbox_after(0)] == [summary]
