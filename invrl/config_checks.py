@@ -123,8 +123,27 @@ def _deadlines(config: Config) -> Contradictions:
     if buffer.batch_timeout_s < gateway.reward_deadline_s:
         why = f"a batch is waited for batch_timeout_s = {buffer.batch_timeout_s:g} s"
         yield "gateway.reward_deadline_s", why, "lower --reward-deadline-s or raise --batch-timeout-s"
+    if config.rollout.external_environments:
+        yield from _outside_deadlines(config)
     if buffer.batch_timeout_s < limit:
         yield "buffer.batch_timeout_s", reason, "raise --batch-timeout-s or lower --rollout-timeout-s"
+
+
+def _outside_deadlines(config: Config) -> Contradictions:
+    """An environment that we do not start may die with its places. They must come back, to be leased again,
+    before the run gives up the batch that waits for them."""
+    gateway, batch_timeout_s = config.gateway, config.buffer.batch_timeout_s
+    held_s = gateway.lease_timeout_s + gateway.session_ttl_s
+    parts = "lease_timeout_s + session_ttl_s"
+    if gateway.late_reward == "accept":
+        held_s += gateway.reward_deadline_s
+        parts += " + reward_deadline_s"
+    if held_s >= batch_timeout_s:
+        reason = (
+            f"an environment that hangs may hold a task for {parts} = {held_s:g} s, and a batch is waited "
+            f"for batch_timeout_s = {batch_timeout_s:g} s"
+        )
+        yield "gateway.session_ttl_s", reason, "lower --session-ttl-s or raise --batch-timeout-s"
 
 
 def _secrets(config: Config) -> Contradictions:

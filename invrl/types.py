@@ -256,6 +256,7 @@ class FailureReason(StrEnum):
     ABORTED = "aborted"
     ENGINE = "engine"
     MEMORY = "memory"
+    ENVIRONMENT_GONE = "environment_gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

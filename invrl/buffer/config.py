@@ -24,4 +24,4 @@ class BufferConfig(Section):
         "replace",
         description="own rewards of turns, branches, children stand in the final one's place, or are added",
     )
-    batch_timeout_s: PositiveFloat = Field(1800.0, description="deadline for a whole batch to come together")
+    batch_timeout_s: PositiveFloat = Field(7200.0, description="deadline for a whole batch to come together")

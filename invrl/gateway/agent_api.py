@@ -60,6 +60,7 @@ class AgentEndpoint:
         client = ClientConnection(scope, receive, send)
         try:
             record = self.registry.by_key(session_keys(scope["path_params"].get("key"), client.headers))
+            record.life.see()
             if scope["method"] != "POST":
                 raise SessionError("this route takes POST only", status=405, code="method_not_allowed")
             limit, deadline_s = self.settings.max_body_bytes, self.settings.body_timeout_s
@@ -84,6 +85,7 @@ class AgentEndpoint:
         request = self.dialect.parse(raw, retry=retry, find=conversation.forest.turn)
         self.turns.count_ignored(record, request.turn.ignored)
         with conversation.call(), contextlib.ExitStack() as stack:
+            stack.callback(record.life.see)
             begun = []
             for turn in _choices(request):
                 begun.append(self.turns.begin(conversation, turn))  # if one is refused, those before it end

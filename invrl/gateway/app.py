@@ -170,7 +170,9 @@ def _add_agent_routes(
         return messages if anthropic else chat
 
     def asker(request: Request) -> SessionRecord:
-        return registry.by_key(session_keys(request.path_params.get("key"), dict(request.headers)))
+        record = registry.by_key(session_keys(request.path_params.get("key"), dict(request.headers)))
+        record.life.see()
+        return record
 
     async def models(request: Request) -> Response:
         asker(request)

@@ -15,6 +15,10 @@ class SessionPolicy(Section):
 
     max_open_sessions: PositiveInt = Field(1024, description="open sessions before new ones get 429")
     session_ttl_s: PositiveFloat = Field(3600.0, description="seconds until an open session is ended")
+    session_idle_timeout_s: NonNegativeFloat = Field(
+        900.0,
+        description="seconds without a call of an environment's group until its sessions fail; 0: no limit",
+    )
     session_max_turns: PositiveInt = Field(10_000, description="turns of one session")
     session_max_tokens: PositiveInt = Field(1_000_000, description="tokens one session may sample")
     session_max_calls: PositiveInt = Field(256, description="requests of one session at a time")

@@ -48,6 +48,11 @@ class Conversation:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def is_called(self) -> bool:
+        """A client's request is under way."""
+        return self._calls > 0
+
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """A client's request, until its answer is delivered or given up. SessionError 429 past the limit."""

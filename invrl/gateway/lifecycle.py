@@ -62,6 +62,8 @@ class Lifecycle:
             raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
         now, leased = time.time(), self.leases is not None and training and group.parent is None
         if earlier := self.registry.reopened(group):
+            for record in earlier:
+                record.life.see()
             await asyncio.wrap_future(self.store.open_sessions([], [], now))  # after the one that holds them
             return [self.registry.by_id(record.session.id) for record in earlier]  # unless that one failed
         records = self.registry.open(group, now)
@@ -126,11 +128,37 @@ class Lifecycle:
     async def expire_forever(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
-            for record in self.registry.expired(time.time()):
-                try:
-                    await self._expire(record)
-                except Exception:  # the next round tries again; other sessions must not wait for it
-                    _log.exception("cannot expire session %s", record.session.id)
+            await self.expire(time.time())
+
+    async def expire(self, now: float) -> None:
+        """Ends the sessions whose time is up at `now` (Unix seconds), side by side: one whose client does not
+        read its answer takes `_SETTLE_S`."""
+        overdue = self.registry.expired(now)
+        ending = [self._expire(record) for record in overdue]
+        ending += [self._give_up(record) for record in self._forsaken(now) if record not in overdue]
+        for error in await asyncio.gather(*ending, return_exceptions=True):
+            if isinstance(error, Exception):  # the next round tries again
+                _log.error("cannot expire a session", exc_info=error)
+
+    def _forsaken(self, now: float) -> list[SessionRecord]:
+        """Training sessions whose environment, which leased their places, has not been heard of for
+        `session_idle_timeout_s`. A call that is being answered is a sign of life."""
+        idle_s = self.policy.session_idle_timeout_s
+        if self.leases is None or not idle_s:
+            return []
+        records = [one for one in self.registry.open_records() if one.session.purpose == "train"]
+        for record in records:
+            if self.turns.is_called(record):
+                record.life.seen_at = now
+        return [one for one in records if one.parent is None and now - one.life.seen_at > idle_s]
+
+    async def _give_up(self, record: SessionRecord) -> None:
+        detail = (
+            "no call of its group came within session_idle_timeout_s = "
+            f"{self.policy.session_idle_timeout_s:g}: its environment has ended or hangs (one that computes "
+            f"for longer between two calls sends POST /sessions/{record.session.id}/heartbeat)"
+        )
+        await self.abort(record, FailureReason.ENVIRONMENT_GONE, detail, state="expired")
 
     async def _expire(self, record: SessionRecord) -> None:
         if record.state == "unrewarded" and record.reward is None:

@@ -51,6 +51,7 @@ class SessionRoutes:
         api.post(one + "/reward")(self.reward_session)
         api.post(one + "/finish", response_model=Outcome, responses=waits)(self.finish_session)
         api.post(one + "/abort")(self.abort_session)
+        api.post(one + "/heartbeat")(self.hear_of_session)
         api.get(one, response_model_exclude_unset=True)(self.show_session)
         api.get("/metrics")(self.show_metrics)
         return api
@@ -114,6 +115,14 @@ class SessionRoutes:
         record = self._session(request, session_id)
         return await self.lifecycle.abort(record, body.reason, body.detail)
 
+    async def hear_of_session(self, request: Request, session_id: str) -> bodies.Heartbeat:
+        """For an environment that computes for long between two other calls: it is there."""
+        record = self._session(request, session_id)
+        idle_timeout_s = self.lifecycle.policy.session_idle_timeout_s
+        return bodies.Heartbeat(
+            session_id=session_id, state=record.state, session_idle_timeout_s=idle_timeout_s
+        )
+
     async def show_session(self, request: Request, session_id: str) -> bodies.SessionView:
         record = self._session(request, session_id)
         conversation = self.lifecycle.turns.find(record)
@@ -140,7 +149,7 @@ class SessionRoutes:
         if session_id is None:
             self._check_environment(request)
         else:
-            self._session(request, session_id)
+            self._session(request, session_id).life.see()
 
     def _check_environment(self, request: Request) -> None:
         """SessionError 401 unless the request carries the environment key."""

@@ -100,6 +100,15 @@ class Rewarded(BaseModel):
     state: SessionState
 
 
+class Heartbeat(BaseModel):
+    """What an environment learns when it says that it is there."""
+
+    session_id: str
+    state: SessionState
+    session_idle_timeout_s: float
+    """The next call of a session of this group is due within so many seconds; 0: no limit."""
+
+
 class Unrewarded(BaseModel):
     """Finished, but for the reward, which must come by `deadline` (Unix seconds)."""
 

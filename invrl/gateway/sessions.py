@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import re
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,19 @@ class WorkerPlace:
         return number if number < len(self.urls) else None
 
 
+@dataclass(slots=True, eq=False)
+class LifeSign:
+    """When the environment that holds some sessions was last heard of. The sessions that were opened together
+    share one, and so do their children: an environment may run them one after the other."""
+
+    seen_at: float = field(default_factory=time.time)
+    """Unix seconds."""
+
+    def see(self) -> None:
+        """A call begins, goes on, or ends."""
+        self.seen_at = time.time()
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionRecord:
     session: Session
@@ -79,6 +93,7 @@ class SessionRecord:
     """Sampling parameters that a client asked for and the run did not grant."""
     ignored: Counter[str] = field(default_factory=Counter)
     """Its requests, by the fields of theirs that nothing reads."""
+    life: LifeSign = field(default_factory=LifeSign)
     counts: Counter[str] = field(default_factory=Counter)
     """How its requests went on from what was recorded: match levels, thinking kept, prompt ids of forks."""
 
@@ -199,11 +214,15 @@ class SessionRegistry:
 
     def restore(self, records: Iterable[SessionRecord]) -> None:
         """Sessions that are not over, from the oldest to the newest, each with all that descend from it."""
+        life_of_group: dict[str, LifeSign] = {}
         for record in records:
             session = record.session
             if session.parent_id:
                 record.parent = self._by_id[session.parent_id]
                 record.parent.children.append(record)
+                record.life = record.parent.life
+            else:
+                record.life = life_of_group.setdefault(session.group_id, record.life)
             self._by_id[session.id] = self._by_key[record.key_hash] = record
             if record.outcome is None:
                 self._open[session.id] = record
@@ -315,6 +334,10 @@ class SessionRegistry:
             return own if record.reward_deadline is None else record.reward_deadline
 
         return [record for record in self._open.values() if now > end(record)]
+
+    def open_records(self) -> list[SessionRecord]:
+        """Sessions that can still be called, children among them."""
+        return [record for record in self._open.values() if record.state == "open"]
 
     def counts(self) -> Mapping[SessionState, int]:
         """Sessions by state since the start."""

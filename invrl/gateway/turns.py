@@ -132,6 +132,11 @@ class Turns:
             self._conversations[record.session.id] = conversation
         return conversation
 
+    def is_called(self, record: SessionRecord) -> bool:
+        """Whether a request of the session is being answered now."""
+        conversation = self._conversations.get(record.session.id)
+        return conversation is not None and conversation.is_called
+
     def close(self, record: SessionRecord) -> None:
         self._conversations.pop(record.session.id, None)
 

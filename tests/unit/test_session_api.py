@@ -562,7 +562,9 @@ async def test_openapi_lists_the_session_routes_with_types_and_refusals(gateway:
     schema = (await gateway.http.get(gateway.url + "/openapi.json")).json()
     routes = {(verb, path) for path, verbs in schema["paths"].items() for verb in verbs if path != "/health"}
     one = "/sessions/{session_id}"
-    assert routes == {("post", f"{one}/{verb}") for verb in ("reward", "finish", "abort", "children")} | {
+    assert routes == {
+        ("post", f"{one}/{verb}") for verb in ("reward", "finish", "abort", "children", "heartbeat")
+    } | {
         ("post", "/tasks/lease"),
         ("post", "/sessions"),
         ("get", one),
