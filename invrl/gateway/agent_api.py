@@ -80,7 +80,7 @@ class AgentEndpoint:
 
     async def _serve(self, client: ClientConnection, record: SessionRecord, raw: bytes) -> None:
         count = client.headers.get(_RETRY_COUNT)
-        retry = None if count is None else count != "0"
+        retry = count not in (None, "0")
         conversation = self.turns.conversation(record)
         request = self.dialect.parse(raw, retry=retry, find=conversation.forest.turn)
         self.turns.count_ignored(record, request.turn.ignored)

@@ -1,14 +1,16 @@
 """The live side of an open session: its forest, the generations in flight, the turns so far.
 
-Invariant: a request is answered with an earlier answer only if it is a retry of the request that it was
-made for; who asks the same thing again on purpose gets a fresh sample. Held by `turns.py`."""
+Invariant: who asks the same thing again gets a sample of its own, which counts as a turn. There are two
+exceptions. An answer that is whole but reached no client goes to whoever asks for it next. A request that
+says that it is a retry (the official clients count theirs in a header) is given what it was given before.
+Equal bytes alone are no retry: clients without such a header draw several samples of one prompt that way."""
 
 import asyncio
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,20 @@ from invrl.gateway.sessions import SessionRecord
 from invrl.types import Sampling, Turn
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Request:
+    """What became of one request, however often it was sent."""
+
+    pending: list[Generation] = field(default_factory=list)
+    """Begun or told again, in this order; no client has the answer yet."""
+    undelivered: list[Node] = field(default_factory=list)
+    """Answers that were recorded but reached no client, and that nobody is being told now."""
+    failed: int = 0
+    """Generations that ended without an answer, and that nobody has begun anew since."""
+    delivered: Generation | Node | None = None
+    """The answer that a client got last. A generation where a turn does not hold all that was shown."""
+
+
 class Conversation:
     """Everything about a session that dies with it."""
 
@@ -31,8 +47,6 @@ class Conversation:
         self.delivered: set[str] = set()
         self.asked: Counter[bytes] = Counter()
         """Generations begun so far, by the digest of their prompt."""
-        self.recorded: dict[str, Node] = {}
-        """Delivered and restored turns by the digest of the request that they answer."""
         self.changes: dict[str, Change] = {}
         """By turn: how its request departs from what was recorded."""
         self.begun = 0
@@ -41,8 +55,8 @@ class Conversation:
         """What the session hands over is settled: no turn is added and none becomes delivered."""
         self.closed = asyncio.Lock()
         """Held while the session is being closed."""
-        self._generations: dict[str, Generation] = {}
-        """The latest generation for each request digest, until its answer has been delivered."""
+        self._requests: dict[str, _Request] = {}
+        """By digest."""
         self._running: set[Generation] = set()
         self._calls = 0
         self._idle = asyncio.Event()
@@ -83,22 +97,42 @@ class Conversation:
         left = limits.max_sampled_tokens - sampled
         return replace(session.sampling, max_new_tokens=min(session.sampling.max_new_tokens, left))
 
-    def retried(self, digest: str, retry: bool | None) -> Generation | None:
-        """The generation that this request is a retry of. `retry` is what the client says: the official
-        clients count their retries in a header; None: it says nothing. Then the same request again is
-        taken for a retry in training and evaluation, and for a new question in serving."""
-        earlier = self._generations.get(digest)
-        if earlier is None or earlier.failed:
-            return None
-        undelivered = not earlier.running and not earlier.delivered
-        return earlier if self._is_retry(retry) or undelivered else None
+    def earlier(self, digest: str, *, retry: bool) -> Generation | Node | None:
+        """What answers this request without a new sample: a generation to join, or a recorded turn to tell
+        again; None if there is no such thing. `retry`: the client says that it asks for the second time.
 
-    def replayed(self, digest: str, retry: bool | None) -> Node | None:
-        """As `retried`, of what is only a turn by now."""
-        node = self.recorded.get(digest)
-        if node is None or not (self._is_retry(retry) or node.turn.id not in self.delivered):
+        Of several equal requests in flight, or of one that failed, a retry gets a sample of its own: it is
+        unknown which of them it repeats, and an answer that somebody else has would be one sample twice."""
+        request = self._requests.get(digest)
+        if request is None:
             return None
-        return node
+        self._sort(request)
+        for generation in request.pending:
+            if generation.unclaimed:
+                return generation
+        if request.undelivered:
+            return request.undelivered.pop(0)
+        if not retry or request.failed:
+            return None
+        if request.pending:
+            return request.pending[0] if len(request.pending) == 1 else None
+        return request.delivered
+
+    def _sort(self, request: _Request) -> None:
+        """Brings a request up to date with what has become of its generations and turns since."""
+        for generation in tuple(request.pending):
+            turn_id = generation.proposal.request.rid
+            node = self.forest.turn(turn_id)
+            if generation.failed:
+                request.pending.remove(generation)
+                if node is None:
+                    request.failed += 1
+                else:
+                    request.undelivered.append(node)
+            elif generation.unclaimed and turn_id in self.delivered:  # somebody went on from it
+                request.pending.remove(generation)
+                request.delivered = generation
+        request.undelivered = [node for node in request.undelivered if node.turn.id not in self.delivered]
 
     def count_prompt(self, ids_T: NDArray[np.int32]) -> tuple[bytes, int]:
         """Counts a generation from these ids: their digest, and the how manieth it is."""
@@ -106,23 +140,36 @@ class Conversation:
         self.asked[prompt] += 1
         return prompt, self.asked[prompt]
 
+    def has_root(self, ids: Sequence[int]) -> bool:
+        """Whether a turn so far began a conversation with exactly this prompt."""
+        ids_T = np.asarray(ids, np.int32)
+        begun = (turn.context_ids_T for turn in self.turns if turn.parent_id is None)
+        return any(np.array_equal(context_ids_T, ids_T) for context_ids_T in begun)
+
     def start(self, digest: str, generation: Generation, *, replay: bool = False) -> None:
-        """`replay`: it tells a recorded turn again, which stays recorded."""
-        self._generations[digest] = generation
+        """`replay`: it tells a recorded turn again, and samples nothing."""
+        request = self._requests.setdefault(digest, _Request())
+        request.pending.append(generation)
         if not replay:
-            self.recorded.pop(digest, None)
+            self.begun += 1
+            request.failed = max(0, request.failed - 1)
         self._running = {other for other in self._running if other.running} | {generation}
 
-    def keep_turn(self, generation: Generation, node: Node) -> None:
-        """Of what was delivered its turn is kept: a retry is answered from that."""
-        digest = generation.proposal.digest
-        if self._generations.get(digest) is generation:
-            del self._generations[digest]
-            self.recorded[digest] = node
+    def keep_answer(self, generation: Generation, answer: Generation | Node) -> None:
+        """The generation's answer was delivered; `answer` is what a retry is told from."""
+        request = self._requests.setdefault(generation.proposal.digest, _Request())
+        if generation in request.pending:
+            request.pending.remove(generation)
+        request.delivered = answer
         self._running.discard(generation)
 
-    def _is_retry(self, said: bool | None) -> bool:
-        return self.record.session.purpose != "serve" if said is None else said
+    def restore_answer(self, node: Node) -> None:
+        """A turn that was recorded by a worker before this one, in the order of the turns."""
+        request = self._requests.setdefault(node.turn.request_digest, _Request())
+        if node.turn.delivered:
+            request.delivered = node
+        else:
+            request.undelivered.append(node)
 
     async def settle(self, deadline_s: float) -> None:
         """Ends what is being sampled and lets answers on their way out arrive."""
@@ -139,5 +186,5 @@ class Conversation:
     def freeze(self) -> None:
         """`turns` and `delivered` are a snapshot from here on."""
         self.frozen = True
-        self._generations.clear()
+        self._requests.clear()
         self._running.clear()

@@ -115,6 +115,11 @@ class Generation:
             return self._task.cancelling() > 0
         return self._task.cancelled() or self._task.exception() is not None
 
+    @property
+    def unclaimed(self) -> bool:
+        """The answer is whole, no client got it, and none is being sent it."""
+        return not (self.running or self.failed or self.delivered or self._attached)
+
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """A client waits for the answer inside of this block."""

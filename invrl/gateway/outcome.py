@@ -1,7 +1,8 @@
 """What a closed session hands over: a summary with its reward, or why there is none. Pure.
 
 The turns of a session's finished children are part of it. A root turn begins a conversation; the one with the
-most tokens sampled is a session's main one, others (titles, summaries, parallel ones) are auxiliary."""
+most tokens that its client was given is a session's main one, others (titles, summaries, parallel ones) are
+auxiliary."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ def summarise(
     """The outcome of finishing `record`. `turns`: the family's; `delivered`: ids of those whose answer
     reached its client. Versions are those of the tokens that may be trained. A session without such tokens
     is EMPTY, a training session without a reward BAD_REWARD; others count as reward 0."""
-    root_of, auxiliary = roots(turns), dict.fromkeys(auxiliary_roots(turns))
+    root_of, auxiliary = roots(turns), dict.fromkeys(auxiliary_roots(turns, delivered))
     untrained = {} if train_auxiliary else auxiliary
     arrived = [turn for turn in turns if turn.id in delivered]
     trained = [turn for turn in arrived if turn.trainable and root_of[turn.id] not in untrained]
@@ -112,25 +113,41 @@ def roots(turns: Sequence[Turn]) -> Mapping[str, str]:
     return root_of
 
 
-def auxiliary_roots(turns: Sequence[Turn]) -> tuple[str, ...]:
-    """Roots of every conversation but its session's main one. A root that departed from what was recorded
-    (edited history, stripped thinking) belongs to the conversation whose beginning it shares most of."""
-    root_of, sampled = roots(turns), Counter[str]()
+def auxiliary_roots(turns: Sequence[Turn], delivered: Collection[str]) -> tuple[str, ...]:
+    """Roots of every conversation but its session's main one, which is the one with the most tokens that were
+    delivered whole: what was abandoned or aborted says nothing of what the agent was about. Roots with equal
+    prompts are samples of one conversation. A root that departed from what was recorded (edited history,
+    stripped thinking) belongs to the conversation whose beginning it shares most of."""
+    root_of = roots(turns)
+    answered = Counter[str]()
+    """Delivered tokens under each root."""
     for turn in turns:
-        sampled[root_of[turn.id]] += len(turn.sampled_ids_T)
+        if turn.id in delivered and turn.finish_reason != "abort":
+            answered[root_of[turn.id]] += len(turn.sampled_ids_T)
     auxiliary: list[str] = []
     for session_id in dict.fromkeys(turn.session_id for turn in turns):
         begun = [turn for turn in turns if turn.session_id == session_id and turn.parent_id is None]
-        firsts = [turn for turn in begun if turn.fork_reason in ("", ForkReason.NEW_CONVERSATION)] or begun
-        home = {first.id: first.id for first in firsts}
-        for turn in begun:
-            home[turn.id] = home.get(turn.id) or max(firsts, key=lambda first: _shared(first, turn)).id
+        home = _homes(begun)
         size = Counter[str]()
         for turn in begun:
-            size[home[turn.id]] += sampled[turn.id]
+            size[home[turn.id]] += answered[turn.id]
         main = max(size, key=lambda first: size[first])
         auxiliary += [turn.id for turn in begun if home[turn.id] != main]
     return tuple(auxiliary)
+
+
+def _homes(begun: Sequence[Turn]) -> Mapping[str, str]:
+    """Of each root of a session, the root that began its conversation."""
+    new = [turn for turn in begun if turn.fork_reason in ("", ForkReason.NEW_CONVERSATION)] or begun
+    firsts: dict[bytes, Turn] = {}
+    home: dict[str, str] = {}
+    for turn in new:
+        first = firsts.setdefault(turn.context_ids_T.tobytes(), turn)
+        home[turn.id] = first.id
+    for turn in begun:
+        if turn.id not in home:
+            home[turn.id] = max(firsts.values(), key=lambda first: _shared(first, turn)).id
+    return home
 
 
 def _shared(one: Turn, other: Turn) -> int:

@@ -56,7 +56,7 @@ def restore(
                 if (change := conversation.forest.match(asked, node.tools).change) is not None:
                     conversation.changes[turn.id] = change
             conversation.forest.add(node)
-            conversation.recorded[turn.request_digest] = node
+            conversation.restore_answer(node)
 
 
 def replay(

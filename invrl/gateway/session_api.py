@@ -126,7 +126,9 @@ class SessionRoutes:
     async def show_session(self, request: Request, session_id: str) -> bodies.SessionView:
         record = self._session(request, session_id)
         conversation = self.lifecycle.turns.find(record)
-        turns, parts = conversation.turns if conversation else [], (record.session, record)
+        turns = conversation.turns if conversation else []
+        delivered = conversation.delivered if conversation else set()
+        parts = (record.session, record)
         names = bodies.SessionView.model_fields
         shown = {name: getattr(part, name) for part in parts for name in names if hasattr(part, name)}
         shown |= {
@@ -134,7 +136,7 @@ class SessionRoutes:
             "overridden": sorted(record.overridden),
             "turns": self.lifecycle.turns.overview(record),
             "forks": Counter(turn.fork_reason for turn in turns if turn.fork_reason),
-            "auxiliary_roots": auxiliary_roots(turns),
+            "auxiliary_roots": auxiliary_roots(turns, delivered),
         }
         return bodies.SessionView(**shown)
 

@@ -64,8 +64,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     digest: str
     """Of the request as it came: equal for a retry."""
-    retry: bool | None
-    """What the client says; None: nothing."""
+    retry: bool
+    """The client says that it has sent this request before."""
     ignored: tuple[str, ...] = ()
     """Names of fields that nothing reads."""
 
@@ -143,13 +143,9 @@ class Turns:
     def begin(self, conversation: Conversation, request: TurnRequest) -> tuple[Generation, tuple[str, ...]]:
         """The generation that answers `request`, and the sampling parameters that are overridden for
         the first time in this session. SessionError 400 if the request cannot be rendered or fits not."""
-        earlier = conversation.retried(request.digest, request.retry)
-        if earlier is None and (node := conversation.replayed(request.digest, request.retry)):
-            parser = self._parser(request, node.turn.context_ids_T.tolist(), node.turn.id)
-            earlier = replay(
-                node, stop=request.stop, stream=request.stream, renderer=self.renderer, parser=parser
-            )
-            conversation.start(request.digest, earlier, replay=True)
+        earlier = conversation.earlier(request.digest, retry=request.retry)
+        if isinstance(earlier, Node):
+            earlier = self._replay(conversation, request, earlier)
         if earlier is not None:
             self.counts["retries_answered"] += 1
             return earlier, ()
@@ -200,7 +196,6 @@ class Turns:
             commit=lambda turn, proposal, reply: self._commit(conversation, turn, proposal, reply),
         )
         conversation.start(request.digest, generation)
-        conversation.begun += 1
         if place.change is not None:
             conversation.changes[turn_id] = place.change
         return generation, news
@@ -214,6 +209,17 @@ class Turns:
                 self.ignored[name] += 1
                 record.ignored[name] += 1
 
+    def _replay(self, conversation: Conversation, request: TurnRequest, node: Node) -> Generation:
+        generation = replay(
+            node,
+            stop=request.stop,
+            stream=request.stream,
+            renderer=self.renderer,
+            parser=self._parser(request, node.turn.context_ids_T.tolist(), node.turn.id),
+        )
+        conversation.start(request.digest, generation, replay=True)
+        return generation
+
     def count_tokens(self, conversation: Conversation, request: TurnRequest) -> int:
         """Prompt tokens that `begin` would send for this request."""
         place = self._place(conversation, request)
@@ -221,11 +227,16 @@ class Turns:
 
     def deliver(self, conversation: Conversation, generation: Generation) -> None:
         """The answer has left whole: the turn may be trained."""
-        generation.delivered, turn_id = True, generation.proposal.request.rid
-        self._delivered(conversation, turn_id)
-        node = None if conversation.frozen else conversation.forest.turn(turn_id)
-        if node is not None and not generation.proposal.request.top_logprobs:  # which no turn holds
-            conversation.keep_turn(generation, node)
+        generation.delivered = True
+        proposal = generation.proposal
+        self._delivered(conversation, proposal.request.rid)
+        if conversation.frozen:
+            return
+        node = conversation.forest.turn(proposal.request.rid)
+        if node is None or proposal.request.top_logprobs:  # a turn does not hold the latter
+            conversation.keep_answer(generation, generation)
+        else:
+            conversation.keep_answer(generation, node)
 
     def _delivered(self, conversation: Conversation, turn_id: str) -> None:
         if conversation.frozen:
@@ -306,6 +317,8 @@ class Turns:
                 )
             fork, change = tail.fork, None
         ids = self.renderer.first(prompt)
+        if fork is ForkReason.NEW_CONVERSATION and conversation.has_root(ids):
+            fork = None  # another sample of a first turn departs from nothing
         counted = {"forked_tokens": len(ids)} if fork else {}
         return _Place(
             parent=None,
@@ -323,7 +336,8 @@ class Turns:
         node, covered = forest.match_text(text, shown)
         new = text[covered:]
         ids = self.renderer.encode(new) if isinstance(new, str) else list(new)
-        fork = ForkReason.NEW_CONVERSATION if forest.size and node is None else None
+        new_root = forest.size > 0 and node is None and not conversation.has_root(ids)
+        fork = ForkReason.NEW_CONVERSATION if new_root else None
         prompt = Prompt(messages=(Message("text", new if isinstance(new, str) else shown(ids)),))
         return _Place(parent=node, depth=0, context_ids=ids, fork=fork, prompt=prompt)
 

@@ -43,7 +43,7 @@ TOOLS = [
 def parsed(name: str, **fields: Any) -> TurnRequest:
     dialect, good = DIALECTS[name]
     raw = json.dumps({"model": "tiny", **good, **fields}).encode()
-    return dialect.parse(raw, retry=None).turn
+    return dialect.parse(raw, retry=False).turn
 
 
 @pytest.fixture(scope="module")

@@ -170,7 +170,7 @@ def test_an_empty_session_says_what_became_of_its_tokens():
         turn("lost", sampled=9),
         replace(turn("forced", parent="lost", sampled=8), constrained=True),
         replace(turn("aborted", parent="lost", sampled=7), finish_reason="abort"),
-        replace(turn("title", sampled=5), fork_reason="new_conversation"),
+        rooted("title", [9], sampled=5, fork="new_conversation"),
     ]
     outcome = summarise(record, turns, {"forced", "aborted", "title"}, 0.0, train_auxiliary=False)
     assert isinstance(outcome, FailedRollout)
@@ -222,14 +222,43 @@ def test_the_main_conversation_has_the_most_tokens_its_forks_included():
         rooted("more", [1, 2, 3, 4, 5, 7], sampled=3, fork="history_edited"),
         rooted("child", [1, 2], sampled=1, session="b"),
     ]
-    assert auxiliary_roots(turns) == ("title", "summary", "retitled")
-    assert auxiliary_roots([]) == ()
+    delivered = {turn.id for turn in turns}
+    assert auxiliary_roots(turns, delivered) == ("title", "summary", "retitled")
+    assert auxiliary_roots([], set()) == ()
     record = opened(registry())[0]
     record.reward = 1.0
-    delivered = {one.id for one in turns}
     trained = [summarise(record, turns, delivered, 0.0, train_auxiliary=train) for train in (True, False)]
     assert [
         (one.trained_tokens, one.auxiliary_tokens, one.untrained_roots)
         for one in trained
         if isinstance(one, RolloutSummary)
     ] == [(19, 9, ()), (10, 9, ("title", "summary", "retitled"))]
+
+
+def test_what_was_abandoned_or_aborted_does_not_make_a_conversation_the_main_one():
+    """A long first answer that its client left, one that broke off, and then the conversation that counts."""
+    new = "new_conversation"
+    turns = [
+        rooted("left", [1, 2], sampled=500),
+        replace(rooted("aborted", [3, 4], sampled=400, fork=new), finish_reason="abort"),
+        rooted("real", [5, 6], sampled=30, fork=new),
+        rooted("title", [7, 8], sampled=20, fork=new),
+    ]
+    delivered = {"aborted", "real", "title"}
+    assert auxiliary_roots(turns, delivered) == ("left", "aborted", "title")
+    record = opened(registry())[0]
+    record.reward = 1.0
+    outcome = summarise(record, turns, delivered, 0.0, train_auxiliary=False)
+    assert isinstance(outcome, RolloutSummary)
+    assert outcome.trained_tokens == 30
+
+
+def test_samples_of_one_prompt_are_one_conversation():
+    """None of three answers to the first prompt is as long as the title, but together they are."""
+    turns = [
+        rooted("one", [1, 2], sampled=8),
+        rooted("title", [7, 8], sampled=10, fork="new_conversation"),
+        rooted("two", [1, 2], sampled=1),
+        rooted("three", [1, 2], sampled=3),
+    ]
+    assert auxiliary_roots(turns, {turn.id for turn in turns}) == ("title",)

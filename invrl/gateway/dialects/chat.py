@@ -131,7 +131,7 @@ class ChatDialect(ChoicesDialect):
     first: ClassVar = {"delta": {"role": "assistant", "content": "", "refusal": None}}
     last: ClassVar = {"delta": {}}
 
-    def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> ChoicesRequest:
+    def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ChoicesRequest:
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
         if not body.messages:
             raise wire.bad("`messages` must not be empty", param="messages")

@@ -44,7 +44,7 @@ class CompletionsDialect(ChoicesDialect):
     objects = ("text_completion", "text_completion")
     last: ClassVar = {"text": ""}
 
-    def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> ChoicesRequest:
+    def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ChoicesRequest:
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
         limit = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         turn = TurnRequest(

@@ -63,7 +63,7 @@ class Dialect(Protocol[Request]):
     path: str
     """Below `/v1`."""
 
-    def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> Request:
+    def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> Request:
         """SessionError 400 (404 for another model) that names the field. `find`: for what the request names
         by an id instead of sending it."""
         ...

@@ -134,7 +134,7 @@ class MessagesDialect:
     def __init__(self, *, model: str) -> None:
         self.model = model
 
-    def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> MessagesRequest:
+    def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> MessagesRequest:
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
         if body.max_tokens is None:
             raise wire.bad("max_tokens: Field required", param="max_tokens")
@@ -189,7 +189,7 @@ class MessagesDialect:
         unknown = {"stop_reason": None, "stop_sequence": None}
         return {**head, "content": content, **unknown, **stop, "usage": usage}
 
-    def _turn(self, body: _Body, raw: bytes, retry: bool | None, ignored: tuple[str, ...]) -> TurnRequest:
+    def _turn(self, body: _Body, raw: bytes, retry: bool, ignored: tuple[str, ...]) -> TurnRequest:
         choice, thinking = body.tool_choice, body.thinking
         asked = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k or None}
         form = (body.output_config and body.output_config.format) or body.output_format

@@ -155,7 +155,7 @@ class ResponsesRequest(Asked, frozen=True, kw_only=True):
 class ResponsesDialect(wire.OpenAIDialect):
     path = "/responses"
 
-    def parse(self, raw: bytes, *, retry: bool | None, find: FindTurn = no_turn) -> ResponsesRequest:
+    def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ResponsesRequest:
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
         for name in body.include or ():
             if name not in _INCLUDABLE:
