@@ -145,7 +145,7 @@ class MessagesDialect:
     def parse_count(self, raw: bytes) -> TurnRequest:
         """A request whose tokens are counted; as `parse`, without `max_tokens`."""
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
-        return self._turn(body, raw, None, ignored)
+        return self._turn(body, raw, False, ignored)
 
     def counted(self, tokens: int) -> bytes:
         return msgspec.json.encode({"input_tokens": tokens})
