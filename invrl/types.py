@@ -253,6 +253,8 @@ class FailureReason(StrEnum):
     BAD_RETURN = "bad_return"
     BAD_REWARD = "bad_reward"
     EMPTY = "empty"
+    CONSTRAINED = "constrained"
+    """A grammar forced every turn that reached the client, and such turns are not trained."""
     ABORTED = "aborted"
     ENGINE = "engine"
     MEMORY = "memory"

@@ -131,6 +131,7 @@ async def _gateway(
         "max_new_tokens": 2048,
         "tool_call_parser": "auto",
         "reasoning_parser": "auto",
+        "constrained": "skip",
         **changes,
     }
     settings = GatewaySettings.model_validate(values)

@@ -89,6 +89,7 @@ def make_app(
         context_length=settings.context_length,
         run_seed=settings.sampling_seed,
         match_level=MatchLevel[settings.match_level.upper()],
+        constrained=settings.constrained,
     )
     sampling = Sampling(**settings.model_dump(include={"temperature", "top_p", "max_new_tokens"}))
     leases = LeaseStore(Path(settings.store_path)) if settings.leases else None

@@ -8,6 +8,9 @@ from invrl.section import Section
 
 MatchName = Literal["exact", "canonical", "without_reasoning", "rewritten"]
 """The names of `message.MatchLevel`."""
+Constrained = Literal["free", "skip"]
+"""What becomes of a reply that the client wants forced into a form. `free`: it is not forced, and trained.
+`skip`: it is forced, and not trained."""
 
 
 class SessionPolicy(Section):
@@ -50,6 +53,11 @@ class GatewayConfig(SessionPolicy):
     )
     reasoning_parser: str = Field(
         "auto", description="SGLang's parser of reasoning; auto: by the chat template; none: it stays content"
+    )
+    constrained: Constrained = Field(
+        "free",
+        description="replies that clients want forced (response_format, tool_choice required), except when"
+        " serving: free: not forced, and trained; skip: forced by a grammar, and not trained",
     )
     keep_thinking: bool = Field(
         True, description="a conversation goes on with earlier thinking even where the template drops it"

@@ -55,6 +55,8 @@ class ToolChoice:
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str = ""
+    allowed: tuple[str, ...] = ()
+    """Names of the tools that may be called, of those that the prompt shows; empty: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

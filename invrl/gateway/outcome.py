@@ -42,6 +42,9 @@ def summarise(
     trained = [turn for turn in arrived if turn.trainable and root_of[turn.id] not in untrained]
     versions = [span.version for turn in trained for span in turn.spans if span.end > span.start]
     if not versions:
+        if arrived and all(turn.constrained for turn in arrived):
+            forced = sum((one.forced for one in record.family()), Counter[str]())
+            return failed(record, FailureReason.CONSTRAINED, _why_constrained(forced))
         return failed(record, FailureReason.EMPTY, _why_empty(turns, arrived))
     top = record.parent is None
     if record.reward is None and record.session.purpose == "train" and top:
@@ -78,6 +81,16 @@ def summarise(
         child_rewards={child: value for child, (value, _) in finals.items()},
         child_reward_from={child: bearer for child, (_, bearer) in finals.items()},
         untrained_roots=tuple(untrained),
+    )
+
+
+def _why_constrained(forced: Mapping[str, int]) -> str:
+    """`forced`: requests by what forced their replies; empty after a restart of the gateway."""
+    asked = " and ".join(sorted(forced)) or "tool_choice or response_format"
+    return (
+        f"all turns constrained: the client sends {asked}, and --constrained skip trains no reply that a "
+        "grammar forced; start the run with --constrained free, or let the client leave the choice to the "
+        "model (tool_choice auto, no response_format; pydantic-ai: PromptedOutput, instructor: Mode.MD_JSON)"
     )
 
 

@@ -94,20 +94,26 @@ class Parsers:
             return ReplyParser()
         calls, most = None, None if parallel else 1
         if tools and choice.mode != "none":
+            tools = [tool for tool in tools if not choice.allowed or tool.name in choice.allowed]
             calls = CallReader(self.tool_calls, tools, turn_id=turn_id, most_calls=most, stream=stream)
         thinks = prompt_text.rstrip().endswith("<think>")
         reasoning = _reasoning_parser(self.reasoning, thinks=thinks) if self.reasoning else None
         return ReplyParser(reasoning, calls, stream=stream)
 
     def constraint(
-        self, tools: tuple[Tool, ...], choice: ToolChoice, *, parallel: bool
+        self, tools: tuple[Tool, ...], choice: ToolChoice, *, parallel: bool, schema: str = ""
     ) -> Mapping[str, Json]:
-        """SGLang's sampling parameters that force a call; empty where the model chooses. SessionError 400
-        if the tools cannot be made a grammar."""
-        if choice.mode not in ("required", "named"):
+        """SGLang's sampling parameters that force the reply's form; empty where the model chooses. `schema`:
+        what a reply without calls must follow, "" for none. With tools that may be called the reply is
+        either calls or what the schema says. SessionError 400 if the tools cannot be made a grammar."""
+        if choice.mode in ("required", "named"):
+            schema = ""
+        elif not schema:
             return {}
+        elif not tools or choice.mode == "none":
+            return {"json_schema": schema}
         try:
-            return {"ebnf": _forced_call(self.tool_calls, tools, choice, parallel)}
+            return {"ebnf": _reply_grammar(self.tool_calls, tools, choice, parallel, schema)}
         except (RuntimeError, ValueError) as error:  # xgrammar's and SGLang's words for a schema of no use
             reason = f"these tools cannot be forced: {error}"
             raise SessionError(reason, status=400, code="invalid_value", param="tools") from None
@@ -190,20 +196,36 @@ def reply(told: Delta) -> Message:
     return Message("assistant", told.content, told.reasoning, calls)
 
 
+def _callable(tools: Sequence[Tool], choice: ToolChoice) -> tuple[Tool, ...]:
+    """The tools that a grammar of calls has."""
+    names = (choice.name,) if choice.mode == "named" else choice.allowed
+    return tuple(tool for tool in tools if not names or tool.name in names)
+
+
 @functools.lru_cache(maxsize=256)
-def _forced_call(parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, parallel: bool) -> str:
-    """The grammar of a reply that calls, as EBNF: of the ways to say it, the one that sglang-router 0.3.2
-    passes on (it drops structural tags)."""
-    from sglang.srt.entrypoints.openai.protocol import ToolChoice as SglangChoice
+def _reply_grammar(
+    parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, parallel: bool, schema: str
+) -> str:
+    """The grammar of a reply that calls, or, with a `schema`, follows that, as EBNF: of the ways to say it,
+    the one that sglang-router 0.3.2 passes on (it drops structural tags)."""
     from xgrammar import Grammar
 
-    if choice.mode == "named":
-        tools = tuple(tool for tool in tools if tool.name == choice.name)
+    calls = Grammar.from_structural_tag(_call_tag(parser_name, tools, choice, parallel))
+    return str(Grammar.union(calls, Grammar.from_json_schema(schema)) if schema else calls)
+
+
+def _call_tag(
+    parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, parallel: bool
+) -> dict[str, Json]:
+    """XGrammar's structural tag of a reply that is calls."""
+    from sglang.srt.entrypoints.openai.protocol import ToolChoice as SglangChoice
+
+    tools = _callable(tools, choice)
     tools = tuple(replace(tool, strict=True) for tool in tools)  # forced calls keep to their schemas
     named = SglangChoice.model_validate({"function": {"name": choice.name}})
     parser = call_parser(parser_name, tools)
     found = parser.get_structure_constraint(
-        "required" if choice.mode == "required" else named, parallel_tool_calls=parallel
+        named if choice.mode == "named" else "required", parallel_tool_calls=parallel
     )
     if found is None:
         raise ValueError("their schemas make no grammar")
@@ -220,7 +242,7 @@ def _forced_call(parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, 
         calls = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
         calls |= {"at_least_one": True, "stop_after_first": not parallel}
         tag = {"type": "structural_tag", "format": calls}
-    return str(Grammar.from_structural_tag(tag))
+    return tag
 
 
 def _reasoning_parser(name: str, *, thinks: bool) -> ReasoningParser:

@@ -153,6 +153,7 @@ class TurnLine(BaseModel):
     cached_tokens: int
     delivered: bool
     sampled_tokens: int
+    constrained: bool
 
 
 class SessionView(BaseModel):

@@ -91,6 +91,8 @@ class SessionRecord:
     outcome: Outcome | None = None
     overridden: set[str] = field(default_factory=set)
     """Sampling parameters that a client asked for and the run did not grant."""
+    forced: Counter[str] = field(default_factory=Counter)
+    """Its requests whose reply's form was to be forced, by the field that asked for it."""
     ignored: Counter[str] = field(default_factory=Counter)
     """Its requests, by the fields of theirs that nothing reads."""
     life: LifeSign = field(default_factory=LifeSign)

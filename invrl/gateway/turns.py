@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import SessionError
+from invrl.gateway.config import Constrained
 from invrl.gateway.conversation import Conversation
 from invrl.gateway.forest import Change, ForkReason, Node, advice
 from invrl.gateway.generation import Engine, Generation, Proposal
@@ -38,7 +39,7 @@ _HEAD_TOKENS = 8
 """The end of a prompt that says whether the reply begins inside of thinking."""
 _MOST_IGNORED = 256
 """Names of ignored fields that are counted."""
-_SHOWN = ("id", "parent_id", "fork_reason", "finish_reason", "prompt_tokens", "cached_tokens")
+_SHOWN = ("id", "parent_id", "fork_reason", "finish_reason", "prompt_tokens", "cached_tokens", "constrained")
 
 
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +98,7 @@ class Turns:
     context_length: int
     run_seed: int | None = None
     match_level: MatchLevel = MatchLevel.REWRITTEN
+    constrained: Constrained = "skip"
     counts: Counter[str] = field(default_factory=Counter, init=False)
     forks: Counter[str] = field(default_factory=Counter, init=False)
     matches: Counter[str] = field(default_factory=Counter, init=False)
@@ -151,6 +153,11 @@ class Turns:
             return earlier, ()
         record, session = conversation.record, conversation.record.session
         forced = self._constraint(request)
+        if forced:
+            record.forced[_forced_by(request)] += 1
+        freed = bool(forced) and self.constrained == "free" and session.purpose != "serve"
+        if freed:
+            forced = {}
         place = self._place(conversation, request)
         if place.parent is not None:  # who goes on from an answer has it, whatever became of its delivery
             self._delivered(conversation, place.parent.turn.id)
@@ -164,7 +171,8 @@ class Turns:
         for name, count in place.counted.items():
             level = name.removeprefix("matches/")
             (self.counts if level == name else self.matches)[level] += count
-        news = tuple(name for name in chosen.overridden if name not in record.overridden)
+        overridden = (*chosen.overridden, *([_forced_by(request)] if freed else ()))
+        news = tuple(name for name in overridden if name not in record.overridden)
         record.overridden.update(news)
         self.overridden.update(news)
         extra = {**self._seed(conversation, ids_T), **chosen.extra, **forced}
@@ -271,12 +279,12 @@ class Turns:
         if choice.mode in ("required", "named") and not names:
             reason = "`tool_choice` asks for a call, `tools` has none"
             raise SessionError(reason, status=400, code="invalid_value", param="tool_choice")
-        if choice.mode == "named" and choice.name not in names:
-            reason = f"`tool_choice` names {choice.name!r}, `tools` has {', '.join(names)}"
-            raise SessionError(reason, status=400, code="invalid_value", param="tool_choice")
+        for name in (choice.name,) if choice.mode == "named" else choice.allowed:
+            if name not in names:
+                reason = f"`tool_choice` names {name!r}, `tools` has {', '.join(names)}"
+                raise SessionError(reason, status=400, code="invalid_value", param="tool_choice")
         parallel = request.parallel_tool_calls and self.renderer.parallel_calls
-        forced = self.parsers.constraint(request.tools, choice, parallel=parallel)
-        return {"json_schema": request.schema} if request.schema and not forced else forced
+        return self.parsers.constraint(request.tools, choice, parallel=parallel, schema=request.schema)
 
     def _prompt(self, conversation: Conversation, request: TurnRequest) -> Prompt:
         """With what the request goes on from. SessionError 400 if that is no whole turn of this session."""
@@ -411,6 +419,12 @@ def _explained(turn: Turn, change: Change | None) -> dict[str, Json]:
             "sent": change.sent,
         }
     return explained
+
+
+def _forced_by(request: TurnRequest) -> str:
+    """The field that wants the reply's form forced."""
+    mode = request.tool_choice.mode
+    return f"tool_choice={mode}" if mode in ("required", "named") else "response_format"
 
 
 def _in_loop(commit: Future[None], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:

@@ -54,6 +54,7 @@ class Scheduler:
         self._stopping = False
         self._scheduler: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._told_constrained = False
 
     def start(self) -> None:
         """Begins to lease, in the running event loop."""
@@ -157,6 +158,13 @@ class Dispatcher(Scheduler):
             if isinstance(outcome, FailedRollout):
                 names = outcome.session_id, outcome.task_id, outcome.reason, outcome.detail
                 _log.info("rollout %s of task %s failed (%s): %s", *names)
+                self._tell_constrained(outcome)
+
+    def _tell_constrained(self, failure: FailedRollout) -> None:
+        """Once, on the console: all rollouts will fail alike, and the run would wait for its deadline."""
+        if failure.reason is FailureReason.CONSTRAINED and not self._told_constrained:
+            self._told_constrained = True
+            print(f"warning: rollout {failure.session_id} trains nothing: {failure.detail}", flush=True)
 
     def _ended(self, run: asyncio.Task[None]) -> None:
         del self._runs[run]

@@ -45,7 +45,8 @@ def renderer(model: Path) -> Renderer:
 
 @pytest.fixture
 async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer, PARSERS, max_new_tokens=256) as made:
+    settings = {"max_new_tokens": 256, "constrained": "skip"}
+    async with running(tmp_path, model, renderer, PARSERS, **settings) as made:
         yield made
 
 
@@ -169,8 +170,8 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
     assert all(turn.constrained for turn in gateway.turns(session))
     failed = await gateway.finish(session)
     assert isinstance(failed, FailedRollout)
-    assert failed.reason == "empty"
-    assert " 0 did not reach the client" in failed.detail
+    assert failed.reason == "constrained"
+    assert "the client sends response_format and tool_choice=named and tool_choice=required" in failed.detail
     client = gateway.client(mixed)
     message, _ = await ask(client, [ASK], stream=False, **asked[0])
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "156"}

@@ -375,13 +375,17 @@ BAD_FIELDS = {
     "tool choice": {"tool_choice": "sometimes"},
     "unknown function": {"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}},
     "built-in choice": {"tool_choice": {"type": "web_search"}},
-    "some tools": {
-        "tools": [TOOL, TOOL | {"name": "b"}],
+    "unknown allowed tool": {
+        "tools": [TOOL],
         "tool_choice": {
             "type": "allowed_tools",
             "mode": "auto",
             "tools": [{"type": "function", "name": "b"}],
         },
+    },
+    "no allowed tool": {
+        "tools": [TOOL],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []},
     },
     "foreign response": {"previous_response_id": "resp_turn-0"},
     "not a response": {"previous_response_id": "chatcmpl-1"},

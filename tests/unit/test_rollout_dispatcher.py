@@ -11,7 +11,7 @@ import pytest
 from invrl.errors import SessionError
 from invrl.rollout import dispatcher as module
 from invrl.rollout.dispatcher import Dispatcher
-from invrl.types import FailureReason, GroupLease, GroupMember, Sampling, Session, Task
+from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Sampling, Session, Task
 
 
 class Leases:
@@ -239,3 +239,33 @@ async def test_stop_ends_even_when_the_buffer_swallows_the_cancellation():
     it = dispatcher(Swallowing(), Opener(), HeldPool(), concurrency=1)
     await asked.wait()
     await asyncio.wait_for(it.stop(), 60.0)
+
+
+async def test_a_rollout_that_only_grammars_spoke_in_is_told_on_the_console_once(
+    capsys: pytest.CaptureFixture[str],
+):
+    """It will be so in every rollout; the failures' log is not read until the run has waited in vain."""
+
+    def failed(number: int) -> FailedRollout:
+        return FailedRollout(
+            session_id=f"g{number}/0",
+            task_id="t",
+            group_id=f"g{number}",
+            index=0,
+            attempt=0,
+            reason=FailureReason.CONSTRAINED,
+            detail="all turns constrained: the client sends tool_choice=required",
+        )
+
+    class Pool(HeldPool):
+        async def run(self, assignment):
+            self.calls.append(assignment)
+            return (failed(len(self.calls)),)
+
+    pool = Pool()
+    it = dispatcher(Leases(groups=3, size=1), Opener(), pool, concurrency=1)
+    await until(lambda: len(pool.calls) == 3 and not it.running)
+    await it.stop()
+    told = capsys.readouterr().out
+    assert told.count("all turns constrained: the client sends tool_choice=required") == 1
+    assert told.startswith("warning: rollout g1/0 trains nothing")

@@ -20,7 +20,7 @@ Any other field, of the body or of a message (`parsed`, `thinking_blocks`, `prov
 counted: `GET /sessions/ID` lists it, the log tells it once."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -52,9 +52,15 @@ class _Tool(msgspec.Struct):
     function: wire.Function | None = None
 
 
+class _Allowed(msgspec.Struct):
+    tools: list[_Tool]
+    mode: Literal["auto", "required"] = "auto"
+
+
 class _Choice(msgspec.Struct):
     type: str
     function: wire.Function | None = None
+    allowed_tools: _Allowed | None = None
 
 
 class _Format(msgspec.Struct):
@@ -236,7 +242,12 @@ def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
         return plain
     if isinstance(choice, _Choice) and choice.type == "function" and choice.function:
         return ToolChoice(mode="named", name=choice.function.name)
-    raise wire.bad("`tool_choice` must be auto, none, required, or name a function", param="tool_choice")
+    if isinstance(choice, _Choice) and choice.type == "allowed_tools" and choice.allowed_tools:
+        allowed = choice.allowed_tools
+        names = [tool.function.name for tool in allowed.tools if tool.function]
+        return wire.allowed_choice(allowed.mode, names)
+    reason = "`tool_choice` must be auto, none, required, allowed_tools, or name a function"
+    raise wire.bad(reason, param="tool_choice")
 
 
 def _thinking(body: _Body) -> bool | None:

@@ -170,7 +170,7 @@ class ResponsesDialect(wire.OpenAIDialect):
         turn = TurnRequest(
             messages=messages,
             tools=tools,
-            tool_choice=_tool_choice(body.tool_choice, tools),
+            tool_choice=_tool_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             schema=wire.schema_text(form.type, form.schema, "text.format") if form else "",
             thinking=None if effort is None else effort not in ("none", "minimal"),
@@ -421,18 +421,13 @@ def _shown_tool(tool: Tool) -> dict[str, Any]:
     return {**shown, "parameters": msgspec.Raw((tool.parameters or "null").encode()), "strict": tool.strict}
 
 
-def _tool_choice(choice: str | _Choice | None, tools: Sequence[Tool]) -> ToolChoice:
+def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
     if plain := wire.plain_choice(choice):
         return plain
     if isinstance(choice, _Choice) and choice.type == "function":
         return ToolChoice(mode="named", name=_known_as(choice.namespace, choice.name))
     if isinstance(choice, _Choice) and choice.type == "allowed_tools":
-        allowed = {_known_as(tool.namespace, tool.name) for tool in choice.tools or ()}
-        if allowed == {tool.name for tool in tools}:
-            return ToolChoice(mode=choice.mode)
-        if len(allowed) == 1 and choice.mode == "required":
-            return ToolChoice(mode="named", name=allowed.pop())
-        reason = "`tool_choice`: allow all tools, or require one; leave others out of `tools`"
-        raise wire.bad(reason, param="tool_choice", code="unsupported_value")
+        allowed = [_known_as(tool.namespace, tool.name) for tool in choice.tools or () if tool.name]
+        return wire.allowed_choice(choice.mode, allowed)
     reason = "`tool_choice` must be auto, none, required, allowed_tools, or name a function"
     raise wire.bad(reason, param="tool_choice")

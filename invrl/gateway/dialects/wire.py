@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -144,6 +144,14 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
 def plain_choice(choice: Any) -> ToolChoice | None:
     """A tool choice that names no tool; None for others."""
     return ToolChoice(mode=choice or "auto") if choice in (None, "auto", "none", "required") else None
+
+
+def allowed_choice(mode: Literal["auto", "required"], names: Sequence[str]) -> ToolChoice:
+    """Some of the tools may, or one of them must, be called; the prompt shows all."""
+    if not names:
+        reason = "`tool_choice`: allowed_tools must name at least one function"
+        raise bad(reason, param="tool_choice")
+    return ToolChoice(mode=mode, allowed=tuple(dict.fromkeys(names)))
 
 
 def one_reply(first: Message, second: Message) -> bool:

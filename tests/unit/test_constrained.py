@@ -1,0 +1,231 @@
+"""Replies that a client wants forced into a form: what the engine is asked for, and what is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xgrammar
+from test_gateway_turns import ASK, Running, running
+from tiny_model import make_tiny_model
+
+from invrl.gateway.message import Tool, ToolChoice
+from invrl.gateway.model_folder import load_renderer
+from invrl.gateway.parsing import Parsers
+from invrl.gateway.rendering import Renderer
+from invrl.types import FailedRollout, FailureReason, RolloutSummary
+
+END = 2
+PARSERS = Parsers(tool_calls="qwen25", reasoning="qwen3")
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CALC = {"type": "function", "function": {"name": "calc", "parameters": PARAMETERS}}
+SHELL = {"type": "function", "function": {"name": "shell", "parameters": PARAMETERS}}
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+CALL = '<tool_call>\n{"name":"%s", "arguments":{"a": 12}}\n</tool_call>'
+FORCED: dict[str, dict[str, Any]] = {
+    "tool_choice=required": {"tools": [CALC, SHELL], "tool_choice": "required"},
+    "tool_choice=named": {
+        "tools": [CALC, SHELL],
+        "tool_choice": {"type": "function", "function": {"name": "calc"}},
+    },
+    "response_format": {"response_format": FORMAT},
+}
+every_way = pytest.mark.parametrize("way", list(FORCED))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def renderer(model: Path) -> Renderer:
+    return load_renderer(str(model), 512)
+
+
+@pytest.fixture
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer, request: pytest.FixtureRequest
+) -> AsyncIterator[Running]:
+    """`request.param`: --constrained."""
+    settings = {"max_new_tokens": 256, "constrained": request.param}
+    async with running(tmp_path, model, renderer, PARSERS, **settings) as made:
+        yield made
+
+
+def say(gateway: Running, renderer: Renderer, text: str) -> None:
+    gateway.engine.script = lambda _: [*renderer.encode(text), END]
+
+
+def grammar_of(gateway: Running) -> set[str]:
+    return gateway.engine.requests[-1]["sampling_params"].keys() & {"ebnf", "json_schema"}
+
+
+async def shown(gateway: Running, session_id: str) -> dict[str, Any]:
+    return (await gateway.env(f"/sessions/{session_id}")).json()
+
+
+@every_way
+@pytest.mark.parametrize("gateway", ["free"], indirect=True)
+async def test_free_lets_the_model_speak_and_trains_it(gateway: Running, renderer: Renderer, way: str):
+    say(gateway, renderer, "I would rather not.")
+    [session], [evaluated] = await gateway.open(), await gateway.open(purpose="eval")
+    for each in (session, evaluated):
+        answer = await gateway.client(each).chat.completions.create(
+            model="tiny", messages=[ASK], **FORCED[way]
+        )
+        assert answer.choices[0].message.content == "I would rather not."
+        assert grammar_of(gateway) == set()
+    seen = await shown(gateway, session.id)
+    assert seen["overridden"] == [way]
+    assert [turn["constrained"] for turn in seen["turns"]] == [False]
+    summary = await gateway.finish(session)
+    assert isinstance(summary, RolloutSummary)
+    assert summary.trained_tokens == summary.sampled_tokens > 0
+
+
+@pytest.mark.parametrize("gateway", ["free"], indirect=True)
+async def test_free_still_reads_the_calls_that_the_model_makes(gateway: Running, renderer: Renderer):
+    say(gateway, renderer, CALL % "shell")
+    [session] = await gateway.open()
+    for way in ("tool_choice=required", "tool_choice=named"):
+        answer = await gateway.client(session).chat.completions.create(
+            model="tiny", messages=[ASK], **FORCED[way]
+        )
+        [call] = answer.choices[0].message.tool_calls or []
+        assert call.function.name == "shell"  # another than the named one: the client judges it
+
+
+@every_way
+@pytest.mark.parametrize("gateway", ["free", "skip"], indirect=True)
+async def test_a_served_reply_is_forced(gateway: Running, renderer: Renderer, way: str):
+    say(gateway, renderer, CALL % "calc")
+    [session] = await gateway.open(purpose="serve")
+    await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], **FORCED[way])
+    assert grammar_of(gateway) == {"json_schema" if way == "response_format" else "ebnf"}
+    seen = await shown(gateway, session.id)
+    assert seen["overridden"] == []
+    assert [turn["constrained"] for turn in seen["turns"]] == [True]
+
+
+@every_way
+@pytest.mark.parametrize("gateway", ["skip"], indirect=True)
+async def test_skip_says_why_a_rollout_trains_nothing(gateway: Running, renderer: Renderer, way: str):
+    say(gateway, renderer, CALL % "calc")
+    [session] = await gateway.open()
+    for _ in range(2):
+        await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], **FORCED[way])
+    assert [turn["constrained"] for turn in (await shown(gateway, session.id))["turns"]] == [True] * 2
+    failed = await gateway.finish(session)
+    assert isinstance(failed, FailedRollout)
+    assert failed.reason is FailureReason.CONSTRAINED
+    assert f"all turns constrained: the client sends {way}," in failed.detail
+    assert "--constrained free" in failed.detail
+
+
+@pytest.mark.parametrize("gateway", ["skip"], indirect=True)
+async def test_skip_trains_the_turns_that_were_free(gateway: Running, renderer: Renderer):
+    say(gateway, renderer, CALL % "calc")
+    [session] = await gateway.open()
+    create = gateway.client(session).chat.completions.create
+    await create(model="tiny", messages=[ASK], **FORCED["tool_choice=required"])
+    await create(model="tiny", messages=[ASK], tools=[CALC])
+    summary = await gateway.finish(session)
+    assert isinstance(summary, RolloutSummary)
+    assert summary.trained_tokens == len(gateway.turns(session)[1].sampled_ids_T)
+
+
+@pytest.mark.parametrize("gateway", ["skip"], indirect=True)
+async def test_a_rollout_whose_answers_never_arrived_is_empty(gateway: Running):
+    [session] = await gateway.open()
+    failed = await gateway.finish(session)
+    assert isinstance(failed, FailedRollout)
+    assert failed.reason is FailureReason.EMPTY
+
+
+def accepts(model: Path, ebnf: str, text: str) -> bool:
+    """The grammar takes the whole text as a reply."""
+    vocabulary = [bytes([code]) for code in range(256)] + [b"</s>"]
+    info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[256])
+    compiled = xgrammar.GrammarCompiler(info).compile_grammar(ebnf)
+    matcher = xgrammar.GrammarMatcher(compiled)
+    return matcher.accept_string(text) and matcher.accept_token(256)
+
+
+def tools(*shown: dict[str, Any]) -> tuple[Tool, ...]:
+    functions = [each["function"] for each in shown]
+    return tuple(Tool(name=each["name"], parameters=json.dumps(each["parameters"])) for each in functions)
+
+
+@pytest.mark.parametrize("parser", ["qwen25", "hermes", "llama3", "mistral"])
+def test_a_format_binds_the_final_message_and_leaves_the_tools(model: Path, parser: str):
+    parsers = Parsers(tool_calls=parser)
+    made = parsers.constraint(tools(CALC), ToolChoice(), parallel=True, schema=json.dumps(SCHEMA))
+    calls = {
+        "qwen25": CALL % "calc",
+        "hermes": (CALL % "calc").replace("\n", ""),
+        "llama3": '<|python_tag|>{"name":"calc", "arguments":{"a": 12}}',
+        "mistral": '[TOOL_CALLS] [{"name":"calc", "arguments":{"a": 12}}]',
+    }
+    ebnf = str(made["ebnf"])
+    assert accepts(model, ebnf, '{"sum": 156}')
+    assert accepts(model, ebnf, calls[parser])
+    assert not accepts(model, ebnf, "It is 156.")
+    assert not accepts(model, ebnf, '{"sum": "many"}')
+    assert not accepts(model, ebnf, CALL % "shell")
+
+
+def test_a_format_alone_or_without_calls_is_the_schema():
+    schema = json.dumps(SCHEMA)
+    for offered, choice in (((), ToolChoice()), (tools(CALC), ToolChoice(mode="none"))):
+        assert PARSERS.constraint(offered, choice, parallel=True, schema=schema) == {"json_schema": schema}
+    assert PARSERS.constraint(tools(CALC), ToolChoice(), parallel=True) == {}
+
+
+def test_a_required_call_comes_before_the_format(model: Path):
+    choice = ToolChoice(mode="required")
+    made = PARSERS.constraint(tools(CALC), choice, parallel=True, schema=json.dumps(SCHEMA))
+    assert accepts(model, str(made["ebnf"]), CALL % "calc")
+    assert not accepts(model, str(made["ebnf"]), '{"sum": 156}')
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses"])
+@pytest.mark.parametrize("gateway", ["skip"], indirect=True)
+async def test_allowed_tools_are_those_that_may_be_called(
+    gateway: Running, renderer: Renderer, model: Path, dialect: str
+):
+    [session] = await gateway.open()
+    client = gateway.client(session)
+
+    async def names(mode: str, *allowed: str) -> list[str]:
+        if dialect == "chat":
+            listed = [{"type": "function", "function": {"name": each}} for each in allowed]
+            choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+            answer = await client.chat.completions.create(
+                model="tiny", messages=[ASK], tools=[CALC, SHELL], tool_choice=choice
+            )
+            return [call.function.name for call in answer.choices[0].message.tool_calls or []]
+        listed = [{"type": "function", "name": each} for each in allowed]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": listed}
+        flat: list[Any] = [
+            {"type": "function", "strict": False, **each["function"]} for each in (CALC, SHELL)
+        ]
+        answer = await client.responses.create(model="tiny", input=[ASK], tools=flat, tool_choice=choice)
+        return [item.name for item in answer.output if item.type == "function_call"]
+
+    say(gateway, renderer, CALL % "shell")
+    assert await names("auto", "shell") == ["shell"]
+    assert await names("auto", "calc", "shell") == ["shell"]
+    assert await names("auto", "calc") == []  # not offered: what looks like a call of it is text
+    prompts = [request["input_ids"] for request in gateway.engine.requests]
+    assert prompts[0] == prompts[1] == prompts[2]  # which shows both tools
+    assert "shell" in renderer.shown(prompts[0])
+    assert grammar_of(gateway) == set()
+    assert await names("required", "shell") == ["shell"]
+    ebnf = gateway.engine.requests[-1]["sampling_params"]["ebnf"]
+    assert accepts(model, ebnf, CALL % "shell")
+    assert not accepts(model, ebnf, CALL % "calc")
