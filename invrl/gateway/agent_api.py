@@ -115,13 +115,16 @@ class AgentEndpoint:
         self, client: ClientConnection, request: Asked, generations: Sequence[Generation], headers: Headers
     ) -> bool:
         """The stream begins with the first token, or when it is long in coming: what fails before has a
-        status of its own."""
+        status of its own. The dialect's head waits for the first token, which tells what was cached."""
         stream = self.dialect.stream(request, [_begun(generation) for generation in generations])
         client.error_event = stream.error
+        headed = False
         async for choice, piece in _interleaved(generations, self.settings.keep_alive_s):
             if not client.started:
                 await client.start_stream(headers)
-                await client.write(stream.head())
+            if piece is not None and not headed:
+                headed = True
+                await client.write(stream.head(generations[0].cached_tokens))
             if event := stream.keep_alive if piece is None else stream.piece(choice, piece):
                 await client.write(event)
         answers = [await generation.answer() for generation in generations]

@@ -98,6 +98,8 @@ class Generation:
         """So many of them, the first ones, are of `_JOINED` chunks or more, each longer than the next: one
         chunk by itself takes 0.5 KB."""
         self._spans: tuple[VersionSpan, ...] = ()
+        self.cached_tokens = 0
+        """Of the prompt, known with the first chunk."""
         self.started_at, self.finished_at = time.time(), 0.0
         self._attached = 0
         self._waiters: list[asyncio.Future[None]] = []
@@ -225,6 +227,7 @@ class Generation:
 
     def _take(self, chunk: GenerateChunk | GenerateResult) -> None:
         self._spans = chunk.spans
+        self.cached_tokens = chunk.cached_tokens
         delta = self._parser.push(self._stream.push(chunk.ids_T.tolist()))
         self._publish(Piece(delta=delta, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, top=chunk.top))
 

@@ -127,7 +127,12 @@ class _Recorded:
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateResult, None]:
         whole = await self.generate(request)
-        yield GenerateChunk(ids_T=whole.ids_T, logprobs_T=whole.logprobs_T, spans=whole.spans)
+        yield GenerateChunk(
+            ids_T=whole.ids_T,
+            logprobs_T=whole.logprobs_T,
+            spans=whole.spans,
+            cached_tokens=whole.cached_tokens,
+        )
         yield whole
 
 

@@ -69,6 +69,8 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     logprobs_T: NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
     """Of the whole output so far: who cancels keeps what was sampled, with its versions."""
+    cached_tokens: int = 0
+    """Of the prompt: those that the engine had in its cache."""
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
     """[T * top_logprobs]: of each token in turn the likeliest in its place, the likeliest first."""
 
@@ -379,6 +381,7 @@ class _Reader:
             ids_T=np.array([token for _, token, _ in sampled], np.int32),
             logprobs_T=np.array([logprob for logprob, _, _ in sampled], np.float32),
             top=top,
+            cached_tokens=self._meta.cached_tokens,
         )
 
     def end(self) -> GenerateEnd:

@@ -96,6 +96,8 @@ def assembled(text: str) -> dict[str, Any]:
             case "message_delta":
                 assert open_block is None
                 message |= told["delta"]
+                begun = {**message["usage"], "output_tokens": told["usage"]["output_tokens"]}
+                assert begun == told["usage"]  # the prompt is counted alike before and after
                 message["usage"] |= told["usage"]
             case "message_stop":
                 ended = True
@@ -123,6 +125,35 @@ def assert_exact(gateway: Running, session: Session) -> None:
         path += turn.context_ids_T.tolist()
         assert sent[turn.id] == path
         path += turn.sampled_ids_T.tolist()
+
+
+async def test_a_stream_begins_with_what_was_cached(
+    tmp_path: Path,
+    model: Path,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+):
+    """Nobody knows that before the first token: while it is long in coming there are pings alone."""
+    async with running(tmp_path, model, renderer, keep_alive_s=0.02) as gateway:
+        says(gateway, renderer, "It is 156.", "Yes.")
+        [session] = await gateway.open()
+        first = await ask(gateway, session, [ASK])
+        gateway.engine.holds = lambda _: True
+        history = [ASK, {"role": "assistant", "content": first["content"]}, ASK]
+        url = session.base_url + "/messages"
+        body = {"model": "tiny", "max_tokens": 9, "messages": history, "stream": True}
+        told = ""
+        async with gateway.http.stream("POST", url, json=body) as answer:
+            async for text in answer.aiter_text():
+                told += text
+                if told.count("event: ping") > 2:
+                    gateway.engine.holds = lambda _: False
+        before, _, after = told.partition("event: message_start")
+        assert before.count("event: ping") > 2
+        assert set(before.split("\n\n")) == {'event: ping\ndata: {"type":"ping"}', ""}
+        usage = assembled("event: message_start" + after)["usage"]
+        turns = gateway.turns(session)
+        assert usage["cache_read_input_tokens"] == turns[1].cached_tokens > 0
+        assert usage["input_tokens"] == turns[1].prompt_tokens - turns[1].cached_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -85,7 +85,7 @@ class _ChoicesStream:
         self._head = dialect.head(dialect.objects[1], begun[0].turn_id, begun[0].created)
         self._offsets = [0] * len(begun)
 
-    def head(self) -> bytes:
+    def head(self, cached_tokens: int) -> bytes:
         first, choices = self._dialect.first, range(len(self._offsets))
         return b"".join(self._event([_choice(n, first)]) for n in choices) if first else b""
 

@@ -39,12 +39,15 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerStream(Protocol):
-    """One streamed answer: the bytes of its beginning, of each piece, of its end."""
+    """One streamed answer: the bytes of its beginning, of each piece, of its end. Keep-alives may come before
+    the beginning, which is told with the first token."""
 
     keep_alive: bytes
     """Sent while no token comes; clients skip it."""
 
-    def head(self) -> bytes: ...
+    def head(self, cached_tokens: int) -> bytes:
+        """`cached_tokens`: of the prompt, those that the engine had in its cache."""
+        ...
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         """Nothing while the piece's text is held back (half a character, perhaps a stop string)."""

@@ -47,7 +47,6 @@ _BLOCKS = {
 """Blocks that a role's content may have."""
 _NEEDED = {"tool_use": ("id", "name"), "tool_result": ("tool_use_id",), "redacted_thinking": ()}
 """Fields of a block; of others the one named like the block."""
-_NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 _BILLING = "x-anthropic-billing-header"
 _ERRORS = {401: "authentication", 403: "permission", 404: "not_found", 408: "timeout", 429: "rate_limit"}
 _SERVER_ERRORS = {503: "overloaded", 504: "timeout"}
@@ -222,8 +221,8 @@ class _MessagesStream:
         self._calls: dict[int, int] = {}
         """The block of each call."""
 
-    def head(self) -> bytes:
-        used = {"input_tokens": self._begun.prompt_tokens, **_NO_CACHE, "output_tokens": 0}
+    def head(self, cached_tokens: int) -> bytes:
+        used = _counted(self._begun.prompt_tokens, cached_tokens, sampled=0)
         message = self._dialect.message(self._begun.turn_id, (), used)
         return _event("message_start", message=message) + self.keep_alive
 
@@ -282,10 +281,17 @@ def stop_reason(answer: Answer) -> dict[str, str | None]:
 
 
 def usage(turn: Turn) -> dict[str, int]:
+    return _counted(turn.prompt_tokens, turn.cached_tokens, sampled=len(turn.sampled_ids_T))
+
+
+def _counted(prompt: int, cached: int, *, sampled: int) -> dict[str, int]:
     """Tokens as Anthropic counts them: `input_tokens` without those read from the cache."""
-    cache = {**_NO_CACHE, "cache_read_input_tokens": turn.cached_tokens}
-    uncached, sampled = turn.prompt_tokens - turn.cached_tokens, len(turn.sampled_ids_T)
-    return {"input_tokens": uncached, **cache, "output_tokens": sampled}
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": sampled,
+    }
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -264,7 +264,7 @@ class _ResponseStream:
         self._logprobs: list[dict[str, Any]] = []
         """Of tokens whose text is held back, or is none of the message."""
 
-    def head(self) -> bytes:
+    def head(self, cached_tokens: int) -> bytes:
         response = self._response(status="in_progress")
         kinds = ("response.created", "response.in_progress")
         return self._events([{"type": kind, "response": response} for kind in kinds])
