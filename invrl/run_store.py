@@ -5,8 +5,9 @@ workers); the buffer actor and the loop read in their own processes (`RunStore`)
 gateway worker that takes up what its predecessor left. Invariants: a lease goes and its session comes in one
 transaction; so do a closed session's final state and its outbox row; what a future of the writer reports as
 done survives kill -9 of the process (WAL; an operating-system crash may lose the last commits, never the
-file). Session keys are stored hashed. The ledger's tables are here too
-(`buffer/ledger_store.py`); its writer takes turns with the gateway through the busy timeout."""
+file, and never what a checkpoint names: `LedgerStore.write` flushes the log before there is one). Session
+keys are stored hashed. The ledger's tables are here too (`buffer/ledger_store.py`); its writer takes turns
+with the gateway through the busy timeout."""
 
 import contextlib
 import queue
@@ -63,6 +64,7 @@ CREATE TABLE IF NOT EXISTS outbox (
 CREATE TABLE IF NOT EXISTS lives (
   life INTEGER PRIMARY KEY, parent INTEGER NOT NULL, step INTEGER NOT NULL, sequence INTEGER NOT NULL,
   started_at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS flushes (life INTEGER PRIMARY KEY, at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS ledger (
   life INTEGER NOT NULL, sequence INTEGER NOT NULL, group_id TEXT NOT NULL, member INTEGER NOT NULL,
   attempt INTEGER NOT NULL, task_id TEXT NOT NULL, state TEXT NOT NULL, reason TEXT, failure TEXT,
@@ -316,6 +318,21 @@ class RunStore:
 
     def rollouts(self, session_ids: Sequence[str]) -> list[Rollout]:
         return [self.rollout(session_id) for session_id in session_ids]
+
+    def without_tokens(self, summaries: Sequence[RolloutSummary]) -> set[str]:
+        """Ids of those of these finished sessions that `rollout` could not give whole: the session is not
+        there as finished, or has fewer turns, its children's among them, than its summary says."""
+        lost: set[str] = set()
+        for summary in summaries:
+            sql = "SELECT 1 FROM sessions WHERE id=? AND state='finished'"
+            finished = self._db.execute(sql, (summary.session_id,)).fetchone()
+            family = (summary.session_id, *summary.child_rewards)
+            marks = ",".join("?" * len(family))
+            sql = f"SELECT COUNT(*) FROM turns WHERE session_id IN ({marks})"
+            (turns,) = self._db.execute(sql, family).fetchone()
+            if finished is None or turns < summary.num_turns:
+                lost.add(summary.session_id)
+        return lost
 
     def live_sessions(self, prefix: str = "") -> list[StoredSession]:
         """Sessions that are not over whose id begins with `prefix`, and all that descend from them, in the

@@ -291,6 +291,8 @@ class DropReason(StrEnum):
     FILTERED = "filtered"
     OVER_SAMPLED = "over_sampled"
     REPLACED = "replaced"
+    TOKENS_LOST = "tokens_lost"
+    """A checkpoint names it, and its turns are not in the store: a power loss, or a damaged file."""
     RUN_ENDED = "run_ended"
     NOT_TRAINED = "not_trained"
     """The run has no trainer (`--debug-rollout-only`)."""

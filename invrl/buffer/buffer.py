@@ -32,6 +32,7 @@ from invrl.types import (
     DropReason,
     FailedRollout,
     FailureReason,
+    Group,
     GroupLease,
     GroupMember,
     Outcome,
@@ -126,7 +127,7 @@ class Buffer:
         BufferStateError while the batch before is out."""
         if self._batch is not None:
             raise BufferStateError(f"batch {self._batch.batch_id} is out: call trained and advance first")
-        eligible = [group for group in self._ready.values() if self._may_be_taken(group)]
+        eligible = self._eligible()
         if len(eligible) < self._batch_size:
             return None
         eligible.sort(key=lambda group: ((group.versions() or [0])[0], group.number))
@@ -141,6 +142,15 @@ class Buffer:
         self._batch = batch
         self._batches_taken += 1
         return batch
+
+    def takeable(self) -> list[Group]:
+        """The complete groups that the next batch is made from."""
+        return [group.group() for group in self._eligible()]
+
+    def drop_lost(self, group_id: str) -> None:
+        """The store has no tokens of this group, which is ready."""
+        if group_id in self._ready:
+            self._drop(self._ready[group_id], DropReason.TOKENS_LOST)
 
     def trained(self, batch_id: int) -> None:
         """The optimizer has seen this batch. Raises BufferStateError unless it is the one that is out."""
@@ -250,6 +260,9 @@ class Buffer:
         return metrics | {f"rollouts_{state}": Mean(self._ledger.counts[state]) for state in RolloutState}
 
     # ------------------------------------------------------------------ inside
+
+    def _eligible(self) -> list[OpenGroup]:
+        return [group for group in self._ready.values() if self._may_be_taken(group)]
 
     def _check_trained(self) -> None:
         if self._batch is not None and self._taken:

@@ -8,6 +8,7 @@ the next begins after it. Whoever waits for work or a batch gets a failure of th
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +27,8 @@ from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
 from invrl.run_store import RunStore
 from invrl.types import GroupLease, Outcome, TakenBatch, Task, WeightVersion
+
+_log = logging.getLogger(__name__)
 
 
 class BufferActor:
@@ -50,7 +53,12 @@ class BufferActor:
         self._entries: list[LedgerEntry] = []
         self._writing = asyncio.Lock()
         self._life = self._seen = 0
-        self._outbox, self._ledger = RunStore(run_store_path), LedgerStore(run_store_path)
+        self._outbox = RunStore(run_store_path)
+        self._tokens = RunStore(run_store_path)
+        """A connection of its own: the poller's is in use in its thread."""
+        self._checked: set[str] = set()
+        """Groups whose tokens are in the store."""
+        self._ledger = LedgerStore(run_store_path)
         self._poll_interval_s = poll_interval_s
         self._poller: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -73,9 +81,10 @@ class BufferActor:
         self._poller = asyncio.create_task(self._poll())
 
     async def snapshot(self, trained: WeightVersion) -> bytes:
-        """The buffer as of now, for a checkpoint; its ledger entries are kept before this answers."""
+        """The buffer as of now, for a checkpoint. What it names (turns, outcomes, its ledger entries) is on
+        disk before this answers, so before the checkpoint appears: after a power loss it is there."""
         taken = replace(self._buffer.snapshot(trained), life=self._life, outbox_seq=self._seen)
-        await self._keep()
+        await self._keep(to_disk=True)
         return msgspec.json.encode(taken)
 
     async def lease(self) -> GroupLease | None:
@@ -96,6 +105,7 @@ class BufferActor:
         async with self._changed:
             while True:
                 self._check_poller()
+                await self._drop_groups_without_tokens()
                 if (batch := self._buffer.take()) is not None:
                     return batch
                 waited = time.monotonic() - start
@@ -105,6 +115,21 @@ class BufferActor:
                     await asyncio.wait_for(self._changed.wait(), timeout_s - waited)
                 except TimeoutError:
                     continue
+
+    async def _drop_groups_without_tokens(self) -> None:
+        """Each group that may be taken is looked up in the store once. A store that has lost what a
+        checkpoint names (a power loss, a damaged file) costs those groups, not the run."""
+        while unchecked := [one for one in self._buffer.takeable() if one.id not in self._checked]:
+            summaries = [rollout for group in unchecked for rollout in group.rollouts_G]
+            lost = await asyncio.to_thread(self._tokens.without_tokens, summaries)
+            for group in unchecked:
+                self._checked.add(group.id)
+                gone = sorted(lost & {rollout.session_id for rollout in group.rollouts_G})
+                if gone:
+                    _log.warning(
+                        "group %s is dropped: the store has no turns of %s", group.id, ", ".join(gone)
+                    )
+                    self._buffer.drop_lost(group.id)
 
     async def trained(self, batch_id: int) -> None:
         self._buffer.trained(batch_id)
@@ -128,6 +153,7 @@ class BufferActor:
         self._buffer.close()
         await self._keep()
         self._outbox.close()
+        self._tokens.close()
         self._ledger.close()
 
     async def _poll(self) -> None:
@@ -149,16 +175,16 @@ class BufferActor:
             self._failure = error
             await self._notify()
 
-    async def _keep(self) -> None:
+    async def _keep(self, *, to_disk: bool = False) -> None:
         """Writes the ledger. Who is cancelled while it waits leaves the write to end by itself."""
-        await asyncio.shield(asyncio.ensure_future(self._write()))
+        await asyncio.shield(asyncio.ensure_future(self._write(to_disk)))
 
-    async def _write(self) -> None:
+    async def _write(self, to_disk: bool) -> None:
         """Entries whose write fails are kept for the next one."""
         async with self._writing:
             entries = list(self._entries)
-            if entries:
-                await asyncio.to_thread(self._ledger.write, entries)
+            if entries or to_disk:
+                await asyncio.to_thread(self._ledger.write, entries, to_disk=to_disk)
                 del self._entries[: len(entries)]
 
     def _check_poller(self) -> None:

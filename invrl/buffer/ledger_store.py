@@ -60,14 +60,19 @@ class LedgerStore:
     def last_outbox_row(self) -> int:
         return int(self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM outbox").fetchone()[0])
 
-    def write(self, entries: Iterable[LedgerEntry]) -> None:
+    def write(self, entries: Iterable[LedgerEntry], *, to_disk: bool = False) -> None:
+        """With `to_disk` everything that anybody has committed to the run's store so far, turns and outcomes
+        included, survives a power loss once this returns: they are all in one log, which is flushed."""
         now = time.time()
         rows = []
         for sequence, place, *facts in map(astuple, entries):  # the table's columns have the fields' order
             rows.append((self._life, sequence, *place, *facts, now))
+        self._db.execute(f"PRAGMA synchronous={'FULL' if to_disk else 'NORMAL'}")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             self._db.executemany(f"INSERT INTO ledger VALUES ({','.join('?' * 13)})", rows)
+            if to_disk:  # a commit flushes only if it changes something: the time does
+                self._db.execute("INSERT OR REPLACE INTO flushes VALUES (?,?)", (self._life, now))
             self._db.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):  # SQLite may have rolled back by itself

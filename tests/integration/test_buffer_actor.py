@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from stored_rollouts import finish_lease
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
@@ -16,7 +16,7 @@ from invrl.errors import BufferStateError, DeadlineError, ServerError
 from invrl.metrics import resolve
 from invrl.rollout.config import RolloutConfig
 from invrl.run_store import RunStoreWriter
-from invrl.types import GroupLease, RolloutSummary, Sampling, Session, Task, WeightVersion
+from invrl.types import Task, WeightVersion
 
 ray = pytest.importorskip("ray")
 
@@ -48,46 +48,6 @@ async def handle(tmp_path: Path) -> AsyncIterator[BufferHandle]:
     ray.kill(actor)
 
 
-def finish(store: RunStoreWriter, lease: GroupLease, version: int) -> None:
-    """What the gateway does when sessions finish: state and outbox row in one transaction."""
-    for member in lease.members:
-        id = f"{lease.group_id}.{member.index}.{member.attempt}"
-        session = Session(
-            id=id,
-            key=id,
-            base_url="",
-            task_id=lease.task.id,
-            group_id=lease.group_id,
-            index=member.index,
-            attempt=member.attempt,
-            purpose="train",
-            sampling=Sampling(),
-        )
-        store.open_sessions([session], [hashlib.sha256(id.encode()).digest()], 0.0).result(60)
-        outcome = RolloutSummary(
-            session_id=id,
-            task_id=lease.task.id,
-            group_id=lease.group_id,
-            index=member.index,
-            attempt=member.attempt,
-            reward=float(member.index),
-            num_turns=1,
-            prompt_tokens=1,
-            cached_tokens=0,
-            later_prompt_tokens=0,
-            later_cached_tokens=0,
-            sampled_tokens=1,
-            trained_tokens=1,
-            truncated=False,
-            oldest_version=WeightVersion(version),
-            newest_version=WeightVersion(version),
-            forks=0,
-            started_at=0.0,
-            finished_at=1.0,
-        )
-        store.close_session(id, "finished", outcome, hand_over=True).result(60)
-
-
 async def test_three_steps_over_the_run_store(handle: BufferHandle, tmp_path: Path) -> None:
     store = RunStoreWriter(tmp_path / "run.sqlite")
     seen: set[str] = set()
@@ -95,7 +55,7 @@ async def test_three_steps_over_the_run_store(handle: BufferHandle, tmp_path: Pa
         for _ in range(2):
             lease = await handle.lease()
             assert lease is not None
-            finish(store, lease, step)
+            finish_lease(store, lease, version=step)
         assert await handle.lease() is None
         batch = await handle.take()
         assert (batch.batch_id, batch.version) == (step, step)

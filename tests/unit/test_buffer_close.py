@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_buffer_examples import summary
+from stored_rollouts import finish_lease
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
@@ -18,6 +18,7 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_ledger
 from invrl.buffer.open_group import Place, RolloutState
 from invrl.rollout.config import RolloutConfig
+from invrl.run_store import RunStoreWriter
 from invrl.types import Task, WeightVersion
 
 
@@ -71,8 +72,10 @@ async def test_a_close_during_a_ledger_write_waits_for_it_and_loses_nothing(tmp_
     actor, held = await started(path)
     lease = await actor.lease()
     assert lease is not None
-    for member in lease.members:
-        await actor.record(summary(lease.group_id, member.index, reward=float(member.index)))
+    writer = RunStoreWriter(path)
+    for summary in finish_lease(writer, lease):
+        await actor.record(summary)
+    writer.close()
     batch = await actor.take(60.0)
     await in_thread(held.committing)  # the poller's write is under way
     training = asyncio.create_task(actor.trained(batch.batch_id))

@@ -33,11 +33,14 @@ class Outbox:
     def last_outbox_row(self) -> int:
         return len(self.rows)
 
-    def write(self, entries: Iterable[LedgerEntry]) -> None:
+    def write(self, entries: Iterable[LedgerEntry], *, to_disk: bool = False) -> None:
         self.kept = [*getattr(self, "kept", []), *entries]
 
     def close(self) -> None:
         pass
+
+    def without_tokens(self, summaries: list[RolloutSummary]) -> set[str]:
+        return set()
 
     def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
         if self.broken:
