@@ -1,6 +1,6 @@
 """Log-prob and entropy of chosen tokens under temperature, without a float32 copy of the logits.
 
-Called by `model.py` on the output rows that predict a wanted token."""
+A row of logits may predict several tokens: rollouts that begin alike share it. U rows of logits, N tokens."""
 
 from typing import Any
 
@@ -11,48 +11,62 @@ CHUNK_BYTES = 8 << 20
 
 
 def token_logprobs(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature_N: torch.Tensor
+    logits_UV: torch.Tensor, row_N: torch.Tensor, targets_N: torch.Tensor, temperature_U: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [N] each: log softmax(logits / temperature) at the targets, and the entropy of that
-    distribution in nats (without gradient). Computed in float32 whatever the logits are; the backward
-    pass writes the gradient over `logits_NV`, so nothing else may use them."""
-    return _TokenLogprobs.apply(logits_NV, targets_N, temperature_N)  # pyright: ignore[reportReturnType]
+    """float32 [N] each: log softmax(logits / temperature) of row `row_N` at the targets, and the entropy of
+    that distribution in nats (without gradient). Computed in float32 whatever the logits are; the backward
+    pass writes the gradient over `logits_UV`, so nothing else may use them."""
+    return _TokenLogprobs.apply(logits_UV, row_N, targets_N, temperature_U)  # pyright: ignore[reportReturnType]
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature_N: torch.Tensor
+        ctx: Any,
+        logits_UV: torch.Tensor,
+        row_N: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature_U: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        count = len(targets_N)
-        logprobs_N, entropy_N, logsum_N = (
-            torch.empty(count, dtype=torch.float32, device=logits_NV.device) for _ in range(3)
-        )
-        for rows in _chunks(logits_NV):
-            scaled = logits_NV[rows].float() / temperature_N[rows, None]
-            logsum_N[rows] = scaled.logsumexp(dim=1)
-            scaled -= logsum_N[rows, None]  # now log-probs
-            logprobs_N[rows] = scaled.gather(1, targets_N[rows, None]).squeeze(1)
-            entropy_N[rows] = -torch.linalg.vecdot(scaled.exp(), scaled)
-        ctx.save_for_backward(logits_NV, targets_N, temperature_N, logsum_N)
+        logsum_U = torch.empty(len(logits_UV), dtype=torch.float32, device=logits_UV.device)
+        entropy_U = torch.empty_like(logsum_U)
+        for rows in _chunks(logits_UV):
+            scaled = logits_UV[rows].float() / temperature_U[rows, None]
+            logsum_U[rows] = scaled.logsumexp(dim=1)
+            scaled -= logsum_U[rows, None]  # now log-probs
+            entropy_U[rows] = -torch.linalg.vecdot(scaled.exp(), scaled)
+        picked_N = logits_UV[row_N, targets_N].float() / temperature_U[row_N]
+        logprobs_N = picked_N - logsum_U[row_N]
+        entropy_N = entropy_U[row_N]
+        ctx.save_for_backward(logits_UV, row_N, targets_N, temperature_U, logsum_U)
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits_NV, targets_N, temperature_N, logsum_N = ctx.saved_tensors
-        scale_N = grads[0] / temperature_N
-        for rows in _chunks(logits_NV):
-            grad = logits_NV[rows].float()
-            grad /= temperature_N[rows, None]
-            grad -= logsum_N[rows, None]
-            grad.exp_().mul_(-scale_N[rows, None])
-            grad.scatter_add_(1, targets_N[rows, None], scale_N[rows, None])
-            logits_NV[rows] = grad
-        return logits_NV, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits_UV, row_N, targets_N, temperature_U, logsum_U = ctx.saved_tensors
+        count, vocab = logits_UV.shape
+        scale_N = grads[0] / temperature_U[row_N]
+        scale_U = torch.zeros_like(logsum_U).index_add_(0, row_N, scale_N)
+        # Tokens in the order of their rows, so that those of a chunk are neighbours.
+        order_N = row_N.argsort(stable=True)
+        row_N, targets_N, scale_N = row_N[order_N], targets_N[order_N], scale_N[order_N]
+        chunks = _chunks(logits_UV)
+        bounds = torch.tensor([*(rows.start for rows in chunks), count], device=row_N.device)
+        ends = torch.searchsorted(row_N, bounds).tolist()
+        for at, rows in enumerate(chunks):
+            grad = logits_UV[rows].float()
+            grad /= temperature_U[rows, None]
+            grad -= logsum_U[rows, None]
+            grad.exp_().mul_(-scale_U[rows, None])
+            tokens = slice(ends[at], ends[at + 1])
+            places = (row_N[tokens] - rows.start) * vocab + targets_N[tokens]
+            grad.view(-1).index_add_(0, places, scale_N[tokens])
+            logits_UV[rows] = grad
+        return logits_UV, None, None, None
 
 
-def _chunks(logits_NV: torch.Tensor) -> list[slice]:
-    count, vocab = logits_NV.shape
+def _chunks(logits_UV: torch.Tensor) -> list[slice]:
+    count, vocab = logits_UV.shape
     size = max(1, CHUNK_BYTES // (4 * vocab))
     return [slice(at, min(count, at + size)) for at in range(0, count, size)]

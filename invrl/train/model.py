@@ -38,9 +38,10 @@ class PolicyModel(GPTModel):
         """Log-probs and entropies of the wanted tokens, float32 [N] each."""
         at, dtype = device.device(), self.config.params_dtype
         packed = (micro_batch.tokens_P, micro_batch.positions_P)
-        wanted = (micro_batch.predict_from_N, micro_batch.targets_N, micro_batch.temperature_N)
-        arrays = (torch.from_numpy(array).to(at) for array in (*packed, *wanted))
-        tokens_P, positions_P, predict_from_N, targets_N, temperature_N = arrays
+        projected = (micro_batch.project_U, micro_batch.temperature_U)
+        wanted = (micro_batch.projection_N, micro_batch.targets_N)
+        arrays = (torch.from_numpy(array).to(at) for array in (*packed, *projected, *wanted))
+        tokens_P, positions_P, project_U, temperature_U, projection_N, targets_N = arrays
         # [P, 1, hidden]: one row, the batch axis is Megatron's.
         hidden = self.embedding(input_ids=tokens_P[None], position_ids=positions_P[None])
         hidden = self.decoder(
@@ -51,8 +52,8 @@ class PolicyModel(GPTModel):
         )
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
-        logits, _ = self.output_layer(hidden.index_select(0, predict_from_N), weight=weight)
-        return token_logprobs(logits.squeeze(1), targets_N, temperature_N)
+        logits, _ = self.output_layer(hidden.index_select(0, project_U), weight=weight)
+        return token_logprobs(logits.squeeze(1), projection_N, targets_N, temperature_U)
 
     def _rotary(self, positions_P: torch.Tensor) -> torch.Tensor:
         """Angles [P, 1, 1, head_dim] of each token's own position."""

@@ -6,7 +6,9 @@ it. The rows that share their first token are a tree, and a token attends to its
 at its own depth: the result is what each row alone would give. Tokens after the last trained one,
 and that one itself (it is only predicted), are not computed at all.
 
-Pure numpy, called by `step.py`, `rank.py` and `train_handle.py` (sharding)."""
+Memory follows two numbers, and both are bounded: packed tokens (activations), and rows of logits, each as
+long as the vocabulary. A row of logits serves every trained token that comes after the same tokens at the
+same temperature. Pure numpy."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -55,15 +57,19 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """P packed tokens; N wanted ones, row by row in the order of `rows`."""
+    """P packed tokens; N wanted ones, row by row in the order of `rows`; U rows of logits that predict
+    them."""
 
     tokens_P: NDArray[np.int64]
     positions_P: NDArray[np.int64]
     blocks: tuple[AttentionBlock, ...]
-    predict_from_N: NDArray[np.int64]
-    """Place of the packed token whose output predicts each wanted token."""
+    project_U: NDArray[np.int64]
+    """Places of the packed tokens whose output is projected to logits, ascending; a place is there once per
+    temperature."""
+    temperature_U: NDArray[np.float32]
+    projection_N: NDArray[np.int64]
+    """Which of the U predicts each wanted token."""
     targets_N: NDArray[np.int64]
-    temperature_N: NDArray[np.float32]
     rows: tuple[tuple[int, NDArray[np.int64]], ...]
     """(index of the row, its wanted places), for the values that go with the wanted tokens."""
 
@@ -88,16 +94,20 @@ def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
     ]
 
 
-def pack(rows: Sequence[Row], *, max_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens (a longer row stands alone), at least one: a rank
-    without data takes part in the step with an empty one. Rows that want nothing are left out."""
+def pack(
+    rows: Sequence[Row], *, max_tokens: int, max_projections: int, share_prefixes: bool
+) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` packed tokens and `max_projections` rows of logits (a row that
+    needs more stands alone), at least one: a rank without data takes part in the step with an empty one. Rows
+    that want nothing are left out."""
     order = [index for index, row in enumerate(rows) if row.computed]
     if share_prefixes:
         order.sort(key=lambda index: _sort_key(rows[index].tokens_T))
     layout = _Layout(share_prefixes)
     packed: list[MicroBatch] = []
     for index in order:
-        if layout.size and layout.size + layout.added_by(rows[index]) > max_tokens:
+        tokens, projections = layout.size_with(rows[index])
+        if layout.size and (tokens > max_tokens or projections > max_projections):
             packed.append(layout.micro_batch())
             layout = _Layout(share_prefixes)
         layout.add(index, rows[index])
@@ -138,9 +148,22 @@ class _Layout:
         self._last_places_T = np.empty(0, np.int64)
         self._rows: list[tuple[int, Row, int, NDArray[np.int64]]] = []
         """Index, row, length of its shared prefix, places of its tokens."""
+        self._projected: set[tuple[int, float]] = set()
+        """Place and temperature of each row of logits."""
 
-    def added_by(self, row: Row) -> int:
-        return row.computed - self._shared(row)
+    def size_with(self, row: Row) -> tuple[int, int]:
+        """Packed tokens and rows of logits, if this row were added."""
+        shared = self._shared(row)
+        added = row.computed - shared
+        fresh = self._projections(row, self._places(shared, added)) - self._projected
+        return self.size + added, len(self._projected) + len(fresh)
+
+    def _places(self, shared: int, added: int) -> NDArray[np.int64]:
+        """Of a row's tokens: those that it shares with the row before it, and new ones."""
+        return np.concatenate([self._last_places_T[:shared], np.arange(self.size, self.size + added)])
+
+    def _projections(self, row: Row, places_T: NDArray[np.int64]) -> set[tuple[int, float]]:
+        return {(place, row.temperature) for place in places_T[row.wanted_N - 1].tolist()}
 
     def _shared(self, row: Row) -> int:
         return common_prefix(self._last_T, row.tokens_T[: row.computed]) if self._share else 0
@@ -148,28 +171,35 @@ class _Layout:
     def add(self, index: int, row: Row) -> None:
         shared, tokens_T = self._shared(row), row.tokens_T[: row.computed]
         added = len(tokens_T) - shared
-        ancestors_K = self._last_places_T[:shared]
-        places_T = np.concatenate([ancestors_K, np.arange(self.size, self.size + added)])
+        places_T = self._places(shared, added)
         if added:
             if shared == 0:
                 self._trees.append([])
-            self._trees[-1].append(_Branch(self.size, self.size + added, ancestors_K))
+            self._trees[-1].append(_Branch(self.size, self.size + added, places_T[:shared]))
             self._last_T, self._last_places_T = tokens_T, places_T
             self.size += added
         self._rows.append((index, row, shared, places_T))
+        self._projected |= self._projections(row, places_T)
 
     def micro_batch(self) -> MicroBatch:
         placed = self._rows
         rows = [row for _, row, _, _ in placed]
         added = [(row.tokens_T, shared, row.computed) for _, row, shared, _ in placed]
+        predict_from_N = np.concatenate([places_T[row.wanted_N - 1] for _, row, _, places_T in placed])
         temperatures = np.array([row.temperature for row in rows], np.float32)
+        temperature_N = temperatures.repeat([len(row.wanted_N) for row in rows])
+        kinds, kind_N = np.unique(temperature_N, return_inverse=True)
+        _, first_U, projection_N = np.unique(
+            predict_from_N * len(kinds) + kind_N, return_index=True, return_inverse=True
+        )
         return MicroBatch(
             tokens_P=np.concatenate([tokens_T[start:end] for tokens_T, start, end in added], dtype=np.int64),
             positions_P=np.concatenate([np.arange(start, end) for _, start, end in added]),
             blocks=tuple(block for tree in self._trees for block in _blocks(tree)),
-            predict_from_N=np.concatenate([places_T[row.wanted_N - 1] for _, row, _, places_T in placed]),
+            project_U=predict_from_N[first_U],
+            temperature_U=temperature_N[first_U],
+            projection_N=projection_N,
             targets_N=np.concatenate([row.tokens_T[row.wanted_N] for row in rows], dtype=np.int64),
-            temperature_N=temperatures.repeat([len(row.wanted_N) for row in rows]),
             rows=tuple((index, row.wanted_N) for index, row, _, _ in placed),
         )
 
@@ -179,9 +209,10 @@ _EMPTY = MicroBatch(
     tokens_P=np.zeros(1, np.int64),
     positions_P=np.zeros(1, np.int64),
     blocks=(AttentionBlock(start=0, end=1, prefix_K=_NOWHERE, mask_QK=None),),
-    predict_from_N=_NOWHERE,
+    project_U=_NOWHERE,
+    temperature_U=np.empty(0, np.float32),
+    projection_N=_NOWHERE,
     targets_N=_NOWHERE,
-    temperature_N=np.empty(0, np.float32),
     rows=(),
 )
 

@@ -91,8 +91,12 @@ class TrainStep:
         return StepResult(optimizer_steps=optimizer_steps, metrics=metrics, seconds=seconds)
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        train = self.train
-        return pack(rows, max_tokens=train.max_tokens_per_microbatch, share_prefixes=train.share_prefixes)
+        return pack(
+            rows,
+            max_tokens=self.train.max_tokens_per_microbatch,
+            max_projections=self.train.max_trained_tokens_per_microbatch,
+            share_prefixes=self.train.share_prefixes,
+        )
 
     def logprobs(self, rows: list[Row], model: torch.nn.Module | None = None) -> list[NDArray[np.float32]]:
         """Forward only, of `model` (None: the current one): one array [T] per row, 0 where none is wanted."""
@@ -170,6 +174,7 @@ def _amounts(shard: Shard, packed: _Packed, seconds: float) -> dict[str, Metric]
         "tokens": Sum(sum(int(sample.loss_mask_T.sum()) for sample in samples)),
         "computed_tokens": Sum(sum(len(micro.tokens_P) for micro in micro_batches)),
         "row_tokens": Sum(rows),
+        "projected_tokens": Sum(sum(len(micro.project_U) for micro in micro_batches)),
         "micro_batches": Sum(len(micro_batches)),
         "tokens_per_s": Sum(rows / seconds if seconds else 0.0),
     }

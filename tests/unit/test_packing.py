@@ -60,7 +60,7 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("DENSE_TREE_TOKENS", "QUERY_CHUNK"), LAYOUTS[layout], strict=True):
             patch.setattr(packing, name, value)
-        micro_batches = pack(data, max_tokens=max_tokens, share_prefixes=share)
+        micro_batches = pack(data, max_tokens=max_tokens, max_projections=10_000, share_prefixes=share)
     seen: dict[int, np.ndarray] = {}
     for micro_batch in micro_batches:
         attended = visible(micro_batch)
@@ -69,11 +69,12 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
             assert index not in seen, "a row is packed once"
             seen[index] = wanted_N
             for t in wanted_N:
-                places = attended[micro_batch.predict_from_N[at]]
+                projection = micro_batch.projection_N[at]
+                places = attended[micro_batch.project_U[projection]]
                 assert (micro_batch.tokens_P[places] == data[index].tokens_T[:t]).all()
                 assert (micro_batch.positions_P[places] == np.arange(t)).all()
                 assert micro_batch.targets_N[at] == data[index].tokens_T[t]
-                assert micro_batch.temperature_N[at] == data[index].temperature
+                assert micro_batch.temperature_U[projection] == data[index].temperature
                 at += 1
         assert at == len(micro_batch.targets_N)
     assert {i: list(w) for i, w in seen.items()} == {
@@ -84,25 +85,75 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
 @given(data=rows())
 def test_a_shared_prefix_is_computed_once(data: list[Row]) -> None:
     prefixes = {tuple(row.tokens_T[:n]) for row in data for n in range(1, row.computed + 1)}
-    (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
+    (micro_batch,) = pack(data, max_tokens=1000, max_projections=1000, share_prefixes=True)
     assert len(micro_batch.tokens_P) == max(1, len(prefixes))
-    (apart,) = pack(data, max_tokens=1000, share_prefixes=False)
+    (apart,) = pack(data, max_tokens=1000, max_projections=1000, share_prefixes=False)
     assert len(apart.tokens_P) == max(1, sum(row.computed for row in data))
 
 
-@given(data=rows(), max_tokens=st.integers(1, 20), share=st.booleans())
-def test_micro_batches_are_bounded_and_never_none(data: list[Row], max_tokens: int, share: bool) -> None:
-    micro_batches = pack(data, max_tokens=max_tokens, share_prefixes=share)
+@given(data=rows(), max_tokens=st.integers(1, 20), max_projections=st.integers(1, 20), share=st.booleans())
+def test_micro_batches_are_bounded_and_never_none(
+    data: list[Row], max_tokens: int, max_projections: int, share: bool
+) -> None:
+    micro_batches = pack(data, max_tokens=max_tokens, max_projections=max_projections, share_prefixes=share)
     assert micro_batches
     for micro_batch in micro_batches:
-        assert len(micro_batch.tokens_P) <= max_tokens or len(micro_batch.rows) == 1
+        alone = len(micro_batch.rows) == 1
+        assert len(micro_batch.tokens_P) <= max_tokens or alone
+        assert len(micro_batch.project_U) <= max_projections or alone
+
+
+@given(data=rows())
+def test_equal_prefixes_are_projected_once(data: list[Row]) -> None:
+    """A row of logits is decided by what comes before the token and by the temperature."""
+    wanted = {(tuple(row.tokens_T[:t]), row.temperature) for row in data for t in row.wanted_N}
+    (micro_batch,) = pack(data, max_tokens=1000, max_projections=1000, share_prefixes=True)
+    assert len(micro_batch.project_U) == len(wanted)
+    (apart,) = pack(data, max_tokens=1000, max_projections=1000, share_prefixes=False)
+    assert len(apart.project_U) == sum(len(row.wanted_N) for row in data)
+
+
+def equal_rows(count: int, prompt: int, answer: int) -> list[Row]:
+    tokens_T = np.arange(prompt + answer, dtype=np.int32)
+    wanted_N = np.arange(prompt, prompt + answer)
+    return [Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.0) for _ in range(count)]
+
+
+def logits_bytes(micro_batches: list[MicroBatch], vocab: int) -> int:
+    """Of the largest micro-batch, in bfloat16."""
+    return max(len(micro_batch.project_U) for micro_batch in micro_batches) * vocab * 2
+
+
+def test_equal_rows_need_the_logits_of_one() -> None:
+    """256 rows that sampled the same 512 tokens: 1,023 packed tokens. A row of logits for each trained token
+    would be 131,072 of them, 39.8 GB at a vocabulary of 152,000."""
+    (micro_batch,) = pack(
+        equal_rows(256, 512, 512), max_tokens=4096, max_projections=4096, share_prefixes=True
+    )
+    assert len(micro_batch.tokens_P) == 1023
+    assert len(micro_batch.targets_N) == 256 * 512
+    assert logits_bytes([micro_batch], 152_000) == 512 * 152_000 * 2
+
+
+def test_rows_of_logits_are_bounded_beside_packed_tokens() -> None:
+    """Rows that share a prompt and one beginning of it at several temperatures: few tokens, many rows of
+    logits."""
+    data = [
+        Row(tokens_T=np.arange(100, dtype=np.int32), wanted_N=np.arange(50, 100), temperature=0.5 + k / 100)
+        for k in range(40)
+    ]
+    (together,) = pack(data, max_tokens=4096, max_projections=4096, share_prefixes=True)
+    assert (len(together.tokens_P), len(together.project_U)) == (99, 40 * 50)
+    micro_batches = pack(data, max_tokens=4096, max_projections=300, share_prefixes=True)
+    assert [len(micro_batch.project_U) for micro_batch in micro_batches] == [300] * 6 + [200]
+    assert logits_bytes(micro_batches, 152_000) == 300 * 152_000 * 2
 
 
 @given(data=rows(), max_tokens=st.integers(1, 20))
 def test_place_undoes_pick(data: list[Row], max_tokens: int) -> None:
     values = [np.random.default_rng(0).random(len(row.tokens_T)).astype(np.float32) for row in data]
     back = [np.zeros_like(value) for value in values]
-    for micro_batch in pack(data, max_tokens=max_tokens, share_prefixes=True):
+    for micro_batch in pack(data, max_tokens=max_tokens, max_projections=7, share_prefixes=True):
         micro_batch.place(micro_batch.pick(values), back)
     for row, value, placed in zip(data, values, back, strict=True):
         expected = np.zeros_like(value)
@@ -117,7 +168,7 @@ def test_a_long_branch_never_needs_a_mask_of_its_square() -> None:
         Row(tokens_T=np.concatenate([prompt, tail]), wanted_N=np.arange(3000, 6000), temperature=1.0)
         for tail in tails
     ]
-    (micro_batch,) = pack(data, max_tokens=100_000, share_prefixes=True)
+    (micro_batch,) = pack(data, max_tokens=100_000, max_projections=100_000, share_prefixes=True)
     masks = [block.mask_QK.size for block in micro_batch.blocks if block.mask_QK is not None]
     assert len(micro_batch.tokens_P) == 3000 + 2 * 2999
     assert masks
