@@ -1,7 +1,8 @@
-"""The programs under tests/clients/ in an environment of their own, made once and kept.
+"""The programs under tests/clients/ in environments of their own, made once and kept.
 
-`python()` installs `requirements.txt` into a virtual environment, `codex()` an npm package into a
-prefix, under `~/.cache/invrl/clients` (or $INVRL_CLIENTS), each in a folder named by a hash of what it holds.
+`python()` installs a file of requirements into a virtual environment, `npm()` packages into a prefix, under
+`~/.cache/invrl/clients` (or $INVRL_CLIENTS), each in a folder named by a hash of what it holds. Whatever asks
+for the network beyond this machine finds a proxy that is not there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ from pathlib import Path
 
 PROGRAMS = Path(__file__).parent / "clients"
 CODEX = "@openai/codex@0.169.0"
+CLAUDE_CODE = "@anthropic-ai/claude-code@2.1.330"
+OPENCODE = "opencode-ai@1.18.33"
+VERCEL = ("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/anthropic@4.0.105", "zod@4.1.12")
+_OFFLINE = {
+    "HTTP_PROXY": "http://127.0.0.1:9",
+    "HTTPS_PROXY": "http://127.0.0.1:9",
+    "NO_PROXY": "127.0.0.1,localhost",
+}
 _INSTALL_S = 900
 
 
@@ -28,30 +37,44 @@ def cache() -> Path:
     return Path(os.environ.get("INVRL_CLIENTS") or Path.home() / ".cache/invrl/clients")
 
 
-def python() -> Path:
-    """The Python of the clients' environment, which is made if need be (about 90 s)."""
-    requirements = PROGRAMS / "requirements.txt"
-    folder = cache() / f"python-{_digest(sys.version + requirements.read_text())}"
+def python(requirements: str = "requirements.txt") -> Path:
+    """The Python of an environment with a file of requirements, which is made if need be (about 90 s)."""
+    pinned = PROGRAMS / requirements
+    folder = cache() / f"python-{_digest(sys.version + pinned.read_text())}"
     with _made(folder) as missing:
         if missing:
             run = [sys.executable, "-m", "venv", str(folder)]
             subprocess.run(run, check=True, timeout=_INSTALL_S)
-            pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "-r", str(requirements)]
+            pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "-r", str(pinned)]
             subprocess.run(pip, check=True, timeout=_INSTALL_S)
     return folder / "bin/python"
 
 
-def codex() -> Path:
-    """The Codex CLI, installed by npm. FileNotFoundError where there is no npm."""
-    npm = shutil.which("npm")
-    if npm is None:
+def npm(name: str, *packages: str) -> Path:
+    """The `node_modules` of a folder with these packages. FileNotFoundError where there is no npm."""
+    found = shutil.which("npm")
+    if found is None:
         raise FileNotFoundError("npm is not on PATH")
-    folder = cache() / f"codex-{_digest(CODEX)}"
+    folder = cache() / f"{name}-{_digest(' '.join(packages))}"
     with _made(folder) as missing:
         if missing:
-            run = [npm, "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder), CODEX]
+            run = [
+                found,
+                "install",
+                "--silent",
+                "--no-fund",
+                "--no-audit",
+                "--prefix",
+                str(folder),
+                *packages,
+            ]
             subprocess.run(run, check=True, timeout=_INSTALL_S)
-    return folder / "node_modules/.bin/codex"
+    return folder / "node_modules"
+
+
+def codex() -> Path:
+    """The Codex CLI."""
+    return npm("codex", CODEX) / ".bin/codex"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +145,62 @@ async def run_codex(
     command += ["--output-last-message", str(folder / "last.txt"), task]
     env = {"INVRL_KEY": session["key"], "CODEX_HOME": str(folder / "codex")}
     return await run_program(command, folder=folder, cwd=folder / "work", env=env)
+
+
+async def run_claude_code(
+    task: str, session: Mapping[str, str], *, folder: Path, deadline_s: float = 900
+) -> Ended:
+    """`claude -p` in `folder`/work, at our messages API; it may use its tools for files and its shell."""
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    env = {
+        **_OFFLINE,
+        "ANTHROPIC_BASE_URL": session["base_url"].removesuffix("/v1"),
+        "ANTHROPIC_AUTH_TOKEN": session["key"],
+        "ANTHROPIC_MODEL": "scripted",
+        "ANTHROPIC_SMALL_FAST_MODEL": "scripted",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "DISABLE_TELEMETRY": "1",
+        "DISABLE_ERROR_REPORTING": "1",
+    }
+    command = [str(npm("claude-code", CLAUDE_CODE) / ".bin/claude"), "-p", task]
+    command += ["--output-format", "json", "--permission-mode", "acceptEdits"]
+    command += ["--allowedTools", "Bash", "Read", "Write", "Edit"]
+    return await run_program(command, folder=folder, cwd=work, env=env, deadline_s=deadline_s)
+
+
+async def run_opencode(
+    task: str, session: Mapping[str, str], *, folder: Path, deadline_s: float = 900
+) -> Ended:
+    """`opencode run` in `folder`/work, at our chat completions by a provider of its own settings."""
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "invrl",
+        "options": {"baseURL": session["base_url"], "apiKey": session["key"]},
+        "models": {"scripted": {"name": "scripted", "limit": {"context": 1_000_000, "output": 8192}}},
+    }
+    settings = {
+        "provider": {"invrl": provider},
+        "model": "invrl/scripted",
+        "small_model": "invrl/scripted",
+        "autoupdate": False,
+        "share": "disabled",
+        "permission": {"bash": "allow", "edit": "allow", "webfetch": "deny"},
+    }
+    (folder / "opencode.json").write_text(json.dumps(settings))
+    env = {
+        **_OFFLINE,
+        "OPENCODE_CONFIG": str(folder / "opencode.json"),
+        "OPENCODE_DISABLE_AUTOUPDATE": "1",
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+        "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+    }
+    command = [str(npm("opencode", OPENCODE) / ".bin/opencode"), "run", task]
+    return await run_program(command, folder=folder, cwd=work, env=env, deadline_s=deadline_s)
 
 
 def _digest(text: str) -> str:

@@ -45,6 +45,48 @@ def calculating(prompt: str) -> str:
     return "You are wélcome 🙂"
 
 
+_TASK = re.compile(r"Work in (\S+) for (\d+) steps")
+_FILES = {  # a coding agent's names for what it does, and for what that takes
+    "Write": ("Write", "Edit", "Read", "Bash", "file_path", "old_string", "new_string"),
+    "write": ("write", "edit", "read", "bash", "filePath", "oldString", "newString"),
+}
+
+
+def coding(prompt: str) -> str:
+    """What it says to coding agents: as many steps as the task asks for, each with calls as models make them
+    and as agents store them otherwise: files with space at line ends, `cd DIR &&`, arguments without their
+    defaults, text beside a call, several calls at once."""
+    task = _TASK.search(prompt)
+    if task is None or '"name": "' not in prompt:
+        return "A title for this"
+    folder, steps = task[1], int(task[2])
+    step = len(re.findall(r"<\|im_start\|>assistant\n[^<]*<tool_call>", prompt))
+    if step >= steps:
+        return f"All {steps} steps are done. ✓"
+    names = next((names for name, names in _FILES.items() if f'"name": "{name}"' in prompt), None)
+    said = ["", "Next step.\n", "Let me see.\n\n"][step % 3]
+    if names is None:
+        return said + call("bash", {"command": f"cd {folder} && echo {step} >> steps.txt"})
+    write, edit, read, bash, path, old, new = names
+    file = f"{folder}/file{step // 6}.py"
+    shell = {"command": f"cd {folder} && ls", "description": "Lists the folder"}
+    match step % 6:
+        case 0:
+            return said + call(write, {path: file, "content": f"def f():  \n    return {step}   \n\n\n"})
+        case 1:
+            return said + call(read, {path: file})
+        case 2:
+            return said + call(edit, {path: file, old: "return", new: "return  \t1 + "})
+        case 3:
+            return said + call(bash, shell)
+        case 4:
+            count = {"command": f"wc -l {file}", "description": "Counts lines"}
+            return said + call(bash, shell) + "\n" + call(bash, count)
+        case _:
+            shown = {"command": f"cd {folder} && cat {file}  ", "description": " Shows it "}
+            return said + call(bash, shown)
+
+
 def call(name: str, arguments: dict) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 

@@ -7,7 +7,9 @@ engine), and transformers' own `apply_chat_template` and tokenizer. For each tur
   what the gateway had read when it was cancelled.
 - `prompt`: the prompt on the wire is the parent's prompt and reply on the wire, then the turn's own context.
 - `tail`: that context is what transformers renders and tokenises for the messages that are new (for a root:
-  for all of them).
+  for all of them). A template that takes earlier thinking out of the history re-writes what came before: then
+  the tail is what it writes behind the reply, found by a mark in the reply's place, and all before the mark
+  must be the same but for thinking.
 - `missing`: a turn that never passed the tap.
 - where the client's side is known (`Sent`), `messages`, `text` and `unrecorded`: the stored conversation is
   what the client sent; what it was shown is the text of the ids on the wire; a turn it was given whole is
@@ -22,7 +24,7 @@ import json
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from typing import Any
 import numpy as np
 from engine_tap import Generation
 
+_MARK = "judge-mark-5e1f"
+"""Stands in a rendering where a reply would: no agent says it."""
 _COLUMNS = (
     "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, messages, tools, "
     "constrained"
@@ -62,6 +66,7 @@ class Sent:
     tools: Sequence[Mapping]
     text: str
     tool_calls: Sequence[Mapping]
+    reasoning: str = ""
     trimmed: bool = False
     """Whitespace around the messages' texts was taken off by the client."""
 
@@ -147,13 +152,23 @@ class Reference:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
         self.end = str(self.tokenizer.eos_token)
         self.end_id = int(self.tokenizer.eos_token_id)
+        self.thinks = "</think>" in str(self.tokenizer.chat_template)
 
-    def text(self, messages: Sequence[Mapping], tools: Sequence[Mapping], *, head: bool) -> str:
+    def text(
+        self,
+        messages: Sequence[Mapping],
+        tools: Sequence[Mapping],
+        *,
+        head: bool,
+        thinking: bool | None = None,
+    ) -> str:
+        options = {} if thinking is None else {"enable_thinking": thinking}
         shown = self.tokenizer.apply_chat_template(
             [_shown(message) for message in messages],
             tools=[_tool(tool) for tool in tools] or None,
             add_generation_prompt=head,
             tokenize=False,
+            **options,
         )
         assert isinstance(shown, str)
         return shown
@@ -162,14 +177,40 @@ class Reference:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def tail(
-        self, messages: Sequence[Mapping], depth: int, tools: Sequence[Mapping], *, closed: bool
+        self,
+        messages: Sequence[Mapping],
+        depth: int,
+        tools: Sequence[Mapping],
+        *,
+        closed: bool,
+        thinking: bool | None = None,
     ) -> list[int]:
         """Ids that follow the reply that is the last of `messages[:depth]`."""
-        whole, before = self.text(messages, tools, head=True), self.text(messages[:depth], tools, head=False)
+        whole = self.text(messages, tools, head=True, thinking=thinking)
+        before = self.text(messages[:depth], tools, head=False)
         if not whole.startswith(before):
-            raise ValueError("the template re-writes what came before")
+            return self._rewritten_tail(messages, depth, tools, closed=closed, thinking=thinking)
         after_reply = before[before.rindex(self.end) + (len(self.end) if closed else 0) :]
         return self.ids(after_reply + whole[len(before) :])
+
+    def _rewritten_tail(
+        self,
+        messages: Sequence[Mapping],
+        depth: int,
+        tools: Sequence[Mapping],
+        *,
+        closed: bool,
+        thinking: bool | None,
+    ) -> list[int]:
+        """As `tail`, of a template that shows what came before otherwise once more messages follow."""
+        marked = [*messages[: depth - 1], _marked(messages[depth - 1]), *messages[depth:]]
+        whole = self.text(marked, tools, head=True, thinking=thinking)
+        before = self.text(marked[:depth], tools, head=False)
+        ends = [text.index(self.end, text.index(_MARK)) for text in (whole, before)]
+        shown = [_unthinking(text[:end]) for text, end in zip((whole, before), ends, strict=True)]
+        if whole.count(_MARK) != 1 or shown[0] != shown[1]:
+            raise ValueError(f"the template re-writes more than thinking: {shown}")
+        return self.ids(whole[ends[0] + (len(self.end) if closed else 0) :])
 
 
 def judge(
@@ -179,8 +220,10 @@ def judge(
     *,
     sent: Iterable[Sent] = (),
     all_turns: bool = True,
+    unthinking: Collection[str] = (),
 ) -> Verdict:
-    """The verdict over `turns`, which come with their parents. `all_turns`: there are no others."""
+    """The verdict over `turns`, which come with their parents. `all_turns`: there are no others.
+    `unthinking`: the sessions whose requests all refuse thinking."""
     verdict = Verdict()
     stored = {turn.id: turn for turn in turns}
     seen: dict[str, list[Generation]] = {}
@@ -188,7 +231,8 @@ def judge(
         seen.setdefault(generation.rid.removesuffix("-again"), []).append(generation)
     passed = {rid: _best(several) for rid, several in seen.items()}
     for turn in stored.values():
-        _judge_turn(verdict, turn, stored, passed, reference)
+        thinking = False if turn.session_id in unthinking else None
+        _judge_turn(verdict, turn, stored, passed, reference, thinking)
     if all_turns:
         whole = [rid for rid, one in passed.items() if one.finish in ("stop", "length")]
         verdict.unrecorded = sum(rid.startswith("turn-") and rid not in stored for rid in whole)
@@ -203,6 +247,7 @@ def _judge_turn(
     stored: Mapping[str, StoredTurn],
     passed: Mapping[str, Generation],
     reference: Reference,
+    thinking: bool | None,
 ) -> None:
     def differ(what: str, detail: object = "") -> None:
         verdict.mismatches.append((turn.id, what, str(detail)[:2000]))
@@ -240,12 +285,17 @@ def _judge_turn(
         before = parent.input_ids + parent.ids
     if wire.input_ids != before + turn.context_ids:
         differ("prompt", (wire.input_ids, before + turn.context_ids))
-    _judge_tail(turn, path, before, reference, differ)
+    _judge_tail(turn, path, before, reference, thinking, differ)
     return None
 
 
 def _judge_tail(
-    turn: StoredTurn, path: Sequence[StoredTurn], before: Sequence[int], reference: Reference, differ: Any
+    turn: StoredTurn,
+    path: Sequence[StoredTurn],
+    before: Sequence[int],
+    reference: Reference,
+    thinking: bool | None,
+    differ: Any,
 ):
     """The turn's own context against transformers' rendering."""
     messages = [message for one in path for message in one.messages][:-1]  # the last one is the reply
@@ -254,10 +304,11 @@ def _judge_tail(
         if turn.messages[0]["role"] == "text":  # a completion: no template, the text that is new
             expected = reference.ids(turn.messages[0]["content"])
         elif turn.parent_id is None:
-            expected = reference.ids(reference.text(messages, tools, head=True))
+            expected = reference.ids(reference.text(messages, tools, head=True, thinking=thinking))
         else:
             depth = len(messages) + 1 - len(turn.messages)
-            expected = reference.tail(messages, depth, tools, closed=before[-1] == reference.end_id)
+            closed = before[-1] == reference.end_id
+            expected = reference.tail(messages, depth, tools, closed=closed, thinking=thinking)
     except Exception as error:  # templates raise what they like
         return differ("tail", repr(error))
     if turn.context_ids != expected:
@@ -283,9 +334,14 @@ def _judge_sent(
         asked, shown = (
             [{**one, "content": one["content"].strip()} for one in each] for each in (asked, shown)
         )
+    for one, recorded in zip(asked, shown, strict=False):
+        if "reasoning_content" not in one:  # the client may leave thinking out of what it sends back
+            recorded.pop("reasoning_content", None)
     tools = [_tool(tool) for tool in _path(turn, stored)[0].tools]
     if shown != asked or tools != [_tool(tool) for tool in sent.tools]:
-        verdict.mismatches.append((turn.id, "messages", f"{kept} {tools} {asked}"))
+        pairs = zip(shown, asked, strict=False)
+        first = next(((kept, given) for kept, given in pairs if kept != given), (len(shown), len(asked)))
+        verdict.mismatches.append((turn.id, "messages", f"{first} {tools}"))
     wire = passed.get(turn.id)
     if wire is None:
         return None  # `missing`
@@ -293,6 +349,10 @@ def _judge_sent(
     # As SGLang does: with tools, special tokens are shown, for calls may be made of them.
     text = reference.tokenizer.decode(ids, skip_special_tokens=not sent.tools)
     text = text.partition(wire.matched)[0] if isinstance(wire.matched, str) else text
+    if reference.thinks:
+        thought, text = _with_thinking(text)
+        if sent.reasoning.strip() != thought.strip():
+            verdict.mismatches.append((turn.id, "text", f"{sent.reasoning!r} {thought!r}"))
     if sent.tool_calls or "<tool_call>" in text:
         shown, calls = _with_calls(text)
         functions = [one["function"] for one in sent.tool_calls]
@@ -326,6 +386,28 @@ def _with_calls(text: str) -> tuple[str, list[tuple[str, dict]]]:
     return re.sub(r"<tool_call>(.*?)</tool_call>", taken, text, flags=re.DOTALL), calls
 
 
+def _with_thinking(text: str) -> tuple[str, str]:
+    """The thinking that a reply begins with, which may have been cut short, and the rest."""
+    if not text.startswith("<think>"):
+        return "", text
+    thought, _, rest = text.removeprefix("<think>").partition("</think>")
+    return thought, rest.lstrip("\n")
+
+
+def _unthinking(text: str) -> str:
+    """Without thinking, and without whitespace: templates trim it beside thinking as they please."""
+    return "".join(re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL).split())
+
+
+def _marked(reply: Mapping) -> dict:
+    """A reply that shows the mark once: as its text, or as the name of its last call."""
+    calls = [{**call, "arguments": "{}"} for call in reply.get("tool_calls") or ()]
+    if not calls:
+        return {**reply, "content": _MARK}
+    calls[-1]["name"] = _MARK
+    return {**reply, "content": "", "tool_calls": calls}
+
+
 def _flat(message: Mapping) -> dict:
     """A message of chat completions in the store's form."""
     calls = [one["function"] for one in message.get("tool_calls") or ()]
@@ -347,8 +429,8 @@ def _best(several: Sequence[Generation]) -> Generation:
 def _shown(message: Mapping) -> dict:
     """A stored message as transformers wants it."""
     shown: dict = {"role": message["role"], "content": message.get("content") or ""}
-    if message.get("reasoning"):
-        shown["reasoning_content"] = message["reasoning"]
+    if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+        shown["reasoning_content"] = reasoning
     if message.get("tool_call_id"):
         shown["tool_call_id"] = message["tool_call_id"]
     if message.get("tool_calls"):

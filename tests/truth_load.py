@@ -52,6 +52,16 @@ def chatter(prompt: str) -> str:
     return text
 
 
+def thoughtful(prompt: str) -> str:
+    """As `chatter`, most replies with thinking before them, unless the prompt refuses it."""
+    source = random.Random(prompt + "?")
+    text = chatter(prompt).strip()
+    if prompt.endswith("</think>\n\n") or source.random() < 0.2:
+        return text
+    words = [source.choice(_WORDS) for _ in range(source.randint(0, 10))]
+    return f"<think>\n{' '.join(words).strip()}\n</think>\n\n{text}"
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Load:
     """`run` talks until at least `turns` answers were asked for."""
@@ -64,11 +74,15 @@ class Load:
     tools: bool = False
     forced: bool = False
     """Some requests with tools force a call."""
+    thinking: bool = False
+    """The model thinks: some sessions send thinking back, some do not, some refuse it in every request."""
     max_tokens: int | None = None
     """Of each request; None: a small one now and then."""
     sent: list[Sent] = field(default_factory=list)
     did: Counter[str] = field(default_factory=Counter)
     sessions: list[dict] = field(default_factory=list)
+    unthinking: set[str] = field(default_factory=set)
+    """Sessions that refuse thinking."""
     errors: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
@@ -92,10 +106,14 @@ class _Talk:
         self.tools = [CALCULATOR] if load.tools and number % 2 else []
         self.messages: list[dict] = []
         self.trims = False
+        self.refuses_thinking = load.thinking and number % 5 == 3
+        self.returns_thinking = load.thinking and number % 2 == 0
 
     async def run(self) -> None:
         self.session = await self.load.stack.open(group=f"g{self.number}")
         self.load.sessions.append(self.session)
+        if self.refuses_thinking:
+            self.load.unthinking.add(self.session["id"])
         if self.random.random() < 0.7:
             self.messages.append({"role": "system", "content": f"You are agent {self.number}. Be brief."})
         steps: list[Callable[[], Coroutine[Any, Any, None]]] = [
@@ -113,9 +131,11 @@ class _Talk:
         await self._answered(await self.ask(self.messages))
 
     async def edited(self) -> None:
-        """Another text where a reply was, or where a question was."""
+        """Another text where a reply was, or where a question was. Not beside calls: whatever stands there,
+        a reply is known by its calls."""
         self.messages = [dict(message) for message in self.messages]
-        spots = [one for one in self.messages[:-1] if one["role"] != "system" and one.get("content")]
+        texts = [one for one in self.messages[:-1] if one["role"] != "system" and one.get("content")]
+        spots = [one for one in texts if not one.get("tool_calls")]
         if spots:
             self.random.choice(spots)["content"] = f"edited {self.random.randrange(1000)}"
         await self.plain()
@@ -192,6 +212,8 @@ class _Talk:
             body["max_tokens"] = self.random.randint(1, 12)
         if self.random.random() < 0.1:
             body["stop"] = [self.random.choice(["e", "13", "ü"])]
+        if self.refuses_thinking:
+            body["chat_template_kwargs"] = {"enable_thinking": False}
         if self.tools:
             body["tools"] = self.tools
             if self.load.forced and self.random.random() < 0.3:
@@ -220,17 +242,20 @@ class _Talk:
         if message is None:
             load.did["cut"] += 1
             return None
-        message = {name: message[name] for name in ("role", "content", "tool_calls") if message.get(name)}
+        reasoning = message.get("reasoning_content") or ""
+        names = ["role", "content", "tool_calls", *(["reasoning_content"] if self.returns_thinking else [])]
+        message = {name: message[name] for name in names if message.get(name)}
         text, calls = message.get("content", ""), message.get("tool_calls", [])
         tools, messages = body.get("tools", []), body["messages"]
         sent = Sent(turn_id=rid, messages=messages, tools=tools, text=text, tool_calls=calls)
+        sent = dataclasses.replace(sent, reasoning=reasoning)
         load.sent.append(dataclasses.replace(sent, trimmed=self.trims))
         return rid, {"content": "", **message, "role": "assistant"}
 
 
 async def _streamed(answer: aiohttp.ClientResponse, cut_after: int | None) -> dict | None:
     """The message that the chunks add up to; None if it was left after `cut_after` events."""
-    message: dict = {"role": "assistant", "content": "", "tool_calls": []}
+    message: dict = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     done = False
     seen = 0
     async for line in answer.content:
@@ -251,6 +276,7 @@ async def _streamed(answer: aiohttp.ClientResponse, cut_after: int | None) -> di
                 continue
             delta = choice["delta"]
             message["content"] += delta.get("content") or ""
+            message["reasoning_content"] += delta.get("reasoning_content") or ""
             for call in delta.get("tool_calls") or []:
                 if call["index"] == len(message["tool_calls"]):
                     message["tool_calls"].append({**call, "function": {**call["function"]}})

@@ -58,8 +58,15 @@ class Stack:
     async def finish(self, session: Mapping, reward: float = 1.0) -> dict:
         return await self.env(f"/sessions/{session['id']}/finish", {"reward": reward})
 
-    async def verdict(self, sent: Collection[Sent] = (), *, session_ids: Collection[str] = ()) -> Verdict:
-        """Over all turns so far, or those of some sessions. Waits until the wire is quiet."""
+    async def verdict(
+        self,
+        sent: Collection[Sent] = (),
+        *,
+        session_ids: Collection[str] = (),
+        unthinking: Collection[str] = (),
+    ) -> Verdict:
+        """Over all turns so far, or those of some sessions. Waits until the wire is quiet. `unthinking`: the
+        sessions that refuse thinking."""
         async with asyncio.timeout(60):
             while not self.tap.quiet:
                 await asyncio.sleep(0.02)
@@ -70,7 +77,13 @@ class Stack:
             turns = [turn for turn in turns if turn.session_id in session_ids]
         wire = self.tap.generations
         return await asyncio.to_thread(
-            judge, turns, wire, Reference(self.model), sent=sent, all_turns=not session_ids
+            judge,
+            turns,
+            wire,
+            Reference(self.model),
+            sent=sent,
+            all_turns=not session_ids,
+            unthinking=unthinking,
         )
 
 

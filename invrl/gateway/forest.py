@@ -13,7 +13,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Self
 
-from invrl.gateway.message import MatchLevel, Message, Tool, digests, tools_digest
+from invrl.gateway.message import MatchLevel, Message, Tool, canonical_json, digests, tools_digest
 from invrl.types import Turn
 
 _CANDIDATES = 32
@@ -66,8 +66,8 @@ class Change:
     """Its place in the request."""
     role: str
     part: str
-    """What of it differs: content, reasoning, tool_calls, tool_call_id, role; `messages` where some were
-    taken out or put in; `tools` for those that the request offers."""
+    """What of it differs: content, reasoning, tool_calls, tool_call_ids, tool_call_id, role; `messages` where
+    some were taken out or put in; `tools` for those that the request offers."""
     recorded: str
     """What stood there, around the first character that differs."""
     sent: str
@@ -176,8 +176,8 @@ class _Index:
         self.level = level
         self._replies = replies
         self._tools = tools
-        self.nodes: dict[bytes, Node] = {}
-        """The latest node of each conversation."""
+        self.nodes: dict[bytes, list[Node]] = {}
+        """The nodes of each conversation."""
         self.answered: dict[bytes, Node] = {}
         """The latest node whose reply follows a conversation."""
         self.said: dict[bytes, list[Node]] = {}
@@ -198,7 +198,7 @@ class _Index:
             *_, before, whole = digests(
                 messages, self.level, seed, earlier=earlier, calls=calls, tools=node.tools
             )
-            self.nodes[whole] = node
+            self.nodes.setdefault(whole, []).append(node)
             self.answered[before] = node
             self._ends[turn_id] = whole, earlier + len(node.messages)
             if not self._tools:
@@ -283,7 +283,9 @@ class Forest:
             nodes = index.follow(self._by_turn).nodes
             deepest = next((n for n in reversed(replies) if n > depth and prefixes[n] in nodes), None)
             if deepest is not None:
-                found, depth, at_level = nodes[prefixes[deepest]], deepest, index.level
+                found = _nearest(nodes[prefixes[deepest]], messages[:deepest])
+                depth = deepest
+                at_level = index.level
             if depth == replies[-1]:
                 break
         fork, change = None, None
@@ -303,8 +305,8 @@ class Forest:
         prefixes = digests(seen, index.level, tools=tools)
         unmatched = [n for n in replies if n > depth]
         for n in unmatched:
-            if (node := index.nodes.get(prefixes[n])) is not None:
-                return ForkReason.TOOLS_CHANGED, _tools_change(node.tools, tools)
+            if nodes := index.nodes.get(prefixes[n]):
+                return ForkReason.TOOLS_CHANGED, _tools_change(nodes[-1].tools, tools)
         for n in unmatched:
             if (node := index.answered.get(prefixes[n - 1])) is not None:
                 recorded = node.messages[-1]
@@ -371,6 +373,20 @@ class Forest:
         return Change(message=at, role=sent.role, part=part, recorded=was, sent=now, level=level)
 
 
+def _nearest(nodes: Sequence[Node], messages: Sequence[Message]) -> Node:
+    """Of nodes whose conversations a level takes for the same: the one with most of the client's call ids,
+    the newest of those."""
+    newest_first = nodes[: -_CANDIDATES - 1 : -1]
+    if len(newest_first) == 1:
+        return newest_first[0]
+    sent = {call.id for message in messages for call in message.tool_calls}
+
+    def known(node: Node) -> int:
+        return sum(call.id in sent for message in node.conversation() for call in message.tool_calls)
+
+    return max(newest_first, key=known)
+
+
 def _same(recorded: Message, sent: Message, level: MatchLevel) -> bool:
     """Whether a level takes the two for the same reply."""
     if level is MatchLevel.REWRITTEN and recorded.tool_calls and _calls_of(recorded) == _calls_of(sent):
@@ -381,13 +397,15 @@ def _same(recorded: Message, sent: Message, level: MatchLevel) -> bool:
 def _differing(recorded: Message, sent: Message) -> Iterator[tuple[str, str, str]]:
     """Each part in which they differ: its name, and both texts."""
     calls = [
-        ", ".join(f"{call.name}({call.arguments}) as {call.id}" for call in message.tool_calls)
+        ", ".join(f"{call.name}({canonical_json(call.arguments)})" for call in message.tool_calls)
         for message in (recorded, sent)
     ]
+    ids = [", ".join(call.id for call in message.tool_calls) for message in (recorded, sent)]
     parts = (
         ("role", recorded.role, sent.role),
         ("content", recorded.content.strip(), sent.content.strip()),
         ("tool_calls", calls[0], calls[1]),
+        ("tool_call_ids", ids[0], ids[1]),
         ("tool_call_id", recorded.tool_call_id, sent.tool_call_id),
         ("reasoning", recorded.reasoning, sent.reasoning),
         ("content", recorded.content, sent.content),

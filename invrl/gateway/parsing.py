@@ -131,8 +131,12 @@ class ReplyParser:
     ) -> None:
         self._reasoning, self._calls, self._stream = reasoning, calls, stream
         self._text = ""
-        self._said = self._thought = False
-        """Some content was told; some reasoning."""
+        self._beginning = ""
+        """All that came before the first content, where there may be thinking."""
+        self._said = False
+        """Some content was told."""
+        self._thought = False
+        """Some reasoning was told, or the end of empty thinking was seen."""
 
     @property
     def special(self) -> bool:
@@ -161,6 +165,9 @@ class ReplyParser:
         """Reasoning and the rest, as the method of SGLang's parser tells them."""
         if self._reasoning is None:
             return "", "".join(text)
+        if not self._said and not self._thought:
+            self._beginning += "".join(text)
+            self._thought = self._reasoning.detector.think_end_token in self._beginning
         thought, normal = getattr(self._reasoning, method)(*text)
         return thought or "", normal or ""
 

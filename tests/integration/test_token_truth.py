@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_tap import Generation
+from model_templates import model_folder
 from tiny_model import make_tiny_model
 from token_truth import Reference, StoredTurn, judge, stored_turns
-from truth_load import Load, chatter
+from truth_load import Load, chatter, thoughtful
 from truth_stack import real_stack, scripted_stack
 
 from invrl.rollout.fleet import Fleet
@@ -45,7 +48,9 @@ async def recorded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Re
 def kinds(recorded: Recorded, **changed) -> set[str]:
     given = {"turns": recorded.turns, "wire": recorded.wire, "sent": recorded.load.sent, **changed}
     sent = given.pop("sent")
-    return set(judge(given["turns"], given["wire"], recorded.reference, sent=sent).kinds)
+    unthinking = recorded.load.unthinking
+    verdict = judge(given["turns"], given["wire"], recorded.reference, sent=sent, unthinking=unthinking)
+    return set(verdict.kinds)
 
 
 def stopped(recorded: Recorded) -> list[StoredTurn]:
@@ -121,6 +126,62 @@ def test_other_plants_are_found(recorded: Recorded):
     assert "missing" in kinds(recorded, wire=[one for one in recorded.wire if one.rid != turn.id])
     sent = [dataclasses.replace(one, text=one.text + "x") for one in recorded.load.sent]
     assert "text" in kinds(recorded, sent=sent)
+
+
+@pytest.fixture(scope="module")
+async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Recorded]:
+    """Qwen3's own tokenizer and template, which takes earlier thinking out of the history."""
+    folder = tmp_path_factory.mktemp("thinking")
+    model = folder / "model"
+    shutil.copytree(model_folder("qwen3"), model)
+    (model / "config.json").write_text(json.dumps({"vocab_size": 151_936}))
+    async with scripted_stack(folder, model, thoughtful, token_delay_s=0.001) as stack:
+        load = Load(stack=stack, turns=300, tools=True, thinking=True)
+        await load.run()
+        verdict = await stack.verdict(load.sent, unthinking=load.unthinking)
+        store = Path(stack.settings.store_path)
+        assert (verdict.mismatches, load.errors) == ([], [])
+        yield Recorded(load, store, stored_turns(store), stack.tap.generations, Reference(model))
+
+
+def test_a_thinking_model_is_proved_as_the_others_are(thinking: Recorded):
+    sent, refusing = thinking.load.sent, thinking.load.unthinking
+    verdict = judge(thinking.turns, thinking.wire, thinking.reference, sent=sent, unthinking=refusing)
+    assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == ({}, True, True)
+    assert sum(bool(one.reasoning) for one in sent) > 50
+    assert len(refusing) > 3
+    assert "tail" in {
+        what for _, what, _ in judge(thinking.turns, thinking.wire, thinking.reference).mismatches
+    }
+    # there are turns whose history the template re-writes: the path holds thinking that it leaves out
+    kept = [turn for turn in thinking.turns if turn.parent_id and rewritten(thinking, turn)]
+    assert len(kept) > 30
+    turn = kept[len(kept) // 2]
+    at = thinking.turns.index(turn)
+    for place in (0, len(turn.context_ids) // 2, -1):  # of such a tail too every id is compared
+        context = list(turn.context_ids)
+        context[place] ^= 1
+        changed = dataclasses.replace(turn, context_ids=context)
+        turns = [*thinking.turns[:at], changed, *thinking.turns[at + 1 :]]
+        assert "tail" in kinds(thinking, turns=turns)
+    other = [{**turn.messages[0], "content": "another question"}, *turn.messages[1:]]
+    turns = [*thinking.turns[:at], dataclasses.replace(turn, messages=other), *thinking.turns[at + 1 :]]
+    assert "tail" in kinds(thinking, turns=turns)
+    altered = [dataclasses.replace(one, reasoning=one.reasoning + "x") for one in sent]
+    assert "text" in kinds(thinking, sent=altered)
+
+
+def rewritten(recorded: Recorded, turn: StoredTurn) -> bool:
+    """The template shows the turn's history otherwise than it showed it before."""
+    stored = {one.id: one for one in recorded.turns}
+    path = [turn]
+    while (parent := path[0].parent_id) is not None:
+        path.insert(0, stored[parent])
+    messages = [message for one in path for message in one.messages][:-1]
+    depth = len(messages) + 1 - len(turn.messages)
+    reference, tools = recorded.reference, path[0].tools
+    whole = reference.text(messages, tools, head=True)
+    return not whole.startswith(reference.text(messages[:depth], tools, head=False))
 
 
 async def test_a_real_engine_through_the_real_router(tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path):

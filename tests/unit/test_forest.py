@@ -226,6 +226,20 @@ def test_results_that_answer_renamed_calls_are_kept_by_our_ids():
     assert forest.match([ASK, renamed, other, results[0]]).new == (other, results[0])
 
 
+def test_of_equal_branches_the_one_whose_calls_the_client_has_goes_on():
+    """Two samples made the same calls behind other thinking, which the client leaves out."""
+    forest, replies = Forest(), []
+    for branch in "ab":
+        calls = tuple(replace(call, id=branch + call.id) for call in CALLS.tool_calls)
+        replies.append(replace(CALLS, reasoning=branch, tool_calls=calls))
+        forest.add(node(branch, [ASK, replies[-1]]))
+    for branch, reply in zip("ab", replies, strict=True):
+        results = [replace(result, tool_call_id=branch + result.tool_call_id) for result in RESULTS]
+        match = forest.match([ASK, replace(reply, reasoning=""), *results])
+        assert (match.node, match.new) == (forest.turn(branch), tuple(results))
+    assert forest.match([ASK, replace(CALLS, reasoning=""), *RESULTS]).node is forest.turn("b")
+
+
 SCHEMA = """{"type": "object", "properties": {
   "path": {"type": "string"},
   "replace_all": {"type": "boolean", "default": false},
