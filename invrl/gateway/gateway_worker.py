@@ -12,7 +12,7 @@ import uvicorn
 import uvloop
 
 from invrl.gateway.app import make_app
-from invrl.gateway.corked_http import CorkedHttpProtocol
+from invrl.gateway.corked_http import corked_http
 from invrl.gateway.heartbeats import beat_interval_s
 from invrl.gateway.parsing import Parsers
 from invrl.gateway.rendering import Renderer
@@ -66,7 +66,9 @@ def serve(
             timeout_graceful_shutdown=3,
             timeout_keep_alive=75,
             proxy_headers=False,
-            http=CorkedHttpProtocol,
+            http=corked_http(
+                head_timeout_s=settings.head_timeout_s, write_timeout_s=settings.write_timeout_s
+            ),
             backlog=4096,
         )
         # Once uvicorn has its handler, which it sets before its first await.

@@ -31,6 +31,10 @@ class GatewaySettings(GatewayConfig):
     leases: bool = Field(False, description="training sessions are opened on leased tasks only")
     max_body_bytes: PositiveInt = 16 * 2**20
     body_timeout_s: PositiveFloat = 30.0
+    head_timeout_s: PositiveFloat = Field(30.0, description="until a connection has sent a whole head")
+    write_timeout_s: PositiveFloat = Field(
+        30.0, description="until a client that reads none of its answer is given up"
+    )
     heartbeat_timeout_s: PositiveFloat = Field(
         30.0, description="a process of the gateway that shows no sign of life for so long is replaced"
     )

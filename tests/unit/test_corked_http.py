@@ -1,10 +1,17 @@
-"""What an answer writes in one go leaves in one write; nothing is lost, or written to a closed connection."""
+"""What an answer writes in one go leaves in one write; nothing is lost, or written to a closed connection. A
+client that sends no whole head, or does not read its answer, is not waited for."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 
-from invrl.gateway.corked_http import _Cork
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from invrl.gateway.corked_http import CorkedHttpProtocol, _Cork, corked_http
 
 
 class Wire:
@@ -24,13 +31,16 @@ class Wire:
     def is_closing(self) -> bool:
         return self.closed
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def get_extra_info(self, name: str) -> str:
         return name
 
 
 async def test_writes_of_one_turn_of_the_loop_leave_together():
     wire = Wire()
-    cork = _Cork(wire)  # type: ignore[arg-type]
+    cork = _Cork(wire, 30.0)  # type: ignore[arg-type]
     cork.write(b"head ")
     cork.write(b"body")
     assert wire.written == []
@@ -44,10 +54,192 @@ async def test_writes_of_one_turn_of_the_loop_leave_together():
 
 async def test_closing_writes_what_was_held_first():
     wire = Wire()
-    cork = _Cork(wire)  # type: ignore[arg-type]
+    cork = _Cork(wire, 30.0)  # type: ignore[arg-type]
     cork.write(b"last")
     cork.close()
     assert (wire.written, wire.closed) == ([b"last"], True)
     cork.write(b"too late")
     await asyncio.sleep(0)
     assert wire.written == [b"last"]
+
+
+class Server:
+    """The protocol over real sockets, around an application that each test gives."""
+
+    def __init__(self, app: ASGIApp, **limits: float) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        protocol = corked_http(**{"head_timeout_s": 300.0, "write_timeout_s": 300.0, **limits})
+        config = uvicorn.Config(app, log_level="critical", http=protocol, timeout_keep_alive=300)
+        self._server = uvicorn.Server(config)
+
+    @property
+    def protocols(self) -> list[CorkedHttpProtocol]:
+        """Of the open connections."""
+        return [one for one in self._server.server_state.connections if isinstance(one, CorkedHttpProtocol)]
+
+    async def __aenter__(self) -> Server:
+        self._serving = asyncio.create_task(self._server.serve([self._listener]))
+        async with asyncio.timeout(60):
+            while not self._server.started:
+                await asyncio.sleep(0.01)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        await self._serving
+
+
+async def fine(scope: Scope, receive: Receive, send: Send) -> None:
+    """Reads the body and answers."""
+    if scope["type"] != "http":
+        return
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def answer_to(server: Server, *pieces: bytes) -> bytes:
+    """All that a connection is sent until the server closes it."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(60):
+            return await reader.read(-1)
+    return b""
+
+
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"", b""),
+        (b"\r\n", b""),
+        (b"POST / HTTP/1.1\r\nhost: x\r\n", b"HTTP/1.1 408 "),
+        (HEAD + b"abc" + b"GET / HT", b"HTTP/1.1 408 "),
+        (HEAD + b"abc" + b"\r\n", b""),
+    ],
+    ids=["silent", "an empty line", "a head's beginning", "a later head's beginning", "a later empty line"],
+)
+async def test_a_connection_without_a_whole_head_is_closed(sent: bytes, answered: bytes):
+    async with Server(fine, head_timeout_s=0.3) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        async with asyncio.timeout(60):
+            if sent.startswith(HEAD):
+                writer.write(HEAD + b"abc")
+                assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+                sent = sent[len(HEAD) + 3 :]
+            writer.write(sent)
+            assert (await reader.read(-1))[: len(answered)] == answered
+
+
+async def test_a_body_is_not_held_to_the_time_of_a_head():
+    arrived = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        arrived.set()
+        await fine(scope, receive, send)
+
+    async with Server(app) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        async with asyncio.timeout(60):
+            for _ in range(3):
+                arrived.clear()
+                writer.write(HEAD + b"a")
+                await arrived.wait()
+                [protocol] = server.protocols
+                assert protocol._head_timer is None
+                writer.write(b"bc")
+                assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("line", [b"x: " + b"y" * 1000 + b"\r\n", b"y" * 1000])
+async def test_a_head_without_end_is_refused(line: bytes):
+    async with Server(fine) as server:
+        pieces = [b"GET / HTTP/1.1\r\nhost: x\r\nz: ", *[line * 10] * 1000]
+        answer = await answer_to(server, *pieces)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_large_body_in_one_piece_is_no_head():
+    async with Server(fine) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        async with asyncio.timeout(60):
+            for _ in range(4):
+                body = b"b" * 600_000
+                writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 600000\r\n\r\n" + body)
+                assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+
+
+class Flood:
+    """An answer without end; `ended` when its handler has seen that the client is gone."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        watching = asyncio.create_task(self._watch(receive))
+        while not watching.done():
+            await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
+            self.sent += 65_536
+            await asyncio.sleep(0)
+        self.ended.set()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+async def test_the_handler_of_a_client_that_stops_reading_ends():
+    flood = Flood()
+    async with Server(flood, write_timeout_s=0.3) as server:
+        client = socket.create_connection(server.address)
+        client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(60):
+            await flood.ended.wait()
+        client.close()
+
+
+async def test_a_slow_client_that_goes_on_reading_is_served():
+    flood = Flood()
+    async with Server(flood) as server:
+        client = socket.create_connection(server.address)
+        client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(60):
+            while not (server.protocols and server.protocols[0]._write_timer):
+                await asyncio.sleep(0.01)
+            [protocol] = server.protocols
+            unsent = protocol.transport.get_write_buffer_size()
+            enough = round(protocol.write_timeout_s * 1000)
+            protocol._check_reader(unsent + enough)
+            assert not protocol.transport.is_closing()
+            protocol._check_reader(unsent + enough - 1)
+            await flood.ended.wait()
+        client.close()
+
+
+async def test_what_a_closed_connection_has_not_read_is_thrown_away_in_the_end():
+    aborted = asyncio.Event()
+
+    class Full(Wire):
+        def get_write_buffer_size(self) -> int:
+            return 1
+
+        def abort(self) -> None:
+            aborted.set()
+
+    cork = _Cork(Full(), 0.01)  # type: ignore[arg-type]
+    cork.write(b"never read")
+    cork.close()
+    async with asyncio.timeout(60):
+        await aborted.wait()

@@ -171,6 +171,21 @@ async def test_each_limit_has_its_own_name(gateway: Running):
     assert over.value.code == "session_timeout"
 
 
+async def test_sessions_whose_clients_do_not_read_expire_side_by_side(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+):
+    """Each waits for its client until all of them do: one after the other would wait for ever."""
+    all_wait = asyncio.Barrier(3)
+
+    async def settle(self: Conversation, deadline_s: float) -> None:
+        await all_wait.wait()
+
+    monkeypatch.setattr(Conversation, "settle", settle)
+    monkeypatch.setattr(lifecycle, "_EXPIRY_INTERVAL_S", 0.01)
+    sessions = await gateway.open(members=3, limits={"timeout_s": 0.01})
+    await eventually(lambda: all(gateway.store.closed_session(session.id) for session in sessions))
+
+
 async def test_a_retry_of_the_last_permitted_turn_is_answered(gateway: Running):
     [session] = await gateway.open(limits={"max_turns": 1})
     answers = [
