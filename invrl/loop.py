@@ -9,6 +9,7 @@ Step n makes version n, also where the batch had no signal and no weight changed
 is 0): versions count batches, so staleness and the ledger need no second clock. The engines are then sent the
 same weights once more, in the usual transaction."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from invrl.step_metrics import rollout_metrics, time_metrics, update_metrics
 from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
 Assemble = Callable[[int, TakenBatch], TrainBatch]
-"""Fetches the tokens of a step's batch from the run's store and computes advantages."""
+"""Fetches the tokens of a step's batch from the run's store and computes advantages. It runs in a thread, so
+that gateway and fleet are watched, and rollouts dispatched, while it reads."""
 Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
 """Gives the trainer's weights to the fleet as this version, in one transaction."""
 Save = Callable[[int, bytes], Awaitable[object]]
@@ -72,7 +74,7 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
         with phases.within("rollout"):
             taken = await parts.buffer.take()
         with phases.within("assemble"):
-            batch = parts.assemble(step, taken)
+            batch = await asyncio.to_thread(parts.assemble, step, taken)
         values = resolve(rollout_metrics(taken), "rollout/")
         if parts.learner is None:
             await parts.buffer.advance(taken.version)

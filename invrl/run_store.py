@@ -15,7 +15,7 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from invrl.types import (
     Sampling,
     Session,
     SessionLimits,
+    TakenBatch,
     Trajectory,
     Turn,
     VersionSpan,
@@ -318,6 +319,12 @@ class RunStore:
 
     def rollouts(self, session_ids: Sequence[str]) -> list[Rollout]:
         return [self.rollout(session_id) for session_id in session_ids]
+
+    def taken_rollouts(self, taken: TakenBatch) -> list[Rollout]:
+        """The rollouts of a batch with their tokens, in the order of its groups. Each has the summary that
+        the batch holds, whose reward the buffer may have given. KeyError as `rollout`."""
+        summaries = [summary for group in taken.groups for summary in group.rollouts_G]
+        return [replace(self.rollout(one.session_id), summary=one) for one in summaries]
 
     def without_tokens(self, summaries: Sequence[RolloutSummary]) -> set[str]:
         """Ids of those of these finished sessions that `rollout` could not give whole: the session is not

@@ -4,6 +4,8 @@ Called by `cli.py`. Invariants: whatever ends the run (the last step, an error, 
 ended when `run_training` returns, and the report is drawn from the steps there were. A run folder with a
 checkpoint goes on from the newest one."""
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -155,14 +157,15 @@ class _Run:
         evaluates = config.rollout.eval_tasks > 0
         before = await self._before(cluster) if evaluates else None
         cluster.rollouts.dispatch()
-        store = RunStore(self.folder.store_path)
         advantage = advantage_function(config.algorithm.advantage, config.algorithm.reward_deviation)
 
         def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-            ids = [rollout.session_id for group in taken.groups for rollout in group.rollouts_G]
+            # In a thread, so with a connection of its own: the run may end before the thread does.
+            with contextlib.closing(RunStore(self.folder.store_path)) as store:
+                rollouts = store.taken_rollouts(taken)
             batch = build_batch(
                 taken,
-                store.rollouts(ids),
+                rollouts,
                 advantage,
                 config.algorithm.advantage_eps,
                 baseline=config.buffer.turn_reward_baseline,
@@ -173,7 +176,8 @@ class _Run:
             return batch
 
         async def evaluate(version: WeightVersion) -> Mapping[str, float]:
-            return (await cluster.rollouts.evaluate(version)).values()
+            evaluation = await cluster.rollouts.evaluate(version)
+            return await asyncio.to_thread(evaluation.values)  # its intervals are resampled
 
         parts = Parts(
             buffer=cluster.buffer,
@@ -183,13 +187,11 @@ class _Run:
             evaluate=evaluate if evaluates else None,
         )
         steps = config.run.num_steps
-        try:
-            await run_loop(parts, done=done, num_steps=steps, eval_interval=config.rollout.eval_interval)
-        finally:
-            store.close()
+        await run_loop(parts, done=done, num_steps=steps, eval_interval=config.rollout.eval_interval)
         await cluster.rollouts.stop_dispatching()
         if before is not None and learner is not None:
-            self._compare(before, await self._evaluate(cluster, steps))
+            after = await self._evaluate(cluster, steps)
+            await asyncio.to_thread(self._compare, before, after)
         if last := self.checkpoints.latest():
             self.observer.note(f"model: {last.hugging_face}")
 
@@ -205,7 +207,7 @@ class _Run:
     async def _evaluate(self, cluster: Cluster, step: int) -> Evaluation:
         self.observer.phase("evaluating", step)
         evaluation = await cluster.rollouts.evaluate(step)
-        self.observer.step(step, evaluation.values())
+        self.observer.step(step, await asyncio.to_thread(evaluation.values))
         return evaluation
 
     def _compare(self, before: Evaluation, after: Evaluation) -> None:

@@ -3,6 +3,7 @@
 Lives in the driver's event loop; `cluster.py` makes it and runs the loop under `guard`, so that a failure of
 the rollout half ends the run with its own cause. `evaluating.py` makes one without a buffer."""
 
+import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -79,7 +80,8 @@ class RolloutHandle:
         each score as it comes. The step is part of the group ids, hence of seeds."""
         config = self._config
         scores: dict[str, EvalScore] = {}
-        for name, tasks in load_eval_sets(config, self._seed).items():
+        sets = await asyncio.to_thread(load_eval_sets, config, self._seed)  # files, perhaps large ones
+        for name, tasks in sets.items():
             for mode in dict.fromkeys(config.eval_modes):
                 score = await evaluate(
                     tasks,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Mapping
 
 import pytest
@@ -93,3 +95,23 @@ async def test_a_batch_that_changed_no_weight_is_told_counted_and_still_makes_it
     assert skipped == silent
     assert synced == [1, 2, 3, 4]
     assert buffer.versions == [1, 2, 3]
+
+
+async def test_a_batch_is_assembled_beside_the_event_loop() -> None:
+    """What the run is watched by goes on meanwhile: here it is what lets the assembling end."""
+    watched = threading.Event()
+
+    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
+        assert watched.wait(120), "the event loop stood still while the batch was assembled"
+        return TrainBatch(
+            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=(), total_tokens=0
+        )
+
+    async def watch() -> None:
+        watched.set()
+
+    parts = Parts(buffer=EmptyBatches(), assemble=assemble, observer=Notes(), learner=None)
+    loop = asyncio.create_task(run_loop(parts, done=0, num_steps=1))
+    await asyncio.sleep(0)
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(loop, watching)
