@@ -11,12 +11,21 @@ from invrl.types import GroupLease, GroupMember, Session, Task
 
 async def serve(config: Config, folder: RunFolder) -> None:
     """Serves until Ctrl-C. Raises what start-up raises, or the failure of an engine."""
-    async with start_serving(config, folder) as serving:
+    async with start_serving(with_long_answers(config), folder) as serving:
         print(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}", flush=True)
         await serving.wait_ready()
         await serving.fleet.admit()
         print(welcome(serving, await _open_session(serving)), flush=True)
         await serving.watch()
+
+
+def with_long_answers(config: Config) -> Config:
+    """Unless the person who serves has bounded them, answers end where the context does: an agent that names
+    no limit must not have its files cut off."""
+    if "max_new_tokens" in config.rollout.model_fields_set:
+        return config
+    unbounded = {"max_new_tokens": config.engine.engine_max_total_tokens}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=unbounded)})
 
 
 async def _open_session(serving: Serving) -> Session:

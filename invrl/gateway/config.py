@@ -47,7 +47,10 @@ class GatewayConfig(SessionPolicy):
         1, le=256, description="processes that share the gateway's port; each session stays with one"
     )
     gateway_public_url: str = Field("", description="URL that agents reach it at, if not http://host:port")
-    chat_template_path: str = Field("", description="Jinja file to use instead of the model's chat template")
+    chat_template_path: str = Field(
+        "",
+        description="Jinja file to use instead of the model's chat template; chatml-tools: the shipped one",
+    )
     tool_call_parser: str = Field(
         "auto", description="SGLang's parser of tool calls; auto: by the chat template; none: no tools"
     )

@@ -17,6 +17,9 @@ from invrl.errors import ConfigError
 from invrl.gateway.message import Message, Prompt, Tool, ToolCall
 from invrl.gateway.rendering import Renderer, Template
 
+SHIPPED_TEMPLATES = {"chatml-tools": Path(__file__).parent / "templates" / "chatml_tools.jinja"}
+"""Chat templates that can be given by their names."""
+
 
 def load_renderer(
     model_path: str, vocab_size: int, *, chat_template: str = "", keep_thinking: bool = True
@@ -60,13 +63,14 @@ def _load_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
 
 
 def chat_template_source(model_path: str, chat_template: str = "") -> str:
-    """The Jinja text: of the file `chat_template`, or of the model folder. ConfigError if there is none."""
+    """The Jinja text: of the file `chat_template`, or of the shipped template of that name, or of the model
+    folder. ConfigError if there is none."""
     folder = Path(model_path)
     if chat_template:
         try:
-            return Path(chat_template).read_text()
+            return SHIPPED_TEMPLATES.get(chat_template, Path(chat_template)).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            fix = "give the path of a Jinja file"
+            fix = f"give the path of a Jinja file, or a shipped template: {', '.join(SHIPPED_TEMPLATES)}"
             raise ConfigError("gateway.chat_template_path", chat_template, str(error), fix) from None
     file = folder / "chat_template.jinja"
     if file.exists():

@@ -77,7 +77,7 @@ class SessionRoutes:
             group_id=body.group_id,
             members=[GroupMember(index=member.index, attempt=member.attempt) for member in body.members],
             purpose=body.purpose,
-            sampling=Sampling(**body.sampling.model_dump()) if body.sampling else self.lifecycle.sampling,
+            sampling=_chosen(body.sampling, self.lifecycle.sampling),
             limits=_within(self.lifecycle.limits, body.limits),
             request_id=body.request_id,
         )
@@ -172,6 +172,13 @@ class SessionRoutes:
 
     def _is_environment(self, key_hash: bytes) -> bool:
         return hmac.compare_digest(key_hash, hash_key(self.env_key))
+
+
+def _chosen(asked: bodies.SamplingBody | None, usual: Sampling) -> Sampling:
+    if asked is None:
+        return usual
+    limit = usual.max_new_tokens if asked.max_new_tokens is None else asked.max_new_tokens
+    return Sampling(temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=limit)
 
 
 def _within(most: SessionLimits, asked: bodies.LimitsBody) -> SessionLimits:

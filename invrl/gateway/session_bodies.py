@@ -35,7 +35,8 @@ class MemberBody(Section):
 class SamplingBody(Section):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    max_new_tokens: int = Field(512, ge=1, lt=2**31)
+    max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """None: as the gateway has it."""
 
 
 class LimitsBody(Section):

@@ -274,7 +274,10 @@ class Turns:
         """Sampling parameters that force the reply's form. SessionError 400 for what this model cannot."""
         choice, names = request.tool_choice, [tool.name for tool in request.tools]
         if request.tools and choice.mode != "none" and not self.parsers.tool_calls:
-            reason = "`tools` need a chat template that shows them; this model's does not"
+            reason = (
+                "`tools` need a chat template that shows them, and this model's does not: give one with "
+                "--chat-template-path FILE (chatml-tools, for models that speak ChatML, is shipped)"
+            )
             raise SessionError(reason, status=400, code="unsupported_parameter", param="tools")
         if choice.mode in ("required", "named") and not names:
             reason = "`tool_choice` asks for a call, `tools` has none"

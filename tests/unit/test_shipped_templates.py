@@ -1,0 +1,69 @@
+"""The chat templates that come with us: every conversation goes on exactly, and calls are read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from invrl.errors import ConfigError
+from invrl.gateway.message import Message, Prompt, Tool, ToolCall, ToolChoice
+from invrl.gateway.model_folder import SHIPPED_TEMPLATES, chat_template_source, load_renderer
+from invrl.gateway.parsing import choose_parsers, joined, reply
+from invrl.gateway.rendering import Renderer
+from invrl.gateway.template_check import check_template
+
+every_template = pytest.mark.parametrize("name", list(SHIPPED_TEMPLATES))
+ASK = Message("user", "x")
+TOOL = Tool(name="calc", description="Adds “a”.", parameters='{"type": "object", "properties": {}}')
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def shown(renderer: Renderer, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:
+    return renderer.shown(renderer.first(Prompt(messages=messages, tools=tools)))
+
+
+@every_template
+def test_every_conversation_goes_on_exactly(model: Path, name: str):
+    renderer = load_renderer(str(model), 512, chat_template=name)
+    findings = list(check_template(renderer))
+    assert len(findings) > 20
+    assert {finding.outcome for finding in findings} == {"exact"}
+
+
+@every_template
+def test_a_call_of_a_reply_is_read_as_it_was_made(model: Path, name: str):
+    """What the template shows of a call is what its parser reads, and the other way round."""
+    renderer = load_renderer(str(model), 512, chat_template=name)
+    parsers = choose_parsers("auto", "auto", template=chat_template_source(str(model), name))
+    called = Message("assistant", "Let me see.", tool_calls=(ToolCall("", "calc", '{"a": "é", "b": [1]}'),))
+    before = shown(renderer, ASK, tools=(TOOL,))
+    whole = shown(renderer, ASK, called, Message("user", "y"), tools=(TOOL,))
+    assert whole.startswith(before)
+    said = whole.removeprefix(before).partition("<|im_end|>")[0]
+    parser = parsers.reply((TOOL,), ToolChoice(), parallel=True, prompt_text=before, stream=False)
+    read = reply(joined([parser.push(said), *parser.finish()]))
+    [call] = read.tool_calls
+    assert (call.name, call.arguments) == ("calc", '{"a": "é", "b": [1]}')
+    assert read.content.strip() == "Let me see."
+
+
+def test_chatml_tools_is_plain_chatml_without_tools(model: Path):
+    renderer = load_renderer(str(model), 512, chat_template="chatml-tools")
+    messages = (Message("system", "Be brief."), ASK, Message("assistant", "Hi"), ASK)
+    user = "<|im_start|>user\nx<|im_end|>\n"
+    head = f"<|im_start|>system\nBe brief.<|im_end|>\n{user}"
+    assert shown(renderer, *messages) == (
+        f"{head}<|im_start|>assistant\nHi<|im_end|>\n{user}<|im_start|>assistant\n"
+    )
+    assert shown(renderer, messages[0], ASK, tools=(TOOL,)).startswith("<|im_start|>system\nBe brief.\n\n")
+
+
+def test_a_name_that_is_no_template_tells_those_there_are(model: Path):
+    with pytest.raises(ConfigError, match="chatml-tools"):
+        load_renderer(str(model), 512, chat_template="chatml")
