@@ -47,11 +47,31 @@ def load_batch(path: Path) -> TrainBatch:
 
 
 def saved_steps(folder: Path, *, after_step: int) -> list[int]:
-    """The steps after `after_step` that have a file. Raises ConfigError if there are none, or a gap."""
-    found = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.batch"))
+    """The steps after `after_step` that have a file. Raises ConfigError if there are none, or a gap, or a
+    file that is no step's."""
+    numbers = {path: path.stem.removeprefix("step-") for path in sorted(folder.glob("step-*.batch"))}
+    for path, number in numbers.items():
+        if not number.isdecimal() or path != batch_path(folder, int(number)):
+            reason = f"{path.name} is not the name of a step's batch"
+            fix = f"move it away: batches are named {batch_path(folder, 1).name} and so on"
+            raise ConfigError("run.load_rollout_data", str(folder), reason, fix)
+    found = sorted(int(number) for number in numbers.values())
     steps = [step for step in found if step > after_step]
     if not steps or steps != list(range(after_step + 1, steps[-1] + 1)):
-        reason = f"step {after_step + 1} is to come next, and there are batches of steps {found}"
+        reason = (
+            f"step {after_step + 1} is to come next without a gap, and there are batches of steps {found}"
+        )
         fix = "give a run's saved batches, and its checkpoint of the step before with --load-checkpoint"
         raise ConfigError("run.load_rollout_data", str(folder), reason, fix)
     return steps
+
+
+def put_lost_aside(folder: Path, *, after_step: int) -> list[Path]:
+    """A run goes on after `after_step`: batches of later steps were trained in a life that is lost. They are
+    renamed to end in `.lost`, so that nothing takes them for the run's; their new paths."""
+    aside = []
+    for path in sorted(folder.glob("step-*.batch")):
+        number = path.stem.removeprefix("step-")
+        if number.isdecimal() and int(number) > after_step:
+            aside.append(path.replace(path.with_name(f"{path.name}.lost")))
+    return aside

@@ -12,16 +12,17 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from invrl import interrupts
+from invrl import interrupts, lifeline
 from invrl.config import Config, load_resolved, nearest, resolve
-from invrl.errors import ConfigError, InvrlError
+from invrl.errors import ConfigError, DamagedFileError, InvrlError
 from invrl.flags import flag_help, parse_flags, take_value
+from invrl.lifeline import NoteKind
 from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, make_run_folder
+from invrl.supervisor import FAILURE_EXIT, INTERRUPT_EXIT, LIFE_COMMAND, USAGE_EXIT
 
 Ready = tuple[Config, RunFolder]
 _LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
-USAGE_EXIT, FAILURE_EXIT, INTERRUPT_EXIT = 2, 1, 130
 
 _INTRO = """\
 invrl: an RL post-training server. Any program that speaks the OpenAI or Anthropic API is pointed at its
@@ -32,7 +33,11 @@ _OUTRO = "`invrl COMMAND --help` shows a command's flags. Exit codes: 0 done, 2 
 
 
 class _Failed(Exception):
-    """Exit code 1; the person has been told why."""
+    """The person has been told why."""
+
+    def __init__(self, code: int = FAILURE_EXIT) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if arguments else USAGE_EXIT
     name, rest = arguments[0], arguments[1:]
     try:
-        if (command := COMMANDS.get(name)) is None:
+        command = COMMANDS.get(name) or INNER_COMMANDS.get(name)
+        if command is None:
             raise ConfigError("command line", name, "no such command", nearest(name, COMMANDS))
         if {"-h", "--help"} & set(rest):
             flags = "\n\n" + flag_help() if name in TAKE_CONFIG else ""
@@ -58,8 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = (f"  {label + ':':<7} {fact}" for label, fact in facts.items())
         print("invrl: bad input; nothing was started.", *lines, sep="\n", file=sys.stderr)
         return USAGE_EXIT
-    except _Failed:
+    except DamagedFileError as error:
+        print(f"invrl: {error}", file=sys.stderr)
         return FAILURE_EXIT
+    except _Failed as failed:
+        return failed.code
     except KeyboardInterrupt:
         print("invrl: interrupted", file=sys.stderr)
         return INTERRUPT_EXIT
@@ -79,22 +88,36 @@ def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     check_run(config, trains=trains, evaluates=evaluates)
     folder = make_run_folder(config)
+    _log_into(folder)
+    return config, folder
+
+
+def _log_into(folder: RunFolder) -> None:
     logging.basicConfig(filename=folder.log_path("driver"), format=_LOG_FORMAT, level="INFO", force=True)
     for chatty in ("httpx", "httpcore", "matplotlib", "asyncio", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    return config, folder
 
 
 @contextmanager
 def _guarded(arguments: Sequence[str], *, trains: bool = False, evaluates: bool = False) -> Iterator[Ready]:
-    """Around a run; its failure is one line here and a traceback in the driver's log."""
+    """Around a run that this process makes itself, after all checks."""
     config, folder = _ready(arguments, trains=trains, evaluates=evaluates)
+    with _reported(folder):
+        yield config, folder
+
+
+@contextmanager
+def _reported(folder: RunFolder) -> Iterator[None]:
+    """A run's failure is one line here and a traceback in the driver's log."""
     interrupts.catch()
     try:
-        yield config, folder
+        yield
     except ConfigError:
         raise
     except Exception as error:
+        if isinstance(error, DamagedFileError):
+            lifeline.tell(NoteKind.FINAL)
+        lifeline.tell(NoteKind.REPORTED)
         logging.getLogger(__name__).exception("the run failed")
         kind = "" if isinstance(error, InvrlError) else f"{type(error).__name__}: "
         print(f"invrl: the run failed: {kind}{error}\n  log: {folder.log_path('driver')}", file=sys.stderr)
@@ -146,11 +169,24 @@ def _train(arguments: Sequence[str]) -> None:
 
     The run folder (--run-root/--run-name) holds the resolved configuration, metrics.jsonl, TensorBoard
     events, the run's store, logs, checkpoints and the report."""
-    with _guarded(arguments, trains=True) as (config, folder):
-        prepare_ray()
-        from invrl.training import run_training
+    from invrl import supervisor
 
-        run_training(config, folder)
+    config, folder = _ready(arguments, trains=True)
+    if code := supervisor.supervise(config, folder):
+        raise _Failed(code)
+
+
+def _life(arguments: Sequence[str]) -> None:
+    """one life of the run in this folder: what `invrl train` runs as its driver"""
+    lifeline.hold()
+    folder = _run_of(arguments)
+    config = load_resolved(folder.config_path)
+    _log_into(folder)
+    with _reported(folder):
+        prepare_ray()
+        from invrl.training import run_life
+
+        run_life(config, folder)
 
 
 def _serve(arguments: Sequence[str]) -> None:
@@ -309,8 +345,10 @@ def _ledger(arguments: Sequence[str]) -> None:
     """
     from invrl.buffer.ledger_store import read_ledger, read_lives
     from invrl.ledger_view import describe_run, describe_task
+    from invrl.store_check import check_store
 
     folder = _run_of(arguments)
+    check_store(folder.store_path)
     kept = read_ledger(folder.store_path)
     if len(arguments) == 1:
         print(describe_run(read_lives(folder.store_path), kept, ended=folder.finished_path.exists()))
@@ -388,6 +426,8 @@ COMMANDS = {
     "bench": _bench,
     "report": _report,
 }
+INNER_COMMANDS = {LIFE_COMMAND: _life}
+"""What invrl runs itself as; not for people."""
 TAKE_CONFIG = {"train", "serve", "eval", "doctor", "show-config", "soak"}
 """Commands that take the flags of the configuration."""
 

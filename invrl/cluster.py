@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import signal
+import threading
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
@@ -20,13 +21,15 @@ import ray
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
 from invrl.config import Config
+from invrl.errors import ServerError
 from invrl.gateway.gateway_server import GatewayServer
 from invrl.gateway.settings import GatewaySettings
 from invrl.guardian import start_guardian
 from invrl.interrupts import CleanUp
 from invrl.lease_store import LeaseStore
 from invrl.process import free_port
-from invrl.ray_setup import worker_environment
+from invrl.ray_setup import ray_folder, worker_environment
+from invrl.ray_watch import end_this_process, watched_ray
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.engine_server import count_gpus
 from invrl.rollout.fleet import Fleet
@@ -40,6 +43,7 @@ from invrl.train.train_handle import TrainHandle
 T = TypeVar("T")
 _GATEWAY_START_S = 120.0
 _WATCH_EVERY_S = 1.0
+_RAY_END_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ class Serving:
 async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serving]:
     """Starts engines, router and gateway without waiting for them; ends them on exit."""
     async with CleanUp() as stack:
-        start_guardian(os.getpid())
+        start_guardian()
         fleet = Fleet(
             config.engine,
             model_path=config.model.folder,
@@ -133,7 +137,7 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
     the run goes on from. Raises InvrlError naming what failed."""
     async with CleanUp() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
-        stack.enter_context(start_ray())
+        stack.enter_context(start_ray(config, folder.ray_logs_path))
         trainer = None if config.run.debug_rollout_only else _make_trainer(config)
         buffer = _make_buffer(config, folder)
         rollouts = make_rollouts(config, serving, buffer)
@@ -164,11 +168,11 @@ def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None 
 
 
 @asynccontextmanager
-async def start_trainer(config: Config) -> AsyncIterator[TrainHandle]:
+async def start_trainer(config: Config, folder: RunFolder) -> AsyncIterator[TrainHandle]:
     """The trainer alone, ready; needs no sglang on the machine."""
     with ExitStack() as stack:
-        start_guardian(os.getpid())
-        stack.enter_context(start_ray())
+        start_guardian()
+        stack.enter_context(start_ray(config, folder.ray_logs_path))
         trainer = _make_trainer(config)
         stack.callback(trainer.stop)
         await trainer.start()
@@ -176,24 +180,56 @@ async def start_trainer(config: Config) -> AsyncIterator[TrainHandle]:
 
 
 @contextmanager
-def start_ray() -> Iterator[None]:
-    """A local Ray behind a token (`ray_setup.py`), or the one that RAY_ADDRESS names. TERM is the
-    command line's: Ray's C++ sets a handler over it, and the default before it ends its processes."""
+def start_ray(config: Config, logs: Path) -> Iterator[None]:
+    """A local Ray behind a token (`ray_setup.py`), or the one that RAY_ADDRESS names; no other is looked for,
+    such as one whose address an earlier program left in a file. Raises ServerError where it does not come up;
+    then nothing of it is left.
+
+    TERM is the command line's: Ray's C++ sets a handler over it, and the default before it ends its
+    processes."""
+    elsewhere = bool(os.environ.get("RAY_ADDRESS"))
     # Processes of a Ray of our own inherit the environment; an agent that sets it costs seconds.
-    made = {"env_vars": worker_environment()} if os.environ.get("RAY_ADDRESS") else None
+    runtime_env = {"env_vars": worker_environment()} if elsewhere else None
     take_back = partial(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     inside: Any = vars(ray)["_private"]
     inside.utils.set_sigterm_handler = lambda _: None  # its own ends the process from within our loop
     os.register_at_fork(after_in_child=os.setpgrp)  # a signal to our group is not for Ray's processes
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING, runtime_env=made)
-    take_back()
-    if (node := inside.worker._global_node) is not None:  # as for an address ray://...
-        end = node.kill_all_processes  # takes seconds
-        node.kill_all_processes = lambda **how: (take_back(), end(**how))
-    try:
+    with ExitStack() as stack:
+        own: dict[str, Any] = (
+            {} if elsewhere else {"address": "local", "_temp_dir": stack.enter_context(ray_folder(logs))}
+        )
+        try:
+            ray.init(
+                **own,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                runtime_env=runtime_env,
+            )
+        except Exception as error:
+            ray.shutdown()  # half of it may have started
+            where = f"the one at RAY_ADDRESS={os.environ['RAY_ADDRESS']}" if elsewhere else "one of our own"
+            raise ServerError(f"Ray ({where}) did not start: {error}") from error
+        finally:
+            take_back()
+        stack.callback(_shut_ray_down)
+        if (node := inside.worker._global_node) is not None:  # as for an address ray://...
+            end = node.kill_all_processes  # takes seconds
+            node.kill_all_processes = lambda **how: (take_back(), end(**how))
+        if not elsewhere:
+            client = inside.worker.global_worker.gcs_client
+            stack.enter_context(watched_ray(node, client, heartbeat_timeout_s=config.run.heartbeat_timeout_s))
         yield
-    finally:
-        ray.shutdown()
+
+
+def _shut_ray_down() -> None:
+    """`ray.shutdown` waits for minutes where a process of Ray's does not answer: that has a deadline here."""
+    late = f"Ray did not end within {_RAY_END_S:g} s"
+    timer = threading.Timer(_RAY_END_S, end_this_process, [late])
+    timer.daemon = True
+    timer.start()
+    ray.shutdown()
+    timer.cancel()
 
 
 def _make_trainer(config: Config) -> TrainHandle:

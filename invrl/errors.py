@@ -3,6 +3,7 @@
 InvrlError
 ├── ConfigError            bad input: names the field, the value, the reason and the fix
 │   └── PluginError        an import path that does not import, is not callable, or does not fit
+├── DamagedFileError       a file that a run wrote is gone, or is not what was written; names it
 ├── DeadlineError          a wait across a process ran out; says what it waited for
 ├── ServerError            an OS process we started did not come up, died, or answered wrongly
 ├── SessionError           refused by the gateway; carries the HTTP status and a machine-readable code
@@ -16,6 +17,7 @@ InvrlError
 """
 
 import copyreg
+from pathlib import Path
 
 
 class InvrlError(Exception):
@@ -35,6 +37,14 @@ class ConfigError(InvrlError):
 
 class PluginError(ConfigError):
     """User code given by import path cannot be used."""
+
+
+class DamagedFileError(InvrlError):
+    """A file of a run folder is missing, or is not what was written. Another try meets it again."""
+
+    def __init__(self, path: Path, reason: str, fix: str = "") -> None:
+        super().__init__(f"{path}: {reason}" + (f". Fix: {fix}" if fix else ""))
+        self.path, self.reason, self.fix = path, reason, fix
 
 
 class DeadlineError(InvrlError):

@@ -28,7 +28,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
     note(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}")
     async with interrupts.CleanUp() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
-        stack.enter_context(start_ray())
+        stack.enter_context(start_ray(config, folder.ray_logs_path))
         rollouts = make_rollouts(config, serving)
         stack.push_async_callback(rollouts.stop)
         await asyncio.gather(rollouts.start(), serving.wait_ready())

@@ -3,8 +3,18 @@ A cluster named by RAY_ADDRESS has its own; `cluster.py` then sends `worker_envi
 
 import os
 import secrets
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from invrl import lifeline
+from invrl.lifeline import NoteKind
+
+_SHORT = "/tmp"
+"""Ray's sockets are below its folder, and a Unix socket's path has 107 bytes: TMPDIR may be too long."""
 
 
 def prepare_ray() -> None:
@@ -34,3 +44,28 @@ def worker_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "RAY_USE_UVLOOP": "0",
     }
+
+
+@contextmanager
+def ray_folder(logs: Path) -> Iterator[str]:
+    """Where a Ray of our own keeps its sockets and logs, anew for each start. By default Ray shares a folder
+    with every other program of the machine, and looks there for the address of a running cluster; that of a
+    dead one made a start hang. The folder goes at the end, its logs to `logs`; where
+    this process is killed, the supervisor does that."""
+    folder = tempfile.mkdtemp(prefix="invrl-ray-", dir=_SHORT if os.access(_SHORT, os.W_OK) else None)
+    lifeline.tell(NoteKind.FOLDER, folder)
+    try:
+        yield folder
+    finally:
+        remove_ray_folder(folder, logs)
+
+
+def remove_ray_folder(folder: str, logs: Path) -> None:
+    """Keeps what its processes and the workers have printed, user code too."""
+    with suppress(OSError):
+        for pattern in ("*.out", "*.err"):
+            for log in Path(folder).glob(f"session_2*/logs/{pattern}"):
+                if log.stat().st_size:
+                    (logs / Path(folder).name).mkdir(parents=True, exist_ok=True)
+                    shutil.copy(log, logs / Path(folder).name / log.name)
+    shutil.rmtree(folder, ignore_errors=True)

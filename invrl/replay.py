@@ -23,15 +23,18 @@ _NOT_COMPARED = ("train/time/", "train/tokens_per_s")
 
 async def replay(config: Config, folder: RunFolder, step: int) -> str:
     """Writes RUN/replay/step-N/: tokens.jsonl, one line per training row; result.json, the step's metrics
-    beside the recorded ones. What to tell the user. Raises ConfigError if checkpoint or batch are missing."""
+    beside the recorded ones. What to tell the user. Raises ConfigError if checkpoint or batch are missing,
+    DamagedFileError if the checkpoint is not what was written."""
     checkpoints = {one.step: one for one in Checkpoints(folder.checkpoints_path).all()}
     checkpoint = checkpoints.get(step - 1)
     if step > 1 and checkpoint is None:
         reason = f"it begins from the checkpoint of step {step - 1}, and the run has {[*checkpoints]}"
         fix = "choose a step after one of these, or train with --save-interval 1 --keep-checkpoints 0"
         raise ConfigError("--step", step, reason, fix)
+    if checkpoint is not None:
+        checkpoint.check()
     batch = load_batch(batch_path(folder.rollout_data_path, step))
-    async with start_trainer(config) as trainer:
+    async with start_trainer(config, folder) as trainer:
         if checkpoint is not None:
             await trainer.load_checkpoint(str(checkpoint.megatron))
         before = await trainer.token_logprobs(batch)

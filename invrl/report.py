@@ -15,10 +15,11 @@ EVAL_PREFIX, EVAL_SUFFIX = "eval/", "/accuracy"
 
 
 def read_metrics(path: Path) -> list[Json]:
-    """The rows of metrics.jsonl, if there is one; a torn last line (a killed run) is left out."""
+    """The rows of metrics.jsonl, if there is one. A line that is none is left out: the torn last one of a
+    killed run, or bytes of a damaged file, be they UTF-8 or not."""
     rows: list[Json] = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):  # JSONDecodeError and UnicodeDecodeError are both
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)

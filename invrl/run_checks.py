@@ -33,7 +33,7 @@ def check_run(config: Config, *, trains: bool = False, evaluates: bool = False) 
 def run_checks(config: Config) -> dict[str, Callable[[], object]]:
     """By name: each raises ConfigError (PluginError), or returns what it saw. Without what
     `--debug-train-only` does not need."""
-    from invrl import metric_sinks, model_folder, plugins
+    from invrl import metric_sinks, plugins
     from invrl.algorithms.advantages import advantage_function
     from invrl.algorithms.surrogates import surrogate_function
     from invrl.buffer.policies import group_filter_function
@@ -42,7 +42,7 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
 
     rollout, reward = config.rollout, config.rollout.reward_function_path
     checks: dict[str, Callable[[], object]] = {
-        "model folder": lambda: model_folder.check_model_folder(model_path(config)) or model_path(config),
+        "model folder": lambda: check_model(config),
         "chat template": lambda: check_template(config),
         "trainable model": lambda: read_hf_config(model_path(config)).model_type,
         "rollout function": lambda: plugins.load_rollout_function(rollout.rollout_function_path),
@@ -63,6 +63,17 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
         "environment key": check_environment_key,
     }
     return {name: checks[name] for name in _TRAINS_ALONE} if config.run.debug_train_only else checks
+
+
+def check_model(config: Config) -> Path:
+    """The folder is a model's, and if a checkpoint holds it, its files are what was written."""
+    from invrl.checkpoints import check_served
+    from invrl.model_folder import check_model_folder
+
+    path = model_path(config)
+    check_model_folder(path)
+    check_served(path)
+    return path
 
 
 def check_eval_sets(config: Config) -> None:

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -66,10 +67,34 @@ class RunFolder:
                 raise ConfigError("run.run_name", self.path.name, reason, fix) from None
             yield
 
-    def rewind_metrics(self, step: int) -> None:
-        """The run goes on after `step`: rows of later steps are lost."""
-        rows = [row for row in read_metrics(self.metrics_path) if int(row["step"] or 0) <= step]
-        write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in rows))
+    def rewind_metrics(self, step: int) -> str:
+        """The run goes on after `step`: rows of later steps are lost. What is wrong with the file, empty if
+        nothing is; a damaged one is kept beside the new one."""
+        rows = read_metrics(self.metrics_path)
+        finding = ""
+        if not self.metrics_path.exists():
+            finding = f"{self.metrics_path} is missing: the report begins after step {step}" if step else ""
+        elif lost := self._damaged_lines(len(rows)):
+            damaged = self.metrics_path.with_name(f"{self.metrics_path.name}.damaged")
+            shutil.copy(self.metrics_path, damaged)
+            finding = (
+                f"{lost} damaged lines of {self.metrics_path} are left out; "
+                f"the file as it was is kept as {damaged.name}"
+            )
+        kept = [row for row in rows if int(row["step"] or 0) <= step]
+        write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+        return finding
+
+    def _damaged_lines(self, rows: int) -> int:
+        """Lines of metrics.jsonl beyond its `rows`. The torn last line of a killed run is none."""
+        content = self.metrics_path.read_bytes()
+        torn = content[-1:] not in (b"", b"\n")
+        return max(0, len(content.splitlines()) - rows - torn)
+
+    @property
+    def ray_logs_path(self) -> Path:
+        """What Ray's processes and its workers have printed, user code too: a folder per start of Ray."""
+        return self.path / "logs" / "ray"
 
     def log_path(self, process: str) -> Path:
         return self.path / "logs" / f"{process}.log"

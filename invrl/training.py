@@ -1,8 +1,9 @@
-"""`invrl train`: the parts of a run put together, the loop run on them, and what a run leaves behind.
+"""One life of `invrl train`: the parts of a run put together, the loop run on them, and what a run leaves
+behind. The driver's process does this; the supervisor above it begins the next life.
 
-Called by `cli.py`. Invariants: whatever ends the run (the last step, an error, Ctrl-C), every process has
-ended when `run_training` returns, and the report is drawn from the steps there were. A run folder with a
-checkpoint goes on from the newest one."""
+Invariants: whatever ends the life (the last step, an error, Ctrl-C), every process has ended when `run_life`
+returns, and the report is drawn from the steps there were. A run folder with checkpoints goes on from the
+newest one that is whole."""
 
 import asyncio
 import contextlib
@@ -17,79 +18,72 @@ import msgspec
 
 from invrl import interrupts
 from invrl.algorithms.advantages import advantage_function
-from invrl.batch_file import batch_path, load_batch, save_batch, saved_steps
+from invrl.batch_file import batch_path, load_batch, put_lost_aside, save_batch, saved_steps
 from invrl.buffer.batching import build_batch
 from invrl.checkpoints import Checkpoint, Checkpoints, first_checkpoint
 from invrl.cluster import Cluster, start_cluster, start_trainer
 from invrl.config import Config
-from invrl.errors import ConfigError
 from invrl.fleet_updater import FleetUpdater
 from invrl.loop import Learner, Parts, no_step_note, run_loop, train_values
 from invrl.metric_sinks import RunObserver, open_sinks
 from invrl.progress import open_progress
-from invrl.report import write_report
+from invrl.report import read_metrics, write_report
 from invrl.rollout.evaluate import Evaluation, gain_interval
 from invrl.run_folder import RunFolder, write_atomically
 from invrl.run_store import RunStore, abandon_open_sessions
+from invrl.store_check import check_store, check_store_of
 from invrl.types import TakenBatch, TrainBatch, WeightVersion
 
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: Config, folder: RunFolder) -> None:
-    """A run from where it stands to its end; one that fails goes on from its last checkpoint
-    `max_restarts` times without a new one between. Raises InvrlError with the cause of the last failure."""
+def run_life(config: Config, folder: RunFolder) -> None:
+    """One life of a run: from its newest whole checkpoint to its end. Raises InvrlError with the cause of its
+    failure; the supervisor then begins the next one. Whoever calls this holds the folder."""
     checkpoints = Checkpoints(folder.checkpoints_path, keep=config.run.keep_checkpoints)
-    restarts = 0
-    with folder.held():
-        while True:
-            begun = checkpoints.latest()
-            try:
-                return _attempt(config, folder, checkpoints)
-            except ConfigError:
-                raise
-            except Exception as error:
-                latest = checkpoints.latest()
-                restarts = restarts + 1 if latest == begun else 1
-                if restarts > config.run.max_restarts:
-                    raise
-                logger.exception("restart %d of %d", restarts, config.run.max_restarts)
-                step = latest.step if latest else 0
-                print(f"invrl: {error}\n  going on from step {step} (restart {restarts})", flush=True)
-
-
-def _attempt(config: Config, folder: RunFolder, checkpoints: Checkpoints) -> None:
-    latest = None if config.run.debug_train_only else checkpoints.latest()
-    done = latest.step if latest else 0
-    folder.rewind_metrics(done)
+    findings: list[str] = []
+    begin = None if config.run.debug_train_only else checkpoints.newest_whole(findings.append)
+    done = begin.step if begin else 0
+    findings.append(folder.rewind_metrics(done))
+    if not config.run.debug_train_only:
+        aside = put_lost_aside(folder.rollout_data_path, after_step=done)
+        if aside:
+            findings.append(f"batches of a lost life are renamed: {', '.join(path.name for path in aside)}")
     display = open_progress(config.run.progress, config.run.num_steps)
     observer = RunObserver([*open_sinks(folder, config, done=done), display])
     observer.note(f"run folder {folder.path}")
     if not config.run.debug_rollout_only:
         for sentence in config.algorithm.without_effect():
             observer.note(f"note: {sentence}")
+    for finding in filter(None, findings):
+        logger.warning("%s", finding)
+        observer.note(finding)
     try:
         if config.run.debug_train_only:
-            interrupts.run(_train_only(config, checkpoints, observer))
+            interrupts.run(_train_only(config, folder, checkpoints, observer))
         else:
-            interrupts.run(_Run(config, folder, checkpoints, observer).run())
+            interrupts.run(_Run(config, folder, checkpoints, observer).run(begin))
     finally:
         observer.close()
-        if folder.metrics_path.stat().st_size:
+        if read_metrics(folder.metrics_path):
             print(f"reward curve: {write_report(folder.path)}", flush=True)
         print(f"run folder: {folder.path}", flush=True)
 
 
-async def _train_only(config: Config, checkpoints: Checkpoints, observer: RunObserver) -> None:
+async def _train_only(
+    config: Config, folder: RunFolder, checkpoints: Checkpoints, observer: RunObserver
+) -> None:
     """`--debug-train-only`: one step per saved batch after the checkpoint's, `num_steps` in all at most; then
     a checkpoint. sglang need not be installed. Given the checkpoint of a live run and the batches it trained
     next, losses and weights are that run's, bit for bit in float32."""
     begin = first_checkpoint(config.run.load_checkpoint)
+    if begin:
+        await asyncio.to_thread(begin.check)
     done = begin.step if begin else 0
     data = Path(config.run.load_rollout_data).expanduser().absolute()
     steps = [step for step in saved_steps(data, after_step=done) if step <= config.run.num_steps]
     observer.phase("starting", 0)
-    async with start_trainer(config) as trainer:
+    async with start_trainer(config, folder) as trainer:
         if begin:
             await trainer.load_checkpoint(str(begin.megatron))
         for step in steps:
@@ -113,18 +107,23 @@ class _Run:
     checkpoints: Checkpoints
     observer: RunObserver
 
-    async def run(self) -> None:
-        begin = self.checkpoints.latest()
+    async def run(self, begin: Checkpoint | None) -> None:
+        """From the checkpoint `begin`, which is whole; None: from the start."""
         steps = str(self.config.run.num_steps)
-        if begin and self.folder.finished_path.exists() and self.folder.finished_path.read_text() == steps:
+        finished = self.folder.finished_path.exists() and self.folder.finished_path.read_text() == steps
+        if begin and finished and begin.step >= self.config.run.num_steps:
             return self.observer.note(f"the run has made its {steps} steps: raise --num-steps to go on")
         started = time.monotonic()
         self.observer.phase("starting", 0)
         if begin:
             self.observer.note(f"going on from the checkpoint of step {begin.step}")
         self.folder.finished_path.unlink(missing_ok=True)
-        abandon_open_sessions(self.folder.store_path)
         snapshot = begin.buffer.read_bytes() if begin else None
+        if begin and snapshot is not None:
+            await asyncio.to_thread(check_store_of, self.folder.store_path, begin.path, snapshot)
+        elif self.folder.store_path.exists():
+            await asyncio.to_thread(check_store, self.folder.store_path)
+        abandon_open_sessions(self.folder.store_path)
         async with start_cluster(self.config, self.folder, snapshot) as cluster:
             learner = await self._learner(cluster, begin)
             await cluster.serving.fleet.admit()
@@ -155,7 +154,7 @@ class _Run:
     async def _train(self, cluster: Cluster, learner: Learner | None, done: int) -> None:
         config = self.config
         evaluates = config.rollout.eval_tasks > 0
-        before = await self._before(cluster) if evaluates else None
+        before = await self._before(cluster, done) if evaluates else None
         cluster.rollouts.dispatch()
         advantage = advantage_function(config.algorithm.advantage, config.algorithm.reward_deviation)
 
@@ -195,11 +194,18 @@ class _Run:
         if last := self.checkpoints.latest():
             self.observer.note(f"model: {last.hugging_face}")
 
-    async def _before(self, cluster: Cluster) -> Evaluation:
-        """The evaluation before the first step, made once in a run."""
+    async def _before(self, cluster: Cluster, done: int) -> Evaluation | None:
+        """The evaluation before the first step, made once in a run; None where it is lost."""
         path = self.folder.report_path / "evaluation-before.json"
-        if path.exists():
-            return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+        try:
+            if path.exists():
+                return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+        except msgspec.MsgspecError as error:
+            self.observer.note(f"{path} is damaged ({error}): nothing to compare the end with")
+            return None
+        if done:
+            self.observer.note(f"{path} is missing: nothing to compare the end with")
+            return None
         evaluation = await self._evaluate(cluster, 0)
         write_atomically(path, msgspec.json.encode(evaluation).decode())
         return evaluation

@@ -33,15 +33,18 @@ from invrl.run_store import RunStore
 from invrl.types import RolloutSummary
 
 ROLES = {
-    "driver": "",
+    "supervisor": "",
+    "driver": "invrl.cli _life",
     "trainer": "ray::TrainActor",
     "buffer": "ray::BufferActor",
     "worker": "ray::RolloutWorker",
     "gateway": "invrl.gateway.gateway_server",
     "router": "invrl.rollout.launch_router",
     "engine": "invrl.rollout.launch_sglang",
+    "raylet": "src/ray/raylet/raylet",
+    "gcs": "src/ray/gcs/gcs_server",
 }
-"""Role -> what its command line holds, among the driver's descendants."""
+"""Role -> what its command line holds, among the supervisor's descendants."""
 PHASES = ("rollout", "train", "sync", "checkpoint")
 _PROGRESS_S = 600.0
 _CATCH_S = 120.0
@@ -67,36 +70,36 @@ class Soak:
     def __init__(self, folder: RunFolder, flags: Sequence[str]) -> None:
         self._folder = folder
         self._flags = list(flags)
-        self._driver: subprocess.Popen[bytes] | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
         """The run's command, also to repeat it."""
         command = [sys.executable, "-m", "invrl.cli", "train", *self._flags, *more]
         log = self._folder.path.with_name(self._folder.path.name + ".soak.log").open("ab")
         with log:
-            self._driver = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._supervisor = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
     def inflict(self, role: str, phase: str) -> Fault:
         """Kill `role` in `phase` and wait until the run has trained a later step. Raises ServerError if the
         run ends for good, DeadlineError if it stands still."""
-        driver = self._running()
+        supervisor = self._running()
         step = self._catch(role, phase)
         killed = time.monotonic()
         lives = len(read_lives(self._folder.store_path))  # the next one takes seconds to begin
-        if role == "driver":
-            driver.wait(60)
+        if role == "supervisor":
+            supervisor.wait(60)
             self.start()
         self._wait_beyond(step)
         seconds = round(time.monotonic() - killed, 1)
         same_life = len(read_lives(self._folder.store_path)) == lives
-        outcome = "resumed" if role == "driver" else "recovered" if same_life else "restarted"
+        outcome = "resumed" if role == "supervisor" else "recovered" if same_life else "restarted"
         return Fault(role=role, phase=phase, step=step, outcome=outcome, seconds=seconds)
 
     def finish(self) -> int:
         """Stop the run, then bring it to an end two steps later; how many steps that makes."""
-        driver = self._running()
-        driver.send_signal(signal.SIGINT)
-        driver.wait(180)  # it ends itself within 120
+        supervisor = self._running()
+        supervisor.send_signal(signal.SIGINT)
+        supervisor.wait(180)  # it ends itself within 120
         steps = self._last_step() + 2
         self.start("--num-steps", str(steps))
         if self._running().wait(_PROGRESS_S) != 0:
@@ -104,16 +107,16 @@ class Soak:
         return steps
 
     def stop(self) -> None:
-        if self._driver is not None and self._driver.poll() is None:
-            self._driver.send_signal(signal.SIGINT)
+        if self._supervisor is not None and self._supervisor.poll() is None:
+            self._supervisor.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._driver.wait(180)  # a clean-up may take the driver's own 120 s
-            self._driver.kill()
+                self._supervisor.wait(180)  # a clean-up may take the driver's own 120 s
+            self._supervisor.kill()
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._driver is None or self._driver.poll() is not None:
+        if self._supervisor is None or self._supervisor.poll() is not None:
             raise ServerError(f"the run has ended, see {self._folder.path}")
-        return self._driver
+        return self._supervisor
 
     def _catch(self, role: str, phase: str) -> int:
         """Wait for the phase and kill; the step it was in. A process is looked up before the phase begins,
@@ -138,7 +141,7 @@ class Soak:
 
     def _pids(self, role: str) -> list[int]:
         pid = self._running().pid
-        if role == "driver":
+        if role == "supervisor":
             return [pid]
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -19,7 +19,7 @@ EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", 
 VOCABULARY = {"types", "errors"}
 SEAMS = {
     "interfaces", "metrics", "section", "process", "plugins", "weight_sync",
-    "weight_arena", "weight_buckets", "cpu_stand_ins", "run_store", "lease_store", "model_folder",
+    "guardian", "weight_arena", "weight_buckets", "cpu_stand_ins", "run_store", "lease_store", "model_folder",
 }  # fmt: skip
 PACKAGES = {"train", "rollout", "gateway", "buffer", "algorithms"}
 LAYERS: list[tuple[str, set[str]]] = [

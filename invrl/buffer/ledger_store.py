@@ -52,7 +52,10 @@ class LedgerStore:
         self._life = 0
 
     def begin(self, *, parent: int, step: int, sequence: int) -> int:
-        """A new life; its number."""
+        """A new life; its number. Raises BufferStateError if the store does not hold the parent."""
+        newest = self._db.execute("SELECT COALESCE(MAX(life), 0) FROM lives").fetchone()[0]
+        if parent > newest:
+            raise BufferStateError(f"life {parent} is to be gone on from, and the store ends with {newest}")
         sql = "INSERT INTO lives (parent, step, sequence, started_at) VALUES (?,?,?,?)"
         self._life = int(self._db.execute(sql, (parent, step, sequence, time.time())).lastrowid or 0)
         return self._life
@@ -90,13 +93,18 @@ def read_lives(path: Path) -> list[Life]:
 
 
 def read_ledger(path: Path) -> list[KeptEntry]:
-    """All entries, in the order they were made; `lost` says which are not of the surviving lineage."""
+    """All entries, in the order they were made; `lost` says which are not of the surviving lineage. Raises
+    BufferStateError for a life that goes on from itself or a later one."""
     kept_below: dict[int, float] = {}
     lives = {life.number: life for life in read_lives(path)}
     life, bound = (max(lives), float("inf")) if lives else (0, 0.0)
     while life in lives:
         kept_below[life] = bound
-        life, bound = lives[life].parent, min(bound, lives[life].sequence)
+        parent = lives[life].parent
+        if parent >= life:
+            raise BufferStateError(f"life {life} goes on from life {parent}, which is not before it")
+        bound = min(bound, lives[life].sequence)
+        life = parent
     rows = connect(path).execute("SELECT * FROM ledger ORDER BY life, sequence")
     return [
         KeptEntry(life=row[0], at=row[12], lost=row[1] >= kept_below.get(row[0], 0), entry=_entry(row))

@@ -55,11 +55,11 @@ def step_shares(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Family:
-    """A driver and all below it, sampled. Memory is per role: PSS shares what several processes map (the
-    weight arena, what a fork has not written); RSS counts it in each."""
+    """A supervisor, its driver and all below, sampled. Memory is per role: PSS shares what several processes
+    map (the weight arena, what a fork has not written); RSS counts it in each."""
 
     def __init__(self, pid: int) -> None:
-        self._driver = psutil.Process(pid)
+        self._supervisor = psutil.Process(pid)
         self._pss: Counter[str] = Counter()
         self._rss: Counter[str] = Counter()
         self._total = 0.0
@@ -68,12 +68,12 @@ class Family:
     def sample(self) -> None:
         pss, rss = Counter[str](), Counter[str]()
         try:
-            found = [self._driver, *self._driver.children(recursive=True)]
+            found = [self._supervisor, *self._supervisor.children(recursive=True)]
         except psutil.NoSuchProcess:
             return
         for process in found:
             try:
-                role = role_of(process.cmdline()) if process != self._driver else "driver"
+                role = role_of(process.cmdline()) if process != self._supervisor else "supervisor"
                 memory, cpu = process.memory_full_info(), process.cpu_times()
             except psutil.Error:
                 continue

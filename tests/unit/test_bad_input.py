@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 from tiny_model import make_tiny_model
 
-from invrl import cli
+from invrl import cli, supervisor
 
 SOURCE = ("--task-source-path", "rollout_fns.calculator:task_source")
 Edit = Callable[[Path], object]
@@ -51,9 +51,9 @@ def refused(
         raise AssertionError("processes would have been started")
 
     stand_in = types.ModuleType("stand_in")
-    vars(stand_in).update(run_training=started, serve=started)
-    for name in ("invrl.training", "invrl.serving"):
-        monkeypatch.setitem(sys.modules, name, stand_in)
+    vars(stand_in).update(serve=started)
+    monkeypatch.setitem(sys.modules, "invrl.serving", stand_in)
+    monkeypatch.setattr(supervisor, "supervise", started)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     runs = tmp_path / "runs"
@@ -259,7 +259,7 @@ def test_a_run_folder_of_another_configuration_or_of_nobody(
 ) -> None:
     monkeypatch.setattr(cli.interrupts, "catch", lambda: None)
     handlers = logging.getLogger().handlers[:]
-    vars(sys.modules["invrl.training"])["run_training"] = lambda config, folder: None
+    monkeypatch.setattr(supervisor, "supervise", lambda config, folder: 0)
     runs = ("--run-root", str(tmp_path / "runs"), "--run-name", "first")
     assert cli.main(["train", "--model-path", str(good_model), *SOURCE, *runs]) == 0
     logging.getLogger().handlers[:] = handlers

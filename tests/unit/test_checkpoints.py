@@ -46,7 +46,7 @@ def test_one_that_was_not_committed_is_none_and_goes_with_the_next(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
 
-@pytest.mark.parametrize("crash_at", range(1, 12))
+@pytest.mark.parametrize("crash_at", range(1, 14))
 def test_a_crash_at_any_call_of_the_commit_leaves_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
 ) -> None:

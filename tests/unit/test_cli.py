@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_model import make_tiny_model
 
-from invrl import cli, flags
+from invrl import cli, flags, supervisor
 from invrl.config import Config, load_resolved
 from invrl.errors import ServerError
 from invrl.run_folder import RunFolder
@@ -99,10 +99,10 @@ def test_show_config_prints_what_the_flags_mean(tmp_path: Path, capsys: pytest.C
 
 
 def test_train_hands_over_a_checked_config_and_its_folder(
-    model: Path, tmp_path: Path, cluster: types.ModuleType
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Config, RunFolder]] = []
-    vars(cluster)["run_training"] = lambda config, folder: seen.append((config, folder))
+    monkeypatch.setattr(supervisor, "supervise", lambda config, folder: seen.append((config, folder)))
     assert train(model, tmp_path, "--num-steps", "3") == 0
     [(config, folder)] = seen
     assert config.run.num_steps == 3
@@ -110,12 +110,21 @@ def test_train_hands_over_a_checked_config_and_its_folder(
 
 
 def test_a_failed_run_is_exit_code_1_and_names_its_log(
-    model: Path, tmp_path: Path, cluster: types.ModuleType, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    tmp_path: Path,
+    cluster: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run_training(config: Config, folder: RunFolder) -> None:
+    def run_life(config: Config, folder: RunFolder) -> None:
         raise ServerError("engine-0 ended with code 3")
 
-    vars(cluster)["run_training"] = run_training
+    def supervise(config: Config, folder: RunFolder) -> int:
+        return cli.main([supervisor.LIFE_COMMAND, str(folder.path)])  # in this process
+
+    monkeypatch.setattr(supervisor, "supervise", supervise)
+    monkeypatch.setattr(cli, "prepare_ray", lambda: None)
+    vars(cluster)["run_life"] = run_life
     assert train(model, tmp_path) == 1
     err = capsys.readouterr().err
     log = tmp_path / "r" / "logs" / "driver.log"

@@ -20,7 +20,7 @@ from invrl.gateway.config import GatewayConfig
 from invrl.rollout.sglang_client import EngineLimits
 from invrl.run_checks import USER_CODE, run_checks
 from invrl.run_folder import RunFolder, make_run_folder
-from invrl.training import run_training
+from invrl.training import run_life
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "launch" / "configs").glob("*.toml"))
@@ -333,7 +333,7 @@ def test_a_run_tells_at_its_start_what_cannot_act(
 ) -> None:
     config = from_flags(*flags, "--run-root", str(tmp_path), "--run-name", "a", "--no-tensorboard")
     monkeypatch.setattr("invrl.training.interrupts.run", lambda work: work.close())
-    run_training(config, make_run_folder(config))
+    run_life(config, make_run_folder(config))
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert len(told) == (1 if not flags else 0)
     assert all("the clip" in line and "--steps-per-batch" in line for line in told)

@@ -1,0 +1,96 @@
+"""The pipe between a run's supervisor and its driver: the driver's heartbeat, and what it has to say before
+it dies. The supervisor reads lines; a line is a `Note` as JSON.
+
+A driver can be ended without a chance to speak (Ray's C++ ends it when its raylet is gone), so it says what
+it knows at once, through a write that needs no event loop."""
+
+import contextlib
+import os
+import threading
+import time
+from enum import StrEnum
+
+import msgspec
+
+_VARIABLE = "INVRL_LIFELINE"
+BEAT_EVERY_S = 1.0
+
+
+class NoteKind(StrEnum):
+    BEAT = "beat"
+    CAUSE = "cause"
+    """Why the driver is about to end."""
+    REPORTED = "reported"
+    """The driver has told the user why it ends."""
+    FINAL = "final"
+    """Another life would fail in the same way."""
+    FOLDER = "folder"
+    """A temporary folder that goes when the life is over."""
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    kind: NoteKind
+    text: str = ""
+
+
+class _Held:
+    descriptor: int | None = None
+
+
+def environment(descriptor: int) -> dict[str, str]:
+    """What the driver's process is started with, beside the open descriptor."""
+    return {_VARIABLE: str(descriptor)}
+
+
+def hold() -> None:
+    """In the driver: take the pipe over, so that no child of ours inherits it, and begin to beat. A thread
+    beats: what blocks the event loop for a while (Ray's start) is no death."""
+    given = os.environ.pop(_VARIABLE, "")
+    if given:
+        _Held.descriptor = int(given)
+        os.set_inheritable(_Held.descriptor, False)
+        tell(NoteKind.BEAT)
+        threading.Thread(target=_beat, name="lifeline", daemon=True).start()
+
+
+def is_held() -> bool:
+    """Whether this process has a supervisor, which says what it is told."""
+    return _Held.descriptor is not None
+
+
+def tell(kind: NoteKind, text: str = "") -> None:
+    """Does nothing in a process without a supervisor."""
+    if _Held.descriptor is not None:
+        line = msgspec.json.encode(Note(kind=kind, text=text)) + b"\n"
+        with contextlib.suppress(OSError):  # the supervisor is gone; the kernel ends this process too
+            os.write(_Held.descriptor, line)
+
+
+def _beat() -> None:
+    while True:
+        time.sleep(BEAT_EVERY_S)
+        tell(NoteKind.BEAT)
+
+
+class Listener:
+    """The supervisor's end."""
+
+    def __init__(self) -> None:
+        self.descriptor, self.writer = os.pipe()
+        os.set_blocking(self.descriptor, False)
+        self._rest = b""
+
+    def opened_in_child(self) -> None:
+        """The child has its copy of the writing end now."""
+        os.close(self.writer)
+
+    def notes(self) -> list[Note]:
+        """Those that have come since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.descriptor, 65_536):
+                self._rest += chunk
+        *lines, self._rest = self._rest.split(b"\n")
+        return [msgspec.json.decode(line, type=Note) for line in lines]
+
+    def close(self) -> None:
+        os.close(self.descriptor)

@@ -1,0 +1,63 @@
+"""Whether a run's store can be gone on from: looked at before a life begins, and before the ledger is read.
+
+A store that is gone, damaged, or not the one that the checkpoint was taken beside is found here, with what
+to do, rather than as an error of SQLite's hours later. `quick_check` reads the whole file once; it finds
+damaged pages, not a changed byte inside a value."""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from invrl.buffer.snapshot import BufferSnapshot
+from invrl.errors import DamagedFileError
+
+_FINDINGS = 3
+_RESTORE = "copy back a run.sqlite that was saved with these checkpoints"
+_ANEW = "begin a new run: --run-name NEW --model-path"
+
+
+def check_store(path: Path) -> None:
+    """The store can be read. It is not made where there is none. Raises DamagedFileError."""
+    if not path.exists():
+        raise DamagedFileError(path, "it is missing", "give the folder of a run that has begun")
+    with _opened(path, "copy back a run.sqlite that was saved, or begin a new run (--run-name NEW)"):
+        pass
+
+
+def check_store_of(path: Path, checkpoint: Path, snapshot: bytes) -> None:
+    """The store is whole and holds what the snapshot of this checkpoint names. Raises DamagedFileError."""
+    fix = f"{_RESTORE}, or {_ANEW} {checkpoint}"
+    if not path.exists():
+        raise DamagedFileError(path, f"it is missing, and {checkpoint.name} goes on from what it held", fix)
+    try:
+        buffer = msgspec.json.decode(snapshot, type=BufferSnapshot)
+    except msgspec.MsgspecError as error:
+        raise DamagedFileError(checkpoint / "buffer.json", f"it cannot be read: {error}") from error
+    with _opened(path, fix) as db:
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='table'")}
+        if not {"lives", "outbox"} <= tables:
+            raise DamagedFileError(path, f"it is empty, and {checkpoint.name} goes on from what it held", fix)
+        newest_life = db.execute("SELECT COALESCE(MAX(life), 0) FROM lives").fetchone()[0]
+        newest_row = db.execute("SELECT COALESCE(MAX(seq), 0) FROM outbox").fetchone()[0]
+    if newest_life < buffer.life or newest_row < buffer.outbox_seq:
+        reason = (
+            f"it ends with life {newest_life} and outcome {newest_row}, and {checkpoint.name} was made in "
+            f"life {buffer.life} after outcome {buffer.outbox_seq}: it is older, or another run's"
+        )
+        raise DamagedFileError(path, reason, fix)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, fix: str) -> Iterator[sqlite3.Connection]:
+    """A connection to a store that SQLite finds no fault with; what it raises later counts as damage too."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
+            found = [" ".join(str(row[0]).split()) for row in db.execute(f"PRAGMA quick_check({_FINDINGS})")]
+            if found != ["ok"]:
+                raise DamagedFileError(path, f"SQLite finds it damaged: {'; '.join(found)}", fix)
+            yield db
+    except sqlite3.DatabaseError as error:
+        raise DamagedFileError(path, f"SQLite cannot read it: {error}", fix) from error

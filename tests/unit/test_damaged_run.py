@@ -1,0 +1,296 @@
+"""Files of a run folder that are not what was written: every one is named, none is loaded."""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import pytest
+from test_run_folder import config
+
+from invrl import cli
+from invrl.batch_file import batch_path, put_lost_aside, saved_steps
+from invrl.buffer.ledger_store import LedgerStore, read_ledger, read_lives
+from invrl.buffer.snapshot import BufferSnapshot
+from invrl.checkpoints import Checkpoint, Checkpoints, check_served
+from invrl.errors import BufferStateError, ConfigError, DamagedFileError
+from invrl.manifest import MANIFEST_NAME, check_manifest
+from invrl.report import read_metrics
+from invrl.run_folder import make_run_folder
+from invrl.run_store import connect
+from invrl.store_check import check_store, check_store_of
+from invrl.types import WeightVersion
+
+
+def write(checkpoints: Checkpoints, step: int) -> Checkpoint:
+    filling = checkpoints.begin(step)
+    (filling.megatron / "rng").mkdir(parents=True)
+    filling.hugging_face.mkdir()
+    draw = random.Random(step)
+    for name in ("__0_0.distcp", ".metadata", "common.pt", "rng/rank-0.pt"):
+        (filling.megatron / name).write_bytes(draw.randbytes(5000))
+    (filling.hugging_face / "model.safetensors").write_bytes(draw.randbytes(20_000_000))
+    filling.buffer.write_bytes(draw.randbytes(100))
+    return checkpoints.commit(filling)
+
+
+def files_of(checkpoint: Checkpoint) -> list[str]:
+    paths = (path for path in checkpoint.path.rglob("*") if path.is_file())
+    return sorted(path.relative_to(checkpoint.path).as_posix() for path in paths)
+
+
+EVERY_FILE = [
+    "buffer.json",
+    "hugging_face/model.safetensors",
+    "manifest.json",
+    "megatron/.metadata",
+    "megatron/__0_0.distcp",
+    "megatron/common.pt",
+    "megatron/rng/rank-0.pt",
+]
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    place = random.Random(str(path)).randrange(len(content))
+    content[place] ^= 1 << random.Random(0).randrange(8)
+    path.write_bytes(content)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, empty, remove])
+@pytest.mark.parametrize("name", EVERY_FILE)
+def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path: Path, name: str, damage) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    older, newer = write(checkpoints, 4), write(checkpoints, 8)
+    assert files_of(newer) == EVERY_FILE
+    damage(newer.path / name)
+    told: list[str] = []
+    assert checkpoints.newest_whole(told.append) == older
+    [line] = told
+    assert "checkpoint of step 8 is damaged" in line
+    assert "Steps 5 to 8 are lost" in line
+    if name != MANIFEST_NAME:
+        assert Path(name).name in line
+    assert "step-000008.damaged" in line
+    assert (tmp_path / "step-000008.damaged").is_dir(), "kept, not deleted"
+    assert [one.step for one in checkpoints.all()] == [4]
+    assert checkpoints.newest_whole(told.append) == older
+    assert len(told) == 1
+
+
+def test_a_whole_one_is_taken_and_nothing_is_said(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.newest_whole(pytest.fail) is None
+    newest = write(checkpoints, 8)
+    assert checkpoints.newest_whole(pytest.fail) == newest
+    size = sum((newest.path / name).stat().st_size for name in EVERY_FILE if name != MANIFEST_NAME)
+    assert check_manifest(newest.path) == size, "every byte is read"
+
+
+def test_with_none_whole_there_is_one_error_each_time(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (4, 8):
+        flip_a_bit(write(checkpoints, step).buffer)
+    for _ in range(2):
+        with pytest.raises(DamagedFileError, match=r"step-000004.damaged, step-000008.damaged.*--run-name"):
+            checkpoints.newest_whole(lambda _: None)
+
+
+def test_a_second_damaged_one_of_the_same_step_replaces_none(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 4)
+    for _ in range(3):
+        remove(write(checkpoints, 8).buffer)
+        checkpoints.newest_whole(lambda _: None)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    ends = ["", "8.damaged", "8.damaged-2", "8.damaged-3"]
+    assert names == ["step-000004", *(f"step-00000{end}" for end in ends[1:])]
+
+
+def test_an_unfinished_save_counts_no_damaged_one_away(tmp_path: Path) -> None:
+    """`keep` is of whole ones; a damaged one is neither kept in its place nor removed."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (2, 4):
+        write(checkpoints, step)
+    remove(tmp_path / "step-000004" / "buffer.json")
+    checkpoints.newest_whole(lambda _: None)
+    write(checkpoints, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-000002", "step-000004", "step-000004.damaged",
+    ]  # fmt: skip
+
+
+def test_a_served_checkpoint_is_checked_but_for_what_is_not_served(tmp_path: Path) -> None:
+    newest = write(Checkpoints(tmp_path), 8)
+    flip_a_bit(newest.buffer)
+    check_served(newest.hugging_face)
+    flip_a_bit(newest.hugging_face / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: its checksum"):
+        check_served(newest.hugging_face)
+    (tmp_path / "hugging_face").mkdir()
+    check_served(tmp_path / "hugging_face")  # of no checkpoint
+
+
+# ---------------------------------------------------------------------- the store
+
+
+def snapshot(*, life: int, outbox_seq: int = 0) -> bytes:
+    return msgspec.json.encode(
+        BufferSnapshot(
+            version=WeightVersion(3), trained=WeightVersion(4), groups_leased=0, batches_taken=4,
+            in_flight=(), ready=(), counts={}, dropped={}, failed={}, sequence=7,
+            life=life, outbox_seq=outbox_seq,
+        )
+    )  # fmt: skip
+
+
+def store(path: Path, lives: int = 1, rows: int = 400) -> Path:
+    """Of several pages, and with its log in it."""
+    ledger = LedgerStore(path)
+    for _ in range(lives):
+        ledger.begin(parent=0, step=0, sequence=0)
+    db = connect(path)
+    for number in range(rows):
+        db.execute(
+            "INSERT INTO outbox (session_id, failed, outcome) VALUES (?,0,?)", (f"s{number}", b"x" * 900)
+        )
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    return path
+
+
+CHECKPOINT = Path("/run/checkpoints/step-000004")
+
+
+def damage_pages(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    for page in range(2, len(content) // 4096 - 1):
+        content[page * 4096 : page * 4096 + 64] = b"\xa5" * 64
+    path.write_bytes(content)
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\xa5" * path.stat().st_size)
+
+
+@pytest.mark.parametrize("damage", [damage_pages, cut_in_half, garbage, empty, remove])
+def test_a_store_that_is_not_what_the_checkpoint_knows_is_named_with_a_way_on(tmp_path: Path, damage) -> None:
+    path = store(tmp_path / "run.sqlite")
+    check_store_of(path, CHECKPOINT, snapshot(life=1, outbox_seq=400))
+    damage(path)
+    with pytest.raises(DamagedFileError) as error:
+        check_store_of(path, CHECKPOINT, snapshot(life=1))
+    assert str(error.value).startswith(f"{path}: ")
+    assert f"begin a new run: --run-name NEW --model-path {CHECKPOINT}" in str(error.value)
+    assert path.exists() == (damage is not remove), "it is not made anew"
+
+
+@pytest.mark.parametrize(("life", "row"), [(2, 0), (1, 401)])
+def test_an_older_copy_of_the_store_is_refused(tmp_path: Path, life: int, row: int) -> None:
+    path = store(tmp_path / "run.sqlite")
+    with pytest.raises(DamagedFileError, match="older, or another run's"):
+        check_store_of(path, CHECKPOINT, snapshot(life=life, outbox_seq=row))
+
+
+def test_a_life_goes_on_only_from_one_that_the_store_knows(tmp_path: Path) -> None:
+    ledger = LedgerStore(tmp_path / "run.sqlite")
+    with pytest.raises(BufferStateError, match="life 1 is to be gone on from"):
+        ledger.begin(parent=1, step=4, sequence=7)
+    assert read_lives(tmp_path / "run.sqlite") == []
+
+
+def test_lives_in_a_circle_end_the_reading(tmp_path: Path) -> None:
+    """A store from before that check: its only life is its own parent."""
+    path = store(tmp_path / "run.sqlite")
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE lives SET parent=1")
+    with pytest.raises(BufferStateError, match="life 1 goes on from life 1"):
+        read_ledger(path)
+
+
+@pytest.mark.parametrize("damage", [damage_pages, garbage, remove])
+def test_the_ledger_of_a_damaged_store_is_one_line(
+    tmp_path: Path, damage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run_folder(config(tmp_path, "r"))
+    store(folder.store_path)
+    assert cli.main(["ledger", str(folder.path)]) == 0
+    damage(folder.store_path)
+    capsys.readouterr()
+    assert cli.main(["ledger", str(folder.path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"invrl: {folder.store_path}: ")
+    assert len(captured.err.splitlines()) == 1
+    assert folder.store_path.exists() == (damage is not remove)
+
+
+def test_a_whole_store_passes(tmp_path: Path) -> None:
+    check_store(store(tmp_path / "run.sqlite"))
+
+
+# ---------------------------------------------------------------------- metrics, batches
+
+
+def test_damaged_lines_of_metrics_are_left_out_and_the_file_is_kept(tmp_path: Path) -> None:
+    folder = make_run_folder(config(tmp_path, "r"))
+    lines = [json.dumps({"step": step, "time": 1.0}).encode() for step in range(1, 6)]
+    lines[2] = b'{"step": 3, "ti\xff\xfe\x00'
+    content = b"\n".join(lines) + b"\n"
+    folder.metrics_path.write_bytes(content)
+    finding = folder.rewind_metrics(4)
+    assert finding.startswith("1 damaged lines of")
+    assert (folder.path / "metrics.jsonl.damaged").read_bytes() == content
+    assert [row["step"] for row in read_metrics(folder.metrics_path)] == [1, 2, 4]
+    assert folder.rewind_metrics(4) == ""
+
+
+def test_a_torn_last_line_is_no_damage(tmp_path: Path) -> None:
+    folder = make_run_folder(config(tmp_path, "r"))
+    folder.metrics_path.write_bytes(b'{"step": 1}\n{"step": 2, "ti')
+    assert folder.rewind_metrics(1) == ""
+    assert not (folder.path / "metrics.jsonl.damaged").exists()
+
+
+def test_missing_metrics_are_told_where_there_were_steps(tmp_path: Path) -> None:
+    folder = make_run_folder(config(tmp_path, "r"))
+    assert folder.rewind_metrics(0) == ""
+    folder.metrics_path.unlink()
+    assert "is missing" in folder.rewind_metrics(4)
+    assert folder.metrics_path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", ["step-000003 (copy).batch", "step-3.batch", "step-new.batch"])
+def test_a_batch_file_too_many_is_named(tmp_path: Path, name: str) -> None:
+    for step in (1, 2):
+        batch_path(tmp_path, step).touch()
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError) as error:
+        saved_steps(tmp_path, after_step=0)
+    assert name in error.value.reason
+
+
+def test_batches_of_a_lost_life_are_not_taken_for_the_runs(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        batch_path(tmp_path, step).touch()
+    aside = put_lost_aside(tmp_path, after_step=2)
+    assert [path.name for path in aside] == ["step-000003.batch.lost", "step-000004.batch.lost"]
+    assert saved_steps(tmp_path, after_step=0) == [1, 2]

@@ -1,0 +1,243 @@
+"""The supervisor above programs that behave as drivers do. Nothing waits for time to pass, but where silence
+is what is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from test_run_folder import config
+
+from invrl.process import still_running
+from invrl.run_folder import make_run_folder
+
+ROOT = Path(__file__).parents[2]
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from invrl.config import load_resolved
+from invrl.run_folder import RunFolder
+from invrl.supervisor import Supervisor
+
+folder = RunFolder(path=Path(sys.argv[1]))
+config = load_resolved(folder.config_path)
+run = config.run.model_copy(update={"max_restarts": int(sys.argv[2]), "heartbeat_timeout_s": 2.0})
+driver = [sys.executable, "-c", sys.argv[3], str(folder.path)]
+sys.exit(Supervisor(config.model_copy(update={"run": run}), folder, driver).run())
+"""
+DRIVER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from invrl import lifeline
+from invrl.checkpoints import Checkpoints
+from invrl.lifeline import NoteKind
+
+place = Path(sys.argv[1])
+lives = place / "lives"
+number = len(lives.read_text()) + 1 if lives.exists() else 1
+lives.write_text("x" * number)
+lifeline.hold()
+
+def say(what):
+    print(what, flush=True)
+
+def wait():
+    sys.stdin.readline()
+
+"""
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made: list[subprocess.Popen[str]] = []
+
+    def start(body: str, *, restarts: int = 0) -> subprocess.Popen[str]:
+        folder = make_run_folder(config(tmp_path, "run"))
+        made.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SUPERVISOR, str(folder.path), str(restarts), DRIVER + body],
+                env=os.environ | {"PYTHONPATH": str(ROOT)}, process_group=0, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def says(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("code", [0, 2, 130])
+def test_what_is_done_refused_or_interrupted_is_not_begun_again(start: Start, code: int) -> None:
+    assert end(start(f"say(number); sys.exit({code})", restarts=3)) == (code, "1\n", "")
+
+
+def test_a_driver_that_has_told_its_failure_is_not_told_again(start: Start) -> None:
+    body = "lifeline.tell(NoteKind.REPORTED); say(number); sys.exit(1)"
+    code, out, err = end(start(body, restarts=2))
+    assert (code, out) == (1, "1\n2\n3\n")
+    lines = err.splitlines()
+    assert lines == [
+        "invrl: going on from step 0 (restart 1 of 2)",
+        "invrl: going on from step 0 (restart 2 of 2)",
+    ]
+
+
+def test_restarts_count_from_the_last_new_checkpoint(start: Start) -> None:
+    body = """
+if number == 2:
+    checkpoints = Checkpoints(place / "checkpoints")
+    filling = checkpoints.begin(number)
+    filling.megatron.mkdir()
+    checkpoints.commit(filling)
+say(number)
+lifeline.tell(NoteKind.REPORTED)
+sys.exit(1)"""
+    code, out, err = end(start(body, restarts=1))
+    # Lives 1 and 2 are followed by a first restart each, because life 2 made a checkpoint; life 3 made none.
+    assert (code, out) == (1, "1\n2\n3\n")
+    assert [line.split("going on ")[1] for line in err.splitlines()] == [
+        "from step 0 (restart 1 of 1)",
+        "from step 2 (restart 1 of 1)",
+    ]
+
+
+def test_what_no_restart_can_mend_is_not_tried_again(start: Start) -> None:
+    body = "lifeline.tell(NoteKind.FINAL); lifeline.tell(NoteKind.REPORTED); say(number); sys.exit(1)"
+    assert end(start(body, restarts=3)) == (1, "1\n", "")
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
+def test_a_driver_that_is_killed_is_told_and_the_next_life_begins(start: Start, kind: signal.Signals) -> None:
+    body = f"""
+if number == 1:
+    os.kill(os.getpid(), {int(kind)})
+say("done")"""
+    code, out, err = end(start(body, restarts=1))
+    assert (code, out) == (0, "done\n")
+    assert f"the run failed: the driver was ended by {kind.name}" in err
+    assert "restart 1 of 1" in err
+
+
+def test_its_last_words_are_the_cause(start: Start) -> None:
+    """As Ray's C++ ends it: nobody in Python gets to say anything more."""
+    body = "lifeline.tell(NoteKind.CAUSE, 'the raylet is gone'); os._exit(1)"
+    code, _, err = end(start(body))
+    assert code == 1
+    assert "invrl: the run failed: the raylet is gone\n" in err
+
+
+def test_a_stopped_driver_counts_as_dead_after_the_heartbeat(start: Start) -> None:
+    body = """
+if number == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+say("done")"""
+    code, out, err = end(start(body, restarts=1))
+    assert (code, out) == (0, "done\n")
+    assert "the driver has not answered for 2 s (run.heartbeat_timeout_s), so it counts as dead" in err
+
+
+def test_a_driver_whose_loop_is_blocked_is_alive(start: Start) -> None:
+    assert end(start("time.sleep(5); say('done')")) == (0, "done\n", "")
+
+
+LEAVES = """
+code = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(10**6)"
+daemon = f"import os, sys; os.fork() and os._exit(0); {code}"
+subprocess.Popen([sys.executable, "-c", daemon], stderr=subprocess.DEVNULL).wait()
+"""
+
+
+def left(pid: str) -> list[psutil.Process]:
+    try:
+        return still_running([psutil.Process(int(pid))], within_s=60)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_daemon_that_the_life_left_behind_is_ended(start: Start, how: str) -> None:
+    """In a session of its own, and a child of nobody any more."""
+    process = start(LEAVES + how)
+    pid = says(process)
+    end(process)
+    assert not left(pid)
+
+
+def test_a_killed_supervisor_takes_the_driver_with_it(start: Start) -> None:
+    process = start("say(os.getpid()); wait()")
+    pid = says(process)
+    process.send_signal(signal.SIGKILL)
+    assert not left(pid)
+
+
+INTERRUPTED = """
+def stop(number, frame):
+    say("clean")
+    sys.exit(130)
+for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(kind, stop)
+say("up")
+while True:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_no_life_follows(start: Start, kind: signal.Signals) -> None:
+    process = start(INTERRUPTED, restarts=3)
+    assert says(process) == "up"
+    process.send_signal(kind)
+    assert end(process) == (130, "clean\n", "")
+
+
+def test_an_interrupted_life_that_then_fails_is_the_last(start: Start) -> None:
+    process = start(INTERRUPTED.replace("sys.exit(130)", "os._exit(1)"), restarts=3)
+    assert says(process) == "up"
+    process.send_signal(signal.SIGINT)
+    code, out, err = end(process)
+    assert (code, out) == (1, "clean\n")
+    assert "going on" not in err
+
+
+def test_a_second_run_of_the_folder_is_refused_while_it_lives(start: Start, tmp_path: Path) -> None:
+    first = start("say('up'); wait()")
+    assert says(first) == "up"
+    code, _, err = end(start("say('up')"))
+    assert code == 1
+    assert "another invrl process works in this run folder" in err
+    assert first.stdin is not None
+    first.stdin.write("\n")
+    first.stdin.flush()
+    assert end(first) == (0, "", "")
+
+
+def test_the_temporary_folder_of_a_killed_driver_goes_and_its_logs_stay(start: Start, tmp_path: Path) -> None:
+    logs = tmp_path / "ray" / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-1.out").write_text("printed by user code")
+    (logs / "worker-2.out").touch()
+    folder = str(tmp_path / "ray")
+    body = f"lifeline.tell(NoteKind.FOLDER, {folder!r}); os.kill(os.getpid(), signal.SIGKILL)"
+    end(start(body))
+    assert not Path(folder).exists()
+    kept = [path.name for path in (tmp_path / "run" / "logs" / "ray" / "ray").iterdir()]
+    assert kept == ["worker-1.out"]
