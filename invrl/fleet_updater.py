@@ -1,22 +1,21 @@
-"""The weight transaction over the fleet as it is now. What an update loses is evicted, and an engine that
-left is given a new process with the committed weights, a few times. Called by `training.py`."""
+"""The weight transaction over the fleet as it is now. What an update loses leaves the fleet and is started
+again in the background; an engine that comes back is given the version that the fleet holds then.
 
-import logging
-from collections import Counter
+Invariant: no update stages, loads or commits while a restarted engine takes the fleet's version, so what it
+reads stays whole, and an engine is admitted with the newest version or not at all."""
+
+import asyncio
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from invrl.config import Config
-from invrl.errors import InvrlError, WeightSyncError
-from invrl.rollout.fleet import Fleet
-from invrl.train.train_handle import TrainHandle
+from invrl.errors import WeightSyncError
+from invrl.interfaces import WeightReceiver, WeightSender
+from invrl.rollout.fleet import Admit, Fleet
 from invrl.types import WeightUpdate, WeightVersion
 from invrl.weight_sync import CanaryBound, WeightTransaction
 
-logger = logging.getLogger(__name__)
-_MAX_RESTARTS = 3
-"""Of one engine in a run."""
 _CANARY_TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
     "def add(a: int, b: int) -> int:\n    return a + b\n\nprint(add(12, 30))  # 42",
@@ -25,43 +24,45 @@ _CANARY_TEXTS = (
 _CANARY_TOKENS = 32
 
 
+def fleet_updater(config: Config, sender: WeightSender, fleet: Fleet) -> "FleetUpdater":
+    """With the run's deadlines, and canaries that its dtypes allow."""
+    transaction = WeightTransaction(
+        sender,
+        fleet.receivers,
+        canary_prompts=canary_prompts(config.model.folder),
+        bound=CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype),
+        deadline_s=config.weight_sync.weight_sync_timeout_s,
+    )
+    return FleetUpdater(transaction, fleet)
+
+
 class FleetUpdater:
-    def __init__(self, config: Config, trainer: TrainHandle, fleet: Fleet) -> None:
-        self._trainer, self._fleet = trainer, fleet
-        self._restarts: Counter[str] = Counter()
-        self._transaction = WeightTransaction(
-            trainer,
-            fleet.receivers,
-            canary_prompts=canary_prompts(config.model.folder),
-            bound=CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype),
-            deadline_s=config.weight_sync.weight_sync_timeout_s,
-        )
+    """`run` once per version."""
+
+    def __init__(self, transaction: WeightTransaction, fleet: Fleet) -> None:
+        self._transaction = transaction
+        self._fleet = fleet
+        self._weights_in_use = asyncio.Lock()
+        """Held by an update from its staging to its canary, and by an engine that comes back."""
 
     async def run(self, version: WeightVersion) -> WeightUpdate:
         """Raises WeightSyncError; engines that it lost get no more traffic."""
-        try:
-            update = await self._transaction.run(version)
-        except WeightSyncError as error:
-            for name in error.unrestored:
-                await self._fleet.evict(name, str(error))
-            raise
-        for name in update.lost_engines:
-            await self._fleet.evict(name, f"lost in the update to version {version}")
-        await self._restart_evicted()
+        async with self._weights_in_use:
+            try:
+                update = await self._transaction.run(version)
+            except WeightSyncError as error:
+                for name in error.unrestored:
+                    self._fleet.evict(name, str(error))
+                raise
+            for name, reason in update.lost_engines.items():
+                self._fleet.evict(name, f"lost in the update to version {version}: {reason}")
+        self._fleet.restart_evicted(self._bring_up)
         return update
 
-    async def _restart_evicted(self) -> None:
-        """A fleet that lost an engine goes on with the others if the engine does not come back."""
-        staged = self._transaction.committed
-        for name in list(self._fleet.evicted):
-            if staged is None or self._restarts[name] >= _MAX_RESTARTS:
-                continue
-            self._restarts[name] += 1
-            logger.warning("restarting %s, which left: %s", name, self._fleet.evicted[name])
-            try:
-                await self._fleet.restart(name, await self._trainer.layout(), staged)
-            except InvrlError:
-                logger.exception("%s did not come back (try %d)", name, self._restarts[name])
+    async def _bring_up(self, engine: WeightReceiver, admit: Admit) -> None:
+        async with self._weights_in_use:
+            await self._transaction.bring_up(engine)
+            await admit()
 
 
 def canary_prompts(model_folder: Path) -> list[list[int]]:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 
 import psutil
 
@@ -36,14 +36,49 @@ def random_key() -> str:
     return secrets.token_hex(24)  # becomes an argument: no space, no "-" at its beginning
 
 
+_LOOPBACK = "127.0.0.1"
+
+
 def free_port() -> int:
-    """A port nobody listens on now, below those that Linux gives away by itself (from 32768): an engine takes
-    a minute to come to its own."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    """A port nobody listens on now and no server of ours is to have: for who binds it at once. A server that
+    takes its time is given a `ReservedPort`."""
+    with contextlib.closing(ReservedPort()) as port:
+        return port.number
+
+
+class ReservedPort:
+    """A port of loopback that stays ours until a server of ours listens on it, and while it restarts.
+
+    It is held by a bound socket that never listens. Linux lets a second socket bind beside it only with
+    SO_REUSEADDR, which uvicorn, tokio and libuv set. Whoever looks for a free port without that option, this
+    class included, finds it in use. The number is below those that Linux gives away by itself (from 32768):
+    an engine takes a minute to come to its own."""
+
+    def __init__(self) -> None:
+        while True:
+            self.number = 20_000 + secrets.randbelow(12_768)
+            self._socket = socket.socket()
+            try:
+                self._socket.bind((_LOOPBACK, self.number))  # refused where anybody is bound
+            except OSError:
+                self._socket.close()
+                continue
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return
+
+    def is_listened_on(self) -> bool:
+        """Asked when our server could not: has somebody else taken it all the same?"""
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((_LOOPBACK, self.number))
+            except OSError:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
 
 
 def still_running(processes: Collection[psutil.Process], *, within_s: float) -> list[psutil.Process]:
@@ -52,6 +87,28 @@ def still_running(processes: Collection[psutil.Process], *, within_s: float) -> 
     while (left := [one for one in processes if _runs(one)]) and time.monotonic() < end:
         time.sleep(0.02)
     return left
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    """Process `pid` and everything below it; empty once it is gone."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+ENDED = "ended"
+STOPPED = psutil.STATUS_STOPPED
+
+
+def state_of(process: psutil.Process) -> str:
+    """`ENDED` (a zombie too), `STOPPED` (by SIGSTOP), or another of the kernel's words."""
+    try:
+        state = process.status() if process.is_running() else ENDED
+    except psutil.NoSuchProcess:
+        return ENDED
+    return ENDED if state == psutil.STATUS_ZOMBIE else state
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -133,16 +190,19 @@ class ServerProcess:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """End the process and everything below it: politely, then not. Idempotent."""
-        try:
-            root = psutil.Process(self.pid)
-            family = [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            family = []
+        """End the process and everything below it: politely, then not. Idempotent. Raises ServerError naming
+        what the kernel did not end within `_KILLED_WITHIN_S` of SIGKILL."""
+        family = family_of(self.pid)
         if self.alive():
             self._process.terminate()
-        for process in (left := still_running(family, within_s=self.grace_s)):
+        left = still_running(family, within_s=self.grace_s)
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        still_running(left, within_s=_KILLED_WITHIN_S)
-        self._process.wait(timeout=_KILLED_WITHIN_S)
+        left = still_running(left, within_s=_KILLED_WITHIN_S)
+        with contextlib.suppress(TimeoutExpired):  # then it is among those left
+            self._process.wait(timeout=_KILLED_WITHIN_S)
+        if left:
+            pids = ", ".join(str(process.pid) for process in left)
+            reason = f"{self.name} does not end: SIGKILL was sent {_KILLED_WITHIN_S:g} s ago to {pids}"
+            raise ServerError(f"{reason}. A process like this waits for the kernel (a disk, a device).")

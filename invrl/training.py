@@ -23,7 +23,7 @@ from invrl.buffer.batching import build_batch
 from invrl.checkpoints import Checkpoint, Checkpoints, first_checkpoint
 from invrl.cluster import Cluster, start_cluster, start_trainer
 from invrl.config import Config
-from invrl.fleet_updater import FleetUpdater
+from invrl.fleet_updater import fleet_updater
 from invrl.loop import Learner, Parts, no_step_note, run_loop, train_values
 from invrl.metric_sinks import RunObserver, open_sinks
 from invrl.progress import open_progress
@@ -143,7 +143,7 @@ class _Run:
             return None
         if begin:
             await trainer.load_checkpoint(str(begin.megatron))
-        sync = FleetUpdater(self.config, trainer, cluster.serving.fleet).run
+        sync = fleet_updater(self.config, trainer, cluster.serving.fleet).run
         version = WeightVersion(begin.step if begin else 0)
         await sync(version)
         await cluster.buffer.advance(version)

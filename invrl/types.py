@@ -371,5 +371,5 @@ class WeightUpdate:
     """Keys: prepare, stage, pause, load, commit, resume, canary; `paused`: while generation stood still."""
     canary_max_gap: float
     canary_mean_gap: float
-    lost_engines: tuple[str, ...] = ()
-    """Engines that failed after the commit: on the new version, but not serving. They must leave."""
+    lost_engines: Mapping[str, str] = field(default_factory=dict)
+    """Name -> reason of the engines that failed while others did not. They must leave the fleet."""

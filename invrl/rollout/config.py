@@ -56,4 +56,7 @@ class EngineConfig(Section):
     engine_max_total_tokens: PositiveInt = Field(16384, description="KV-cache tokens per engine (CPU)")
     engine_start_timeout_s: PositiveFloat = Field(300.0, description="deadline for an engine to be healthy")
     engine_health_interval_s: PositiveFloat = Field(5.0, description="seconds between our own health checks")
+    engine_max_restarts: NonNegativeInt = Field(
+        3, description="times one engine that left the fleet is started again, in one life of a run"
+    )
     router_start_timeout_s: PositiveFloat = Field(120.0, description="deadline for the router to answer")

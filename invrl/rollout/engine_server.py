@@ -1,22 +1,33 @@
 """One SGLang server as an OS process: its command line, its keys, its start and its end.
 
-Invariant: it listens on loopback and answers nobody without a key: `api_key` may sample (the router holds
-it), `admin_key` may pause it and change its weights (the weight receiver holds it). Keys travel in the
-environment, which no process listing shows. Device differences of the rollout half are here."""
+Invariant: all of it listens on loopback, and it answers nobody without a key: `api_key` may sample (the
+router holds it), `admin_key` may pause it and change its weights (the weight receiver holds it). Keys travel
+in the environment, which no process listing shows. Device differences of the rollout half are here."""
 
+import contextlib
 import ctypes
+import select
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from http.client import HTTPConnection, HTTPException
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import httpx
+import orjson
+import psutil
 
-from invrl.process import ServerProcess, free_port, random_key
+from invrl.errors import ServerError
+from invrl.process import ENDED, ReservedPort, ServerProcess, family_of, random_key, state_of
 from invrl.rollout.config import EngineConfig
 
 WEIGHT_LOADER = "invrl.rollout.weight_loader.run"
 """The loader that SGLang imports into its scheduler process, by the path it wants."""
+
+_PROCESS_NAME = "sglang::"
+"""What the names of the processes begin with that SGLang starts for an engine."""
+_FIRST_TOKEN_S = 60.0
+_LOOK_EVERY_S = 0.5
 
 _CPU_FLAGS = {
     "device": "cpu",
@@ -60,35 +71,93 @@ class EngineServer(ServerProcess):
         passthrough: Sequence[str] = (),
     ) -> None:
         self.api_key, self.admin_key, self._config = random_key(), random_key(), config
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        command = [*_command(config, model_path, port), *passthrough]  # later flags win
+        self._port = ReservedPort()
+        self.url = f"http://127.0.0.1:{self._port.number}"
+        command = [*_command(config, model_path, self._port.number), *passthrough]  # later flags win
         keys = f"--api-key={self.api_key} --admin-api-key={self.admin_key}"
         env = {"OMP_NUM_THREADS": "1", "INVRL_KEY_FLAGS": keys}
         super().__init__(name, command, log=run_folder / "logs" / f"{name}.log", env=env)
 
-    def wait_ready(self) -> None:
-        """Until the engine made its first token. Raises ServerError with the log's last lines if it died,
-        DeadlineError after `engine_start_timeout_s`."""
-        self.wait_until(self._makes_a_token, deadline_s=self._config.engine_start_timeout_s)
+    def processes(self) -> list[psutil.Process]:
+        """The HTTP server and the processes that SGLang names: without one of them it is no engine."""
+        found: list[psutil.Process] = []
+        for process in family_of(self.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.pid == self.pid or process.name().startswith(_PROCESS_NAME):
+                    found.append(process)
+        return found
 
-    def _makes_a_token(self) -> bool:
+    def wait_ready(self) -> None:
+        """Until the engine made its first token. Raises ServerError with the log's last lines if a process of
+        it died, DeadlineError after `engine_start_timeout_s`."""
+        started = _Started(self)
+        self.wait_until(
+            lambda: started.check() and self._makes_a_token(started),
+            deadline_s=self._config.engine_start_timeout_s,
+        )
+
+    def lost_its_port(self) -> bool:
+        """It has ended, and a program of somebody else listens where it was to: another try may go well."""
+        return not self.alive() and self._port.is_listened_on()
+
+    def stop(self) -> None:
+        try:
+            super().stop()
+        finally:
+            self._port.close()
+
+    def _makes_a_token(self, started: "_Started") -> bool:
         """One token instead of SGLang's own warm-up: the server counts as up only after it."""
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+        http = HTTPConnection("127.0.0.1", self._port.number, timeout=_FIRST_TOKEN_S)
         try:
-            # A client that verifies nothing reads no certificates: that took 22 ms each time.
-            timeout = httpx.Timeout(60.0, connect=1.0)
-            with httpx.Client(base_url=self.url, timeout=timeout, verify=False, trust_env=False) as http:
-                # Refused at once until the HTTP process listens, which it does after the model is loaded.
-                answer = http.post("/generate", json=body, headers=_bearer(self.api_key))
-                if answer.status_code != 200:
-                    return False
-                # What was built so far is never garbage. Without this every cache flush (each weight
-                # update) walks it all: 0.5 s. SGLang's own call comes too early without its warm-up.
-                frozen = http.post("/freeze_gc", headers=_bearer(self.admin_key))
-        except httpx.HTTPError:
+            # Refused at once until the HTTP process listens, which it does after the model is loaded.
+            status = _post(http, "/generate", self.api_key, orjson.dumps(body), meanwhile=started.check)
+            if status != 200:
+                return False
+            # What was built so far is never garbage. Without this every cache flush (each weight
+            # update) walks it all: 0.5 s. SGLang's own call comes too early without its warm-up.
+            return _post(http, "/freeze_gc", self.admin_key, b"", meanwhile=started.check) == 200
+        except (HTTPException, OSError):
             return False
-        return frozen.status_code == 200
+        finally:
+            http.close()
+
+
+class _Started:
+    """The processes of an engine that have been seen while it starts. SGLang's HTTP process takes a while to
+    miss one of the others, and does not always."""
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+        self._seen: dict[int, psutil.Process] = {}
+
+    def check(self) -> bool:
+        """True; ServerError once one of them has ended."""
+        self._server.check_alive()
+        for process in self._server.processes():
+            self._seen.setdefault(process.pid, process)
+        for process in self._seen.values():
+            if state_of(process) == ENDED:
+                what = f"{process.name()} (pid {process.pid}), a process of {self._server.name}, ended"
+                tail = f"Last lines of {self._server.log}:\n{self._server.log_tail()}"
+                raise ServerError(f"{what} before the engine was up. {tail}")
+        return True
+
+
+def _post(http: HTTPConnection, path: str, key: str, body: bytes, *, meanwhile: Callable[[], object]) -> int:
+    """The answer's status; `meanwhile` is called until the answer begins. Raises TimeoutError or another
+    OSError, or HTTPException."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    ends = time.monotonic() + _FIRST_TOKEN_S
+    http.request("POST", path, body, headers)
+    while not select.select([http.sock], [], [], _LOOK_EVERY_S)[0]:
+        meanwhile()
+        if time.monotonic() > ends:
+            raise TimeoutError
+    with http.getresponse() as answer:
+        answer.read()
+        return answer.status
 
 
 def _command(config: EngineConfig, model_path: Path, port: int) -> list[str]:
@@ -113,7 +182,3 @@ def _command(config: EngineConfig, model_path: Path, port: int) -> list[str]:
     if config.seeded_sampling:
         command.append("--enable-deterministic-inference")  # otherwise SGLang ignores seeds
     return command
-
-
-def _bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}

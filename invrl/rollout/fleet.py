@@ -1,32 +1,46 @@
 """M engines behind one router, as one thing that starts, updates and ends.
 
-Invariant: the router knows an engine only while it holds the fleet's version whole; an engine that
-leaves (`evict`) is unregistered first and then ended. An engine's health is judged only while it may
-generate, so a pause (weight update) is never taken for a hang. A plain class: `invrl serve` uses it directly,
-training inside a Ray actor. Start it from a thread that lives as long as the servers should."""
+Invariant: the router knows an engine only while it holds the fleet's version whole. An engine that leaves
+(`evict`) is unknown to updates at once; in the background it is unregistered and then ended. Each engine and
+the router have a watch of their own (`heartbeat.py`): what fails there concerns that one alone, and `check`
+sees the end of a watch itself. A router that dies is started again at the same address. A plain class, for
+`invrl serve` and for training. Start it from a thread that lives as long as the servers should."""
 
 import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from invrl.errors import DeadlineError, ServerError
-from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver
+import psutil
+
+from invrl.errors import DeadlineError, InvrlError, ServerError
+from invrl.interfaces import WeightReceiver
+from invrl.process import RestartLimit
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.engine_server import EngineServer
+from invrl.rollout.heartbeat import engine_death, router_death
 from invrl.rollout.router_server import RouterServer
 from invrl.rollout.sglang_args import router_flags, sglang_flags
 from invrl.rollout.sglang_client import EngineLimits, SglangClient
 from invrl.rollout.weight_receiver import RECEIVERS, EngineReceiver
-from invrl.weight_sync import load_verified
 
 _LOG = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Admit = Callable[[], Awaitable[None]]
+BringUp = Callable[[WeightReceiver, Admit], Awaitable[None]]
+"""Gives a new engine the fleet's version and then admits it, so that no update comes in between."""
+
 _IDLE_WITHIN_S = 10.0
 """A new engine has answered the last of its checks; its scheduler may still be putting that away."""
+_PORT_TRIES = 3
+_ROUTER_RESTARTS_PER_MINUTE = 3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,34 +50,6 @@ class Engine:
     server: EngineServer
     client: SglangClient
     receiver: EngineReceiver
-
-
-class HealthCheck:
-    """Does an engine's scheduler still make tokens? The router asks `/server_info`, which a hung one answers
-    too. It takes `failures` bad answers in a row, and a dead process at once. A busy engine may take long
-    (`deadline_s`) to get to the probe's token."""
-
-    def __init__(self, *, deadline_s: float = 30.0, failures: int = 3) -> None:
-        self._deadline_s, self._failures = deadline_s, failures
-        self._failed: Counter[str] = Counter()
-
-    async def round(self, engines: Mapping[str, Engine]) -> dict[str, str]:
-        """Name -> reason of the engines that must leave."""
-        verdicts = await asyncio.gather(*(self._judge(name, engine) for name, engine in engines.items()))
-        return {name: verdict for name, verdict in zip(engines, verdicts, strict=True) if verdict}
-
-    async def _judge(self, name: str, engine: Engine) -> str:
-        if not engine.server.alive():
-            return "its process has ended"
-        if engine.receiver.is_paused:
-            return ""
-        generates = await engine.client.generates(deadline_s=self._deadline_s)
-        # Paused while we asked: the silence proves nothing.
-        self._failed[name] = 0 if generates or engine.receiver.is_paused else self._failed[name] + 1
-        if self._failed[name] < self._failures:
-            return ""
-        del self._failed[name]
-        return f"it made no token within {self._deadline_s} s, {self._failures} times in a row"
 
 
 class Fleet:
@@ -77,105 +63,303 @@ class Fleet:
         sglang: Mapping[str, object] | None = None,
         router: Mapping[str, object] | None = None,
         carrier: str = "arena",
+        heartbeat_timeout_s: float = 30.0,
     ) -> None:
-        """Starts the router. `sglang`, `router`: passed through, by upstream's field names. ConfigError."""
+        """Starts the router. `sglang`, `router`: passed through, by upstream's field names. `carrier`: of
+        `RECEIVERS`. `heartbeat_timeout_s`: an engine or a router that is silent for longer is dead.
+        ConfigError."""
         self._carrier = carrier
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
-        self._config, self._model_path, self._run_folder = engine, model_path, run_folder
+        self._config = engine
+        self._model_path = model_path
+        self._run_folder = run_folder
         self._sglang_flags = sglang_flags(sglang or {})
+        self._router_flags = router_flags(router or {})
         self.engines: dict[str, Engine] = {}
-        self._watch: asyncio.Task[None] | None = None
         self.evicted: dict[str, str] = {}
-        """Name -> reason of engines that left and were not restarted."""
-        flags, timeout_s = router_flags(router or {}), engine.router_start_timeout_s
-        self.router = RouterServer(run_folder=run_folder, start_timeout_s=timeout_s, passthrough=flags)
+        """Name -> reason of the engines that left and have not come back."""
+        self._bring_up: BringUp | None = None
+        self._restarts: Counter[str] = Counter()
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._replacements: dict[str, asyncio.Task[None]] = {}
+        self._router_restarts = RestartLimit(_ROUTER_RESTARTS_PER_MINUTE)
+        # Of our own: waits for engines that start must not keep those waiting that end some.
+        self._threads = ThreadPoolExecutor(max_workers=3 * engine.num_engines + 3, thread_name_prefix="fleet")
+        self.router = RouterServer(
+            run_folder=run_folder,
+            start_timeout_s=engine.router_start_timeout_s,
+            passthrough=self._router_flags,
+        )
 
     async def start(self) -> None:
         """All engines at once; none is routable before `admit`. On an error nothing is left running."""
         try:
-            names = [f"engine-{at}" for at in range(self._config.num_engines)]
+            names = [f"engine-{index}" for index in range(self._config.num_engines)]
             self.engines = {name: self._launch(name) for name in names}
-            servers = [engine.server for engine in self.engines.values()]
-            await asyncio.gather(*(asyncio.to_thread(server.wait_ready) for server in servers))
-            await asyncio.to_thread(self.router.wait_ready)
+            async with asyncio.TaskGroup() as starts:
+                for name in names:
+                    starts.create_task(self._ready(name))
+            await self._in_thread(self.router.wait_ready)
+        except ExceptionGroup as errors:
+            await self.stop()
+            raise errors.exceptions[0] from errors.exceptions[0].__cause__
         except BaseException:
             await self.stop()
             raise
-        self._watch = asyncio.create_task(self._watch_health())
+        for name, engine in self.engines.items():
+            self._watch_engine(name, engine)
+        self._watches["router"] = asyncio.create_task(self._watch_router())
 
     async def admit(self) -> None:
-        """Let the router know the engines: they hold the fleet's version. ServerError, DeadlineError."""
-        await asyncio.gather(*(self._register(engine) for engine in self.engines.values()))
+        """Let the router know the engines: they hold the fleet's version. An engine that it cannot reach
+        leaves. Raises ServerError or DeadlineError if it reaches none."""
+        engines = dict(self.engines)
+        outcomes = await asyncio.gather(
+            *(self._register(engine) for engine in engines.values()), return_exceptions=True
+        )
+        failures = {
+            name: outcome
+            for name, outcome in zip(engines, outcomes, strict=True)
+            if isinstance(outcome, BaseException)
+        }
+        for name, error in failures.items():
+            if len(failures) == len(engines) or not isinstance(error, InvrlError):
+                raise error
+            self.evict(name, f"the router does not reach it: {error}")
 
     async def receivers(self) -> Sequence[WeightReceiver]:
         return [engine.receiver for engine in self.engines.values()]
 
     def check(self) -> None:
-        """Raises ServerError if the router has ended or no engine is left."""
-        self.router.check_alive()
+        """Raises InvrlError if the router is gone for good, no engine is left, or a watch has ended."""
+        for name, watch in self._watches.items():
+            if watch.done() and not watch.cancelled() and (error := watch.exception()) is not None:
+                if isinstance(error, InvrlError):
+                    raise error
+                raise ServerError(f"nobody watches {name} any more: {error!r}") from error
         if not self.engines and self.evicted:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.evicted.items())
             raise ServerError(f"no engine is left: {reasons}")
 
-    async def evict(self, name: str, reason: str) -> None:
-        """Unregister an engine, then end it. Nothing to do for one that has left."""
+    def evict(self, name: str, reason: str) -> None:
+        """Take an engine out. From here on no update knows it; in the background it is unregistered, ended,
+        and where `restart_evicted` was called, started again. Nothing to do for one that has left."""
         engine = self.engines.pop(name, None)
         if engine is None:
             return
         _LOG.error("%s leaves the fleet: %s", name, reason)
         self.evicted[name] = reason
-        with contextlib.suppress(ServerError, DeadlineError):  # a router that is gone routes to nobody
-            await asyncio.to_thread(self.router.unregister, engine.server.url)
-        await self._end(engine)
+        watch = self._watches.pop(name, None)
+        if watch is not None and watch is not asyncio.current_task():
+            watch.cancel()
+        self._replacements[name] = asyncio.create_task(self._replace(name, engine))
 
-    async def restart(self, name: str, layout: WeightLayout, staged: StagedWeights) -> None:
-        """Bring an evicted engine back with `staged` (the fleet's version), proved by checksum, and
-        only then let the router know it. Raises ServerError, DeadlineError, WeightSyncError."""
-        engine = self._launch(name)
-        try:
-            await asyncio.to_thread(engine.server.wait_ready)
-            await engine.receiver.check(layout, staged)
-            await load_verified(engine.receiver, staged)
-            await engine.receiver.commit(staged.version)
-            await engine.client.flush_cache(idle_within_s=_IDLE_WITHIN_S)
-            await self._register(engine)
-        except BaseException:
-            await self._end(engine)
-            raise
-        self.engines[name] = engine
-        self.evicted.pop(name, None)
+    def restart_evicted(self, bring_up: BringUp) -> None:
+        """From now on engines that left are started again, those that have left already too, in the
+        background and `engine_max_restarts` times each. `bring_up` gives them the fleet's version."""
+        self._bring_up = bring_up
+        for name in self.evicted:
+            if self._replacements[name].done():
+                self._replacements[name] = asyncio.create_task(self._replace(name, None))
 
     async def stop(self) -> None:
-        """End everything. Idempotent."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
-            self._watch = None
-        engines, self.engines = list(self.engines.values()), {}
-        await asyncio.gather(*(self._end(engine) for engine in engines))
-        await asyncio.to_thread(self.router.stop)
+        """End everything, also where a step of it fails. Idempotent."""
+        tasks = [*self._watches.values(), *self._replacements.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._watches.clear()
+        self._replacements.clear()
+        engines = list(self.engines.values())
+        self.engines = {}
+        await asyncio.gather(*(self._end(engine) for engine in engines), self._end_router(self.router))
+        self.router.address.close()
+        # What was cancelled may have left a thread behind that ends a process.
+        await asyncio.to_thread(self._threads.shutdown)
 
-    async def _watch_health(self) -> None:
-        check = HealthCheck()
+    # ------------------------------------------------------------------ watches
+
+    def _watch_engine(self, name: str, engine: Engine) -> None:
+        self._watches[name] = asyncio.create_task(self._watch(name, engine))
+
+    async def _watch(self, name: str, engine: Engine) -> None:
+        try:
+            reason = await self._death(engine)
+        except Exception as error:  # one engine's, not the fleet's
+            _LOG.exception("the health of %s cannot be told", name)
+            reason = f"its health cannot be told: {error!r}"
+        if self.engines.get(name) is engine:
+            self.evict(name, reason)
+
+    def _death(self, engine: Engine) -> Awaitable[str]:
+        return engine_death(
+            engine.server.processes(),
+            engine.client,
+            engine.receiver,
+            timeout_s=self._heartbeat_timeout_s,
+            interval_s=self._config.engine_health_interval_s,
+        )
+
+    async def _watch_router(self) -> None:
+        """Raises ServerError or DeadlineError once the router dies again and again, or does not come back."""
         while True:
-            await asyncio.sleep(self._config.engine_health_interval_s)
-            for name, reason in (await check.round(dict(self.engines))).items():
-                await self.evict(name, reason)
+            router = self.router
+
+            async def answers(deadline_s: float, router: RouterServer = router) -> bool:
+                return await self._in_thread(router.answers, deadline_s)
+
+            reason = await router_death(
+                psutil.Process(router.pid),
+                answers,
+                timeout_s=self._heartbeat_timeout_s,
+                interval_s=self._config.engine_health_interval_s,
+            )
+            if not self._router_restarts.allows():
+                tail = f"Last lines of {router.log}:\n{router.log_tail()}"
+                raise ServerError(
+                    f"the router died {_ROUTER_RESTARTS_PER_MINUTE + 1} times in a minute: {reason}. {tail}"
+                )
+            _LOG.error("the router is started again: %s", reason)
+            await self._restart_router(router)
+
+    async def _restart_router(self, dead: RouterServer) -> None:
+        """At the same address with the same keys, so that the gateway goes on; it is told of the engines that
+        the dead one routed to and that are still there."""
+        await self._end_router(dead)
+        self.router = RouterServer(
+            run_folder=self._run_folder,
+            start_timeout_s=self._config.router_start_timeout_s,
+            passthrough=self._router_flags,
+            address=dead.address,
+        )
+        await self._in_thread(self.router.wait_ready)
+        for name, engine in list(self.engines.items()):
+            if not dead.registered(engine.server.url):
+                continue
+            try:
+                await self._register(engine)
+            except (ServerError, DeadlineError) as error:
+                self.evict(name, f"the restarted router does not reach it: {error}")
+            if self.engines.get(name) is not engine:  # it left meanwhile
+                await self._unregister(engine)
+
+    # ------------------------------------------------------------------ engines come and go
+
+    async def _replace(self, name: str, engine: Engine | None) -> None:
+        """End an engine that left, and start it again while that is wanted and allowed."""
+        if engine is not None:
+            await self._retire(engine)
+        while self._bring_up is not None and self._restarts[name] < self._config.engine_max_restarts:
+            self._restarts[name] += 1
+            nth = f"{self._restarts[name]} of {self._config.engine_max_restarts}"
+            _LOG.warning("%s is started again (%s); it left: %s", name, nth, self.evicted[name])
+            try:
+                return await self._restart(name, self._bring_up)
+            except Exception as error:  # of this engine: the others go on without it
+                _LOG.exception("%s did not come back (%s)", name, nth)
+                self.evicted[name] = f"it did not come back: {error}"
+        if self._bring_up is not None:
+            _LOG.error("%s stays away: it was started again %d times", name, self._restarts[name])
+
+    async def _restart(self, name: str, bring_up: BringUp) -> None:
+        """A new process under the name, admitted only by `bring_up`. Raises InvrlError."""
+        engine = await self._started(name, self._launch(name))
+
+        async def admit() -> None:
+            await engine.client.flush_cache(idle_within_s=_IDLE_WITHIN_S)
+            await self._register(engine)
+            self.engines[name] = engine
+            self.evicted.pop(name, None)
+
+        try:
+            await self._while_it_lives(engine, bring_up(engine.receiver, admit))
+        except BaseException:
+            self.engines.pop(name, None)
+            await self._retire(engine)
+            raise
+        if self.engines.get(name) is engine:  # an update may have dropped it already
+            self._watch_engine(name, engine)
+            _LOG.warning("%s is back", name)
+
+    async def _while_it_lives(self, engine: Engine, work: Awaitable[None]) -> None:
+        """`work` with an engine that has no watch of its own yet. ServerError if the engine dies first."""
+        working = asyncio.ensure_future(work)
+        death = asyncio.ensure_future(self._death(engine))
+        try:
+            await asyncio.wait((working, death), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ServerError(f"{engine.server.name} died: {death.result()}")
+        finally:
+            working.cancel()
+            death.cancel()
+            await asyncio.gather(working, death, return_exceptions=True)
+        working.result()
 
     def _launch(self, name: str) -> Engine:
-        model, folder, flags = self._model_path, self._run_folder, self._sglang_flags
         # In this thread: the kernel ends a child together with the thread that started it.
-        server = EngineServer(name, self._config, model_path=model, run_folder=folder, passthrough=flags)
-        url, key, admin_key = server.url, server.api_key, server.admin_key
-        client = SglangClient(url, limits=self.limits, api_key=key, admin_key=admin_key, name=name)
+        server = EngineServer(
+            name,
+            self._config,
+            model_path=self._model_path,
+            run_folder=self._run_folder,
+            passthrough=self._sglang_flags,
+        )
+        client = SglangClient(
+            server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
+        )
         receiver = RECEIVERS[self._carrier](name, client)
         return Engine(server=server, client=client, receiver=receiver)
 
+    async def _ready(self, name: str) -> None:
+        self.engines[name] = await self._started(name, self.engines[name])
+
+    async def _started(self, name: str, engine: Engine) -> Engine:
+        """`engine` once it is up, or another one under the name where its port was taken by a stranger.
+        ServerError, DeadlineError: then it has ended."""
+        for tries_left in reversed(range(_PORT_TRIES)):
+            try:
+                await self._in_thread(engine.server.wait_ready)
+                break
+            except ServerError:
+                lost_its_port = engine.server.lost_its_port()
+                await self._end(engine)
+                if not (lost_its_port and tries_left):
+                    raise
+                _LOG.warning("%s is started again: somebody took its port", name)
+                engine = self._launch(name)
+            except BaseException:
+                await self._end(engine)
+                raise
+        return engine
+
     async def _register(self, engine: Engine) -> None:
-        server = engine.server
-        await asyncio.to_thread(self.router.register, server.url, api_key=server.api_key)
+        await self._in_thread(self.router.register, engine.server.url, api_key=engine.server.api_key)
+
+    async def _unregister(self, engine: Engine) -> None:
+        with contextlib.suppress(ServerError, DeadlineError):  # a router that is gone routes to nobody
+            await self._in_thread(self.router.unregister, engine.server.url)
+
+    async def _retire(self, engine: Engine) -> None:
+        try:
+            await self._unregister(engine)
+        finally:
+            await self._end(engine)
 
     async def _end(self, engine: Engine) -> None:
-        await engine.client.close()
-        await asyncio.to_thread(engine.server.stop)
+        """Logs what does not end: everything else must."""
+        try:
+            await engine.client.close()
+            await self._in_thread(engine.server.stop)
+        except Exception:
+            _LOG.exception("%s could not be ended", engine.server.name)
+
+    async def _end_router(self, router: RouterServer) -> None:
+        try:
+            await self._in_thread(router.stop)
+        except Exception:
+            _LOG.exception("the router could not be ended")
+
+    async def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: call(*args, **kwargs))

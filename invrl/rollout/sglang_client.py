@@ -227,6 +227,13 @@ class SglangClient:
         answer = await self._ask("/model_info", deadline_s=_CONTROL_DEADLINE_S)
         return str(orjson.loads(answer)["weight_version"])
 
+    async def answers(self, *, deadline_s: float) -> bool:
+        """The scheduler takes a question between two of its steps: also while paused, not while hung."""
+        with contextlib.suppress(ServerError, DeadlineError):
+            await self._ask("/server_info", deadline_s=deadline_s)
+            return True
+        return False
+
     async def generates(self, *, deadline_s: float) -> bool:
         """The scheduler makes a token: False while paused, starting, or hung."""
         with contextlib.suppress(ServerError, DeadlineError):

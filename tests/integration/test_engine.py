@@ -179,3 +179,21 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     finally:
         server.stop()
     assert not server.alive()
+
+
+@pytest.mark.parametrize("name", ["sglang::scheduler", "sglang::detokenizer"])
+def test_a_process_that_dies_while_the_engine_starts_ends_the_start(
+    name: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """At once: SGLang's HTTP process, which lives on, took more than a minute to miss its detokenizer."""
+    config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=86_400.0)
+    server = EngineServer("engine-y", config, model_path=tiny_model, run_folder=tmp_path)
+    try:
+        while not (found := [p for p in server.processes() if p.name() == name]):
+            time.sleep(0.01)
+        found[0].kill()
+        with pytest.raises(ServerError, match=r"ended") as raised:
+            server.wait_ready()
+    finally:
+        server.stop()
+    assert "engine-y" in str(raised.value)

@@ -6,9 +6,11 @@ import asyncio
 
 import aiohttp
 import numpy as np
+import psutil
 import pytest
 
 from invrl.errors import ServerError
+from invrl.process import family_of
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.sglang_client import GenerateEnd, GenerateRequest, SglangClient
 from invrl.types import Sampling
@@ -58,6 +60,18 @@ async def test_nobody_else_samples(tiny_fleet: Fleet, key: str) -> None:
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_tensor", "/abort_request"])
 async def test_engine_management_does_not_pass(tiny_fleet: Fleet, path: str) -> None:
     assert await status("POST", tiny_fleet.router.url + path, tiny_fleet.router.api_key) in (401, 404)
+
+
+def test_the_router_and_every_process_of_an_engine_listen_on_loopback(tiny_fleet: Fleet) -> None:
+    """Torch's rendezvous store, which has no key, among them."""
+    listening: dict[str, str] = {}
+    for server in (tiny_fleet.router, tiny_fleet.engines["engine-0"].server):
+        for process in family_of(server.pid):
+            for connection in process.net_connections():
+                if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE):
+                    listening[f"{process.name()} {connection.laddr.port}"] = connection.laddr.ip
+    assert len(listening) > 2
+    assert set(listening.values()) == {"127.0.0.1"}, listening
 
 
 async def test_only_a_registered_engine_gets_traffic(tiny_fleet: Fleet, router_client: SglangClient) -> None:

@@ -82,7 +82,7 @@ async def test_twenty_updates_leave_the_trainers_bytes(update: Update, receiver:
         done = await update.run()
         assert done.canary_max_gap <= 1e-3
     assert await held(receiver, update.sender) == update.sender.checksums()
-    assert done.lost_engines == ()
+    assert done.lost_engines == {}
 
 
 async def test_requests_in_flight_go_on_under_the_new_weights(

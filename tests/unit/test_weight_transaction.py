@@ -1,4 +1,4 @@
-"""The weight transaction over fakes: whatever fails, wherever: all engines or none, nobody paused."""
+"""The weight transaction over fakes: whatever fails, all engines that stay are whole, and none is paused."""
 
 from __future__ import annotations
 
@@ -127,15 +127,11 @@ async def test_all_engines_get_the_version_in_order(three: list[Receiver]) -> No
     assert set(update.seconds) == {
         "stage", "prepare", "pause", "load", "commit", "resume", "canary", "paused"
     }  # fmt: skip
-    assert update.lost_engines == ()
+    assert update.lost_engines == {}
 
 
-@pytest.mark.parametrize("how", ["error", "hang", "exception"])
-@pytest.mark.parametrize("phase", ["check", "pause", "load", "checksums", "commit"])
-async def test_a_failure_before_the_commit_leaves_all_on_the_old_version(
-    three: list[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each phase, failing on the middle engine, three ways."""
+def fail_in(engines: Sequence[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, in one of three ways."""
     deadlines: dict[object, asyncio.Timeout] = {}
 
     def timeout(seconds: float) -> asyncio.Timeout:
@@ -143,15 +139,48 @@ async def test_a_failure_before_the_commit_leaves_all_on_the_old_version(
         return made
 
     monkeypatch.setattr(weight_sync, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeout}))
+    for engine in engines:
+        if how == "hang":
+            engine.hang = {phase: lambda: deadlines[asyncio.current_task()].reschedule(0.0)}
+        else:
+            engine.fail = {phase: boom if how == "error" else (lambda: 1 // 0)}
+
+
+WAYS = pytest.mark.parametrize("how", ["error", "hang", "exception"])
+BEFORE_THE_COMMIT = pytest.mark.parametrize("phase", ["check", "pause", "load", "checksums", "commit"])
+
+
+@WAYS
+@BEFORE_THE_COMMIT
+@pytest.mark.parametrize("first", [False, True])
+async def test_an_engine_that_fails_alone_is_dropped_and_the_update_goes_on(
+    three: list[Receiver], phase: str, how: str, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each phase, failing on the middle engine, in the first update of a run and in a later one."""
+    updates = transaction(three)
+    if not first:
+        await updates.run(WeightVersion(1))
+    fail_in([three[1]], phase, how, monkeypatch)
+    update = await updates.run(WeightVersion(2))
+    assert list(update.lost_engines) == ["engine-1"]
+    assert update.lost_engines["engine-1"]
+    assert [(e.weights, e.version, e.paused) for e in (three[0], three[2])] == [("2", 2, False)] * 2
+    assert not any(engine.traffic_on_mixed for engine in three)
+    # It is not called again: neither restored nor resumed nor asked for a canary.
+    assert three[1].calls[-1] == phase
+
+
+@WAYS
+@BEFORE_THE_COMMIT
+async def test_a_phase_in_which_every_engine_fails_leaves_all_on_the_old_version(
+    three: list[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
-    if how == "hang":
-        three[1].hang = {phase: lambda: deadlines[asyncio.current_task()].reschedule(0.0)}
-    else:
-        three[1].fail = {phase: boom if how == "error" else (lambda: 1 // 0)}
-    with pytest.raises(WeightSyncError, match="engine-1") as raised:
+    fail_in(three, phase, how, monkeypatch)
+    with pytest.raises(WeightSyncError, match=r"engine-0 .* \(and so did engine-1, engine-2\)") as raised:
         await updates.run(WeightVersion(2))
-    assert raised.value.engine == "engine-1"
+    assert raised.value.engine == "engine-0"
     assert raised.value.unrestored == ()
     for engine in three:
         assert (engine.weights, engine.version, engine.paused) == ("1", 1, False)
@@ -161,13 +190,29 @@ async def test_a_failure_before_the_commit_leaves_all_on_the_old_version(
     assert {engine.weights for engine in three} == {"2"}
 
 
-async def test_nothing_is_paused_or_moved_when_the_layout_is_wrong(three: list[Receiver]) -> None:
-    def wrong() -> None:
-        raise LayoutError("no such weight")
+async def test_the_last_engine_left_that_fails_ends_the_update(three: list[Receiver]) -> None:
+    """One after another, in different phases: no engine is left to go on with."""
+    updates = transaction(three)
+    await updates.run(WeightVersion(1))
+    three[0].fail = {"check": boom}
+    three[1].fail = {"pause": boom}
+    three[2].fail = {"load": boom}
+    with pytest.raises(WeightSyncError, match=r"engine-2 .*lost before: engine-0, engine-1") as raised:
+        await updates.run(WeightVersion(2))
+    assert raised.value.unrestored == ("engine-0", "engine-1")
+    assert (three[2].weights, three[2].version, three[2].paused) == ("1", 1, False)
 
-    three[2].fail = {"check": wrong}
-    with pytest.raises(LayoutError, match="no such weight"):
+
+def wrong_layout() -> None:
+    raise LayoutError("no such weight")
+
+
+async def test_nothing_is_paused_or_moved_when_the_layout_is_wrong_everywhere(three: list[Receiver]) -> None:
+    for engine in three:
+        engine.fail = {"check": wrong_layout}
+    with pytest.raises(LayoutError, match="no such weight") as raised:
         await transaction(three).run(WeightVersion(1))
+    assert raised.value.unrestored == ()
     assert [engine.calls for engine in three] == [["check"]] * 3
 
 
@@ -179,6 +224,8 @@ async def test_an_engine_that_cannot_be_restored_is_named_and_stays_paused(three
         three[1].fail = {"load": boom}
         boom()
 
+    for engine in three:
+        engine.fail = {"load": boom}
     three[1].fail = {"load": break_down}
     with pytest.raises(WeightSyncError) as raised:
         await updates.run(WeightVersion(2))
@@ -190,35 +237,92 @@ async def test_an_engine_that_cannot_be_restored_is_named_and_stays_paused(three
 async def test_a_restore_that_did_not_work_shows_by_checksum(three: list[Receiver]) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
-    engine = three[0]
+    stuck_engine = three[0]
 
     async def stuck(staged: StagedWeights) -> None:
-        engine.weights = "2"
+        stuck_engine.weights = "2"
 
-    engine.load = stuck  # type: ignore[method-assign]
-    three[1].fail = {"commit": boom}
+    stuck_engine.load = stuck  # type: ignore[method-assign]
+    for engine in three:
+        engine.fail = {"commit": boom}
     with pytest.raises(WeightSyncError) as raised:
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ("engine-0",)
-    assert engine.paused
+    assert stuck_engine.paused
 
 
 async def test_without_earlier_weights_written_engines_are_unrestored(three: list[Receiver]) -> None:
-    three[0].fail = {"load": boom}
+    for engine in three:
+        engine.fail = {"load": boom}
     with pytest.raises(WeightSyncError) as raised:
         await transaction(three).run(WeightVersion(1))
     assert raised.value.unrestored == ("engine-0", "engine-1", "engine-2")
     assert not any(engine.traffic_on_mixed for engine in three)
 
 
-async def test_skipped_load_is_a_checksum_error(three: list[Receiver]) -> None:
+async def skip_load(staged: StagedWeights) -> None:
+    """What an engine that only says it loaded does."""
+
+
+async def test_a_load_that_one_engine_skipped_costs_that_engine(three: list[Receiver]) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
-    load, three[2].load = three[2].load, lambda staged: asyncio.sleep(0)  # type: ignore[method-assign]
-    with pytest.raises(ChecksumError, match="engine-2"):
+    three[2].load = skip_load  # type: ignore[method-assign]
+    update = await updates.run(WeightVersion(2))
+    assert "not what was sent" in update.lost_engines["engine-2"]
+    assert [engine.weights for engine in three] == ["2", "2", "1"]
+    assert three[2].paused
+
+
+async def test_a_load_that_every_engine_skipped_is_a_checksum_error(three: list[Receiver]) -> None:
+    updates = transaction(three)
+    await updates.run(WeightVersion(1))
+    for engine in three:
+        engine.load = skip_load  # type: ignore[method-assign]
+    with pytest.raises(ChecksumError, match="engine-0"):
         await updates.run(WeightVersion(2))
     assert [engine.weights for engine in three] == ["1", "1", "1"]
-    three[2].load = load  # type: ignore[method-assign]
+
+
+class TestBringUp:
+    """An engine that comes later gets what the fleet holds."""
+
+    async def test_it_holds_the_version_proved(self, three: list[Receiver]) -> None:
+        updates = transaction(three[:2])
+        await updates.run(WeightVersion(1))
+        await updates.run(WeightVersion(2))
+        three[2].paused = True  # the fake refuses weights under running requests
+        await updates.bring_up(three[2])
+        assert (three[2].weights, three[2].version) == ("2", 2)
+        assert three[2].calls == ["check", "load", "checksums", "commit", "logprobs"]
+
+    async def test_before_the_first_version_there_is_none(self, three: list[Receiver]) -> None:
+        with pytest.raises(WeightSyncError, match="holds no version"):
+            await transaction(three[:2]).bring_up(three[2])
+
+    @pytest.mark.parametrize("phase", ["check", "load", "checksums", "commit", "logprobs"])
+    async def test_a_failure_is_told(self, three: list[Receiver], phase: str) -> None:
+        updates = transaction(three[:2])
+        await updates.run(WeightVersion(1))
+        three[2].paused = True
+        three[2].fail = {phase: boom}
+        with pytest.raises(WeightSyncError, match="boom"):
+            await updates.bring_up(three[2])
+
+    async def test_a_skipped_load_shows_by_checksum(self, three: list[Receiver]) -> None:
+        updates = transaction(three[:2])
+        await updates.run(WeightVersion(1))
+        three[2].load = skip_load  # type: ignore[method-assign]
+        with pytest.raises(ChecksumError):
+            await updates.bring_up(three[2])
+
+    async def test_the_canary_is_asked(self, three: list[Receiver]) -> None:
+        updates = transaction(three[:2])
+        await updates.run(WeightVersion(1))
+        three[2].paused = True
+        three[2].gap = 0.11
+        with pytest.raises(CanaryError, match="engine-2"):
+            await updates.bring_up(three[2])
 
 
 @pytest.mark.parametrize("phase", ["resume", "logprobs"])
@@ -227,7 +331,7 @@ async def test_after_the_commit_a_failing_engine_is_lost_and_the_others_go_on(
 ) -> None:
     three[0].fail = {phase: boom}
     update = await transaction(three).run(WeightVersion(1))
-    assert update.lost_engines == ("engine-0",)
+    assert update.lost_engines == {"engine-0": "boom"}
     assert [(e.weights, e.version, e.paused) for e in three[1:]] == [("1", 1, False)] * 2
 
 

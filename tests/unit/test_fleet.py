@@ -1,0 +1,489 @@
+"""Engines leave and come back while updates go on: one engine's trouble stays its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import psutil
+import pytest
+
+from invrl.errors import ServerError, WeightSyncError
+from invrl.fleet_updater import FleetUpdater
+from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.rollout import fleet as fleet_module
+from invrl.rollout.config import EngineConfig
+from invrl.rollout.fleet import Fleet
+from invrl.types import TensorSpec, WeightVersion
+from invrl.weight_sync import CanaryBound, WeightTransaction
+
+SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
+
+
+class Deaths:
+    """What the watches find: `engine` and `router` stand in for the heartbeat."""
+
+    def __init__(self) -> None:
+        self.of: dict[object, asyncio.Future[str]] = {}
+
+    def future(self, server: object) -> asyncio.Future[str]:
+        return self.of.setdefault(server, asyncio.get_running_loop().create_future())
+
+    async def engine(self, server: object, *_: object, **__: object) -> str:
+        return await asyncio.shield(self.future(server))
+
+    async def router(self, process: psutil.Process, *_: object, **__: object) -> str:
+        return await asyncio.shield(self.future(FakeRouter.made[-1]))
+
+
+class FakeServer:
+    """An engine's process. `ready` is waited for in a thread, as the real one."""
+
+    made: ClassVar[list[FakeServer]] = []
+    may_be_ready = threading.Event()
+
+    def __init__(self, name: str, config: EngineConfig, *, model_path: Path, run_folder: Path, passthrough):
+        self.name = name
+        self.url = f"http://{name}-{len(self.made)}"
+        self.api_key = self.admin_key = "key"
+        self.stopped = False
+        self.port_lost = False
+        self.cannot_stop = False
+        self.start_error: Exception | None = None
+        self.made.append(self)
+
+    def processes(self) -> FakeServer:
+        """What the fake heartbeat knows it by."""
+        return self
+
+    def wait_ready(self) -> None:
+        while not self.may_be_ready.wait(0.01):
+            if self.stopped:
+                raise ServerError(f"{self.name} ended")
+        if self.start_error is not None:
+            raise self.start_error
+
+    def lost_its_port(self) -> bool:
+        return self.port_lost
+
+    def stop(self) -> None:
+        self.stopped = True
+        if self.cannot_stop:
+            raise ServerError(f"{self.name} does not end")
+
+
+class FakeClient:
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    async def close(self) -> None: ...
+    async def flush_cache(self, *, idle_within_s: float) -> None: ...
+
+
+class FakeRouter:
+    """Knows which engines it routes to."""
+
+    made: ClassVar[list[FakeRouter]] = []
+
+    class Address:
+        def close(self) -> None: ...
+
+    def __init__(self, *, address: object = None, **_: object) -> None:
+        self.address = address or self.Address()
+        self.log = Path("router.log")
+        self.pid = os.getpid()
+        self.urls: set[str] = set()
+        self.unreachable: set[str] = set()
+        self.stopped = False
+        self.made.append(self)
+
+    def wait_ready(self) -> None: ...
+
+    def register(self, url: str, *, api_key: str) -> None:
+        if url in self.unreachable:
+            raise ServerError(f"no route to {url}")
+        self.urls.add(url)
+
+    def registered(self, url: str) -> bool:
+        return url in self.urls
+
+    def unregister(self, url: str) -> None:
+        self.urls.discard(url)
+
+    def log_tail(self) -> str:
+        return "no more lines"
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Trainer:
+    """Stages into two slots in turn, as the arena does, and takes a while to write one."""
+
+    def __init__(self) -> None:
+        self.slots = ["", ""]
+        self.staged: list[int] = []
+        self.hold: asyncio.Event | None = None
+
+    async def layout(self) -> WeightLayout:
+        return (SPEC,)
+
+    async def stage(self, version: WeightVersion) -> StagedWeights:
+        self.staged.append(version)
+        slot = version % 2
+        self.slots[slot] = "half written"
+        if self.hold is not None:
+            await self.hold.wait()
+        self.slots[slot] = str(version)
+        return StagedWeights(version=version, handle=str(slot), checksums={"w": str(version)}, num_bytes=1)
+
+    async def logprobs(self, prompts: Sequence[Sequence[int]]):
+        return [np.zeros(len(ids) - 1, np.float32) for ids in prompts]
+
+
+class FakeReceiver:
+    """Reads the trainer's slot while it loads."""
+
+    trainer: Trainer
+    made: ClassVar[list[FakeReceiver]] = []
+
+    def __init__(self, name: str, client: object) -> None:
+        self.name = name
+        self.is_paused = False
+        self.weights = ""
+        self.version = 0
+        self.fails = ""
+        self.load_waits: asyncio.Event | None = None
+        self.loading = asyncio.Event()
+        self.made.append(self)
+
+    def _phase(self, phase: str) -> None:
+        if self.fails == phase:
+            raise WeightSyncError(f"{self.name} refuses")
+
+    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
+        self._phase("check")
+
+    async def pause(self) -> None:
+        self._phase("pause")
+        self.is_paused = True
+
+    async def load(self, staged: StagedWeights) -> None:
+        self._phase("load")
+        self.loading.set()
+        if self.load_waits is not None:
+            await self.load_waits.wait()
+        self.weights = self.trainer.slots[int(staged.handle)]
+
+    async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
+        return {"w": self.weights}
+
+    async def commit(self, version: WeightVersion) -> None:
+        self._phase("commit")
+        self.version = version
+
+    async def resume(self) -> None:
+        self.is_paused = False
+
+    async def logprobs(self, prompts: Sequence[Sequence[int]]):
+        return [np.zeros(len(ids) - 1, np.float32) for ids in prompts]
+
+
+@pytest.fixture
+def deaths() -> Deaths:
+    return Deaths()
+
+
+@pytest.fixture
+async def fleet(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path, deaths: Deaths
+) -> AsyncIterator[Fleet]:
+    for fake in (FakeServer, FakeRouter, FakeReceiver):
+        monkeypatch.setattr(fake, "made", [])
+    monkeypatch.setattr(FakeServer, "may_be_ready", threading.Event())
+    monkeypatch.setattr(FakeReceiver, "trainer", Trainer(), raising=False)
+    monkeypatch.setattr(fleet_module, "EngineServer", FakeServer)
+    monkeypatch.setattr(fleet_module, "RouterServer", FakeRouter)
+    monkeypatch.setattr(fleet_module, "SglangClient", FakeClient)
+    monkeypatch.setattr(fleet_module, "RECEIVERS", {"arena": FakeReceiver})
+    monkeypatch.setattr(fleet_module, "engine_death", deaths.engine)
+    monkeypatch.setattr(fleet_module, "router_death", deaths.router)
+    fleet = Fleet(EngineConfig(num_engines=3, engine_max_restarts=2), tiny_model, tmp_path)
+    FakeServer.may_be_ready.set()
+    await fleet.start()
+    try:
+        yield fleet
+    finally:
+        FakeServer.may_be_ready.set()
+        await fleet.stop()
+
+
+@pytest.fixture
+def updater(fleet: Fleet) -> FleetUpdater:
+    bound = CanaryBound(max_gap=0.1, mean_gap=0.1)
+    transaction = WeightTransaction(
+        FakeReceiver.trainer, fleet.receivers, canary_prompts=[[1, 2, 3]], bound=bound
+    )
+    return FleetUpdater(transaction, fleet)
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def receiver(fleet: Fleet, name: str) -> FakeReceiver:
+    found = fleet.engines[name].receiver
+    assert isinstance(found, FakeReceiver)
+    return found
+
+
+@pytest.mark.parametrize("phase", ["check", "pause", "load", "commit"])
+async def test_an_update_goes_on_without_waiting_for_the_engine_that_it_lost(
+    fleet: Fleet, updater: FleetUpdater, phase: str
+) -> None:
+    await updater.run(WeightVersion(1))
+    await fleet.admit()
+    receiver(fleet, "engine-1").fails = phase
+    lost = fleet.engines["engine-1"].server
+    FakeServer.may_be_ready.clear()  # its successor takes its time
+    update = await updater.run(WeightVersion(2))
+    assert list(update.lost_engines) == ["engine-1"]
+    assert set(fleet.engines) == {"engine-0", "engine-2"}
+    assert {receiver(fleet, name).weights for name in fleet.engines} == {"2"}
+    fleet.check()
+    await eventually(lambda: len(FakeServer.made) == 4)
+    assert lost.stopped  # type: ignore[attr-defined]
+    assert lost.url not in fleet.router.urls  # type: ignore[attr-defined]
+    await updater.run(WeightVersion(3))
+    FakeServer.may_be_ready.set()
+    await eventually(lambda: len(fleet.engines) == 3)
+    assert (receiver(fleet, "engine-1").weights, receiver(fleet, "engine-1").version) == ("3", 3)
+    assert fleet.evicted == {}
+    assert fleet.engines["engine-1"].server.url in fleet.router.urls  # type: ignore[attr-defined]
+    await updater.run(WeightVersion(4))
+    assert {receiver(fleet, name).weights for name in fleet.engines} == {"4"}
+
+
+async def test_an_engine_that_comes_up_during_an_update_gets_the_new_version(
+    fleet: Fleet, updater: FleetUpdater
+) -> None:
+    await updater.run(WeightVersion(1))
+    await fleet.admit()
+    FakeReceiver.trainer.hold = asyncio.Event()
+    update = asyncio.create_task(updater.run(WeightVersion(2)))
+    await eventually(lambda: FakeReceiver.trainer.staged == [1, 2])
+    fleet.evict("engine-1", "it died")
+    await eventually(lambda: len(FakeReceiver.made) == 4)
+    newcomer = FakeReceiver.made[3]
+    for _ in range(100):
+        await asyncio.sleep(0.001)
+    assert newcomer.weights == ""
+    assert "engine-1" not in fleet.engines
+    FakeReceiver.trainer.hold.set()
+    await update
+    await eventually(lambda: "engine-1" in fleet.engines)
+    assert (newcomer.weights, newcomer.version) == ("2", 2)
+
+
+async def test_what_a_newcomer_loads_is_not_staged_over(fleet: Fleet, updater: FleetUpdater) -> None:
+    """Without the pin, version 3 would be written into the slot that the newcomer reads version 1 from."""
+    await updater.run(WeightVersion(1))
+    await fleet.admit()
+    goes_on = asyncio.Event()
+    init = FakeReceiver.__init__
+
+    def slow(self: FakeReceiver, name: str, client: object) -> None:
+        init(self, name, client)
+        self.load_waits = goes_on
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeReceiver, "__init__", slow)
+        fleet.evict("engine-1", "it died")
+        await eventually(lambda: len(FakeReceiver.made) == 4)
+    newcomer = FakeReceiver.made[3]
+    await newcomer.loading.wait()
+
+    async def two_updates() -> None:
+        await updater.run(WeightVersion(2))
+        await updater.run(WeightVersion(3))
+
+    updates = asyncio.create_task(two_updates())
+    for _ in range(100):
+        await asyncio.sleep(0.001)
+    assert FakeReceiver.trainer.staged == [1]
+    goes_on.set()
+    await updates
+    assert "engine-1" in fleet.engines
+    assert {receiver(fleet, name).weights for name in fleet.engines} == {"3"}
+
+
+async def test_an_engine_is_started_again_a_few_times_only(fleet: Fleet, updater: FleetUpdater) -> None:
+    await updater.run(WeightVersion(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeReceiver, "check", FakeReceiver.commit)  # raises: it takes no such arguments
+        fleet.evict("engine-1", "it died")
+        await eventually(fleet._replacements["engine-1"].done)
+    assert len(FakeServer.made) == 5
+    assert "did not come back" in fleet.evicted["engine-1"]
+    assert all(server.stopped for server in FakeServer.made[3:])
+    await updater.run(WeightVersion(2))
+    await eventually(fleet._replacements["engine-1"].done)
+    assert len(FakeServer.made) == 5
+    fleet.check()
+
+
+async def test_what_left_before_the_first_version_comes_back_after_it(
+    fleet: Fleet, updater: FleetUpdater
+) -> None:
+    fleet.evict("engine-2", "it died")
+    await updater.run(WeightVersion(1))
+    await eventually(lambda: "engine-2" in fleet.engines)
+    assert receiver(fleet, "engine-2").weights == "1"
+
+
+async def test_a_newcomer_that_dies_while_it_loads_does_not_hold_the_updates(
+    fleet: Fleet, updater: FleetUpdater, deaths: Deaths
+) -> None:
+    await updater.run(WeightVersion(1))
+    init = FakeReceiver.__init__
+
+    def stuck(self: FakeReceiver, name: str, client: object) -> None:
+        init(self, name, client)
+        self.load_waits = asyncio.Event()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeReceiver, "__init__", stuck)
+        fleet.evict("engine-1", "it died")
+        await eventually(lambda: len(FakeReceiver.made) == 4)
+    await FakeReceiver.made[3].loading.wait()
+    deaths.future(FakeServer.made[3]).set_result("it hangs")
+    await updater.run(WeightVersion(2))
+    await eventually(lambda: "engine-1" in fleet.engines)
+    assert receiver(fleet, "engine-1") is FakeReceiver.made[4]
+    assert FakeServer.made[3].stopped
+
+
+async def test_one_engines_failing_check_is_that_engines(fleet: Fleet, deaths: Deaths) -> None:
+    deaths.future(fleet.engines["engine-0"].server).set_exception(OSError("no more files"))
+    await eventually(lambda: "engine-0" in fleet.evicted)
+    assert "no more files" in fleet.evicted["engine-0"]
+    deaths.future(fleet.engines["engine-2"].server).set_result("it is dead")
+    await eventually(lambda: "engine-2" in fleet.evicted)
+    assert set(fleet.engines) == {"engine-1"}
+    fleet.check()
+    deaths.future(fleet.engines["engine-1"].server).set_result("it is dead")
+    await eventually(lambda: not fleet.engines)
+    with pytest.raises(ServerError, match=r"no engine is left: engine-0.*engine-2.*engine-1"):
+        fleet.check()
+
+
+async def test_an_engine_that_cannot_be_ended_keeps_nothing_else_alive(fleet: Fleet, deaths: Deaths) -> None:
+    """SIGKILL does not end a process that waits for a disk."""
+    servers = list(FakeServer.made)
+    servers[0].cannot_stop = servers[1].cannot_stop = True
+    deaths.future(servers[0]).set_result("it is dead")
+    await eventually(lambda: servers[0].stopped)
+    deaths.future(servers[2]).set_result("it is dead")
+    await eventually(lambda: "engine-2" in fleet.evicted)
+    fleet.check()
+    await fleet.stop()
+    assert all(server.stopped for server in servers)
+    assert FakeRouter.made[0].stopped
+
+
+async def test_the_end_of_a_watch_itself_is_told(
+    fleet: Fleet, deaths: Deaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str, reason: str) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(fleet, "evict", broken)
+    deaths.future(fleet.engines["engine-1"].server).set_result("it is dead")
+    await eventually(fleet._watches["engine-1"].done)
+    with pytest.raises(ServerError, match=r"nobody watches engine-1 any more.*a fault of ours"):
+        fleet.check()
+
+
+async def test_a_dead_router_is_started_again_with_its_engines(fleet: Fleet, deaths: Deaths) -> None:
+    await fleet.admit()
+    first = FakeRouter.made[0]
+    fleet.evict("engine-2", "it died")
+    await eventually(lambda: len(first.urls) == 2)
+    deaths.future(first).set_result("it hangs")
+    await eventually(lambda: len(FakeRouter.made) == 2 and len(FakeRouter.made[1].urls) == 2)
+    assert first.stopped
+    assert fleet.router is FakeRouter.made[1]
+    assert FakeRouter.made[1].address is first.address
+    assert FakeRouter.made[1].urls == {engine.server.url for engine in fleet.engines.values()}
+    fleet.check()
+
+
+async def test_a_restarted_router_gets_no_engine_that_was_not_admitted(fleet: Fleet, deaths: Deaths) -> None:
+    deaths.future(FakeRouter.made[0]).set_result("it hangs")
+    await eventually(lambda: len(FakeRouter.made) == 2)
+    await fleet.admit()
+    assert len(FakeRouter.made[1].urls) == 3
+
+
+async def test_a_router_that_dies_again_and_again_ends_the_life(fleet: Fleet, deaths: Deaths) -> None:
+    for times in range(4):
+        fleet.check()
+        await eventually(lambda times=times: len(FakeRouter.made) == times + 1)
+        deaths.future(FakeRouter.made[times]).set_result("it hangs")
+    await eventually(fleet._watches["router"].done)
+    with pytest.raises(ServerError, match=r"router died 4 times in a minute: it hangs"):
+        fleet.check()
+
+
+async def test_an_engine_that_the_router_does_not_reach_leaves(fleet: Fleet) -> None:
+    FakeRouter.made[0].unreachable = {fleet.engines["engine-1"].server.url}
+    await fleet.admit()
+    assert set(fleet.engines) == {"engine-0", "engine-2"}
+    assert "does not reach it" in fleet.evicted["engine-1"]
+
+
+async def test_a_router_that_reaches_no_engine_is_an_error(fleet: Fleet) -> None:
+    FakeRouter.made[0].unreachable = {engine.server.url for engine in fleet.engines.values()}
+    with pytest.raises(ServerError, match="no route"):
+        await fleet.admit()
+
+
+async def test_a_port_that_somebody_took_is_a_reason_for_another_try(
+    fleet: Fleet, updater: FleetUpdater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await updater.run(WeightVersion(1))
+    init = FakeServer.__init__
+
+    def first_loses_its_port(self: FakeServer, *args, **kwargs) -> None:
+        init(self, *args, **kwargs)
+        if len(FakeServer.made) == 4:
+            self.start_error = ServerError("address already in use")
+            self.port_lost = True
+
+    monkeypatch.setattr(FakeServer, "__init__", first_loses_its_port)
+    fleet.evict("engine-1", "it died")
+    await eventually(lambda: "engine-1" in fleet.engines)
+    assert fleet.engines["engine-1"].server is FakeServer.made[4]
+    assert FakeServer.made[3].stopped
+
+
+async def test_an_engine_that_does_not_start_ends_the_others_too(
+    fleet: Fleet, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeServer, "may_be_ready", threading.Event())
+    second = Fleet(EngineConfig(num_engines=20), tiny_model, tmp_path)
+    starting = asyncio.create_task(second.start())
+    await eventually(lambda: len(FakeServer.made) == 23)
+
+    FakeServer.made[10].stopped = True  # its process has died: the wait for it fails, the others' go on
+    with pytest.raises(ServerError, match="engine-7 ended"):
+        await starting
+    assert all(server.stopped for server in FakeServer.made[3:])
+    assert second.engines == {}
