@@ -130,16 +130,18 @@ class _Started:
 
     def __init__(self, server: EngineServer) -> None:
         self._server = server
-        self._seen: dict[int, psutil.Process] = {}
+        self._seen: dict[str, psutil.Process] = {}
+        """By name and pid, as told while it lived."""
 
     def check(self) -> bool:
         """True; ServerError once one of them has ended."""
         self._server.check_alive()
         for process in self._server.processes():
-            self._seen.setdefault(process.pid, process)
-        for process in self._seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._seen[f"{process.name()} (pid {process.pid})"] = process
+        for name, process in self._seen.items():
             if state_of(process) == ENDED:
-                what = f"{process.name()} (pid {process.pid}), a process of {self._server.name}, ended"
+                what = f"{name}, a process of {self._server.name}, ended"
                 tail = f"Last lines of {self._server.log}:\n{self._server.log_tail()}"
                 raise ServerError(f"{what} before the engine was up. {tail}")
         return True

@@ -92,6 +92,7 @@ async def engine_death(
 ) -> str:
     """Returns once this engine is dead, with the reason. `processes`: those without which it is none."""
     clock = clock or Clock()
+    names = [_name(process) for process in processes]
 
     async def answers(deadline_s: float) -> bool:
         if _stopped(processes):
@@ -115,7 +116,7 @@ async def engine_death(
         ),
         "a process of it has ended": until_ended(processes, interval_s=interval_s, clock=clock),
     }
-    return await _first_of(causes, processes)
+    return await _first_of(causes, processes, names)
 
 
 async def router_death(
@@ -133,28 +134,31 @@ async def router_death(
         ),
         "its process has ended": until_ended([process], interval_s=interval_s, clock=clock),
     }
-    return await _first_of(causes, [process])
+    return await _first_of(causes, [process], [_name(process)])
 
 
 def _stopped(processes: Sequence[psutil.Process]) -> bool:
     return any(state_of(process) == STOPPED for process in processes)
 
 
-def _describe(process: psutil.Process) -> str:
-    name = ""
-    with contextlib.suppress(psutil.Error):  # known from before, or gone
-        name = process.name()
-    return f"{name}, pid {process.pid}: {state_of(process)}"
+def _name(process: psutil.Process) -> str:
+    """For a message; asked while it lives."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return f"{process.name()}, pid {process.pid}"
+    return f"pid {process.pid}"
 
 
-async def _first_of(causes: Mapping[str, Awaitable[None]], processes: Sequence[psutil.Process]) -> str:
+async def _first_of(
+    causes: Mapping[str, Awaitable[None]], processes: Sequence[psutil.Process], names: Sequence[str]
+) -> str:
     """The cause that came first, and in what state the processes then are."""
     waits = {asyncio.ensure_future(wait): cause for cause, wait in causes.items()}
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         first = done.pop()
         first.result()
-        return f"{waits[first]} ({'; '.join(map(_describe, processes))})"
+        states = [f"{name}: {state_of(process)}" for name, process in zip(names, processes, strict=True)]
+        return f"{waits[first]} ({'; '.join(states)})"
     finally:
         for wait in waits:
             wait.cancel()

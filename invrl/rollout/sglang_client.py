@@ -25,6 +25,28 @@ from invrl.rollout.http_connection import HttpConnection, HttpConnections, HttpE
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 
 _CONTROL_DEADLINE_S = 60.0
+NEUTRAL_SAMPLING: Mapping[str, Json] = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "n": 1,
+    "stop": [],
+    "stop_token_ids": [],
+    "ignore_eos": False,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "stop_regex": None,
+    "logit_bias": None,
+    "custom_params": None,
+    "beam_width": None,
+}
+"""Every parameter of SGLang's that changes what is sampled, at the value where it changes nothing. They stand
+in each request: what a request leaves out, the server may fill in by itself."""
 TOP = np.dtype([("id", np.int32), ("logprob", np.float32)])
 """A token that could have been sampled."""
 NO_TOP: NDArray[np.void] = np.empty(0, TOP)
@@ -246,6 +268,7 @@ class SglangClient:
     def _body(self, request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
         self.validate(request.input_ids_T, request.sampling.max_new_tokens)
         sampling: dict[str, Json] = {
+            **NEUTRAL_SAMPLING,
             **request.extra_sampling,
             "temperature": request.sampling.temperature,
             "top_p": request.sampling.top_p,

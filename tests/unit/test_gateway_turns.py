@@ -321,7 +321,8 @@ async def test_the_runs_sampling_counts_and_the_override_is_reported_once(gatewa
     for request in gateway.engine.requests:
         params = request["sampling_params"]
         assert (params["temperature"], params["top_p"], params["max_new_tokens"]) == (0.7, 1.0, 20)
-        assert not {"top_k", "frequency_penalty", "sampling_seed"} & params.keys()
+        assert (params["top_k"], params["frequency_penalty"]) == (-1, 0.0)  # as the model is, said so
+        assert "sampling_seed" not in params
     assert gateway.turns(session)[0].temperature == pytest.approx(0.7)
     shown = (await gateway.env(f"/sessions/{session.id}")).json()
     assert shown["overridden"] == sorted(names.split(","))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
+import msgspec
 import pytest
 
 from invrl.config_checks import _SEEDED_BACKENDS
@@ -15,12 +17,16 @@ from invrl.errors import ConfigError
 from invrl.rollout import sglang_args
 from invrl.rollout.sglang_args import (
     ROUTER_OWNED,
+    SGLANG_HARMLESS,
     SGLANG_OWNED,
+    SGLANG_REFUSED,
+    entry_for,
     router_flags,
     router_parser,
     sglang_flags,
     sglang_parser,
 )
+from invrl.rollout.sglang_client import NEUTRAL_SAMPLING
 
 Flags = Callable[[Mapping[str, str]], list[str]]
 OF = {sglang_flags: (sglang_parser, SGLANG_OWNED), router_flags: (router_parser, ROUTER_OWNED)}
@@ -77,6 +83,72 @@ def test_what_invrl_owns_is_refused(flags: Flags) -> None:
             assert caught.value.fix == fix
 
 
+def meant(name: str) -> set[str]:
+    """The installed package's fields that a table's name or prefix stands for."""
+    names = {action.dest for action in sglang_parser()._actions}
+    return {field for field in names if field == name or (name.endswith("_") and field.startswith(name))}
+
+
+@pytest.mark.parametrize("name", SGLANG_REFUSED)
+def test_what_changes_sampling_or_keeps_kv_is_refused_with_reason_and_fix(name: str) -> None:
+    """Also proves that the names still exist upstream."""
+    assert meant(name), f"{name}: nothing upstream is called so"
+    for field in meant(name):
+        with pytest.raises(ConfigError) as caught:
+            sglang_flags({field: "1"})
+        assert (caught.value.reason, caught.value.fix) == SGLANG_REFUSED[name]
+
+
+_SAMPLES = re.compile(
+    r"sampl|logit|penalt|temperature|seed|specul|truncat|think|dllm|diffus|hook|thresh.*accept"
+)
+_CACHES = re.compile(r"cache|lmcache|flexkv|hicache|linker|kv_events")
+
+
+def test_every_option_that_looks_like_sampling_or_caching_is_decided() -> None:
+    """One that a newer SGLang brings shows here."""
+    tables = (SGLANG_OWNED, SGLANG_REFUSED, SGLANG_HARMLESS)
+    undecided = [
+        action.dest
+        for action in sglang_parser()._actions
+        if (_SAMPLES.search(action.dest) or _CACHES.search(action.dest))
+        and not any(entry_for(action.dest, table) for table in tables)
+    ]
+    assert undecided == []
+
+
+@pytest.mark.parametrize("name", SGLANG_HARMLESS)
+def test_what_was_found_harmless_exists_and_passes(name: str) -> None:
+    fields = {field for field in meant(name) if not entry_for(field, SGLANG_REFUSED)}
+    assert fields, f"{name}: nothing upstream is called so"
+    actions = {action.dest: action for action in sglang_parser()._actions}
+    for field in fields:
+        assert sglang_flags({field: valid_value(actions[field])})
+
+
+def test_each_request_names_every_sampling_parameter_that_sglang_has() -> None:
+    """So that nothing is left for the server to fill in."""
+    sglang_parser()
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    of_the_answer = {
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "no_stop_trim",
+        "stream_interval",
+    }
+    of_each_request = {"temperature", "top_p", "max_new_tokens", "sampling_seed"}
+    internal = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+    internal |= {"ebnf_full_assistant"}
+    names = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    assert names - of_the_answer - of_each_request - internal == set(NEUTRAL_SAMPLING)
+    neutral = SamplingParams(**NEUTRAL_SAMPLING)  # type: ignore[arg-type]
+    default = SamplingParams()
+    for params in (neutral, default):
+        params.normalize(None)
+    assert msgspec.structs.asdict(neutral) == msgspec.structs.asdict(default)
+
+
 def valid_value(action: argparse.Action) -> str:
     """Text that the option's own type and choices take."""
     for value in ("true", *map(str, action.choices or ()), "3", "0.5", "{}", "[]", "text"):
@@ -111,8 +183,11 @@ def test_every_option_of_the_installed_package_gets_there_or_is_refused(flags: F
             given = answer(flags, name, valid_value(action))
             if isinstance(given, ConfigError):
                 assert given.field.endswith(name)
-                assert given.reason == "invrl sets this itself"
-                assert given.fix in owned.values()
+                if given.reason == "invrl sets this itself":
+                    assert given.fix in owned.values()
+                else:
+                    assert flags is sglang_flags
+                    assert (given.reason, given.fix) in SGLANG_REFUSED.values()
                 refused += 1
                 continue
             read = vars(parser().parse_args(given))[action.dest]
