@@ -24,12 +24,13 @@ PROGRAMS = Path(__file__).parent / "clients"
 CODEX = "@openai/codex@0.169.0"
 CLAUDE_CODE = "@anthropic-ai/claude-code@2.1.330"
 OPENCODE = "opencode-ai@1.18.33"
-VERCEL = ("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/anthropic@4.0.105", "zod@4.1.12")
-_OFFLINE = {
+VERCEL = ("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/anthropic@4.0.105", "zod@4.6.7")
+OFFLINE = {
     "HTTP_PROXY": "http://127.0.0.1:9",
     "HTTPS_PROXY": "http://127.0.0.1:9",
     "NO_PROXY": "127.0.0.1,localhost",
 }
+"""What a program is given that must reach this machine alone."""
 _INSTALL_S = 900
 
 
@@ -154,7 +155,7 @@ async def run_claude_code(
     work = folder / "work"
     work.mkdir(exist_ok=True)
     env = {
-        **_OFFLINE,
+        **OFFLINE,
         "ANTHROPIC_BASE_URL": session["base_url"].removesuffix("/v1"),
         "ANTHROPIC_AUTH_TOKEN": session["key"],
         "ANTHROPIC_MODEL": "scripted",
@@ -192,7 +193,7 @@ async def run_opencode(
     }
     (folder / "opencode.json").write_text(json.dumps(settings))
     env = {
-        **_OFFLINE,
+        **OFFLINE,
         "OPENCODE_CONFIG": str(folder / "opencode.json"),
         "OPENCODE_DISABLE_AUTOUPDATE": "1",
         "OPENCODE_DISABLE_MODELS_FETCH": "1",
@@ -201,6 +202,44 @@ async def run_opencode(
     }
     command = [str(npm("opencode", OPENCODE) / ".bin/opencode"), "run", task]
     return await run_program(command, folder=folder, cwd=work, env=env, deadline_s=deadline_s)
+
+
+async def run_mini_swe_agent(
+    task: str, session: Mapping[str, str], *, folder: Path, deadline_s: float = 900
+) -> Ended:
+    """`mini` in `folder`/work, at our chat completions through litellm."""
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    env = {
+        **OFFLINE,
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_SILENT_STARTUP": "1",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_GLOBAL_CONFIG_DIR": str(folder / "mini"),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    command = [str(python().parent / "mini"), "--task", task, "--model", "openai/scripted", "--yolo"]
+    command += ["--exit-immediately", "--config", "mini.yaml"]
+    command += ["--config", f"model.model_kwargs.api_base={session['base_url']}"]
+    command += ["--config", f"model.model_kwargs.api_key={session['key']}"]
+    command += ["--output", str(folder / "trajectory.json")]
+    return await run_program(command, folder=folder, cwd=work, env=env, deadline_s=deadline_s)
+
+
+async def run_vercel_ai(
+    session: Mapping[str, str], *flags: str, folder: Path, deadline_s: float = 900
+) -> Ended:
+    """`vercel_ai.mjs` in `folder`, where node finds its packages."""
+    found = shutil.which("node")
+    if found is None:
+        raise FileNotFoundError("node is not on PATH")
+    shutil.copy(PROGRAMS / "vercel_ai.mjs", folder)
+    packages = folder / "node_modules"
+    if not packages.exists():
+        packages.symlink_to(npm("vercel", *VERCEL))
+    command = [found, "vercel_ai.mjs", session["base_url"], session["key"], *flags]
+    env = {**OFFLINE, "AI_SDK_LOG_WARNINGS": "false"}
+    return await run_program(command, folder=folder, env=env, deadline_s=deadline_s)
 
 
 def _digest(text: str) -> str:

@@ -25,6 +25,8 @@ def calculating(prompt: str) -> str:
     messages = [found.groups() for found in _MESSAGE.finditer(prompt)][:-1]  # the last is the reply's head
     if "<|im_start|>" not in prompt:  # a completion
         return "there was a number, and after it another one, and more and more of them came along."
+    if "Action Input:" in prompt:
+        return _reacting(messages)
     results: list[str] = []
     while messages and (result := _result(*messages[-1])) is not None:
         results.insert(0, result)
@@ -61,6 +63,8 @@ def coding(prompt: str) -> str:
         return "A title for this"
     folder, steps = task[1], int(task[2])
     step = len(re.findall(r"<\|im_start\|>assistant\n[^<]*<tool_call>", prompt))
+    if step >= steps and "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT" in prompt:
+        return call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})
     if step >= steps:
         return f"All {steps} steps are done. ✓"
     names = next((names for name, names in _FILES.items() if f'"name": "{name}"' in prompt), None)
@@ -89,6 +93,18 @@ def coding(prompt: str) -> str:
 
 def call(name: str, arguments: dict) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def _reacting(messages: list[tuple[str, str]]) -> str:
+    """To an agent whose calls are text."""
+    role, text = messages[-1]
+    if text.startswith("Observation:"):
+        return f"Thought: I can answer without using any more tools.\nAnswer: It is {text[12:].strip()}."
+    products = _PRODUCT.findall(text)
+    if role == "user" and products:
+        shown = json.dumps({"expression": products[0]}, indent=1)
+        return f"Thought: I need a tool.\nAction: calculator\nAction Input: {shown}\n"
+    return "Thought: I can answer without using any more tools.\nAnswer: You are wélcome 🙂"
 
 
 def _result(role: str, text: str) -> str | None:

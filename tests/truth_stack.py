@@ -55,6 +55,16 @@ class Stack:
         payload = {"task_id": "t", "group_id": group, "members": [{"index": 0, "attempt": 0}], **body}
         return (await self.env("/sessions", payload))["sessions"][0]
 
+    async def view(self, session: Mapping) -> dict:
+        """`GET /sessions/ID`."""
+        headers = {"authorization": f"Bearer {session['key']}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.get(f"{self.url}/sessions/{session['id']}") as answer,
+        ):
+            assert answer.status == 200, await answer.text()
+            return dict(await answer.json())
+
     async def finish(self, session: Mapping, reward: float = 1.0) -> dict:
         return await self.env(f"/sessions/{session['id']}/finish", {"reward": reward})
 

@@ -4,12 +4,12 @@ token is compared with the wire (`token_truth.py`). The scripted engine says wha
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import client_programs
 import pytest
-from scripted_agents import calculating
+from scripted_agents import calculating, coding
 from tiny_model import make_tiny_model
 from token_truth import Reference, stored_turns
 from truth_stack import Stack, real_stack, scripted_stack
@@ -37,16 +37,19 @@ FORCED = [
     ["litellm_client.py", "--stream"],
     ["litellm_client.py", "--messages"],
 ]
-CODEX = pytest.mark.skipif(
-    shutil.which("npm") is None, reason="Codex CLI comes from npm, and there is no npm"
-)
+NPM = pytest.mark.skipif(shutil.which("npm") is None, reason="it comes from npm, and there is no npm")
+OPENAI_AND_ANTHROPIC = [[], ["--responses"], ["--messages"]]
 
 
 @pytest.fixture(scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     folder = tmp_path_factory.mktemp("clients")
     model = make_tiny_model(folder / "model", max_positions=200_000)
-    async with scripted_stack(folder, model, calculating) as running:
+
+    def script(prompt: str) -> str:
+        return coding(prompt) if "Work in /" in prompt else calculating(prompt)
+
+    async with scripted_stack(folder, model, script, context_length=1_000_000) as running:
         yield running
 
 
@@ -187,7 +190,63 @@ async def test_litellm(talk: Talk, flags: list[str], more: list[str]):
     assert_whole(talk.last_prompt)
 
 
-@CODEX
+@pytest.mark.parametrize("more", OPENAI_AND_ANTHROPIC)
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+async def test_an_agent_of_pydantic_ai(talk: Talk, flags: list[str], more: list[str]):
+    seen = await talk.run("pydantic_ai_agent.py", *flags, *more)
+    assert (seen["answers"], sorted(seen["results"])) == (ANSWERS, sorted(RESULTS))
+    assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
+
+
+@NPM
+@pytest.mark.parametrize("more", OPENAI_AND_ANTHROPIC)
+@pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
+async def test_vercels_ai(talk: Talk, stack: Stack, tmp_path: Path, flags: list[str], more: list[str]):
+    session = await stack.open()
+    seen = (await client_programs.run_vercel_ai(session, *flags, *more, folder=tmp_path)).seen
+    await talk.judged(session)
+    assert (seen["answers"], seen["results"]) == (ANSWERS, RESULTS)
+    assert (talk.one_path, talk.verdict.turns) == (True, 5)
+    assert_whole(talk.last_prompt)
+
+
+async def coded(talk: Talk, run: Callable[..., Awaitable[client_programs.Ended]], steps: int) -> list[dict]:
+    """A coding agent does its steps in a folder, each by tools of its own; the turns that forked."""
+    session = await talk.stack.open()
+    work = talk.folder / "work"
+    ended = await run(f"Work in {work} for {steps} steps.", session, folder=talk.folder)
+    assert ended.code == 0, ended.err[-3000:]
+    view = await talk.stack.view(session)
+    await talk.judged(session, turns=steps)
+    forked = [turn for turn in view["turns"] if turn["fork_reason"]]
+    assert all("changed" in turn or turn["fork_reason"] == "new_conversation" for turn in forked)
+    return forked
+
+
+@NPM
+async def test_claude_code(talk: Talk):
+    """It adds defaults to its calls, trims the files that it writes, takes `cd DIR &&` off its commands: all
+    of it one conversation, but for a title perhaps."""
+    forked = await coded(talk, client_programs.run_claude_code, 14)
+    assert [turn for turn in forked if turn["fork_reason"] != "new_conversation"] == []
+    assert (talk.folder / "work/file2.py").read_text().startswith("def f():")
+    assert (talk.folder / "work/file1.py").read_text() == "def f():\n    return  \t1 + 6\n\n\n"
+
+
+@NPM
+async def test_opencode(talk: Talk):
+    forked = await coded(talk, client_programs.run_opencode, 14)
+    assert {turn["fork_reason"] for turn in forked} <= {"new_conversation"}  # a title
+    assert (talk.folder / "work/file2.py").read_text().startswith("def f():")
+
+
+async def test_mini_swe_agent(talk: Talk):
+    assert await coded(talk, client_programs.run_mini_swe_agent, 6) == []
+    assert (talk.folder / "work/steps.txt").read_text().split() == list("012345")
+
+
+@NPM
 async def test_codex(talk: Talk, stack: Stack, tmp_path: Path):
     """A small task through its own shell tool: it must leave a file."""
     session = await stack.open()
@@ -233,7 +292,7 @@ async def test_completions_of_a_real_engine(real: Stack, python: Path, tmp_path:
     assert (talk.verdict.roots, talk.verdict.turns) == (1 + ended, 4)
 
 
-@CODEX
+@NPM
 async def test_codex_and_a_real_engine(real: Stack, python: Path, tmp_path: Path):
     """Codex cannot force a call, and fails a reply that is cut off. So the random model may talk until it
     ends by itself; a short system prompt and fewer tools leave room for that. Two turns of one conversation:
