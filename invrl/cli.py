@@ -17,8 +17,9 @@ from invrl.config import Config, load_resolved, nearest, resolve
 from invrl.errors import ConfigError, DamagedFileError, InvrlError
 from invrl.flags import flag_help, parse_flags, take_value
 from invrl.lifeline import NoteKind
+from invrl.private_file import make_private
 from invrl.ray_setup import prepare_ray
-from invrl.run_folder import RunFolder, make_run_folder
+from invrl.run_folder import RunFolder, hold_run_folder, make_run_folder
 from invrl.supervisor import FAILURE_EXIT, INTERRUPT_EXIT, LIFE_COMMAND, USAGE_EXIT
 
 Ready = tuple[Config, RunFolder]
@@ -77,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILURE_EXIT
 
 
-def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> Ready:
-    """Configuration and run folder of a command that starts processes, after every check that needs none."""
+def _checked(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> Config:
+    """Configuration of a command that starts processes, after every check that needs none."""
     from invrl.run_checks import check_run
 
     config = resolve(*parse_flags(arguments))
@@ -87,23 +88,25 @@ def _ready(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -
 
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     check_run(config, trains=trains, evaluates=evaluates)
-    folder = make_run_folder(config)
-    _log_into(folder)
-    return config, folder
+    return config
 
 
 def _log_into(folder: RunFolder) -> None:
-    logging.basicConfig(filename=folder.log_path("driver"), format=_LOG_FORMAT, level="INFO", force=True)
+    log = folder.log_path("driver")
+    make_private(log)
+    logging.basicConfig(filename=log, format=_LOG_FORMAT, level="INFO", force=True)
     for chatty in ("httpx", "httpcore", "matplotlib", "asyncio", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 @contextmanager
-def _guarded(arguments: Sequence[str], *, trains: bool = False, evaluates: bool = False) -> Iterator[Ready]:
-    """Around a run that this process makes itself, after all checks."""
-    config, folder = _ready(arguments, trains=trains, evaluates=evaluates)
-    with _reported(folder):
-        yield config, folder
+def _guarded(command: str, arguments: Sequence[str], *, evaluates: bool = False) -> Iterator[Ready]:
+    """Around a run that this process makes itself, after all checks, while it holds the folder."""
+    config = _checked(arguments, trains=False, evaluates=evaluates)
+    with hold_run_folder(config, command) as folder:
+        _log_into(folder)
+        with _reported(folder):
+            yield config, folder
 
 
 @contextmanager
@@ -171,9 +174,11 @@ def _train(arguments: Sequence[str]) -> None:
     events, the run's store, logs, checkpoints and the report."""
     from invrl import supervisor
 
-    config, folder = _ready(arguments, trains=True)
-    if code := supervisor.supervise(config, folder):
-        raise _Failed(code)
+    config = _checked(arguments, trains=True)
+    with hold_run_folder(config, "train") as folder:
+        _log_into(folder)
+        if code := supervisor.supervise(config, folder):
+            raise _Failed(code)
 
 
 def _life(arguments: Sequence[str]) -> None:
@@ -197,7 +202,7 @@ def _serve(arguments: Sequence[str]) -> None:
     example:
       invrl serve --model-path MODEL --gateway-port 8000
     """
-    with _guarded(arguments) as (config, folder):
+    with _guarded("serve", arguments) as (config, folder):
         from invrl.serving import serve
 
         interrupts.run(serve(config, folder))
@@ -215,7 +220,7 @@ def _eval(arguments: Sequence[str]) -> None:
       invrl eval --model-path runs/a/checkpoints/step-000012 --rollout-function-path my_agent:rollout \\
           --eval-sets easy=easy.jsonl,hard=my_tasks:hard --eval-modes sampled
     """
-    with _guarded(arguments, evaluates=True) as (config, folder):
+    with _guarded("eval", arguments, evaluates=True) as (config, folder):
         prepare_ray()
         from invrl.evaluating import run_evaluation
 
@@ -332,7 +337,8 @@ def _replay(arguments: Sequence[str]) -> None:
     prepare_ray()
     from invrl.replay import replay
 
-    print(interrupts.run(replay(load_resolved(folder.config_path), folder, int(given))))
+    with folder.held("replay"):
+        print(interrupts.run(replay(load_resolved(folder.config_path), folder, int(given))))
 
 
 def _ledger(arguments: Sequence[str]) -> None:
@@ -378,7 +384,14 @@ def _soak(arguments: Sequence[str]) -> None:
     RUN_FOLDER/soak.json). --seed also draws the faults.
     """
     own, flags = _own_flags(arguments, ("--minutes", "--out"))
-    print(_from_checkout("soak").main(own, flags, lambda: _ready(flags, trains=True)))
+
+    def ready() -> Ready:  # the drivers that it starts hold the folder
+        config = _checked(flags, trains=True)
+        folder = make_run_folder(config)
+        _log_into(folder)
+        return config, folder
+
+    print(_from_checkout("soak").main(own, flags, ready))
 
 
 def _report(arguments: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 import psutil
 
 from invrl.errors import DeadlineError, ServerError
+from invrl.private_file import open_private
 
 _PR_SET_PDEATHSIG = 1
 _KILLED_WITHIN_S = 30.0
@@ -150,7 +151,7 @@ class ServerProcess:
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {**os.environ, **(env or {})}
-        with log.open("ab") as out:
+        with open_private(log, append=True) as out:
             self._process = Popen(
                 command, stdin=DEVNULL, stdout=out, stderr=STDOUT,
                 env=variables, pass_fds=keep, preexec_fn=die_with_parent, process_group=0,

@@ -1,7 +1,8 @@
 """A run's folder: where everything that a viewer needs is, also for a dead run.
 
-Invariant: a folder belongs to one configuration; it is refused to another. Called by `cli.py`, which hands it
-to `cluster.py`; every component writes only at the paths named here."""
+Invariants: a folder belongs to one configuration, and is refused to another; one command at a time writes
+into it, and any other is refused and told which process holds it. Every component writes only at the paths
+named here."""
 
 from __future__ import annotations
 
@@ -23,6 +24,10 @@ from invrl.report import read_metrics
 
 if TYPE_CHECKING:
     from invrl.config import Config
+
+
+_LOCK_NAME = "run.lock"
+"""Says which process holds the folder, as long as that has locked it."""
 
 
 class Below:
@@ -56,16 +61,42 @@ class RunFolder:
     """Holds the number of steps of a run that came to its end."""
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """While this driver works in the folder. ConfigError if another one does."""
-        with (self.path / "run.lock").open("w") as file:
+    def held(self, command: str) -> Iterator[None]:
+        """While `command` of this process works in the folder: nothing else that writes into it may.
+        ConfigError with the holder's process id if another one does, or if the folder cannot be written. The
+        kernel lets go of the folder when this process ends."""
+        try:
+            file = self._lock_path.open("a")
+        except OSError as error:
+            raise _unwritable(self.path.parent, error) from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                fix = "wait for it to end, or choose another --run-name"
-                reason = "another invrl process works in this run folder"
-                raise ConfigError("run.run_name", self.path.name, reason, fix) from None
+                raise self._held_by_another() from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} (invrl {command})")
+            file.flush()
             yield
+
+    def check_free(self) -> None:
+        """ConfigError with the holder's process id if a command works in the folder now."""
+        if not self._lock_path.exists():
+            return
+        with self._lock_path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._held_by_another() from None
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path / _LOCK_NAME
+
+    def _held_by_another(self) -> ConfigError:
+        holder = self._lock_path.read_text() or "another invrl process"
+        fix = "wait for it to end, or choose another --run-name"
+        return ConfigError("run.run_name", self.path.name, f"{holder} works in {self.path}", fix)
 
     def rewind_metrics(self, step: int) -> str:
         """The run goes on after `step`: rows of later steps are lost. What is wrong with the file, empty if
@@ -101,10 +132,12 @@ class RunFolder:
 
 
 def check_run_folder(config: Config) -> None:
-    """What `make_run_folder` would refuse, without making anything."""
+    """What `hold_run_folder` would refuse, without making anything."""
     root, name = _place(config)
     if (root / name).is_dir() and name:
-        _check_holder(RunFolder(path=root / name), config)
+        folder = RunFolder(path=root / name)
+        _check_configuration(folder, config)
+        folder.check_free()
     while not root.exists():
         root = root.parent
     try:
@@ -113,22 +146,44 @@ def check_run_folder(config: Config) -> None:
         raise _unwritable(root, error) from error
 
 
+@contextmanager
+def hold_run_folder(config: Config, command: str) -> Iterator[RunFolder]:
+    """The run's folder as `make_run_folder` makes it, held by `command` of this process. Raises ConfigError
+    as that does, and if another process holds the folder, of which nothing has changed then."""
+    folder = _find_or_create(config)
+    with folder.held(command):
+        _furnish(folder, config)
+        yield folder
+
+
 def make_run_folder(config: Config) -> RunFolder:
     """Create the folder (or reopen that of the same configuration) and write the configuration down.
     Raises ConfigError if the folder holds another configuration, or things that are not a run's."""
+    folder = _find_or_create(config)
+    _furnish(folder, config)
+    return folder
+
+
+def _find_or_create(config: Config) -> RunFolder:
     root, name = _place(config)
+    # Two runs of one second get two folders.
+    path = root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
     try:
-        # Two runs of one second get two folders.
-        path = root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
         path.mkdir(parents=True, exist_ok=True)
         folder = RunFolder(path=path)
-        _check_holder(folder, config)
-        for sub in (path / "logs", folder.checkpoints_path, folder.report_path):
-            sub.mkdir(exist_ok=True)
-        write_atomically(folder.config_path, config.to_toml())
+        _check_configuration(folder, config)
     except OSError as error:
         raise _unwritable(root, error) from error
     return folder
+
+
+def _furnish(folder: RunFolder, config: Config) -> None:
+    try:
+        for sub in (folder.path / "logs", folder.checkpoints_path, folder.report_path):
+            sub.mkdir(exist_ok=True)
+        write_atomically(folder.config_path, config.to_toml())
+    except OSError as error:
+        raise _unwritable(folder.path.parent, error) from error
 
 
 def _place(config: Config) -> tuple[Path, str]:
@@ -143,9 +198,10 @@ def _unwritable(root: Path, error: OSError) -> ConfigError:
     return ConfigError("run.run_root", str(root), f"cannot be written: {error}", "give a writable --run-root")
 
 
-def _check_holder(folder: RunFolder, config: Config) -> None:
+def _check_configuration(folder: RunFolder, config: Config) -> None:
     if not folder.config_path.exists():
-        if any(folder.path.iterdir()):
+        # A process that has just begun holds the folder before it writes anything else.
+        if any(each.name != _LOCK_NAME for each in folder.path.iterdir()):
             reason = f"{folder.path} is not empty and is not a run folder"
             raise ConfigError("run.run_name", folder.path.name, reason, "choose another --run-name")
         return

@@ -90,7 +90,7 @@ class Supervisor:
     def run(self) -> int:
         """Lives until the run is done, fails for good or is interrupted; the exit code. A failed life is
         followed by another `max_restarts` times without a new checkpoint between."""
-        with self._folder.held(), _signals_wait():
+        with _signals_wait():
             _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
             restarts = 0
             while True:
@@ -235,5 +235,5 @@ def _say(text: str) -> None:
 
 
 def supervise(config: Config, folder: RunFolder) -> int:
-    """`invrl train` on a folder that is made and checked; its exit code."""
+    """`invrl train` on a folder that is made, checked and held by this process; its exit code."""
     return Supervisor(config, folder).run()

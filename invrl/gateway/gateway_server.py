@@ -17,6 +17,7 @@ from pathlib import Path
 from invrl.errors import ServerError
 from invrl.gateway.heartbeats import SUPERVISOR, HeartbeatPage, SilenceWatch, worker_place
 from invrl.gateway.settings import GatewaySettings
+from invrl.private_file import open_private
 from invrl.process import RestartLimit, ServerProcess
 
 _log = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ class GatewayServer:
         self._settings, self._log_file = settings, log
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "gateway.json"
-        with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-            out.write(settings.to_json())
+        with open_private(self._file) as out:
+            out.write(settings.to_json().encode())
         self._sockets = [_listen(settings.gateway_host, settings.gateway_port)]
         if settings.gateway_workers > 1:
             self._sockets += [_listen("127.0.0.1", 0) for _ in range(settings.gateway_workers)]

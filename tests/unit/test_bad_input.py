@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import socket
 import sys
@@ -19,6 +20,10 @@ import pytest
 from tiny_model import make_tiny_model
 
 from invrl import cli, supervisor
+from invrl.config import resolve
+from invrl.flags import parse_flags
+from invrl.rollout.tasks import held_out_only
+from invrl.run_folder import make_run_folder
 
 SOURCE = ("--task-source-path", "rollout_fns.calculator:task_source")
 Edit = Callable[[Path], object]
@@ -252,6 +257,38 @@ def test_an_environment_key_that_can_be_guessed(refused: Refused, monkeypatch: p
     assert block["where"] == "INVRL_ENV_KEY"
     assert "hunter2" not in str(block)
     assert "16 random characters" in block["fix"]
+
+
+@pytest.mark.parametrize("command", ["train", "resume", "serve", "eval", "replay"])
+def test_a_run_folder_in_which_a_run_lives(
+    refused: Refused,
+    good_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    """No command that writes into it starts, and the gateway's keys and the logs in it stay as they are."""
+    place = ["--run-root", str(tmp_path / "runs"), "--run-name", "live"]
+    flags = ["--model-path", str(good_model), *SOURCE, *place, "--eval-tasks", "2"]
+    config = resolve(*parse_flags(flags))
+    if command == "eval":
+        config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
+    folder = make_run_folder(config)
+    for name in ("invrl.evaluating", "invrl.replay"):
+        stand_in = types.ModuleType("stand_in")
+        vars(stand_in).update(run_evaluation=None, replay=None)
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    (folder.path / "private").mkdir()
+    (folder.path / "private" / "gateway.json").write_text("the run's")
+    with folder.held("train"):
+        before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
+        given = {"resume": [str(folder.path)], "replay": [str(folder.path), "--step", "1"]}
+        monkeypatch.setattr(cli.interrupts, "catch", lambda: None)
+        assert cli.main([command, *given.get(command, flags)]) == 2
+        error = capsys.readouterr().err
+        assert f"process {os.getpid()} (invrl train) works in {folder.path}" in error
+        assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")} == before
 
 
 def test_a_run_folder_of_another_configuration_or_of_nobody(

@@ -164,7 +164,7 @@ class TestRunFolderGoesOn:
 
     def test_a_second_driver_is_refused(self, tmp_path: Path) -> None:
         folder = make_run_folder(config(tmp_path, "one"))
-        with folder.held(), pytest.raises(ConfigError, match="another invrl process"), folder.held():
+        with folder.held("a"), pytest.raises(ConfigError, match=r"\(invrl a\) works"), folder.held("b"):
             pass
-        with folder.held():
+        with folder.held("c"):
             pass

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from invrl.config import Config, Source, load_resolved, resolve
 from invrl.errors import ConfigError
-from invrl.run_folder import make_run_folder
+from invrl.run_folder import check_run_folder, hold_run_folder, make_run_folder
 
 
 def config(root: Path, name: str = "", **train: float) -> Config:
@@ -81,3 +86,52 @@ def test_what_changes_no_result_may_differ(tmp_path: Path) -> None:
         )
     )
     make_run_folder(longer)
+
+
+@contextmanager
+def another_process_holds(path: Path, command: str) -> Iterator[subprocess.Popen[str]]:
+    program = textwrap.dedent(f"""
+        import pathlib, sys
+        from invrl.run_folder import RunFolder
+        with RunFolder(path=pathlib.Path({str(path)!r})).held({command!r}):
+            print("held", flush=True)
+            sys.stdin.read()
+    """)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def test_who_holds_a_folder_is_named_and_what_is_in_it_stays(tmp_path: Path) -> None:
+    wanted = config(tmp_path, "r")
+    folder = make_run_folder(wanted)
+    check_run_folder(wanted)
+    before = folder.config_path.stat()
+    with another_process_holds(folder.path, "train") as holder:
+        named = rf"process {holder.pid} \(invrl train\) works in {folder.path}"
+        with pytest.raises(ConfigError, match=named), hold_run_folder(wanted, "serve"):
+            pass
+        with pytest.raises(ConfigError, match=named):
+            check_run_folder(wanted)
+        assert folder.config_path.stat() == before
+        holder.kill()
+        holder.wait(60)
+    with hold_run_folder(wanted, "serve") as again:
+        assert again == folder
+        with pytest.raises(ConfigError, match=r"\(invrl serve\)"), folder.held("replay"):
+            pass
+    check_run_folder(wanted)
+
+
+def test_a_folder_that_another_process_has_just_begun_is_held_by_it(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    with another_process_holds(tmp_path / "new", "train") as holder:
+        named = f"process {holder.pid} "
+        with pytest.raises(ConfigError, match=named), hold_run_folder(config(tmp_path, "new"), "train"):
+            pass

@@ -29,7 +29,8 @@ folder = RunFolder(path=Path(sys.argv[1]))
 config = load_resolved(folder.config_path)
 run = config.run.model_copy(update={"max_restarts": int(sys.argv[2]), "heartbeat_timeout_s": 2.0})
 driver = [sys.executable, "-c", sys.argv[3], str(folder.path)]
-sys.exit(Supervisor(config.model_copy(update={"run": run}), folder, driver).run())
+with folder.held("train"):
+    sys.exit(Supervisor(config.model_copy(update={"run": run}), folder, driver).run())
 """
 DRIVER = """
 import os, signal, subprocess, sys, time
@@ -223,7 +224,7 @@ def test_a_second_run_of_the_folder_is_refused_while_it_lives(start: Start, tmp_
     assert says(first) == "up"
     code, _, err = end(start("say('up')"))
     assert code == 1
-    assert "another invrl process works in this run folder" in err
+    assert f"process {first.pid} (invrl train) works in {tmp_path}" in err
     assert first.stdin is not None
     first.stdin.write("\n")
     first.stdin.flush()
