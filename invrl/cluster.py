@@ -10,7 +10,7 @@ import secrets
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from invrl.gateway.settings import GatewaySettings
 from invrl.guardian import start_guardian
 from invrl.interrupts import CleanUp
 from invrl.lease_store import LeaseStore
-from invrl.process import free_port
+from invrl.process import ReservedPort, free_port
 from invrl.ray_setup import ray_folder, worker_environment
 from invrl.ray_watch import end_this_process, watched_ray
 from invrl.rollout.dispatcher import first_to_fail
@@ -91,13 +91,15 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
         started = asyncio.create_task(fleet.start())
         stack.callback(started.cancel)
         await asyncio.sleep(0)  # its processes exist now and load while the caller starts others
-        settings = _gateway_settings(config, folder, fleet)
-        gateway = GatewayServer(settings, folder=folder.path / "private", log=folder.log_path("gateway"))
+        with closing(ReservedPort()) as reserved:  # until the gateway listens there
+            settings = _gateway_settings(config, folder, fleet, free_port=reserved.number)
+            gateway = GatewayServer(settings, folder=folder.path / "private", log=folder.log_path("gateway"))
         stack.callback(gateway.stop)
         yield Serving(fleet=fleet, gateway=gateway, settings=settings, started=started)
 
 
-def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> GatewaySettings:
+def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet, *, free_port: int) -> GatewaySettings:
+    """`free_port`: for a gateway that was given none."""
     values = {
         **config.rollout.model_dump(include={"temperature", "max_new_tokens"}),
         **config.gateway.model_dump(),
@@ -105,7 +107,7 @@ def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet) -> Gatewa
         "run_id": folder.path.name,
         "life": secrets.token_hex(8),
         "heartbeat_timeout_s": config.run.heartbeat_timeout_s,
-        "gateway_port": config.gateway.gateway_port or free_port(),
+        "gateway_port": config.gateway.gateway_port or free_port,
         "router_url": fleet.router.url,
         "router_api_key": fleet.router.api_key,
         "env_key": os.environ.get("INVRL_ENV_KEY") or f"env-{secrets.token_urlsafe(24)}",

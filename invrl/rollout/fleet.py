@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import psutil
 
@@ -86,6 +86,8 @@ class Fleet:
         self._router_restarts = RestartLimit(_ROUTER_RESTARTS_PER_MINUTE)
         # Of our own: waits for engines that start must not keep those waiting that end some.
         self._threads = ThreadPoolExecutor(max_workers=3 * engine.num_engines + 3, thread_name_prefix="fleet")
+        self._calls: set[asyncio.Future[Any]] = set()
+        """In those threads, also when nobody waits for them any more."""
         self.router = RouterServer(
             run_folder=run_folder,
             start_timeout_s=engine.router_start_timeout_s,
@@ -176,7 +178,7 @@ class Fleet:
         await asyncio.gather(*(self._end(engine) for engine in engines), self._end_router(self.router))
         self.router.address.close()
         # What was cancelled may have left a thread behind that ends a process.
-        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.gather(*self._calls, return_exceptions=True)
 
     # ------------------------------------------------------------------ watches
 
@@ -362,4 +364,7 @@ class Fleet:
 
     async def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: call(*args, **kwargs))
+        called: asyncio.Future[T] = loop.run_in_executor(self._threads, lambda: call(*args, **kwargs))
+        self._calls.add(called)
+        called.add_done_callback(self._calls.discard)
+        return await asyncio.shield(called)

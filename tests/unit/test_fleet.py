@@ -487,3 +487,19 @@ async def test_an_engine_that_does_not_start_ends_the_others_too(
         await starting
     assert all(server.stopped for server in FakeServer.made[3:])
     assert second.engines == {}
+
+
+async def test_stopping_while_it_starts_ends_everything_without_a_complaint(
+    fleet: Fleet, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    """As an interrupt does it: the start is cancelled, and the fleet is stopped beside it."""
+    monkeypatch.setattr(FakeServer, "may_be_ready", threading.Event())
+    second = Fleet(EngineConfig(num_engines=3), tiny_model, tmp_path)
+    starting = asyncio.create_task(second.start())
+    await eventually(lambda: len(FakeServer.made) == 6)
+    starting.cancel()
+    await second.stop()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert all(server.stopped for server in FakeServer.made[3:])
+    assert caplog.records == []
