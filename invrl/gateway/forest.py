@@ -326,29 +326,37 @@ class Forest:
         candidates = index.said.get(index.alone(reply, tools), [])[-_CANDIDATES:]
         if (node := self._replies.node(reply)) is not None and node not in candidates:
             candidates.append(node)
+        if not candidates:
+            return None
         sent = [index.alone(message, tools) for message in before]
-        fewest, found = None, None
+        differences = []
         for node in reversed(candidates):
             earlier = node.conversation()[:-1]
             recorded = [index.alone(message, node.tools) for message in earlier]
-            first = _shared(sent, recorded)
-            behind = _shared(sent[first:][::-1], recorded[first:][::-1])
-            changed = len(sent) - first - behind
-            was = len(recorded) - first - behind
-            if fewest is None or changed + was < fewest:
-                fewest, found = changed + was, (earlier, first, changed, was)
-        if found is None:
-            return None
-        earlier, first, changed, was = found
-        if changed < was:
-            return ForkReason.COMPACTED, _messages_change(first, earlier, was, before, changed)
-        if changed > was:
-            return ForkReason.CONTEXT_EDITED, _messages_change(first, earlier, was, before, changed)
-        if not changed:  # the same messages, but results that answer other calls
-            return ForkReason.CONTEXT_EDITED, None
-        change = self._change(first, earlier[first], before[first], tools)
-        both_replies = earlier[first].role == before[first].role == "assistant"
-        return (ForkReason.HISTORY_EDITED if both_replies else ForkReason.CONTEXT_EDITED), change
+            first = _shared(recorded, sent)
+            behind = _shared(recorded[first:][::-1], sent[first:][::-1])
+            was = earlier[first : len(earlier) - behind]
+            now = before[first : len(before) - behind]
+            differences.append(_Difference(first=first, recorded=was, sent=now))
+        least = min(differences, key=lambda each: len(each.recorded) + len(each.sent))
+        if len(least.sent) < len(least.recorded):
+            return ForkReason.COMPACTED, _messages_change(least)
+        if len(least.sent) > len(least.recorded):
+            return ForkReason.CONTEXT_EDITED, _messages_change(least)
+        if not least.sent:  # the same messages, but results that answer other calls
+            return ForkReason.CONTEXT_EDITED, self._results_change(before, candidates[-1], tools)
+        was, now = least.recorded[0], least.sent[0]
+        edited = was.role == now.role == "assistant"
+        reason = ForkReason.HISTORY_EDITED if edited else ForkReason.CONTEXT_EDITED
+        return reason, self._change(least.first, was, now, tools)
+
+    def _results_change(self, before: Sequence[Message], node: Node, tools: Sequence[Tool]) -> Change | None:
+        """The first result that names another call than the recorded one in its place."""
+        pairs = enumerate(zip(before, node.conversation(), strict=False))
+        for at, (message, recorded) in pairs:
+            if message.tool_call_id != recorded.tool_call_id:
+                return self._change(at, recorded, message, tools)
+        return None
 
     def _last_rewritten(self, messages: Sequence[Message], node: Node) -> Change | None:
         """The last reply in `messages` that is not what the node's path holds, but for its reasoning."""
@@ -367,9 +375,8 @@ class Forest:
         parts = _differing(recorded, sent)
         part, was, now = next(iter(parts), ("content", recorded.content, sent.content))
         was, now = _excerpts(was, now)
-        level = next(
-            (each for each in MatchLevel if each > self._level and _same(recorded, sent, each)), None
-        )
+        higher = [level for level in MatchLevel if level > self._level]
+        level = next((level for level in higher if _same(recorded, sent, level, tools)), None)
         return Change(message=at, role=sent.role, part=part, recorded=was, sent=now, level=level)
 
 
@@ -387,11 +394,11 @@ def _nearest(nodes: Sequence[Node], messages: Sequence[Message]) -> Node:
     return max(newest_first, key=known)
 
 
-def _same(recorded: Message, sent: Message, level: MatchLevel) -> bool:
+def _same(recorded: Message, sent: Message, level: MatchLevel, tools: Sequence[Tool]) -> bool:
     """Whether a level takes the two for the same reply."""
     if level is MatchLevel.REWRITTEN and recorded.tool_calls and _calls_of(recorded) == _calls_of(sent):
         return True
-    return digests([recorded], level)[-1] == digests([sent], level)[-1]
+    return digests([recorded], level, tools=tools)[-1] == digests([sent], level, tools=tools)[-1]
 
 
 def _differing(recorded: Message, sent: Message) -> Iterator[tuple[str, str, str]]:
@@ -426,17 +433,24 @@ def _excerpts(recorded: str, sent: str) -> tuple[str, str]:
     return shown[0], shown[1]
 
 
-def _messages_change(
-    first: int, earlier: Sequence[Message], was: int, before: Sequence[Message], changed: int
-) -> Change:
-    """Messages taken out or put in, from the place `first` on: `was` of them before, `changed` now."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Difference:
+    """The stretch in which two conversations differ, between what they begin and end with alike."""
+
+    first: int
+    """The place of its first message."""
+    recorded: Sequence[Message]
+    sent: Sequence[Message]
+
+
+def _messages_change(difference: _Difference) -> Change:
+    """Messages taken out or put in."""
     shown = []
-    for messages, count in ((earlier, was), (before, changed)):
-        piece = messages[first : first + count]
-        begins = f", the first is {piece[0].role}: {piece[0].content[:_SHOWN]}" if piece else ""
-        shown.append(f"{count} messages{begins}")
-    role = before[first].role if first < len(before) else "assistant"
-    return Change(message=first, role=role, part="messages", recorded=shown[0], sent=shown[1])
+    for messages in (difference.recorded, difference.sent):
+        begins = f", the first is {messages[0].role}: {messages[0].content[:_SHOWN]}" if messages else ""
+        shown.append(f"{len(messages)} messages{begins}")
+    role = (difference.sent or difference.recorded)[0].role
+    return Change(message=difference.first, role=role, part="messages", recorded=shown[0], sent=shown[1])
 
 
 def _tools_change(recorded: Sequence[Tool], sent: Sequence[Tool]) -> Change:

@@ -80,7 +80,8 @@ class MatchLevel(IntEnum):
     """Reasoning may be missing or altered."""
     REWRITTEN = 3
     """A reply is known by the ids and names of its calls, whatever became of their arguments and of the text
-    beside them. In a reply without calls, objects may be laid out as JSON or as Python."""
+    beside them. In a reply without calls, whitespace may differ, and objects may be laid out as JSON or as
+    Python."""
 
 
 def digests(

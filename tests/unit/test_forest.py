@@ -341,6 +341,27 @@ def test_an_edited_message_behind_a_matched_one_is_a_fork_with_a_reason():
     assert changed(match) == (ForkReason.CONTEXT_EDITED, 3, "content", "0", "[cleared]")
 
 
+def test_results_that_answer_other_calls_are_named():
+    forest = Forest()
+    first = node("1", [ASK, CALLS])
+    forest.add(first)
+    forest.add(node("2", [*RESULTS, REPLY], first))
+    swapped = [replace(RESULTS[0], tool_call_id="c2"), replace(RESULTS[1], tool_call_id="c1")]
+    match = forest.match([ASK, CALLS, *swapped, REPLY, MORE])
+    assert (match.node, match.depth) == (first, 2)
+    assert changed(match) == (ForkReason.CONTEXT_EDITED, 2, "tool_call_id", "c1", "c2")
+
+
+def test_advice_knows_the_defaults_of_schemas():
+    forest = Forest(MatchLevel.EXACT)
+    reply = Message("assistant", tool_calls=(ToolCall("c1", "edit", '{"path": "a"}'),))
+    forest.add(node("1", [ASK, reply], tools=(EDIT,)))
+    filled = replace(reply, tool_calls=(ToolCall("c1", "edit", '{"path": "a", "replace_all": false}'),))
+    match = forest.match([ASK, filled, RESULTS[0]], (EDIT,))
+    assert match.fork is ForkReason.HISTORY_EDITED
+    assert "--match-level canonical " in advice(match.fork, match.change)
+
+
 def test_a_compacted_history_says_what_was_taken_out():
     forest = Forest()
     first = node("1", [SYSTEM, ASK, REPLY])
