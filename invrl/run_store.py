@@ -266,7 +266,8 @@ class RunStoreWriter:
             if db is self._db and code & 0xFF == sqlite3.SQLITE_BUSY:
                 return False
             if len(batch) == 1:
-                batch[0][1].set_exception(error)
+                # Its traceback holds this frame, the frame the future, and that would hold the error.
+                batch[0][1].set_exception(error.with_traceback(None))
             else:
                 for item in batch:
                     self._commit(db, [item])

@@ -191,7 +191,10 @@ async def _interleaved(
         while left:
             item = await found.get()
             if isinstance(item, Exception):
-                raise item
+                try:
+                    raise item
+                finally:
+                    del item  # else it holds its traceback, that this frame, and this frame it
             if item is None:
                 left -= 1
             else:

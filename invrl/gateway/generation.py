@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.errors import ServerError, SessionError
+from invrl.errors import InvrlError, ServerError, SessionError
 from invrl.gateway.call_reader import Delta
 from invrl.gateway.forest import Node
 from invrl.gateway.message import Message, Tool
@@ -83,7 +84,11 @@ class Engine(Protocol):
 
 
 class Generation:
-    """Runs a proposal. `delivered`: some client got the whole answer."""
+    """Runs a proposal. `delivered`: some client got the whole answer.
+
+    Its task ends without an exception, whatever happens: a task keeps its exception, that its traceback, that
+    the frames, and those this generation and its whole conversation. Such a circle would stay until the
+    collector for cycles comes, which is about once in half a million requests."""
 
     def __init__(
         self, proposal: Proposal, *, engine: Engine, renderer: Renderer, parser: ReplyParser, commit: Commit
@@ -103,6 +108,9 @@ class Generation:
         self.started_at, self.finished_at = time.time(), 0.0
         self._attached = 0
         self._waiters: list[asyncio.Future[None]] = []
+        self._answer: Answer | None = None
+        self._error: Exception | None = None
+        """Why there is no answer, without its traceback; None: there is one, or it has been cancelled."""
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -115,7 +123,7 @@ class Generation:
         """There is no answer, or there will be none: it has been cancelled, and may not have ended yet."""
         if not self._task.done():
             return self._task.cancelling() > 0
-        return self._task.cancelled() or self._task.exception() is not None
+        return self._answer is None
 
     @property
     def unclaimed(self) -> bool:
@@ -173,12 +181,27 @@ class Generation:
         while not self._task.done():  # what it publishes last, in its last step, wakes sooner than its end
             self._waiters.append(waiter := asyncio.get_running_loop().create_future())
             await waiter
-        if self._task.cancelled():
-            reason = "the session was closed meanwhile"
-            raise SessionError(reason, status=401, code="session_closed")
-        return self._task.result()
+        if self._answer is not None:
+            return self._answer
+        if self._error is not None:
+            raise copy.copy(self._error)  # the traceback that it gets now is this caller's alone
+        reason = "the session was closed meanwhile"
+        raise SessionError(reason, status=401, code="session_closed")
 
-    async def _run(self) -> Answer:
+    async def _run(self) -> None:
+        try:
+            self._answer = await self._sample_and_record()
+        except asyncio.CancelledError as cancelled:
+            _forget_tracebacks(cancelled)
+        except InvrlError as error:
+            self._error = copy.copy(error)
+            _forget_tracebacks(error)
+        except Exception as error:
+            _log.exception("a generation failed inside of the gateway")
+            self._error = RuntimeError(f"{type(error).__name__}: {error}")
+            _forget_tracebacks(error)
+
+    async def _sample_and_record(self) -> Answer:
         try:
             result = await self._sample()
             for delta in (self._parser.push(self._stream.finish()), *self._parser.finish()):
@@ -226,18 +249,23 @@ class Generation:
         return result
 
     def _take(self, chunk: GenerateChunk | GenerateResult) -> None:
+        """The tokens are kept even if their text cannot be read: they were sampled."""
         self._spans = chunk.spans
         self.cached_tokens = chunk.cached_tokens
-        delta = self._parser.push(self._stream.push(chunk.ids_T.tolist()))
-        self._publish(Piece(delta=delta, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, top=chunk.top))
+        delta = Delta()
+        try:
+            delta = self._parser.push(self._stream.push(chunk.ids_T.tolist()))
+        finally:
+            piece = Piece(delta=delta, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, top=chunk.top)
+            self._publish(piece)
 
     def _publish(self, piece: Piece) -> None:
         self._pieces.append(piece)
         self._wake()
 
-    def _ended(self, task: asyncio.Task[Answer]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None and not self._attached:
-            _log.info("a generation that nobody waits for failed: %s", error)
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        if self._error is not None and not self._attached:
+            _log.info("a generation that nobody waits for failed: %s", self._error)
         self._wake()
 
     def _wake(self) -> None:
@@ -273,6 +301,18 @@ class Generation:
 
 
 _EMPTY = Piece(delta=Delta(), ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0, np.float32), top=NO_TOP)
+
+
+def _forget_tracebacks(error: BaseException) -> None:
+    """Of an error and of those that led to it: whoever holds on to one of them holds no frame."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        cause = waiting.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            cause.__traceback__ = None
+            waiting += [cause.__cause__, cause.__context__]
 
 
 def _resolve(waiter: asyncio.Future[None]) -> None:

@@ -1,0 +1,191 @@
+"""A closed session leaves nothing behind, however its calls ended: without the help of the collector for
+cycles, which the gateway lets look at old objects about once in half a million requests."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from test_gateway_turns import (
+    ASK,
+    Running,
+    eventually,
+    model,  # noqa: F401 - a fixture
+    renderer,  # noqa: F401 - a fixture
+    running,
+)
+
+from invrl.gateway.conversation import Conversation
+from invrl.gateway.generation import Generation
+from invrl.gateway.rendering import Renderer, TextStream
+from invrl.rollout.sglang_client import SglangClient
+from invrl.run_store import RunStoreWriter
+from invrl.types import Session
+
+End = Callable[[Running, Session, bool], Awaitable[None]]
+"""How a call ends."""
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    logging.disable()  # pytest keeps what is logged, errors with their tracebacks too
+    yield
+    logging.disable(logging.NOTSET)
+    gc.enable()
+
+
+@pytest.fixture
+async def gateway(
+    tmp_path: Path,
+    model: Path,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+    without_collector: None,
+) -> AsyncIterator[Running]:
+    async with running(tmp_path, model, renderer, generate_timeout_s=60.0) as gateway:
+        gateway.engine.script = lambda _: list(range(10, 60))
+        yield gateway
+
+
+async def all_let_go() -> None:
+    """No conversation and no generation is alive any more."""
+
+    def alive() -> bool:
+        return any(type(found) in (Conversation, Generation) for found in gc.get_objects())
+
+    await eventually(lambda: not alive(), 20)
+
+
+async def ask(gateway: Running, session: Session, *, stream: bool, n: int = 1) -> int:
+    body = {"model": "tiny", "messages": [ASK], "stream": stream, "n": n}
+    url = session.base_url + "/chat/completions"
+    return (await gateway.http.post(url, json=body)).status_code
+
+
+async def go_away(gateway: Running, session: Session, stream: bool) -> None:
+    """The client disconnects in the middle of the answer."""
+    gateway.engine.holds = lambda count: count > 20
+    before = len(gateway.engine.cancelled)
+    async with httpx.AsyncClient() as http:
+        body = {"model": "tiny", "messages": [ASK], "stream": stream}
+        call = asyncio.create_task(http.post(session.base_url + "/chat/completions", json=body))
+        await eventually(lambda: bool(gateway.engine.running))
+        call.cancel()
+    await eventually(lambda: len(gateway.engine.cancelled) > before)
+
+
+async def close_meanwhile(gateway: Running, session: Session, stream: bool) -> None:
+    """The session is finished while it samples."""
+    gateway.engine.holds = lambda count: count > 20
+    call = asyncio.create_task(ask(gateway, session, stream=stream))
+    await eventually(lambda: bool(gateway.engine.running))
+    await gateway.finish(session)
+    await call
+
+
+async def lose_the_engine(gateway: Running, session: Session, stream: bool) -> None:
+    gateway.engine.drop_connections = 2
+    assert await ask(gateway, session, stream=stream) == 503
+
+
+async def be_aborted(gateway: Running, session: Session, stream: bool) -> None:
+    gateway.engine.abort_next = True
+    await ask(gateway, session, stream=stream)
+
+
+async def fail_of_two(gateway: Running, session: Session, stream: bool) -> None:
+    """One of two choices at a time."""
+    gateway.engine.abort_next = True
+    await ask(gateway, session, stream=stream, n=2)
+
+
+async def be_refused(gateway: Running, session: Session, stream: bool) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 20_000}], "stream": stream}
+    answer = await gateway.http.post(session.base_url + "/chat/completions", json=body)
+    assert answer.status_code == 400
+
+
+async def be_answered(gateway: Running, session: Session, stream: bool) -> None:
+    assert await ask(gateway, session, stream=stream) == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "end", [go_away, close_meanwhile, lose_the_engine, be_aborted, fail_of_two, be_refused, be_answered]
+)
+async def test_a_closed_session_is_let_go(gateway: Running, end: End, stream: bool):
+    for _ in range(4):
+        [session] = await gateway.open()
+        await end(gateway, session, stream)
+        gateway.engine.holds = lambda _: False
+        await gateway.finish(session)
+    await all_let_go()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_session_whose_engine_ran_out_of_time_is_let_go(
+    gateway: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+):
+    for client in [found for found in gc.get_objects() if type(found) is SglangClient]:
+        monkeypatch.setattr(client, "_generate_deadline_s", 0.2)
+    [session] = await gateway.open()
+    gateway.engine.holds = lambda count: count > 20
+    assert await ask(gateway, session, stream=stream) in (200, 503)
+    await gateway.finish(session)
+    await all_let_go()
+
+
+class FullDisk:
+    """A database that takes no turn."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def execute(self, sql: str, values: tuple[object, ...] = ()) -> sqlite3.Cursor:
+        if sql.startswith("INSERT INTO turns"):
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._db.execute(sql, values)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", ["decoding", "store"])
+async def test_a_session_with_a_fault_of_ours_is_let_go(
+    gateway: Running,
+    stream: bool,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What was sampled is on record all the same, as far as there is a record."""
+    [session] = await gateway.open()
+
+    def fail(*_: object) -> str:
+        raise ValueError("cannot be decoded")
+
+    with monkeypatch.context() as patched:
+        if fault == "decoding":
+            patched.setattr(TextStream, "push", fail)
+        else:
+            for store in [found for found in gc.get_objects() if type(found) is RunStoreWriter]:
+                patched.setattr(store, "_db", FullDisk(store._db))
+        assert await ask(gateway, session, stream=stream) == 500 or stream
+    if fault == "decoding":
+        [turn] = gateway.turns(session)
+        assert turn.finish_reason == "abort"
+        assert turn.sampled_ids_T.tolist() == list(range(10, 60))[: len(turn.sampled_ids_T)] != []
+    await gateway.finish(session)
+    await all_let_go()
+
+
+async def test_sixty_aborted_sessions_leave_none_alive(gateway: Running):
+    for _ in range(60):
+        [session] = await gateway.open()
+        await go_away(gateway, session, True)
+        await gateway.env(f"/sessions/{session.id}/abort", {"reason": "aborted", "detail": "x"})
+    await all_let_go()
