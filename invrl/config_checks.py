@@ -103,12 +103,24 @@ def _engines(config: Config) -> Contradictions:
     if rollout.rollout_workers > rollout.rollout_concurrency:
         reason = f"only {rollout.rollout_concurrency} rollouts run at a time"
         yield "rollout.rollout_workers", reason, "lower --rollout-workers or raise --rollout-concurrency"
+    yield from _masked(config)
     for name, value in config.sglang.items() if config.engine.seeded_sampling else ():
         seeded = _SEEDED_BACKENDS.get(name.replace("-", "_"), (value,))
         if value not in seeded:
             reason = "SGLang cannot sample by seed with it, and seeded_sampling is on"
             fix = f"use one of: {', '.join(map(str, seeded))}; or --no-seeded-sampling"
             yield f"sglang.{name}", reason, fix
+
+
+def _masked(config: Config) -> Contradictions:
+    """The trainer finds the tokens that a grammar kept as SGLang does by its defaults."""
+    if config.gateway.constrained != "masked":
+        return
+    for name, value in config.sglang.items():
+        option = name.replace("-", "_")
+        if option.startswith("constrained_json") or (option == "grammar_backend" and value != "xgrammar"):
+            reason = "with it engines keep other tokens than the trainer finds, and constrained is masked"
+            yield f"sglang.{name}", reason, "leave it out, or use --constrained free"
 
 
 def _deadlines(config: Config) -> Contradictions:

@@ -58,7 +58,7 @@ CREATE TABLE IF NOT EXISTS turns (
   finish_reason TEXT NOT NULL, request_digest TEXT NOT NULL, delivered INTEGER NOT NULL,
   temperature REAL NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
   fork_reason TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL,
-  constrained INTEGER NOT NULL, messages BLOB NOT NULL, tools BLOB NOT NULL);
+  constrained INTEGER NOT NULL, grammar TEXT NOT NULL, messages BLOB NOT NULL, tools BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS turns_of_session ON turns (session_id, seq);
 CREATE TABLE IF NOT EXISTS outbox (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE, failed INTEGER NOT NULL,

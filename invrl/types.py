@@ -141,13 +141,15 @@ class Turn:
     started_at: float
     finished_at: float
     constrained: bool = False
-    """A grammar chose among the tokens (forced tool call, JSON schema): `logprobs_T` are those of the free
-    model, not of what was sampled from. Never trained."""
+    """A grammar chose among the tokens (forced tool call, JSON schema): `logprobs_T` are those of the model's
+    distribution over the tokens that the grammar kept."""
+    grammar: str = ""
+    """The grammar of a constrained turn that is trained, as JSON of SGLang's sampling parameter."""
 
     @property
     def trainable(self) -> bool:
         """Its tokens may be trained, once it is known to be `delivered`."""
-        return self.finish_reason != "abort" and not self.constrained
+        return self.finish_reason != "abort" and (not self.constrained or bool(self.grammar))
 
     def __post_init__(self) -> None:
         sampled = _same_length(sampled_ids_T=self.sampled_ids_T, logprobs_T=self.logprobs_T)
@@ -308,6 +310,15 @@ class TakenBatch:
     groups: tuple[Group, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSpan:
+    """Tokens [start, end) of a sample were sampled under `grammar` (as in `Turn`), from its beginning."""
+
+    start: int
+    end: int
+    grammar: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSample:
     """One flat row of training data: a branch of a rollout.
@@ -325,6 +336,7 @@ class TrainSample:
     rollout_id: str
     attempt: int
     turn_ids: tuple[str, ...]
+    grammars: tuple[GrammarSpan, ...] = ()
 
     def __post_init__(self) -> None:
         names = ("tokens_T", "loss_mask_T", "rollout_logprobs_T", "versions_T")

@@ -21,7 +21,7 @@ from invrl.buffer.comparison import RewardOwner, child_owner, comparisons
 from invrl.buffer.config import RewardBaseline, RewardUse
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import AdvantageFn
-from invrl.types import Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
+from invrl.types import GrammarSpan, Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
 
 
 def build_batch(
@@ -159,9 +159,15 @@ def _row(rollout: Rollout, path: Sequence[Turn], fresh: set[str], reward: float)
     masks: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float32]] = []
     versions: list[NDArray[np.int32]] = []
+    grammars: list[GrammarSpan] = []
+    start = 0
     for turn in path:
         context, sampled = len(turn.context_ids_T), len(turn.sampled_ids_T)
         trains = turn.id in fresh
+        end = start + context + sampled
+        if trains and turn.grammar:
+            grammars.append(GrammarSpan(start=start + context, end=end, grammar=turn.grammar))
+        start = end
         tokens += [turn.context_ids_T, turn.sampled_ids_T]
         masks += [np.zeros(context, np.bool_), np.full(sampled, trains)]
         logprobs += [np.zeros(context, np.float32), turn.logprobs_T]
@@ -179,6 +185,7 @@ def _row(rollout: Rollout, path: Sequence[Turn], fresh: set[str], reward: float)
         rollout_id=rollout.summary.session_id,
         attempt=rollout.summary.attempt,
         turn_ids=tuple(turn.id for turn in path),
+        grammars=tuple(grammars),
     )
 
 

@@ -8,9 +8,10 @@ from invrl.section import Section
 
 MatchName = Literal["exact", "canonical", "without_reasoning", "rewritten"]
 """The names of `message.MatchLevel`."""
-Constrained = Literal["free", "skip"]
+Constrained = Literal["free", "skip", "masked"]
 """What becomes of a reply that the client wants forced into a form. `free`: it is not forced, and trained.
-`skip`: it is forced, and not trained."""
+`skip`: it is forced, and not trained. `masked`: it is forced, and trained as a choice among the tokens that
+the grammar kept."""
 
 
 class SessionPolicy(Section):
@@ -60,7 +61,8 @@ class GatewayConfig(SessionPolicy):
     constrained: Constrained = Field(
         "free",
         description="replies that clients want forced (response_format, tool_choice required), except when"
-        " serving: free: not forced, and trained; skip: forced by a grammar, and not trained",
+        " serving: free: not forced, and trained; skip: forced by a grammar, and not trained; masked: forced,"
+        " and trained among the tokens that the grammar kept",
     )
     keep_thinking: bool = Field(
         True, description="a conversation goes on with earlier thinking even where the template drops it"

@@ -48,6 +48,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     fork_reason: str
     digest: str
     constrained: bool = False
+    grammar: str = ""
+    """As in `Turn`."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -294,6 +296,7 @@ class Generation:
             cached_tokens=result.cached_tokens if result else 0,
             fork_reason=proposal.fork_reason,
             constrained=proposal.constrained,
+            grammar=proposal.grammar,
             started_at=self.started_at,
             finished_at=self.finished_at or time.time(),
         )

@@ -74,6 +74,7 @@ def replay(
         messages=node.messages[:-1],
         tools=node.tools,
         constrained=turn.constrained,
+        grammar=turn.grammar,
         fork_reason=turn.fork_reason,
         digest=turn.request_digest,
     )

@@ -6,6 +6,7 @@ them. Invariant: a turn joins the forest only when its tokens are durable and wh
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 from collections import Counter
@@ -197,6 +198,7 @@ class Turns:
                 fork_reason=place.fork.value if place.fork else "",
                 digest=request.digest,
                 constrained=bool(forced),
+                grammar=json.dumps(forced) if forced and self.constrained == "masked" else "",
             ),
             engine=self.engine,
             renderer=self.renderer,

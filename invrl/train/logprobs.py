@@ -8,6 +8,8 @@ import torch
 
 CHUNK_BYTES = 8 << 20
 """Float32 logits worked on at a time: about what stays in a core's cache, and far above a launch."""
+_FLOOR = -1e30
+"""The logit of a token that cannot be sampled: its exp is 0, and times 0 it is 0, unlike infinity."""
 
 
 def token_logprobs(
@@ -17,6 +19,19 @@ def token_logprobs(
     that distribution in nats (without gradient). Computed in float32 whatever the logits are; the backward
     pass writes the gradient over `logits_UV`, so nothing else may use them."""
     return _TokenLogprobs.apply(logits_UV, row_N, targets_N, temperature_U)  # pyright: ignore[reportReturnType]
+
+
+@torch.no_grad()
+def keep_only(logits_UV: torch.Tensor, masked_M: torch.Tensor, kept_MW: torch.Tensor) -> None:
+    """Takes from rows `masked_M`, in place, every token that is not kept: its probability is 0, and so is the
+    gradient that `token_logprobs` gives it. `kept_MW`: uint8, a bit per token, the lowest first."""
+    floor = max(_FLOOR, torch.finfo(logits_UV.dtype).min / 4)
+    vocab = logits_UV.shape[1]
+    bits = torch.arange(8, dtype=torch.uint8, device=logits_UV.device)
+    for chunk in _chunks(logits_UV[: len(masked_M)]):
+        kept = kept_MW[chunk, :, None].bitwise_right_shift(bits).bitwise_and(1).flatten(1)[:, :vocab].bool()
+        rows_M = masked_M[chunk]
+        logits_UV[rows_M] = logits_UV[rows_M].masked_fill(~kept, floor)
 
 
 class _TokenLogprobs(torch.autograd.Function):

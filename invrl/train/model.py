@@ -21,7 +21,7 @@ from invrl.train import device
 from invrl.train.attention import PackedRow, TreeAttention
 from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.hf_names.families import FAMILIES
-from invrl.train.logprobs import token_logprobs
+from invrl.train.logprobs import keep_only, token_logprobs
 from invrl.train.packing import MicroBatch
 from invrl.train.weights import load_weights
 
@@ -53,7 +53,11 @@ class PolicyModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
         logits, _ = self.output_layer(hidden.index_select(0, project_U), weight=weight)
-        return token_logprobs(logits.squeeze(1), projection_N, targets_N, temperature_U)
+        logits = logits.squeeze(1)
+        if len(micro_batch.masked_M):
+            masked_M = torch.from_numpy(micro_batch.masked_M).to(at)
+            keep_only(logits, masked_M, torch.from_numpy(micro_batch.kept_MW).to(at))
+        return token_logprobs(logits, projection_N, targets_N, temperature_U)
 
     def _rotary(self, positions_P: torch.Tensor) -> torch.Tensor:
         """Angles [P, 1, 1, head_dim] of each token's own position."""

@@ -36,6 +36,13 @@ class Row:
     wanted_N: NDArray[np.int64]
     """Places of those tokens, ascending, each >= 1."""
     temperature: float
+    kept_N: tuple[bytes | None, ...] = ()
+    """The tokens among which each wanted one was chosen, as bits (the lowest first); None: the whole
+    vocabulary. Empty: for all of them."""
+
+    @property
+    def kept_or_all_N(self) -> tuple[bytes | None, ...]:
+        return self.kept_N or (None,) * len(self.wanted_N)
 
     @property
     def computed(self) -> int:
@@ -65,8 +72,12 @@ class MicroBatch:
     blocks: tuple[AttentionBlock, ...]
     project_U: NDArray[np.int64]
     """Places of the packed tokens whose output is projected to logits, ascending; a place is there once per
-    temperature."""
+    temperature and set of kept tokens."""
     temperature_U: NDArray[np.float32]
+    masked_M: NDArray[np.int64]
+    """Those of the U whose vocabulary is restricted."""
+    kept_MW: NDArray[np.uint8]
+    """The tokens that each of them keeps, as bits (the lowest first)."""
     projection_N: NDArray[np.int64]
     """Which of the U predicts each wanted token."""
     targets_N: NDArray[np.int64]
@@ -137,6 +148,10 @@ class _Branch:
     ancestors_K: NDArray[np.int64]
 
 
+_Projection = tuple[int, float, bytes | None]
+"""Place, temperature and kept tokens of a row of logits."""
+
+
 class _Layout:
     """A micro-batch under construction: rows come in sorted order."""
 
@@ -148,8 +163,7 @@ class _Layout:
         self._last_places_T = np.empty(0, np.int64)
         self._rows: list[tuple[int, Row, int, NDArray[np.int64]]] = []
         """Index, row, length of its shared prefix, places of its tokens."""
-        self._projected: set[tuple[int, float]] = set()
-        """Place and temperature of each row of logits."""
+        self._projected: set[_Projection] = set()
 
     def size_with(self, row: Row) -> tuple[int, int]:
         """Packed tokens and rows of logits, if this row were added."""
@@ -162,8 +176,11 @@ class _Layout:
         """Of a row's tokens: those that it shares with the row before it, and new ones."""
         return np.concatenate([self._last_places_T[:shared], np.arange(self.size, self.size + added)])
 
-    def _projections(self, row: Row, places_T: NDArray[np.int64]) -> set[tuple[int, float]]:
-        return {(place, row.temperature) for place in places_T[row.wanted_N - 1].tolist()}
+    def _projections(self, row: Row, places_T: NDArray[np.int64]) -> set[_Projection]:
+        places_N = places_T[row.wanted_N - 1].tolist()
+        return {
+            (place, row.temperature, kept) for place, kept in zip(places_N, row.kept_or_all_N, strict=True)
+        }
 
     def _shared(self, row: Row) -> int:
         return common_prefix(self._last_T, row.tokens_T[: row.computed]) if self._share else 0
@@ -188,11 +205,19 @@ class _Layout:
         predict_from_N = np.concatenate([places_T[row.wanted_N - 1] for _, row, _, places_T in placed])
         temperatures = np.array([row.temperature for row in rows], np.float32)
         temperature_N = temperatures.repeat([len(row.wanted_N) for row in rows])
-        kinds, kind_N = np.unique(temperature_N, return_inverse=True)
+        kept_N = [kept for row in rows for kept in row.kept_or_all_N]
+        masks = {kept: number for number, kept in enumerate(dict.fromkeys(kept_N))}
+        mask_N = np.array([masks[kept] for kept in kept_N], np.int64)
+        kinds, kind_N = np.unique(np.stack([temperature_N, mask_N]), axis=1, return_inverse=True)
+        kinds, kind_N = kinds.T, kind_N.reshape(-1)
         _, first_U, projection_N = np.unique(
             predict_from_N * len(kinds) + kind_N, return_index=True, return_inverse=True
         )
+        kept_U = [kept_N[first] for first in first_U.tolist()]
+        masked = [(at, kept) for at, kept in enumerate(kept_U) if kept is not None]
         return MicroBatch(
+            masked_M=np.array([at for at, _ in masked], np.int64),
+            kept_MW=np.array([np.frombuffer(kept, np.uint8) for _, kept in masked], np.uint8),
             tokens_P=np.concatenate([tokens_T[start:end] for tokens_T, start, end in added], dtype=np.int64),
             positions_P=np.concatenate([np.arange(start, end) for _, start, end in added]),
             blocks=tuple(block for tree in self._trees for block in _blocks(tree)),
@@ -210,6 +235,8 @@ _EMPTY = MicroBatch(
     positions_P=np.zeros(1, np.int64),
     blocks=(AttentionBlock(start=0, end=1, prefix_K=_NOWHERE, mask_QK=None),),
     project_U=_NOWHERE,
+    masked_M=_NOWHERE,
+    kept_MW=np.empty((0, 0), np.uint8),
     temperature_U=np.empty(0, np.float32),
     projection_N=_NOWHERE,
     targets_N=_NOWHERE,

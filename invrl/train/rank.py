@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train import device
+from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import parse_megatron_options
-from invrl.train.packing import Row, Shard, rows_of
+from invrl.train.packing import Row, Shard
 from invrl.train.train_actor import RankSettings
 from invrl.train.weights import export_weights, weight_specs
 from invrl.types import WeightVersion
@@ -50,7 +51,16 @@ class TrainRank:
             reference.requires_grad_(False)
         distributed, optimizer = distribute(self._model, train, options)
         schedule = make_schedule(optimizer, train)
-        self._step = TrainStep(distributed, optimizer, schedule, reference, train=train, algorithm=algorithm)
+        self._masks = GrammarMasks(settings.model_path, self._config.vocab_size)
+        self._step = TrainStep(
+            distributed,
+            optimizer,
+            schedule,
+            reference,
+            train=train,
+            algorithm=algorithm,
+            masks=self._masks,
+        )
         self._checkpoint = Checkpoint(self._model, optimizer, schedule)
         self._served: torch.dtype = getattr(torch, settings.weight_dtype)
 
@@ -66,7 +76,8 @@ class TrainRank:
 
     def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
         """Of a shard's trained tokens under the current weights: one array [T] per sample, in its order."""
-        return self._step.logprobs(rows_of(sample for mini_batch in shard for sample in mini_batch.samples))
+        samples = [sample for mini_batch in shard for sample in mini_batch.samples]
+        return self._step.logprobs(self._masks.rows(samples))
 
     def layout(self) -> WeightLayout:
         return weight_specs(self._model, self._config, self._served)

@@ -28,9 +28,10 @@ from invrl.interfaces import StepResult
 from invrl.metrics import Max, Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
+from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.model import PolicyModel
 from invrl.train.optimizer import apply_gradients
-from invrl.train.packing import MicroBatch, Row, Shard, pack, rows_of
+from invrl.train.packing import MicroBatch, Row, Shard, pack
 from invrl.types import TrainBatch
 
 _Work = tuple[MicroBatch, "partial[LossInputs]"]
@@ -60,18 +61,19 @@ class TrainStep:
     _: KW_ONLY
     train: TrainConfig
     algorithm: AlgorithmConfig
+    masks: GrammarMasks
 
     def run(self, shard: Shard) -> StepResult:
         """One optimizer step per mini-batch. A mini-batch whose gradient is exactly 0 (no advantage, no KL
         term) makes none: neither the weights nor Adam's moments nor the schedule move. Raises TrainError for
         a loss or gradient that is not finite; the mini-batch it is found in changes no weight."""
         started, seconds = time.monotonic(), dict[str, float]()
-        packed = [self.pack(rows_of(mini_batch.samples)) for mini_batch in shard]
+        packed = [self.pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
         old = self._old_logprobs(shard, seconds)
         reference: _Recomputed = [None] * len(packed)
         if (frozen := self.reference) is not None:
             with _timed(seconds, "reference"):
-                reference = [self.logprobs(rows_of(mini.samples), frozen) for mini in shard]
+                reference = [self.logprobs(self.masks.rows(mini.samples), frozen) for mini in shard]
         metrics: dict[str, Metric] = {}
         optimizer_steps = 0
         for at, (mini_batch, micro_batches) in enumerate(zip(shard, packed, strict=True)):
@@ -115,7 +117,7 @@ class TrainStep:
         if len(shard) < 2:
             return [None] * len(shard)
         with _timed(seconds, "old_logprobs"):
-            return [self.logprobs(rows_of(mini.samples)) for mini in shard]
+            return [self.logprobs(self.masks.rows(mini.samples)) for mini in shard]
 
     def _forward_backward(self, works: list[_Work]) -> list[dict[str, Metric]]:
         """Gradients of the mini-batch, summed over its micro-batches and reduced over ranks."""

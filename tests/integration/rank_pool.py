@@ -221,6 +221,9 @@ class RankProcess:
     def logprobs(self, prompts: list[list[int]]) -> list[NDArray[np.float32]]:
         return self._rank.logprobs(prompts)
 
+    def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
+        return self._rank.token_logprobs(shard)
+
     def export(self, path: str) -> None:
         self._rank.export_hugging_face(path)
 

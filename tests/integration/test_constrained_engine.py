@@ -11,13 +11,15 @@ import pytest
 import torch
 import xgrammar
 from numpy.typing import NDArray
+from rank_pool import RankPool
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from invrl.algorithms.config import AlgorithmConfig
 from invrl.gateway.message import Tool, ToolChoice
 from invrl.gateway.parsing import Parsers
 from invrl.rollout.fleet import Engine, Fleet
 from invrl.rollout.sglang_client import GenerateRequest, SglangClient
-from invrl.types import Json, Sampling
+from invrl.types import GrammarSpan, Json, Sampling, TrainBatch, TrainSample, WeightVersion
 
 SCHEMA = '{"type": "object", "properties": {"sum": {"enum": [1, 22, 156]}}, "required": ["sum"]}'
 ENUM = '{"type": "object", "properties": {"a": {"enum": [1, 12]}}, "required": ["a"]}'
@@ -108,3 +110,70 @@ async def test_logprobs_under_a_grammar_are_those_of_the_kept_tokens(
         want_T = torch.log_softmax(logits_TV, -1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
         assert np.abs(logprobs_T - want_T).max() < 1e-4
         assert np.abs(free_T - want_T).max() > 0.1  # the mask is what makes them equal
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_the_trainer_agrees_with_the_engine_under_a_grammar(
+    tiny_fleet: Fleet, tiny_model: Path, pool: RankPool, temperature: float
+):
+    """Log-probs of forced replies, and the gradient of a policy loss on them against float64 autograd over
+    transformers' model and the tokens that XGrammar keeps."""
+    engine: Engine = tiny_fleet.engines["engine-0"]
+    if await engine.client.weight_version() != "0":
+        pytest.skip("the shared engine has been updated")
+    samples: list[TrainSample] = []
+    extras: list[Mapping[str, Json]] = []
+    for schema, tools in ((SCHEMA, False), (OPEN, False), (SCHEMA, True)):
+        extra = constraint(schema, tools=tools)
+        ids, logprobs_T = await sampled(engine.client, len(samples), extra, temperature)
+        trained_T = np.array([False] * len(PROMPT) + [True] * len(ids))
+        span = GrammarSpan(start=len(PROMPT), end=len(trained_T), grammar=json.dumps(extra))
+        sample = TrainSample(
+            tokens_T=np.array(PROMPT + ids, np.int32),
+            loss_mask_T=trained_T,
+            rollout_logprobs_T=np.concatenate([np.zeros(len(PROMPT), np.float32), logprobs_T]),
+            versions_T=np.where(trained_T, 0, -1).astype(np.int32),
+            reward=1.0,
+            temperature=temperature,
+            group_id="g",
+            rollout_id=f"r{len(samples)}",
+            attempt=0,
+            turn_ids=("t",),
+            grammars=(span,),
+        )
+        samples.append(sample)
+        extras.append(extra)
+    total = sum(int(sample.loss_mask_T.sum()) for sample in samples)
+    batch = TrainBatch(
+        batch_id=0,
+        version=WeightVersion(0),
+        samples=tuple(samples),
+        advantages=tuple((n + 1) * sample.loss_mask_T.astype(np.float32) for n, sample in enumerate(samples)),
+        total_tokens=total,
+    )
+    trainer = pool.build(tiny_model, algorithm=AlgorithmConfig(correction="none"))
+    [measured] = trainer.call("token_logprobs", [(batch,)])
+    for sample, array_T in zip(samples, measured, strict=True):
+        assert np.abs(array_T - sample.rollout_logprobs_T).max() < 1e-4
+    trainer.train(batch)
+    [step] = trainer.steps()
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    loss = torch.zeros((), dtype=torch.float64)
+    for n, (sample, extra) in enumerate(zip(samples, extras, strict=True)):
+        ids = sample.tokens_T.tolist()
+        said = ids[len(PROMPT) :]
+        logits_TV = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1] / temperature
+        kept_TV = torch.from_numpy(kept_tokens(tokenizer, said, extra))
+        logprobs_TV = logits_TV.masked_fill(~kept_TV, -torch.inf).log_softmax(-1)
+        loss = loss - (n + 1) * logprobs_TV.gather(1, torch.tensor(said)[:, None]).sum() / total
+    loss.backward()
+    compared = 0
+    for name, parameter in model.named_parameters():
+        if name in step.gradients:
+            assert parameter.grad is not None
+            difference = torch.from_numpy(step.gradients[name]).double() - parameter.grad
+            assert difference.norm() <= 1e-4 * parameter.grad.norm() + 1e-9, name
+            compared += 1
+    assert compared > 10

@@ -197,6 +197,14 @@ def test_the_tree_is_frozen() -> None:
             ["--sglang-sampling-backend", "flashinfer", "--seeded-sampling"],
             "sglang.sampling_backend", "by seed", "--no-seeded-sampling",
         ),
+        (
+            ["--constrained", "masked", "--sglang-grammar-backend", "llguidance"],
+            "sglang.grammar_backend", "masked", "--constrained free",
+        ),
+        (
+            ["--constrained", "masked", "--sglang-constrained-json-disable-any-whitespace"],
+            "sglang.constrained_json_disable_any_whitespace", "masked", "--constrained free",
+        ),
         (["--sglang-api-key", "s3cret"], "sglang.api_key", "keys", "leave --sglang-api-key out"),
     ],
 )  # fmt: skip

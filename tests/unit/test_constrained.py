@@ -127,6 +127,26 @@ async def test_skip_says_why_a_rollout_trains_nothing(gateway: Running, renderer
     assert "--constrained free" in failed.detail
 
 
+@every_way
+@pytest.mark.parametrize("gateway", ["masked"], indirect=True)
+async def test_masked_forces_and_trains_with_the_grammar_on_record(
+    gateway: Running, renderer: Renderer, way: str
+):
+    say(gateway, renderer, CALL % "calc")
+    [session], [evaluated] = await gateway.open(), await gateway.open(purpose="eval")
+    for each in (session, evaluated):
+        await gateway.client(each).chat.completions.create(model="tiny", messages=[ASK], **FORCED[way])
+    params = gateway.engine.requests[0]["sampling_params"]
+    [turn] = gateway.turns(session)
+    [name] = grammar_of(gateway)
+    assert json.loads(turn.grammar) == {name: params[name]}
+    assert turn.constrained
+    assert turn.trainable
+    summary = await gateway.finish(session)
+    assert isinstance(summary, RolloutSummary)
+    assert summary.trained_tokens == len(turn.sampled_ids_T)
+
+
 @pytest.mark.parametrize("gateway", ["skip"], indirect=True)
 async def test_skip_trains_the_turns_that_were_free(gateway: Running, renderer: Renderer):
     say(gateway, renderer, CALL % "calc")

@@ -1,0 +1,181 @@
+"""The tokens that a grammar keeps: from its text to rows of logits, and the softmax over them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_batching import rollout, turn
+from tiny_model import make_tiny_model
+from transformers import AutoTokenizer
+
+from invrl.buffer.batching import samples_from_rollout
+from invrl.errors import TrainError
+from invrl.train import logprobs
+from invrl.train.grammar_masks import GrammarMasks
+from invrl.train.logprobs import keep_only, token_logprobs
+from invrl.train.packing import Row, pack
+from invrl.types import GrammarSpan, TrainSample
+
+END = 2
+VOCABULARY = 512
+DIGITS = json.dumps({"ebnf": 'root ::= [0-9] [0-9]? "!"'})
+SCHEMA = json.dumps({"json_schema": '{"type": "object", "properties": {"a": {"enum": [1, 22]}}}'})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def masks(model: Path) -> GrammarMasks:
+    return GrammarMasks(model, VOCABULARY)
+
+
+def span(grammar: str, ids: list[int]) -> GrammarSpan:
+    return GrammarSpan(start=0, end=len(ids), grammar=grammar)
+
+
+def tokens(kept: bytes) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(kept, np.uint8), bitorder="little")).tolist())
+
+
+def test_each_place_keeps_what_may_come_there(model: Path, masks: GrammarMasks) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = [*tokenizer.encode("7!", add_special_tokens=False), END]
+    first, second, last = masks.kept(span(DIGITS, ids), np.array(ids, np.int32))
+    digits = {tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)}
+    assert digits <= tokens(first)
+    assert tokens(first) & {ids[1], END} == set()
+    assert digits | {ids[1]} <= tokens(second)
+    assert tokens(last) == {END}
+
+
+def test_a_token_outside_of_its_grammar_is_told(masks: GrammarMasks) -> None:
+    with pytest.raises(TrainError, match="token 2 at 0 of 1 is not allowed"):
+        masks.kept(span(SCHEMA, [END]), np.array([END], np.int32))
+
+
+def test_a_row_knows_its_forced_tokens_by_their_places(model: Path, masks: GrammarMasks) -> None:
+    """A forced turn, a free one, and a forced one whose answer never arrived."""
+    ids = [*AutoTokenizer.from_pretrained(model).encode("42!", add_special_tokens=False), END]
+    forced = replace(turn("a", None, [10, 11], ids), constrained=True, grammar=DIGITS)
+    free = turn("b", "a", [12], [60, 61])
+    lost = replace(turn("c", "b", [13], ids, delivered=False), constrained=True, grammar=DIGITS)
+    later = turn("d", "c", [14], [62])
+    [sample] = samples_from_rollout(rollout([forced, free, lost, later]))
+    assert sample.grammars == (GrammarSpan(start=2, end=2 + len(ids), grammar=DIGITS),)
+    [row] = masks.rows([sample])
+    assert sample.tokens_T[row.wanted_N].tolist() == [*ids, 60, 61, 62]
+    assert [kept is None for kept in row.kept_N] == [*[False] * len(ids), True, True, True]
+    assert all(
+        token in tokens(kept) for token, kept in zip(ids, row.kept_N, strict=False) if kept is not None
+    )
+    skipped = replace(forced, grammar="")
+    [unmasked] = samples_from_rollout(rollout([skipped, free]))
+    assert masks.rows([unmasked])[0].kept_N == ()
+    assert unmasked.loss_mask_T.sum() == 2
+
+
+def row(ids: list[int], kept: tuple[bytes | None, ...] = ()) -> Row:
+    wanted_N = np.arange(1, len(ids))
+    return Row(tokens_T=np.array(ids, np.int32), wanted_N=wanted_N, temperature=1.0, kept_N=kept)
+
+
+def test_rows_of_logits_are_shared_only_where_the_same_tokens_are_kept() -> None:
+    """Equal tokens, chosen freely, under one grammar, and under another."""
+    one, other = b"\xff\x00", b"\x0f\x00"
+    data = [
+        row([1, 2, 3]),
+        row([1, 2, 3], (one, None)),
+        row([1, 2, 3], (one, one)),
+        row([1, 2, 3], (other, None)),
+    ]
+    [packed] = pack(data, max_tokens=100, max_projections=100, share_prefixes=True)
+    assert len(packed.tokens_P) == 2
+    kept_of = dict(zip(packed.masked_M.tolist(), [bytes(bits) for bits in packed.kept_MW], strict=True))
+    at = 0
+    for index, wanted_N in packed.rows:
+        for nth in range(len(wanted_N)):
+            projection = int(packed.projection_N[at])
+            assert kept_of.get(projection) == data[index].kept_or_all_N[nth]
+            assert packed.project_U[projection] == nth
+            at += 1
+    assert len(packed.project_U) == 3 + 2  # of the first token: free, one, other; of the second: free, one
+    bounded = pack(data, max_tokens=100, max_projections=3, share_prefixes=True)
+    assert len(bounded) > 1
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 50 * 3, 8 << 20], ids=["a row", "three rows", "all"])
+def test_the_softmax_over_kept_tokens_equals_float64(
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    """Log-probs, entropies and gradients; some rows are free, one keeps a single token."""
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk_bytes)
+    generator = torch.Generator().manual_seed(3)
+    logits_UV = torch.randn(9, 50, generator=generator) * 5
+    kept_UV = torch.rand(9, 50, generator=generator) < 0.3
+    row_N = torch.randint(0, 9, (30,), generator=generator)
+    targets_N = torch.randint(0, 50, (30,), generator=generator)
+    kept_UV[[0, 4]] = True
+    kept_UV[row_N, targets_N] = True
+    kept_UV[7] = False
+    kept_UV[7, 5] = True
+    targets_N[row_N == 7] = 5
+    temperature_U = torch.rand(9, generator=generator) + 0.5
+    weight_N = torch.randn(30, generator=generator)
+
+    exact_UV = logits_UV.double().requires_grad_()
+    masked_UV = (exact_UV / temperature_U.double()[:, None]).masked_fill(~kept_UV, -torch.inf)
+    expected_UV = masked_UV.log_softmax(1)
+    expected_N = expected_UV[row_N, targets_N]
+    (expected_N * weight_N).sum().backward()
+
+    masked_M = torch.tensor([1, 2, 3, 5, 6, 7, 8])
+    bits = np.packbits(kept_UV[masked_M].numpy(), axis=1, bitorder="little")
+    given_UV = logits_UV.clone().requires_grad_()
+    projected_UV = given_UV * 1.0
+    keep_only(projected_UV, masked_M, torch.from_numpy(bits))
+    logprobs_N, entropy_N = token_logprobs(projected_UV, row_N, targets_N, temperature_U)
+    (logprobs_N * weight_N).sum().backward()
+    assert given_UV.grad is not None
+    assert exact_UV.grad is not None
+    torch.testing.assert_close(logprobs_N.double(), expected_N, rtol=1e-6, atol=1e-5)
+    p_UV = expected_UV.detach().exp()
+    entropy_U = -(p_UV * expected_UV.detach().masked_fill(p_UV == 0, 0)).sum(1)
+    torch.testing.assert_close(entropy_N.double(), entropy_U[row_N], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(given_UV.grad.double(), exact_UV.grad, rtol=1e-5, atol=1e-6)
+    assert given_UV.grad[~kept_UV].abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_has_a_floor_of_its_own(dtype: torch.dtype) -> None:
+    logits_UV = torch.zeros(1, 8, dtype=dtype)
+    keep_only(logits_UV, torch.tensor([0]), torch.tensor([[0b11]], dtype=torch.uint8))
+    assert logits_UV.isfinite().all()
+    logprobs_N, _ = token_logprobs(logits_UV, torch.tensor([0, 0]), torch.tensor([0, 1]), torch.ones(1))
+    torch.testing.assert_close(logprobs_N, torch.full((2,), 0.5).log())
+
+
+def test_a_sample_without_grammars_asks_for_none() -> None:
+    """No tokenizer is loaded: the folder is not there."""
+    array_T = np.zeros(3, np.float32)
+    sample = TrainSample(
+        tokens_T=np.array([1, 2, 3], np.int32),
+        loss_mask_T=np.array([False, True, True]),
+        rollout_logprobs_T=array_T,
+        versions_T=np.zeros(3, np.int32),
+        reward=0.0,
+        temperature=1.0,
+        group_id="g",
+        rollout_id="r",
+        attempt=0,
+        turn_ids=("t",),
+    )
+    [made] = GrammarMasks("/nowhere", VOCABULARY).rows([sample])
+    assert (made.wanted_N.tolist(), made.kept_N) == ([1, 2], ())
