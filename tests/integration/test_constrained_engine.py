@@ -69,8 +69,10 @@ async def test_with_tools_and_a_format_a_real_engine_calls_or_answers(
     assert answers >= 1
 
 
-def kept_tokens(tokenizer, ids: Sequence[int], extra: Mapping[str, Json]) -> NDArray[np.bool_]:
-    """[T, 512]: the tokens that the grammar lets be sampled in each place, by XGrammar itself."""
+def _walked(
+    tokenizer, ids: Sequence[int], extra: Mapping[str, Json]
+) -> tuple[NDArray[np.bool_], xgrammar.GrammarMatcher]:
+    """Tokens kept in each place, [T, 512], and the grammar's state after the ids."""
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=512, stop_token_ids=[2])
     compiler = xgrammar.GrammarCompiler(info)
     if "json_schema" in extra:
@@ -79,13 +81,27 @@ def kept_tokens(tokenizer, ids: Sequence[int], extra: Mapping[str, Json]) -> NDA
         compiled = compiler.compile_grammar(str(extra["ebnf"]))
     matcher = xgrammar.GrammarMatcher(compiled)
     kept = np.ones((len(ids), 512), np.bool_)
-    bitmask = xgrammar.allocate_token_bitmask(1, 512)
     for at, token in enumerate(ids):
-        matcher.fill_next_token_bitmask(bitmask)
-        kept[at] = np.unpackbits(bitmask.numpy().view(np.uint8), bitorder="little").astype(bool)
+        kept[at] = _kept_now(matcher)
         assert kept[at, token]
         assert matcher.accept_token(token)
-    return kept
+    return kept, matcher
+
+
+def _kept_now(matcher: xgrammar.GrammarMatcher) -> NDArray[np.bool_]:
+    bitmask = xgrammar.allocate_token_bitmask(1, 512)
+    matcher.fill_next_token_bitmask(bitmask)
+    return np.unpackbits(bitmask.numpy().view(np.uint8), bitorder="little").astype(bool)
+
+
+def kept_tokens(tokenizer, ids: Sequence[int], extra: Mapping[str, Json]) -> NDArray[np.bool_]:
+    """[T, 512]: the tokens that the grammar lets be sampled in each place, by XGrammar itself."""
+    return _walked(tokenizer, ids, extra)[0]
+
+
+def next_kept(tokenizer, ids: Sequence[int], extra: Mapping[str, Json]) -> NDArray[np.bool_]:
+    """[512]: those that may come after the ids."""
+    return _kept_now(_walked(tokenizer, ids, extra)[1])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -112,62 +128,91 @@ async def test_logprobs_under_a_grammar_are_those_of_the_kept_tokens(
         assert np.abs(free_T - want_T).max() > 0.1  # the mask is what makes them equal
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_the_trainer_agrees_with_the_engine_under_a_grammar(
-    tiny_fleet: Fleet, tiny_model: Path, pool: RankPool, temperature: float
-):
-    """Log-probs of forced replies, and the gradient of a policy loss on them against float64 autograd over
-    transformers' model and the tokens that XGrammar keeps."""
-    engine: Engine = tiny_fleet.engines["engine-0"]
-    if await engine.client.weight_version() != "0":
-        pytest.skip("the shared engine has been updated")
-    samples: list[TrainSample] = []
-    extras: list[Mapping[str, Json]] = []
-    for schema, tools in ((SCHEMA, False), (OPEN, False), (SCHEMA, True)):
-        extra = constraint(schema, tools=tools)
-        ids, logprobs_T = await sampled(engine.client, len(samples), extra, temperature)
-        trained_T = np.array([False] * len(PROMPT) + [True] * len(ids))
-        span = GrammarSpan(start=len(PROMPT), end=len(trained_T), grammar=json.dumps(extra))
-        sample = TrainSample(
-            tokens_T=np.array(PROMPT + ids, np.int32),
-            loss_mask_T=trained_T,
-            rollout_logprobs_T=np.concatenate([np.zeros(len(PROMPT), np.float32), logprobs_T]),
-            versions_T=np.where(trained_T, 0, -1).astype(np.int32),
-            reward=1.0,
-            temperature=temperature,
-            group_id="g",
-            rollout_id=f"r{len(samples)}",
-            attempt=0,
-            turn_ids=("t",),
-            grammars=(span,),
-        )
-        samples.append(sample)
-        extras.append(extra)
-    total = sum(int(sample.loss_mask_T.sum()) for sample in samples)
-    batch = TrainBatch(
+FORCED = ((SCHEMA, False), (OPEN, False), (SCHEMA, True))
+
+
+def sample_of(
+    number: int,
+    ids: Sequence[int],
+    logprobs_T: NDArray[np.float32],
+    extra: Mapping[str, Json],
+    temperature: float,
+) -> TrainSample:
+    trained_T = np.array([False] * len(PROMPT) + [True] * len(ids))
+    span = GrammarSpan(start=len(PROMPT), end=len(trained_T), grammar=json.dumps(extra))
+    return TrainSample(
+        tokens_T=np.array([*PROMPT, *ids], np.int32),
+        loss_mask_T=trained_T,
+        rollout_logprobs_T=np.concatenate([np.zeros(len(PROMPT), np.float32), logprobs_T]),
+        versions_T=np.where(trained_T, 0, -1).astype(np.int32),
+        reward=1.0,
+        temperature=temperature,
+        group_id="g",
+        rollout_id=f"r{number}",
+        attempt=0,
+        turn_ids=("t",),
+        grammars=(span,),
+    )
+
+
+def batch_of(samples: Sequence[TrainSample]) -> TrainBatch:
+    return TrainBatch(
         batch_id=0,
         version=WeightVersion(0),
         samples=tuple(samples),
         advantages=tuple((n + 1) * sample.loss_mask_T.astype(np.float32) for n, sample in enumerate(samples)),
-        total_tokens=total,
+        total_tokens=sum(int(sample.loss_mask_T.sum()) for sample in samples),
     )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_the_trainer_agrees_with_the_engine_under_a_grammar(
+    tiny_fleet: Fleet, tiny_model: Path, pool: RankPool, temperature: float
+):
+    engine: Engine = tiny_fleet.engines["engine-0"]
+    if await engine.client.weight_version() != "0":
+        pytest.skip("the shared engine has been updated")
+    samples: list[TrainSample] = []
+    for number, (schema, tools) in enumerate(FORCED):
+        extra = constraint(schema, tools=tools)
+        ids, logprobs_T = await sampled(engine.client, number, extra, temperature)
+        samples.append(sample_of(number, ids, logprobs_T, extra, temperature))
     trainer = pool.build(tiny_model, algorithm=AlgorithmConfig(correction="none"))
-    [measured] = trainer.call("token_logprobs", [(batch,)])
+    [measured] = trainer.call("token_logprobs", [(batch_of(samples),)])
     for sample, array_T in zip(samples, measured, strict=True):
         assert np.abs(array_T - sample.rollout_logprobs_T).max() < 1e-4
+
+
+def test_the_gradient_under_a_grammar_is_the_masked_softmaxs(tiny_model: Path, pool: RankPool):
+    """Log-probs of random forced replies and the gradient of a policy loss on them, against float64 autograd
+    over transformers' model and the tokens that XGrammar keeps."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    rng = np.random.default_rng(0)
+    samples: list[TrainSample] = []
+    kept: list[NDArray[np.bool_]] = []
+    for number, (schema, tools) in enumerate(FORCED * 2):
+        extra = constraint(schema, tools=tools)
+        ids: list[int] = []
+        while len(ids) < 40 and 2 not in ids:
+            choices = np.flatnonzero(next_kept(tokenizer, ids, extra))
+            ids.append(int(rng.choice(choices)))
+        samples.append(sample_of(number, ids, np.zeros(len(ids), np.float32), extra, 0.7))
+        kept.append(kept_tokens(tokenizer, ids, extra))
+    batch = batch_of(samples)
+    trainer = pool.build(tiny_model, algorithm=AlgorithmConfig(correction="none"))
+    [measured] = trainer.call("token_logprobs", [(batch,)])
     trainer.train(batch)
     [step] = trainer.steps()
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     loss = torch.zeros((), dtype=torch.float64)
-    for n, (sample, extra) in enumerate(zip(samples, extras, strict=True)):
+    for n, (sample, kept_TV) in enumerate(zip(samples, kept, strict=True)):
         ids = sample.tokens_T.tolist()
-        said = ids[len(PROMPT) :]
-        logits_TV = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1] / temperature
-        kept_TV = torch.from_numpy(kept_tokens(tokenizer, said, extra))
-        logprobs_TV = logits_TV.masked_fill(~kept_TV, -torch.inf).log_softmax(-1)
-        loss = loss - (n + 1) * logprobs_TV.gather(1, torch.tensor(said)[:, None]).sum() / total
+        logits_TV = model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1] / 0.7
+        logprobs_TV = logits_TV.masked_fill(~torch.from_numpy(kept_TV), -torch.inf).log_softmax(-1)
+        picked_T = logprobs_TV.gather(1, torch.tensor(ids[len(PROMPT) :])[:, None])[:, 0]
+        assert np.abs(measured[n][len(PROMPT) :] - picked_T.detach().numpy()).max() < 1e-4
+        loss = loss - (n + 1) * picked_T.sum() / batch.total_tokens
     loss.backward()
     compared = 0
     for name, parameter in model.named_parameters():
