@@ -36,7 +36,7 @@ from truth_stack import Stack, scripted_stack
 Agent = Callable[[Mapping[str, str], Path], Awaitable[Ended]]
 """Runs one agent on a session, in a folder of its own."""
 
-_STEPS = (12, 25, 50)
+_STEPS = (50, 12, 25)
 """Of coding agents, in turn."""
 _EXAMPLES = 5
 _EXPECTED = ("new_conversation", "compacted")
@@ -159,6 +159,17 @@ def agents(steps: int) -> dict[str, Agent]:
     return from_npm | from_pip if shutil.which("npm") else from_pip
 
 
+def install() -> None:
+    """What the agents need, before their time begins."""
+    for requirements in ("requirements.txt", "requirements_crewai.txt", "requirements_llama_index.txt"):
+        client_programs.python(requirements)
+    if shutil.which("npm"):
+        client_programs.npm("codex", client_programs.CODEX)
+        client_programs.npm("claude-code", client_programs.CLAUDE_CODE)
+        client_programs.npm("opencode", client_programs.OPENCODE)
+        client_programs.npm("vercel", *client_programs.VERCEL)
+
+
 async def run_for(minutes: float, only: Sequence[str]) -> dict[str, Seen]:
     """Rounds of all agents until the time is over; a round has a stack of its own, which bounds memory."""
     seen: dict[str, Seen] = {}
@@ -224,6 +235,7 @@ def main() -> None:
     if unknown := set(arguments.only) - agents(1).keys():
         parser.error(f"--only {sorted(unknown)}: the agents are {', '.join(agents(1))}")
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the router's question whether it is gRPC
+    install()
     load = round(os.getloadavg()[0], 2)
     begun = time.monotonic()
     seen = asyncio.run(run_for(arguments.minutes, arguments.only))
