@@ -7,7 +7,6 @@ sees the end of a watch itself. A router that dies is started again at the same 
 `invrl serve` and for training. Start it from a thread that lives as long as the servers should."""
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,11 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import psutil
-
 from invrl.errors import DeadlineError, InvrlError, ServerError
 from invrl.interfaces import WeightReceiver
-from invrl.process import RestartLimit
+from invrl.process import RestartLimit, family_of
 from invrl.rollout.config import EngineConfig
 from invrl.rollout.engine_server import EngineServer
 from invrl.rollout.heartbeat import engine_death, router_death
@@ -162,7 +159,8 @@ class Fleet:
         background and `engine_max_restarts` times each. `bring_up` gives them the fleet's version."""
         self._bring_up = bring_up
         for name in self.evicted:
-            if self._replacements[name].done():
+            may_restart = self._restarts[name] < self._config.engine_max_restarts
+            if may_restart and self._replacements[name].done():
                 self._replacements[name] = asyncio.create_task(self._replace(name, None))
 
     async def stop(self) -> None:
@@ -212,7 +210,7 @@ class Fleet:
                 return await self._in_thread(router.answers, deadline_s)
 
             reason = await router_death(
-                psutil.Process(router.pid),
+                family_of(router.pid)[:1],
                 answers,
                 timeout_s=self._heartbeat_timeout_s,
                 interval_s=self._config.engine_health_interval_s,
@@ -339,8 +337,10 @@ class Fleet:
         await self._in_thread(self.router.register, engine.server.url, api_key=engine.server.api_key)
 
     async def _unregister(self, engine: Engine) -> None:
-        with contextlib.suppress(ServerError, DeadlineError):  # a router that is gone routes to nobody
+        try:
             await self._in_thread(self.router.unregister, engine.server.url)
+        except Exception as error:  # a router that is gone routes to nobody
+            _LOG.warning("%s could not be unregistered: %s", engine.server.name, error)
 
     async def _retire(self, engine: Engine) -> None:
         try:
@@ -366,5 +366,10 @@ class Fleet:
         loop = asyncio.get_running_loop()
         called: asyncio.Future[T] = loop.run_in_executor(self._threads, lambda: call(*args, **kwargs))
         self._calls.add(called)
-        called.add_done_callback(self._calls.discard)
+        called.add_done_callback(self._forget)
         return await asyncio.shield(called)
+
+    def _forget(self, called: asyncio.Future[Any]) -> None:
+        self._calls.discard(called)
+        if not called.cancelled():
+            called.exception()  # who was cancelled does not take it, which asyncio would complain of

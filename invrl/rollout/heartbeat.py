@@ -76,8 +76,8 @@ async def until_silent(ask: Ask, *, timeout_s: float, interval_s: float, clock: 
 
 
 async def until_ended(processes: Sequence[psutil.Process], *, interval_s: float, clock: Clock) -> None:
-    """Returns once one of them has ended."""
-    while all(state_of(process) != ENDED for process in processes):
+    """Returns once one of them has ended; at once if none was left to be named."""
+    while processes and all(state_of(process) != ENDED for process in processes):
         await clock.sleep(min(interval_s, _LOOK_EVERY_S))
 
 
@@ -120,21 +120,27 @@ async def engine_death(
 
 
 async def router_death(
-    process: psutil.Process, answers: Ask, *, timeout_s: float, interval_s: float, clock: Clock | None = None
+    processes: Sequence[psutil.Process],
+    answers: Ask,
+    *,
+    timeout_s: float,
+    interval_s: float,
+    clock: Clock | None = None,
 ) -> str:
-    """Returns once the router is dead, with the reason."""
+    """Returns once the router is dead, with the reason. `processes`: itself."""
     clock = clock or Clock()
+    names = [_name(process) for process in processes]
 
     async def ask(deadline_s: float) -> bool:
-        return not _stopped([process]) and await answers(deadline_s)
+        return not _stopped(processes) and await answers(deadline_s)
 
     causes = {
         f"it has not answered for {timeout_s:g} s": until_silent(
             ask, timeout_s=timeout_s, interval_s=interval_s, clock=clock
         ),
-        "its process has ended": until_ended([process], interval_s=interval_s, clock=clock),
+        "its process has ended": until_ended(processes, interval_s=interval_s, clock=clock),
     }
-    return await _first_of(causes, [process], [_name(process)])
+    return await _first_of(causes, processes, names)
 
 
 def _stopped(processes: Sequence[psutil.Process]) -> bool:

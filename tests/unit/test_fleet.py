@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import psutil
 import pytest
 
 from invrl.errors import ServerError, WeightSyncError
@@ -37,7 +36,7 @@ class Deaths:
     async def engine(self, server: object, *_: object, **__: object) -> str:
         return await asyncio.shield(self.future(server))
 
-    async def router(self, process: psutil.Process, *_: object, **__: object) -> str:
+    async def router(self, *_: object, **__: object) -> str:
         return await asyncio.shield(self.future(FakeRouter.made[-1]))
 
 

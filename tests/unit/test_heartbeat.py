@@ -202,9 +202,19 @@ async def test_the_router_too(server: ServerProcess) -> None:
     time = Time()
     asked = Asked(time, [True, False])
     reason = await router_death(
-        psutil.Process(server.pid), asked, timeout_s=30.0, interval_s=5.0, clock=time.clock()
+        family_of(server.pid), asked, timeout_s=30.0, interval_s=5.0, clock=time.clock()
     )
     assert "not answered for 30 s" in reason
+
+
+async def test_what_has_ended_before_it_is_looked_at_is_dead_at_once() -> None:
+    time = Time()
+    client = Client(Asked(Time(), [True]), Asked(Time(), [True]))
+    clock = time.clock()
+    engine = await engine_death([], client, Receiver(), timeout_s=30.0, interval_s=5.0, clock=clock)
+    assert "has ended" in engine
+    router = await router_death([], Asked(Time(), [True]), timeout_s=30.0, interval_s=5.0, clock=clock)
+    assert "has ended" in router
 
 
 async def _child_of(pid: int) -> int:
