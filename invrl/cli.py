@@ -14,7 +14,7 @@ from types import ModuleType
 
 from invrl import interrupts, lifeline
 from invrl.config import Config, load_resolved, nearest, resolve
-from invrl.errors import ConfigError, DamagedFileError, InvrlError
+from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError, InvrlError
 from invrl.flags import flag_help, parse_flags, take_value
 from invrl.lifeline import NoteKind
 from invrl.private_file import make_private
@@ -118,7 +118,7 @@ def _reported(folder: RunFolder) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        if isinstance(error, DamagedFileError):
+        if isinstance(error, DamagedFileError | IdenticalFailuresError):  # the next life would meet the same
             lifeline.tell(NoteKind.FINAL)
         lifeline.tell(NoteKind.REPORTED)
         logging.getLogger(__name__).exception("the run failed")

@@ -8,6 +8,7 @@ InvrlError
 ├── ServerError            an OS process we started did not come up, died, or answered wrongly
 ├── SessionError           refused by the gateway; carries the HTTP status and a machine-readable code
 ├── UnsendableTask         a task that JSON does not carry, for an environment that is sent JSON
+├── IdenticalFailuresError rollouts in a row failed in the same way, and none finished: going on is of no use
 ├── BufferStateError       a transition the buffer's state machine does not have
 ├── TrainError             the trainer cannot go on (non-finite loss, a layout Megatron gets wrong, ...)
 └── WeightSyncError        an update that did not commit; engines are on the old version, or out
@@ -78,6 +79,17 @@ class SessionError(InvrlError):
 
 class UnsendableTask(InvrlError):
     """A task that JSON does not carry cannot go to an environment over HTTP."""
+
+
+class IdenticalFailuresError(InvrlError):
+    """The last `count` rollouts failed in the same way, and none finished between them."""
+
+    def __init__(self, count: int, reason: str, detail: str) -> None:
+        super().__init__(
+            f"the last {count} rollouts all failed alike ({reason}):\n{detail}\n  Fix: mend what they say, "
+            "or raise --max-identical-failures (0: the run goes on whatever fails)"
+        )
+        self.count, self.reason, self.detail = count, reason, detail
 
 
 class BufferStateError(InvrlError):

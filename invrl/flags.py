@@ -28,6 +28,11 @@ class Leaf:
         return "--" + self.key.replace("_", "-")
 
     @property
+    def takes_several(self) -> bool:
+        """Values after it, up to the next flag, are its own too."""
+        return get_origin(self.info.annotation) is tuple
+
+    @property
     def is_switch(self) -> bool:
         return self.info.annotation is bool
 
@@ -52,6 +57,8 @@ def parse_flags(arguments: Sequence[str], mistakes: list[ConfigError] | None = N
                 if leaf.is_switch and given is not None:
                     raise ConfigError(flag, given, "a switch takes no value", "write --name or --no-name")
                 read = flag == leaf.flag if leaf.is_switch else take_value(flag, given, rest)
+                while leaf.takes_several and rest and not rest[0].startswith("--"):
+                    read = f"{read},{rest.pop(0)}"
                 tables.setdefault(leaf.table, {})[leaf.key] = read
             elif flag == CONFIG_FLAG:
                 files.append(read_toml(Path(take_value(flag, given, rest)).expanduser()))

@@ -34,6 +34,9 @@ class Sink:
     def phase(self, name: str, step: int) -> None: ...
     def step(self, step: int, values: Mapping[str, float]) -> None: ...
     def note(self, text: str) -> None: ...
+    def failures(self, failed: Mapping[str, int]) -> None:
+        """Rollouts that have failed since the start of the run, by reason."""
+
     def close(self) -> None: ...
 
     def __str__(self) -> str:
@@ -187,6 +190,9 @@ class RunObserver(Sink):
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """A step is done; step 0 may carry the evaluation before training."""
         self._each(lambda sink: sink.step(step, values))
+
+    def failures(self, failed: Mapping[str, int]) -> None:
+        self._each(lambda sink: sink.failures(failed))
 
     def note(self, text: str) -> None:
         """A line that stays on the screen: where the run folder is, an evaluation's result."""

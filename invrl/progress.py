@@ -31,6 +31,7 @@ class PlainProgress(Sink):
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps, self._started, self._last_phase = num_steps, time.monotonic(), ""
+        self._failed: Mapping[str, int] = {}
 
     def phase(self, name: str, step: int) -> None:
         if step == 0 and name != self._last_phase:
@@ -39,7 +40,12 @@ class PlainProgress(Sink):
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         seconds = time.monotonic() - self._started
-        print(f"[{seconds:6.1f} s] step {step}/{self._num_steps}: {_shown(values)}", flush=True)
+        parts = [_shown(values), _counted(self._failed)]
+        shown = ", ".join(part for part in parts if part)
+        print(f"[{seconds:6.1f} s] step {step}/{self._num_steps}: {shown}", flush=True)
+
+    def failures(self, failed: Mapping[str, int]) -> None:
+        self._failed = dict(failed)
 
 
 class LiveProgress(Sink):
@@ -53,6 +59,7 @@ class LiveProgress(Sink):
             TimeElapsedColumn(),
         )
         self._bar, self._values = Progress(*columns, console=console), dict[str, float]()
+        self._failed: Mapping[str, int] = {}
         self._run = self._bar.add_task("starting", total=num_steps, step=0)
         self._live = Live(console=console, redirect_stderr=False, get_renderable=self.render)
         self._live.start()
@@ -63,11 +70,15 @@ class LiveProgress(Sink):
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._values |= values
 
+    def failures(self, failed: Mapping[str, int]) -> None:
+        self._failed = dict(failed)
+
     def close(self) -> None:
         self._live.stop()
 
     def render(self) -> RenderableType:
-        return Group(self._bar, Text(_shown(self._values)))
+        parts = [_shown(self._values), _counted(self._failed)]
+        return Group(self._bar, Text(", ".join(part for part in parts if part)))
 
 
 def _shown(values: Mapping[str, float]) -> str:
@@ -75,6 +86,14 @@ def _shown(values: Mapping[str, float]) -> str:
     held_out = {name: name for name in values if name.startswith("eval/") and name.endswith("/accuracy")}
     labels = {name: label for name, label in SHOWN.items() if name in values} | held_out
     return ", ".join(f"{label} {_number(values[name])}" for name, label in labels.items())
+
+
+def _counted(failed: Mapping[str, int]) -> str:
+    """Failed rollouts since the start of the run, by reason."""
+    if not failed:
+        return ""
+    reasons = " ".join(f"{reason} {count}" for reason, count in sorted(failed.items()))
+    return f"failed {sum(failed.values())} ({reasons})"
 
 
 def _number(value: float) -> str:

@@ -312,14 +312,16 @@ class RunStore:
         return [(_turn(row[:-2]), row[-2], row[-1]) for row in self._db.execute(sql, (session_id,))]
 
     def rollout(self, session_id: str) -> Rollout:
-        """A finished session with its branches. KeyError if it is unknown, open, or failed."""
-        sql = "SELECT outcome FROM sessions WHERE id=? AND state='finished'"
+        """A session that has ended with its branches; one that failed as its `partial` says. KeyError if it
+        is unknown, open, or failed without a token to train."""
+        sql = "SELECT outcome FROM sessions WHERE id=? AND outcome IS NOT NULL"
         row = self._db.execute(sql, (session_id,)).fetchone()
         if row is None:
-            raise KeyError(f"no finished session {session_id}")
-        summary = _outcome(row[0])
-        if isinstance(summary, FailedRollout):
-            raise KeyError(f"session {session_id} finished without a usable reward")
+            raise KeyError(f"no ended session {session_id}")
+        outcome = _outcome(row[0])
+        summary = outcome.partial if isinstance(outcome, FailedRollout) else outcome
+        if summary is None:
+            raise KeyError(f"session {session_id} failed without a token to train")
         turns = [turn for one in (session_id, *summary.child_rewards) for turn in self.turns(one)]
         return Rollout(summary=summary, trajectories=branches(turns))
 
@@ -333,17 +335,17 @@ class RunStore:
         return [replace(self.rollout(one.session_id), summary=one) for one in summaries]
 
     def without_tokens(self, summaries: Sequence[RolloutSummary]) -> set[str]:
-        """Ids of those of these finished sessions that `rollout` could not give whole: the session is not
-        there as finished, or has fewer turns, its children's among them, than its summary says."""
+        """Ids of those of these ended sessions that `rollout` could not give whole: the session is not there
+        as ended, or has fewer turns, its children's among them, than its summary says."""
         lost: set[str] = set()
         for summary in summaries:
-            sql = "SELECT 1 FROM sessions WHERE id=? AND state='finished'"
-            finished = self._db.execute(sql, (summary.session_id,)).fetchone()
+            sql = "SELECT 1 FROM sessions WHERE id=? AND outcome IS NOT NULL"
+            ended = self._db.execute(sql, (summary.session_id,)).fetchone()
             family = (summary.session_id, *summary.child_rewards)
             marks = ",".join("?" * len(family))
             sql = f"SELECT COUNT(*) FROM turns WHERE session_id IN ({marks})"
             (turns,) = self._db.execute(sql, family).fetchone()
-            if finished is None or turns < summary.num_turns:
+            if ended is None or turns < summary.num_turns:
                 lost.add(summary.session_id)
         return lost
 

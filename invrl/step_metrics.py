@@ -26,7 +26,8 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
     """Reward, lengths, cache and staleness of the rollouts that are trained in this step.
     `delivered_fraction`, `trained_fraction` and `auxiliary_fraction` are of sampled tokens.
     `later_cached_fraction` is over the prompts of every turn after the first: what the radix cache
-    saved of a conversation that continues. `forks/<reason>`, `matches/<level>`, `thinking_kept_tokens` and
+    saved of a conversation that continues. `failed_share/<reason>` are failures that count with a reward.
+    `forks/<reason>`, `matches/<level>`, `thinking_kept_tokens` and
     `forked_tokens` are the gateway's counts."""
     rollouts: list[RolloutSummary] = [r for group in taken.groups for r in group.rollouts_G]
     rewards = [r.reward for r in rollouts]
@@ -51,6 +52,8 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
         "seconds_mean": _mean([r.finished_at - r.started_at for r in rollouts]),
         "sampled_tokens": Sum(sum(r.sampled_tokens for r in rollouts)),
     }
+    for reason in sorted({r.failure for r in rollouts if r.failure}):
+        metrics[f"failed_share/{reason}"] = _mean([float(r.failure == reason) for r in rollouts])
     for name in sorted({name for r in rollouts for name in r.counts}):
         metrics[name] = Sum(sum(r.counts.get(name, 0) for r in rollouts))
     for name in sorted({name for r in rollouts for name in r.reward_components}):

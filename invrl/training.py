@@ -20,6 +20,7 @@ from invrl import interrupts
 from invrl.algorithms.advantages import advantage_function
 from invrl.batch_file import batch_path, load_batch, put_lost_aside, save_batch, saved_steps
 from invrl.buffer.batching import build_batch
+from invrl.buffer.failures import FailureTeller
 from invrl.checkpoints import Checkpoint, Checkpoints, first_checkpoint
 from invrl.cluster import Cluster, start_cluster, start_trainer
 from invrl.config import Config
@@ -28,13 +29,15 @@ from invrl.loop import Learner, Parts, no_step_note, run_loop, train_values
 from invrl.metric_sinks import RunObserver, open_sinks
 from invrl.progress import open_progress
 from invrl.report import read_metrics, write_report
-from invrl.rollout.evaluate import Evaluation, gain_interval
+from invrl.rollout.evaluate import Evaluation, failure_note, gain_interval
+from invrl.rollout.tasks import label_notes
 from invrl.run_folder import RunFolder, write_atomically
 from invrl.run_store import RunStore, abandon_open_sessions
 from invrl.store_check import check_store, check_store_of
 from invrl.types import TakenBatch, TrainBatch, WeightVersion
 
 logger = logging.getLogger(__name__)
+_FAILURES_EVERY_S = 1.0
 
 
 def run_life(config: Config, folder: RunFolder) -> None:
@@ -58,6 +61,9 @@ def run_life(config: Config, folder: RunFolder) -> None:
     for finding in filter(None, findings):
         logger.warning("%s", finding)
         observer.note(finding)
+    if not config.run.debug_train_only:
+        for sentence in label_notes(config.rollout):
+            observer.note(f"note: {sentence}")
     try:
         if config.run.debug_train_only:
             interrupts.run(_train_only(config, folder, checkpoints, observer))
@@ -186,13 +192,28 @@ class _Run:
             evaluate=evaluate if evaluates else None,
         )
         steps = config.run.num_steps
-        await run_loop(parts, done=done, num_steps=steps, eval_interval=config.rollout.eval_interval)
+        telling = asyncio.create_task(self._tell_failures(cluster))
+        try:
+            await run_loop(parts, done=done, num_steps=steps, eval_interval=config.rollout.eval_interval)
+        finally:
+            telling.cancel()
+            await asyncio.wait({telling})
         await cluster.rollouts.stop_dispatching()
         if before is not None and learner is not None:
             after = await self._evaluate(cluster, steps)
             await asyncio.to_thread(self._compare, before, after)
         if last := self.checkpoints.latest():
             self.observer.note(f"model: {last.hugging_face}")
+
+    async def _tell_failures(self, cluster: Cluster) -> None:
+        """What fails meanwhile, on the screen: counts by reason, and a warning where all fail alike."""
+        teller = FailureTeller(self.config.buffer.max_identical_failures)
+        while True:
+            report = await cluster.buffer.failures()  # a buffer that died ends the loop's own call, too
+            self.observer.failures(report.failed)
+            if text := teller.text(report):
+                self.observer.note(text)
+            await asyncio.sleep(_FAILURES_EVERY_S)
 
     async def _before(self, cluster: Cluster, done: int) -> Evaluation | None:
         """The evaluation before the first step, made once in a run; None where it is lost."""
@@ -213,6 +234,9 @@ class _Run:
     async def _evaluate(self, cluster: Cluster, step: int) -> Evaluation:
         self.observer.phase("evaluating", step)
         evaluation = await cluster.rollouts.evaluate(step)
+        for score in evaluation.scores.values():
+            if score.failures:
+                self.observer.note(f"held-out tasks, {failure_note(score)}")
         self.observer.step(step, await asyncio.to_thread(evaluation.values))
         return evaluation
 

@@ -192,6 +192,27 @@ class EndedSession:
     attempt: int
 
 
+class FailureReason(StrEnum):
+    """Why a rollout ended without a reward. Data, counted in the metrics."""
+
+    EXCEPTION = "exception"
+    TIMEOUT = "timeout"
+    WORKER_DIED = "worker_died"
+    BAD_RETURN = "bad_return"
+    BAD_REWARD = "bad_reward"
+    EMPTY = "empty"
+    CONSTRAINED = "constrained"
+    """A grammar forced every turn that reached the client, and such turns are not trained."""
+    ABORTED = "aborted"
+    ENGINE = "engine"
+    MEMORY = "memory"
+    ENVIRONMENT_GONE = "environment_gone"
+    CONTEXT = "context"
+    """A prompt did not fit the model's context, and the agent went on no further."""
+    LIMIT = "limit"
+    """It used up the turns or the sampled tokens of its session, and the agent went on no further."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary(EndedSession):
     """A finished session as the buffer holds it: ids, lengths and the reward, no token arrays."""
@@ -236,6 +257,8 @@ class RolloutSummary(EndedSession):
     from."""
     untrained_roots: tuple[str, ...] = ()
     """Root turns of conversations that are not trained."""
+    failure: FailureReason | None = None
+    """Why it failed, where it counts all the same, with the reward that the run gives to such failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -246,23 +269,6 @@ class Rollout:
     trajectories: tuple[Trajectory, ...]
 
 
-class FailureReason(StrEnum):
-    """Why a rollout ended without a reward. Data, counted in the metrics."""
-
-    EXCEPTION = "exception"
-    TIMEOUT = "timeout"
-    WORKER_DIED = "worker_died"
-    BAD_RETURN = "bad_return"
-    BAD_REWARD = "bad_reward"
-    EMPTY = "empty"
-    CONSTRAINED = "constrained"
-    """A grammar forced every turn that reached the client, and such turns are not trained."""
-    ABORTED = "aborted"
-    ENGINE = "engine"
-    MEMORY = "memory"
-    ENVIRONMENT_GONE = "environment_gone"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRollout(EndedSession):
     """A session that ended without a usable reward, and why."""
@@ -270,6 +276,9 @@ class FailedRollout(EndedSession):
     outcome: Literal["failed"] = "failed"
     reason: FailureReason
     detail: str
+    partial: RolloutSummary | None = None
+    """What it would count as if the run gives such failures a reward, with 0 in that reward's place. None
+    without a token to train."""
 
 
 Outcome = RolloutSummary | FailedRollout

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
 
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.failures import FailureStreak, with_failure_reward
 from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.buffer.policies import ZERO_VARIANCE, admission_limit
@@ -78,7 +79,9 @@ class Buffer:
         self.dropped: Counter[str] = Counter()
         """Groups dropped since the start, by reason."""
         self.failed: Counter[str] = Counter()
-        """Rollouts failed since the start, by reason."""
+        """Rollouts failed since the start, by reason; those that count with a reward are among them."""
+        self.failures = FailureStreak()
+        self._failure_rules = config.failure_rules()
         self._since: dict[str, Metric] = {}
         self._closed = False
 
@@ -107,18 +110,23 @@ class Buffer:
         if group is None or not group.awaits(index, outcome.attempt):
             self._count("outcomes_late")
             return
+        self._count("rollouts_ended")
         if isinstance(outcome, FailedRollout):
             self._fail(group, outcome, outcome.reason, outcome.detail)
         elif not abs(outcome.reward) <= MAX_REWARD:  # NaN is not either
             self._fail(group, outcome, FailureReason.BAD_REWARD, f"reward {outcome.reward}")
         else:
-            self._ledger.move(group, index, RolloutState.FINISHED, session_id=outcome.session_id)
-            group.finished[index] = outcome
-            self._note({"rollouts_finished": Sum(1), "finished_reward_mean": Mean(outcome.reward)})
-            if self._stale(group):
-                self._drop(group, DropReason.STALE)
-            elif len(group.finished) == self._group_size:
-                self._complete(group)
+            self.failures.finished()
+            self._finish(group, outcome, session_id=outcome.session_id)
+
+    def _finish(self, group: OpenGroup, summary: RolloutSummary, **facts: Unpack[EntryFacts]) -> None:
+        self._ledger.move(group, summary.index, RolloutState.FINISHED, **facts)
+        group.finished[summary.index] = summary
+        self._note({"rollouts_finished": Sum(1), "finished_reward_mean": Mean(summary.reward)})
+        if self._stale(group):
+            self._drop(group, DropReason.STALE)
+        elif len(group.finished) == self._group_size:
+            self._complete(group)
 
     # ------------------------------------------------------------------ batches
 
@@ -253,8 +261,14 @@ class Buffer:
     def metrics(self) -> dict[str, Metric]:
         """Events since the last call, and how many groups and rollouts are in each state now.
         `finished_reward_mean` is over all finished rollouts, also those whose groups were dropped: a
-        filter that leaves out solved tasks does not bias it."""
+        filter that leaves out solved tasks does not bias it. `failed_share/<reason>` is of the rollouts that
+        ended; `rollouts_counted/<reason>` are those failures that count with a reward."""
         metrics, self._since = self._since, {}
+        ended = metrics.get("rollouts_ended", Sum(0)).value()
+        for reason in FailureReason:
+            failed = metrics.get(f"rollouts_failed/{reason}")
+            if failed is not None:
+                metrics[f"failed_share/{reason}"] = Mean(failed.value(), ended)
         now = {"in_flight": len(self._in_flight), "ready": len(self._ready), "taken": self._groups_taken()}
         metrics |= {f"groups_{name}": Mean(number) for name, number in now.items()}
         return metrics | {f"rollouts_{state}": Mean(self._ledger.counts[state]) for state in RolloutState}
@@ -296,7 +310,15 @@ class Buffer:
     def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
         self.failed[failure] += 1
         self._count(f"rollouts_failed/{failure}")
-        last = outcome.attempt + 1 >= self._max_attempts
+        self.failures.failed(failure, detail)
+        rule = self._failure_rules.get(failure, "retry")
+        partial = outcome.partial if isinstance(outcome, FailedRollout) else None
+        if isinstance(rule, float) and partial is not None:
+            self._count(f"rollouts_counted/{failure}")
+            counted = with_failure_reward(partial, failure, rule)
+            self._finish(group, counted, failure=failure, detail=detail, session_id=outcome.session_id)
+            return
+        last = rule == "drop" or outcome.attempt + 1 >= self._max_attempts
         reason = DropReason.INCOMPLETE if last else DropReason.REPLACED
         facts = EntryFacts(reason=reason, failure=failure, detail=detail, session_id=outcome.session_id)
         self._ledger.move(group, outcome.index, RolloutState.DROPPED, **facts)

@@ -18,11 +18,12 @@ import msgspec
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.failures import FailureReport, shown_detail
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.policies import group_filter_function
 from invrl.buffer.snapshot import BufferSnapshot
-from invrl.errors import BufferStateError, DeadlineError
+from invrl.errors import BufferStateError, DeadlineError, IdenticalFailuresError
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
 from invrl.run_store import RunStore
@@ -50,6 +51,7 @@ class BufferActor:
             group_filter=group_filter_function(config.group_filter, config.turn_reward_baseline),
             emit=lambda entry: self._entries.append(entry),
         )
+        self._max_identical = config.max_identical_failures
         self._entries: list[LedgerEntry] = []
         self._writing = asyncio.Lock()
         self._life = self._seen = 0
@@ -99,12 +101,14 @@ class BufferActor:
         await self._notify()
 
     async def take(self, timeout_s: float) -> TakenBatch:
-        """Waits for a batch. Raises DeadlineError, naming what is missing, after `timeout_s` or as soon
-        as the task source cannot fill one any more."""
+        """Waits for a batch. Raises IdenticalFailuresError once too many rollouts in a row have failed alike;
+        DeadlineError, naming what is missing, after `timeout_s` or as soon as the task source cannot fill a
+        batch any more."""
         start = time.monotonic()
         async with self._changed:
             while True:
                 self._check_poller()
+                self._check_failures()
                 await self._drop_groups_without_tokens()
                 if (batch := self._buffer.take()) is not None:
                     return batch
@@ -186,6 +190,15 @@ class BufferActor:
             if entries or to_disk:
                 await asyncio.to_thread(self._ledger.write, entries, to_disk=to_disk)
                 del self._entries[: len(entries)]
+
+    async def failures(self) -> FailureReport:
+        """What has failed so far, and whether it is the same again and again."""
+        return self._buffer.failures.report(self._buffer.failed)
+
+    def _check_failures(self) -> None:
+        streak = self._buffer.failures
+        if self._max_identical and streak.count >= self._max_identical:
+            raise IdenticalFailuresError(streak.count, streak.reason, shown_detail(streak.detail))
 
     def _check_poller(self) -> None:
         if self._failure is not None:

@@ -47,6 +47,7 @@ class BufferHandle:
     trained = _call(BufferActor.trained)
     advance = _call(BufferActor.advance)
     metrics = _call(BufferActor.metrics)
+    failures = _call(BufferActor.failures)
     close = _call(BufferActor.close)
 
     async def start(self, snapshot: bytes | None = None) -> None:

@@ -1,13 +1,21 @@
 """Settings of the buffer: how stale, how many, which groups count."""
 
-from typing import Literal
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator
 
-from invrl.section import Section
+from invrl.section import COMMA_SEPARATED, Section
+from invrl.types import MAX_REWARD, FailureReason
 
 RewardBaseline = Literal["depth", "group"]
 RewardUse = Literal["replace", "add"]
+
+
+FailureRule = float | Literal["retry", "drop"]
+"""What becomes of a failed rollout: it counts with this reward, its place is tried again, or its group is
+dropped at once."""
 
 
 class BufferConfig(Section):
@@ -25,3 +33,48 @@ class BufferConfig(Section):
         description="own rewards of turns, branches, children stand in the final one's place, or are added",
     )
     batch_timeout_s: PositiveFloat = Field(7200.0, description="deadline for a whole batch to come together")
+    failure_reward: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        ("timeout=0", "context=0", "limit=0"),
+        description="REASON=REWARD: such failures count with it; =drop: they drop their group; "
+        "=retry, as all others: tried again",
+    )
+    max_identical_failures: NonNegativeInt = Field(
+        128, description="failures in a row, all alike and none finished between, that end the run; 0: no end"
+    )
+
+    @field_validator("failure_reward")
+    @classmethod
+    def _check_failure_reward(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        parse_failure_rules(entries)
+        return entries
+
+    def failure_rules(self) -> Mapping[FailureReason, FailureRule]:
+        """Of the reasons that are named; all others are tried again."""
+        return parse_failure_rules(self.failure_reward)
+
+
+def parse_failure_rules(entries: tuple[str, ...]) -> dict[FailureReason, FailureRule]:
+    """Of entries REASON=REWARD, REASON=drop or REASON=retry. Raises ValueError that names the wrong one."""
+    rules: dict[FailureReason, FailureRule] = {}
+    for entry in entries:
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals or name not in set(FailureReason):
+            reasons = ", ".join(FailureReason)
+            raise ValueError(f"{entry!r} is not REASON=REWARD with a reason of: {reasons}")
+        reason = FailureReason(name)
+        if reason in rules:
+            raise ValueError(f"the reason {name} is given twice")
+        rules[reason] = _parse_rule(entry, value)
+    return rules
+
+
+def _parse_rule(entry: str, value: str) -> FailureRule:
+    if value == "retry" or value == "drop":
+        return value
+    try:
+        reward = float(value)
+    except ValueError:
+        reward = math.nan
+    if not abs(reward) <= MAX_REWARD:
+        raise ValueError(f"{entry!r}: not a number within ±{MAX_REWARD:g}, drop or retry")
+    return reward

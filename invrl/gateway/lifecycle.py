@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from invrl.errors import SessionError
 from invrl.gateway.config import SessionPolicy
-from invrl.gateway.outcome import failed, summarise, token_counts
+from invrl.gateway.outcome import failed, summarise, token_counts, with_partial
 from invrl.gateway.sessions import Opening, SessionRecord, SessionRegistry, SessionState
 from invrl.gateway.turns import Turns
 from invrl.lease_store import LeaseStore
@@ -203,6 +203,8 @@ class Lifecycle:
                 await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))
             return
         top = record.parent is None
+        if top and isinstance(outcome, FailedRollout):
+            outcome = with_partial(outcome, record, turns, delivered, now, train_auxiliary=auxiliary)
         record.reward_deadline, hand_over = None, top and record.session.purpose == "train"
         stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
         await asyncio.wrap_future(stored)

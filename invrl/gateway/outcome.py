@@ -6,6 +6,7 @@ auxiliary."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,23 @@ from invrl.types import FailedRollout, FailureReason, Outcome, RolloutSummary, S
 
 def failed(record: SessionRecord, reason: FailureReason, detail: str) -> FailedRollout:
     return FailedRollout(**_place(record.session), reason=reason, detail=detail)
+
+
+def with_partial(
+    failure: FailedRollout,
+    record: SessionRecord,
+    turns: Sequence[Turn],
+    delivered: Collection[str],
+    now: float,
+    *,
+    train_auxiliary: bool = True,
+) -> FailedRollout:
+    """The failure with what its session's turns are worth, for a run that gives such failures a reward."""
+    without_final = replace(record, reward=None, components={})
+    whole = summarise(
+        without_final, turns, delivered, now, train_auxiliary=train_auxiliary, needs_reward=False
+    )
+    return replace(failure, partial=whole) if isinstance(whole, RolloutSummary) else failure
 
 
 def _place(session: Session) -> dict[str, Any]:
@@ -32,10 +50,12 @@ def summarise(
     now: float,
     *,
     train_auxiliary: bool = True,
+    needs_reward: bool = True,
 ) -> Outcome:
     """The outcome of finishing `record`. `turns`: the family's; `delivered`: ids of those whose answer
     reached its client. Versions are those of the tokens that may be trained. A session without such tokens
-    is EMPTY, a training session without a reward BAD_REWARD; others count as reward 0."""
+    is EMPTY, a training session without a reward BAD_REWARD; others count as reward 0, as it does without
+    `needs_reward`."""
     root_of, auxiliary = roots(turns), dict.fromkeys(auxiliary_roots(turns, delivered))
     untrained = {} if train_auxiliary else auxiliary
     arrived = [turn for turn in turns if turn.id in delivered]
@@ -47,7 +67,7 @@ def summarise(
             return failed(record, FailureReason.CONSTRAINED, _why_constrained(forced))
         return failed(record, FailureReason.EMPTY, _why_empty(turns, arrived))
     top = record.parent is None
-    if record.reward is None and record.session.purpose == "train" and top:
+    if needs_reward and record.reward is None and record.session.purpose == "train" and top:
         return failed(record, FailureReason.BAD_REWARD, "the session was finished without a reward")
     later = [turn for turn in turns if turn.parent_id is not None]
     finals, family = dict(_finals(record)), list(record.family(finished=True))

@@ -46,6 +46,8 @@ class EvalScore:
     rewards: tuple[tuple[float, ...], ...]
     failures: Mapping[str, int]
     """Rollouts that failed, by reason; each is a reward of 0 above."""
+    failure_detail: str = ""
+    """What is told of the last of them."""
 
     @property
     def name(self) -> str:
@@ -142,9 +144,28 @@ async def evaluate(
         raise failed.exceptions[0] from None
     ended = [run.result() for run in runs]
     failures = Counter(o.reason.value for of_task in ended for o in of_task if isinstance(o, FailedRollout))
+    details = [o.detail for of_task in ended for o in of_task if isinstance(o, FailedRollout)]
     rewards = tuple(tuple(0.0 if isinstance(o, FailedRollout) else o.reward for o in each) for each in ended)
     ids = tuple(task.id for task in tasks)
-    return EvalScore(set_name=set_name, mode=mode, task_ids=ids, rewards=rewards, failures=dict(failures))
+    return EvalScore(
+        set_name=set_name,
+        mode=mode,
+        task_ids=ids,
+        rewards=rewards,
+        failures=dict(failures),
+        failure_detail=details[-1] if details else "",
+    )
+
+
+def failure_note(score: EvalScore) -> str:
+    """How many rollouts failed, why, and where all of them did, the end of what the last one says."""
+    failed = sum(score.failures.values())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(score.failures.items()))
+    text = f"{score.name}: {failed} of {score.samples} rollouts failed and score 0 ({reasons})"
+    if failed < score.samples:
+        return text
+    end = "\n".join(f"    {line}" for line in score.failure_detail.strip().splitlines()[-6:])
+    return f"{text}; the last one says:\n{end}"
 
 
 def wilson_interval(successes: int, n: int) -> Interval:

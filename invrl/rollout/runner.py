@@ -149,7 +149,8 @@ class Runner:
 
 
 def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
-    """Why user code failed. ENGINE only where a request to an endpoint of ours met a 5xx or no server."""
+    """Why user code failed. Where a request to an endpoint of ours was what failed: ENGINE for a 5xx or no
+    server; CONTEXT, LIMIT and TIMEOUT where the session had no more context, turns, tokens or time."""
     if isinstance(error, Rejected):
         return Failure(reason=error.reason, detail=error.detail)
     ours = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
@@ -159,7 +160,10 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
         if not isinstance(request, httpx.Request) or _origin(request.url) not in ours:
             continue
         failed = isinstance(response, httpx.Response) and response.status_code >= 500
-        if isinstance(each, httpx.TimeoutException):
+        used_up = _used_up(response)
+        if used_up is not None:
+            reason = used_up
+        elif isinstance(each, httpx.TimeoutException):
             reason = FailureReason.TIMEOUT
         elif isinstance(each, httpx.TransportError) or failed:
             reason = FailureReason.ENGINE
@@ -168,6 +172,30 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
     except Exception:  # what an exception says of itself is user code too
         text = f"a {type(error).__name__} that cannot be shown"
     return Failure(reason=reason, detail=text)
+
+
+_USED_UP = {
+    "context_length_exceeded": FailureReason.CONTEXT,
+    "prompt is too long": FailureReason.CONTEXT,
+    "max_turns_exceeded": FailureReason.LIMIT,
+    "max_tokens_exceeded": FailureReason.LIMIT,
+    "the session has made its": FailureReason.LIMIT,
+    "the session has sampled": FailureReason.LIMIT,
+    "session_timeout": FailureReason.TIMEOUT,
+    "the session is expired": FailureReason.TIMEOUT,
+}
+"""What the gateway's refusals hold: a code; in Anthropic's errors, which have none, words of the message."""
+
+
+def _used_up(response: object) -> FailureReason | None:
+    """What of its session a refused request would have needed more of."""
+    if not isinstance(response, httpx.Response) or response.status_code not in (400, 401, 403):
+        return None
+    try:
+        text = response.text
+    except Exception:  # a streamed body that nobody has read
+        return None
+    return next((reason for words, reason in _USED_UP.items() if words in text), None)
 
 
 def _origin(url: httpx.URL) -> tuple[str, int | None]:

@@ -64,6 +64,27 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
         load_eval_tasks(config, seed)
 
 
+def label_notes(config: RolloutConfig) -> list[str]:
+    """What is odd about the labels of the task files. A run may do without them; its author should know."""
+    notes: list[str] = []
+    for field in ("task_file", "eval_task_file"):
+        file: str = getattr(config, field)
+        if not file or (field == "eval_task_file" and not config.eval_tasks):
+            continue
+        rows = _read_rows(field, file)
+        key = config.task_label_key
+        labels = _column(rows, field, file, "task_label_key", key)
+        if labels is None:
+            fields = ", ".join(sorted(rows[0][1]))
+            notes.append(
+                f"no task of {file} has the field {key!r}, so every Task.label is None; "
+                f"--task-label-key names another (the file has: {fields})"
+            )
+        elif all(label in (None, "", [], {}) for label in labels):
+            notes.append(f"the labels of {file} (field {key!r}) are all empty")
+    return notes
+
+
 def _check_sendable(config: RolloutConfig, seed: int) -> None:
     """Environments that we do not start get tasks as JSON. Checks all of a file, the first of a source."""
     from_file = bool(config.task_file)

@@ -154,7 +154,7 @@ async def rollouts(
         }
     )
     actor = ray.remote(BufferActor).remote(
-        BufferConfig(max_staleness=1, over_sampling_groups=4, group_filter="none"),
+        BufferConfig(max_staleness=1, over_sampling_groups=4, group_filter="none", failure_reward=()),
         config,
         tasks_factory=tasks,
         run_store_path=stack.store_path,

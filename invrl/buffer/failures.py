@@ -1,0 +1,107 @@
+"""Failed rollouts as the buffer sees them: those that count with a reward, and those that all fail alike."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from invrl.types import FailureReason, RolloutSummary
+
+_FIRST_TOLD = 4
+"""Identical failures before anybody is told, while no rollout has finished yet."""
+_LATER_TOLD = 64
+"""The same once some have: a few bad tasks in a row are nothing to be told of."""
+_TOLD_LINES = 6
+_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-fA-F]+|ses-[0-9a-f]+|[0-9]+")
+"""What differs between failures that are the same: quoted values, addresses, ids, numbers."""
+
+
+def with_failure_reward(partial: RolloutSummary, failure: FailureReason, reward: float) -> RolloutSummary:
+    """A failed rollout that counts with this reward. Children without a reward of their own inherit it."""
+    inherited = {
+        child: reward if partial.child_reward_from.get(child) == partial.session_id else value
+        for child, value in partial.child_rewards.items()
+    }
+    return replace(partial, reward=reward, reward_components={}, child_rewards=inherited, failure=failure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureReport:
+    """What a person may want to know now."""
+
+    failed: Mapping[str, int]
+    """Rollouts failed since the start of the run, by reason."""
+    finished: int
+    """Rollouts that finished in this life."""
+    alike: int
+    """The last so many rollouts that ended failed, all in the same way."""
+    reason: str = ""
+    detail: str = ""
+    """Of the last failure: as a rule the end of a traceback."""
+
+
+class FailureStreak:
+    """How many of the last rollouts failed in the same way, none having finished in between."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.reason = ""
+        self.detail = ""
+        self.finished_in_all = 0
+        self._kind = ("", "")
+
+    def failed(self, reason: FailureReason, detail: str) -> None:
+        """Two failures are the same if their reason is, and the last line of what is told of them."""
+        kind = (str(reason), _VARYING.sub("#", _last_line(detail)))
+        self.count = self.count + 1 if kind == self._kind else 1
+        self._kind = kind
+        self.reason = str(reason)
+        self.detail = detail
+
+    def finished(self) -> None:
+        self.count = 0
+        self._kind = ("", "")
+        self.finished_in_all += 1
+
+    def report(self, failed: Mapping[str, int]) -> FailureReport:
+        return FailureReport(
+            failed=dict(failed),
+            finished=self.finished_in_all,
+            alike=self.count,
+            reason=self.reason,
+            detail=self.detail,
+        )
+
+
+class FailureTeller:
+    """Chooses when a person is told that rollouts fail alike: early while none has finished, and again each
+    time that they are four times as many."""
+
+    def __init__(self, max_identical: int) -> None:
+        self._max_identical = max_identical
+        self._told = 0
+
+    def text(self, report: FailureReport) -> str:
+        """What to tell now; "" for nothing."""
+        if report.alike < self._told:
+            self._told = 0
+        threshold = max(_LATER_TOLD if report.finished else _FIRST_TOLD, 4 * self._told)
+        if report.alike < threshold:
+            return ""
+        self._told = report.alike
+        which = "last" if report.finished else "first"
+        end = f"the run ends at {self._max_identical}" if self._max_identical else "the run goes on"
+        return (
+            f"warning: the {which} {report.alike} rollouts all failed alike ({report.reason}; {end}, "
+            f"--max-identical-failures):\n{shown_detail(report.detail)}"
+        )
+
+
+def shown_detail(detail: str) -> str:
+    """The end of what is told of a failure, indented."""
+    lines = detail.strip().splitlines()[-_TOLD_LINES:] or ["(nothing is told of it)"]
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""

@@ -1,0 +1,384 @@
+"""What becomes of failed rollouts: counted with a reward, dropped, tried again; and the same failure over and
+over, which is told at once and ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from test_buffer_examples import failure, make, summary, tasks
+from test_gateway_turns import ENV_KEY, Running, model, renderer, running
+
+from invrl.algorithms.advantages import advantage_function
+from invrl.buffer.batching import build_batch
+from invrl.buffer.buffer import Buffer
+from invrl.buffer.buffer_actor import BufferActor
+from invrl.buffer.config import BufferConfig
+from invrl.buffer.failures import FailureReport, FailureTeller, with_failure_reward
+from invrl.buffer.ledger import LedgerEntry
+from invrl.config import resolve
+from invrl.errors import ConfigError, IdenticalFailuresError
+from invrl.flags import parse_flags
+from invrl.gateway.rendering import Renderer
+from invrl.metrics import resolve as resolved
+from invrl.progress import PlainProgress
+from invrl.rollout.config import RolloutConfig
+from invrl.rollout.runner import Failure, Runner
+from invrl.rollout.tasks import label_notes
+from invrl.step_metrics import rollout_metrics
+from invrl.types import FailedRollout, FailureReason, Task
+
+__all__ = ["model", "renderer"]
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+    async with running(tmp_path, model, renderer) as made:
+        yield made
+
+
+def failing(
+    group: str, index: int, attempt: int = 0, *, reason: FailureReason, tokens: int = 5
+) -> FailedRollout:
+    whole = summary(group, index, attempt, reward=0.0, tokens=tokens)
+    return replace(failure(group, index, attempt), reason=reason, partial=whole if tokens else None)
+
+
+def buffer_with(*rules: str, entries: list[LedgerEntry] | None = None) -> Buffer:
+    return Buffer(
+        BufferConfig(failure_reward=rules, group_filter="none"),
+        RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2, rollout_max_attempts=3),
+        tasks=tasks(),
+        group_filter=lambda group: None,
+        emit=(entries if entries is not None else []).append,
+    )
+
+
+# ------------------------------------------------------------------ by reason
+
+
+def test_a_failure_that_counts_is_in_the_batch_with_its_reward_and_its_reason() -> None:
+    entries: list[LedgerEntry] = []
+    buffer = buffer_with("timeout=-0.5", entries=entries)
+    buffer.lease()
+    buffer.record(summary("g0", 0, reward=1.0))
+    buffer.record(failing("g0", 1, reason=FailureReason.TIMEOUT))
+    batch = buffer.take()
+    assert batch is not None
+    rewards = [(one.reward, one.failure) for one in batch.groups[0].rollouts_G]
+    assert rewards == [(1.0, None), (-0.5, FailureReason.TIMEOUT)]
+    assert buffer.failed == {"timeout": 1}
+    values = resolved(buffer.metrics())
+    assert values["failed_share/timeout"] == 0.5
+    assert values["rollouts_counted/timeout"] == 1
+    assert values["finished_reward_mean"] == 0.25
+    assert resolved(rollout_metrics(batch))["failed_share/timeout"] == 0.5
+    told = [one for one in entries if one.failure is FailureReason.TIMEOUT]
+    assert [str(one.state) for one in told] == ["finished"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "tokens", "places", "dropped"),
+    [
+        ("timeout=0", 0, 1, {}),  # no token to train: tried again
+        ("timeout=retry", 5, 1, {}),
+        ("context=0", 5, 1, {}),  # another reason
+        ("timeout=drop", 5, 0, {"incomplete": 1}),
+    ],
+)
+def test_what_does_not_count(rule: str, tokens: int, places: int, dropped: dict[str, int]) -> None:
+    buffer = buffer_with(rule)
+    buffer.lease()
+    buffer.record(summary("g0", 0, reward=1.0))
+    buffer.record(failing("g0", 1, reason=FailureReason.TIMEOUT, tokens=tokens))
+    lease = buffer.lease()
+    assert lease is not None
+    again = [(one.index, one.attempt) for one in lease.members] if lease.group_id == "g0" else []
+    assert again == [(1, 1)] * places
+    assert buffer.dropped == dropped
+
+
+def test_the_default_counts_what_the_policy_brings_about_and_nothing_else() -> None:
+    rules = BufferConfig().failure_rules()
+    assert rules == {FailureReason.TIMEOUT: 0.0, FailureReason.CONTEXT: 0.0, FailureReason.LIMIT: 0.0}
+
+
+def test_children_without_a_reward_of_their_own_inherit_it() -> None:
+    whole = replace(
+        summary("g0", 0, reward=0.0),
+        child_rewards={"a": 0.0, "b": 0.75, "c": 0.75},
+        child_reward_from={"a": "g0.0.0", "b": "b", "c": "b"},
+    )
+    counted = with_failure_reward(whole, FailureReason.TIMEOUT, -1.0)
+    assert counted.child_rewards == {"a": -1.0, "b": 0.75, "c": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--failure-reward", "timeout=0", "context=-0.5"], ("timeout=0", "context=-0.5")),
+        (["--failure-reward", "timeout=0,context=drop", "--seed", "3"], ("timeout=0", "context=drop")),
+        (["--failure-reward=timeout=-1", "exception=retry"], ("timeout=-1", "exception=retry")),
+    ],
+)
+def test_the_flag_takes_several(arguments: list[str], wanted: tuple[str, ...]) -> None:
+    assert resolve(*parse_flags(arguments)).buffer.failure_reward == wanted
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("timeot=0", "with a reason of: exception, timeout"),
+        ("timeout", "is not REASON=REWARD"),
+        ("timeout=nan", "not a number within"),
+        ("timeout=2e9", "not a number within"),
+        ("timeout=never", "drop or retry"),
+        ("timeout=0,timeout=1", "is given twice"),
+    ],
+)
+def test_a_wrong_rule_is_told_before_the_run(entry: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        resolve(*parse_flags(["--failure-reward", entry]))
+
+
+# ------------------------------------------------------------------ through the real gateway
+
+
+async def ended_session(gateway: Running, *, reason: str, turns: int, reward: float | None = None) -> Any:
+    [session] = await gateway.open()
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    for _ in range(turns):
+        reply = await gateway.client(session).chat.completions.create(model="tiny", messages=messages)
+        messages += [reply.choices[0].message, {"role": "user", "content": "go on"}]
+    key = {"authorization": f"Bearer {ENV_KEY}"}
+    if reward is not None:
+        path = f"{gateway.url}/sessions/{session.id}/reward"
+        await gateway.http.post(path, json={"reward": reward}, headers=key)
+    path = f"{gateway.url}/sessions/{session.id}/abort"
+    answer = await gateway.http.post(path, json={"reason": reason, "detail": "it went on"}, headers=key)
+    assert answer.status_code == 200
+    return session
+
+
+async def test_the_tokens_of_a_failed_rollout_train_under_its_reward(
+    gateway: Running, tmp_path: Path
+) -> None:
+    """From the gateway's abort through the store to the rows of a batch."""
+    session = await ended_session(gateway, reason="timeout", turns=2, reward=0.9)
+    silent = await ended_session(gateway, reason="timeout", turns=0)
+    beside = await ended_session(gateway, reason="aborted", turns=1)
+    store = gateway.store
+    outcomes = {outcome.session_id: outcome for _, outcome in store.outbox_after(0)}
+    failed, empty = outcomes[session.id], outcomes[silent.id]
+    assert isinstance(failed, FailedRollout)
+    assert isinstance(empty, FailedRollout)
+    assert empty.partial is None
+    assert failed.partial is not None
+    assert (failed.partial.num_turns, failed.partial.reward) == (2, 0.0)
+    other = outcomes[beside.id]
+    assert isinstance(other, FailedRollout)
+    assert other.partial is not None
+    buffer = buffer_with("timeout=-2")
+    lease = buffer.lease()
+    assert lease is not None
+    buffer.record(replace(failed, group_id=lease.group_id, index=0))
+    buffer.record(replace(other.partial, group_id=lease.group_id, index=1, reward=1.0))
+    taken = buffer.take()
+    assert taken is not None
+    assert store.without_tokens(taken.groups[0].rollouts_G) == set()
+    rollouts = store.taken_rollouts(taken)
+    assert [one.summary.reward for one in rollouts] == [-2.0, 1.0]
+    batch = build_batch(taken, rollouts, advantage_function("dr_grpo"), 1e-6)
+    trained = [int(row.loss_mask_T.sum()) for row in batch.samples]
+    sampled = [sum(len(turn.sampled_ids_T) for turn in store.turns(one.id)) for one in (session, beside)]
+    assert trained == sampled
+    advantages = [
+        set(own[row.loss_mask_T].tolist()) for own, row in zip(batch.advantages, batch.samples, strict=True)
+    ]
+    assert advantages == [{-1.5}, {1.5}]
+
+
+async def asked(client: Any, model: str = "tiny") -> None:
+    await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi " * 3000}])
+
+
+async def test_a_prompt_over_the_context_is_the_reason_context(gateway: Running) -> None:
+    [session] = await gateway.open()
+
+    async def through_openai(task: Task, endpoint: Any) -> float:
+        await asked(gateway.client(session))
+        return 1.0
+
+    async def through_messages(task: Task, endpoint: Any) -> float:
+        body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hi " * 3000}]}
+        headers = {"x-api-key": session.key, "anthropic-version": "2023-06-01"}
+        answer = await gateway.http.post(f"{session.base_url}/messages", json=body, headers=headers)
+        answer.raise_for_status()
+        return 1.0
+
+    class At:
+        base_url = session.base_url
+        api_key = session.key
+
+    for function in (through_openai, through_messages):
+        (outcome,) = await Runner(function, None, timeout_s=600.0).run(Task(id="t", payload={}), [At()])  # type: ignore[arg-type, list-item]
+        assert isinstance(outcome, Failure)
+        assert outcome.reason is FailureReason.CONTEXT, outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "reason"),
+    [
+        (400, "context_length_exceeded", FailureReason.CONTEXT),
+        (403, "max_turns_exceeded", FailureReason.LIMIT),
+        (403, "max_tokens_exceeded", FailureReason.LIMIT),
+        (401, "session_timeout", FailureReason.TIMEOUT),
+        (400, "invalid_request", FailureReason.EXCEPTION),
+        (503, "context_length_exceeded", FailureReason.ENGINE),
+    ],
+)
+@pytest.mark.parametrize("ours", [True, False])
+async def test_refusals_by_what_was_used_up(
+    status: int, code: str, reason: FailureReason, ours: bool
+) -> None:
+    url = "http://gw:8000/s/k/v1"
+    asked_at = f"{url}/chat/completions" if ours else "http://judge:9/v1/chat/completions"
+
+    async def rollout(task: Task, endpoint: Any) -> float:
+        request = httpx.Request("POST", asked_at)
+        response = httpx.Response(status, request=request, json={"error": {"code": code}})
+        raise RuntimeError("wrapped") from openai.APIStatusError("refused", response=response, body=None)
+
+    class At:
+        base_url = url
+        api_key = "k"
+
+    (outcome,) = await Runner(rollout, None, timeout_s=600.0).run(Task(id="t", payload={}), [At()])  # type: ignore[arg-type, list-item]
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is (reason if ours else FailureReason.EXCEPTION)
+
+
+# ------------------------------------------------------------------ the same failure over and over
+
+
+def told(number: int, text: str = "returned str, not a float") -> FailedRollout:
+    one = failure(f"g{number}", 0)
+    return replace(one, reason=FailureReason.BAD_RETURN, detail=text)
+
+
+async def actor_after(path: Path, most: int, record: Callable[[Buffer], None]) -> BufferActor:
+    actor = BufferActor(
+        BufferConfig(max_identical_failures=most, max_staleness=50, group_filter="none"),
+        RolloutConfig(rollout_batch_size=20, n_samples_per_prompt=1, rollout_max_attempts=1),
+        tasks_factory=lambda: (Task(id=f"t{n}", payload={}) for n in itertools.count()),
+        run_store_path=path,
+        poll_interval_s=0.001,
+    )
+    await actor.start()
+    while await actor.lease() is not None:
+        pass
+    record(actor._buffer)
+    return actor
+
+
+async def test_a_run_whose_rollouts_all_fail_alike_ends_with_what_they_say(tmp_path: Path) -> None:
+    def fail(buffer: Buffer) -> None:
+        for number in range(12):
+            buffer.record(
+                told(number, f"Traceback\n  line {number}\nTypeError: at 0x{number:x}: no 'x{number}'")
+            )
+
+    actor = await actor_after(tmp_path / "run.sqlite", 12, fail)
+    with pytest.raises(IdenticalFailuresError) as caught:
+        await asyncio.wait_for(actor.take(600.0), 120)
+    text = str(caught.value)
+    assert "the last 12 rollouts all failed alike (bad_return)" in text
+    assert "    TypeError: at 0xb: no 'x11'" in text
+    assert "--max-identical-failures" in text
+    report = await actor.failures()
+    assert (report.alike, report.failed, report.finished) == (12, {"bad_return": 12}, 0)
+    await actor.close()
+
+
+@pytest.mark.parametrize("between", ["a rollout that finished", "another failure", "no limit"])
+async def test_only_the_same_failure_without_a_success_between_ends_it(tmp_path: Path, between: str) -> None:
+    def fail(buffer: Buffer) -> None:
+        for number in range(24):
+            if number == 12 and between == "a rollout that finished":
+                buffer.record(summary("g12", 0))
+            elif number == 12 and between == "another failure":
+                buffer.record(told(number, "something else"))
+            else:
+                buffer.record(told(number))
+
+    most = 0 if between == "no limit" else 13
+    actor = await actor_after(tmp_path / "run.sqlite", most, fail)
+    waiting = asyncio.create_task(actor.take(600.0))
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    await actor.close()
+
+
+def report(alike: int, finished: int = 0) -> FailureReport:
+    lines = "\n".join(f"line {n}" for n in range(20))
+    return FailureReport(
+        failed={"bad_return": alike}, finished=finished, alike=alike, reason="bad_return", detail=lines
+    )
+
+
+def test_when_a_person_is_told() -> None:
+    teller = FailureTeller(128)
+    heard = [count for count in range(1, 129) if teller.text(report(count))]
+    assert heard == [4, 16, 64]
+    later = FailureTeller(128)
+    assert [count for count in range(1, 129) if later.text(report(count, finished=1))] == [64]
+    assert later.text(report(0, finished=2)) == ""
+    assert later.text(report(64, finished=2)) != "", "a new row of failures is told again"
+    text = FailureTeller(128).text(report(5))
+    assert text.startswith("warning: the first 5 rollouts all failed alike (bad_return; the run ends at 128")
+    assert text.endswith("    line 18\n    line 19")
+    assert "line 13" not in text
+
+
+def test_the_console_s_line_counts_failures_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = PlainProgress(3)
+    progress.failures({"timeout": 2, "bad_return": 5})
+    progress.step(1, {"rollout/reward_mean": 0.5})
+    assert "step 1/3: reward 0.5, failed 7 (bad_return 5 timeout 2)" in capsys.readouterr().out
+
+
+def test_labels_that_are_missing_or_empty_are_told_before_the_run(tmp_path: Path) -> None:
+    def notes(*lines: str, **settings: Any) -> list[str]:
+        file = tmp_path / "tasks.jsonl"
+        file.write_text("\n".join(lines))
+        return label_notes(RolloutConfig(task_file=str(file), **settings))
+
+    assert notes('{"q": "a", "label": "1"}', '{"q": "b", "label": ""}') == []
+    (missing,) = notes('{"q": "a", "answer": 1}', '{"q": "b", "answer": 2}')
+    assert "has the field 'label', so every Task.label is None; --task-label-key" in missing
+    assert "(the file has: answer, q)" in missing
+    (empty,) = notes('{"q": "a", "label": ""}', '{"q": "b", "label": null}', '{"label": []}')
+    assert "(field 'label') are all empty" in empty
+    assert notes('{"label": 0}', '{"label": false}') == []
+
+
+def test_a_restart_s_buffer_still_restores_failures_that_count() -> None:
+    from test_buffer_snapshot import through_bytes
+
+    buffer = buffer_with("timeout=-1")
+    buffer.lease()
+    buffer.record(failing("g0", 1, reason=FailureReason.TIMEOUT))
+    again = make(group=2, batch=1)
+    again.restore(through_bytes(buffer, 0), [])
+    assert again._in_flight["g0"].finished[1].failure is FailureReason.TIMEOUT
+    assert again._in_flight["g0"].finished[1].reward == -1.0
