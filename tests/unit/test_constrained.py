@@ -62,7 +62,9 @@ def say(gateway: Running, renderer: Renderer, text: str) -> None:
 
 
 def grammar_of(gateway: Running) -> set[str]:
-    return gateway.engine.requests[-1]["sampling_params"].keys() & {"ebnf", "json_schema"}
+    """Names of the grammars that the engine was given with the last request."""
+    params = gateway.engine.requests[-1]["sampling_params"]
+    return {name for name in ("ebnf", "json_schema") if params[name] is not None}
 
 
 async def shown(gateway: Running, session_id: str) -> dict[str, Any]:
