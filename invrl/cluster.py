@@ -21,6 +21,7 @@ import ray
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
 from invrl.config import Config
+from invrl.environment_keys import take_environment_key
 from invrl.errors import ServerError
 from invrl.gateway.gateway_server import GatewayServer
 from invrl.gateway.settings import GatewaySettings
@@ -76,6 +77,7 @@ class Serving:
 @asynccontextmanager
 async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serving]:
     """Starts engines, router and gateway without waiting for them; ends them on exit."""
+    env_key = take_environment_key()  # before anything is started, which would inherit it
     async with CleanUp() as stack:
         start_guardian()
         fleet = Fleet(
@@ -92,14 +94,16 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
         stack.callback(started.cancel)
         await asyncio.sleep(0)  # its processes exist now and load while the caller starts others
         with closing(ReservedPort()) as reserved:  # until the gateway listens there
-            settings = _gateway_settings(config, folder, fleet, free_port=reserved.number)
+            settings = _gateway_settings(config, folder, fleet, free_port=reserved.number, env_key=env_key)
             gateway = GatewayServer(settings, folder=folder.path / "private", log=folder.log_path("gateway"))
         stack.callback(gateway.stop)
         yield Serving(fleet=fleet, gateway=gateway, settings=settings, started=started)
 
 
-def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet, *, free_port: int) -> GatewaySettings:
-    """`free_port`: for a gateway that was given none."""
+def _gateway_settings(
+    config: Config, folder: RunFolder, fleet: Fleet, *, free_port: int, env_key: str
+) -> GatewaySettings:
+    """`free_port`: for a gateway that was given none. `env_key`: the user's; "" for one of our own."""
     values = {
         **config.rollout.model_dump(include={"temperature", "max_new_tokens"}),
         **config.gateway.model_dump(),
@@ -110,7 +114,7 @@ def _gateway_settings(config: Config, folder: RunFolder, fleet: Fleet, *, free_p
         "gateway_port": config.gateway.gateway_port or free_port,
         "router_url": fleet.router.url,
         "router_api_key": fleet.router.api_key,
-        "env_key": os.environ.get("INVRL_ENV_KEY") or f"env-{secrets.token_urlsafe(24)}",
+        "env_key": env_key or f"env-{secrets.token_urlsafe(24)}",
         "model_path": str(config.model.folder),
         "model_name": config.model.folder.name,
         "store_path": str(folder.store_path),

@@ -23,6 +23,7 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.policies import group_filter_function
 from invrl.buffer.snapshot import BufferSnapshot
+from invrl.environment_keys import forget_keys
 from invrl.errors import BufferStateError, DeadlineError, IdenticalFailuresError
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
@@ -44,6 +45,7 @@ class BufferActor:
         run_store_path: Path,
         poll_interval_s: float = 0.02,
     ) -> None:
+        forget_keys()  # the task source and the group filter are user code
         self._buffer = Buffer(
             config,
             rollout,

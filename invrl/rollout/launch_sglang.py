@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from invrl import cpu_stand_ins
+from invrl.rollout.masked_logs import mask_keys_in_logs
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -25,6 +26,7 @@ if __name__ == "__main__":
 if __name__ in ("__main__", "__mp_main__"):
     sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it: 1.5 s
 cpu_stand_ins.apply()
+mask_keys_in_logs()
 
 
 def _one_rank(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import psutil
 
 from invrl import plugins
+from invrl.environment_keys import forget_keys
 from invrl.errors import SessionError
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
@@ -64,6 +65,7 @@ class RolloutWorker:
     """`ready` first, in the event loop that `run` is called in."""
 
     def __init__(self, settings: WorkerSettings) -> None:
+        forget_keys()
         self._settings = settings
         self._client = SessionClient(settings.gateway_url)
         self._scale = _Scale(settings.rollout.rollout_worker_memory_gb)

@@ -1,0 +1,99 @@
+"""Keys leave the environment before user code runs, and stay out of logs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from invrl.environment_keys import take_environment_key
+from invrl.rollout import masked_logs
+
+KEYS = {"INVRL_ENV_KEY": "env-of-the-user-0123456789", "RAY_AUTH_TOKEN": "token-of-ray-0123456789"}
+
+
+def told_by(program: str) -> dict:
+    """What a fresh process with both keys says, as JSON."""
+    environment = {**os.environ, **KEYS, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+
+
+def test_a_process_and_what_it_starts_have_no_keys_once_it_forgets_them():
+    told = told_by("""
+        import json, os, subprocess, sys
+        from invrl.environment_keys import forget_keys
+        def shown():
+            ours = open("/proc/self/environ").read()
+            child = subprocess.run(["env"], capture_output=True, text=True).stdout
+            return {"proc": ours, "os": str(dict(os.environ)), "child": child}
+        before = shown()
+        forget_keys()
+        forget_keys()
+        print(json.dumps({"before": before, "after": shown()}))
+    """)
+    for key in KEYS.values():
+        assert all(key in text for text in told["before"].values())
+        assert not any(key in text for text in told["after"].values())
+    for place in ("proc", "os", "child"):
+        assert "PYTHONPATH" in told["after"][place], "nothing else is lost"
+
+
+def test_the_environment_key_is_taken_once_and_ray_s_token_stays():
+    told = told_by("""
+        import json, os
+        from invrl.environment_keys import take_environment_key
+        keys = [take_environment_key(), take_environment_key()]
+        print(json.dumps({"keys": keys, "token": os.environ.get("RAY_AUTH_TOKEN"),
+                          "proc": open("/proc/self/environ").read()}))
+    """)
+    assert told["keys"] == [KEYS["INVRL_ENV_KEY"], ""]
+    assert told["token"] == KEYS["RAY_AUTH_TOKEN"]
+    assert KEYS["INVRL_ENV_KEY"] not in told["proc"]
+
+
+def test_a_key_that_was_set_later_is_forgotten_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("INVRL_ENV_KEY", "set by this process")
+    assert take_environment_key() == "set by this process"
+    assert "INVRL_ENV_KEY" not in os.environ
+
+
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"server_args={ {'port': 1, 'api_key': SECRET, 'admin_api_key': SECRET, 'log_level': 'info'} }",
+        f"ServerArgs(port=1, api_key='{SECRET}', admin_api_key='{SECRET}', log_level='info')",
+        f'{{"api_key": "{SECRET}", "admin_api_key": "{SECRET}", "log_level": "info"}}',
+        f"python -m launch --api-key={SECRET} --admin-api-key={SECRET} log_level",
+    ],
+)
+def test_keys_are_masked_in_each_way_that_arguments_are_told(text: str):
+    masked = masked_logs.without_keys(text)
+    assert SECRET not in masked
+    assert masked.count("(not shown)") == 2
+    assert "log_level" in masked
+
+
+def test_what_is_no_key_stays():
+    for text in ("api_key=None", "{'api_key': None, 'a': 1}", "keys: 3", "a prompt about an api key"):
+        assert masked_logs.without_keys(text) == text
+
+
+def test_every_record_of_the_process_is_masked(caplog: pytest.LogCaptureFixture):
+    before = logging.getLogRecordFactory()
+    try:
+        masked_logs.mask_keys_in_logs()
+        with caplog.at_level("INFO"):
+            logging.getLogger("sglang.anything").info("server_args=%s", {"api_key": SECRET, "a": 1})
+            logging.getLogger("sglang.anything").info("%d requests", 3)
+    finally:
+        logging.setLogRecordFactory(before)
+    assert caplog.messages == ["server_args={'api_key': '(not shown)', 'a': 1}", "3 requests"]
