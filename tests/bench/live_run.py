@@ -99,12 +99,16 @@ class Family:
         return {"peak_pss_mb": round(self._total / _MB), "cpu_s": round(cpu.total(), 1), "roles": roles}
 
 
+_OF_RAY = {"raylet", "gcs"}
+
+
 def role_of(command: Sequence[str]) -> str:
-    """What a process of a run is, by its command line; "ray" is Ray's own, and actors that start yet."""
+    """What a process of a run is, by its command line. "ray" is all of Ray's own, raylet and GCS among them,
+    and actors that have not begun."""
     line = " ".join(command)
     for role, part in ROLES.items():
         if part and part in line:
-            return role
+            return "ray" if role in _OF_RAY else role
     if "sglang::" in line:
         return "engine"
     if "invrl.guardian" in line:

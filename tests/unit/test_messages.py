@@ -43,9 +43,13 @@ def says(gateway: Running, renderer: Renderer, *replies: str) -> None:  # noqa: 
     gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
 
 
-async def post(gateway: Running, session: Session, path: str = "", **body: Any) -> httpx.Response:
+async def post(
+    gateway: Running, session: Session, path: str = "", *, retries: int = 0, **body: Any
+) -> httpx.Response:
+    """`retries`: how often the client says that it has tried before."""
     url = session.base_url.removesuffix("/v1") + "/v1/messages" + path
     headers = {"x-api-key": session.key, "anthropic-version": "2023-06-01"}
+    headers["x-stainless-retry-count"] = str(retries)
     body = {"model": "tiny", **({} if path else {"max_tokens": 200}), **body}
     return await gateway.http.post(url, json=body, headers=headers)
 
@@ -291,8 +295,9 @@ async def test_reasons_to_stop(gateway: Running, renderer: Renderer, monkeypatch
         assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "STOP")
         assert stopped["content"] == [{"type": "text", "text": "one two three "}]
         asked = len(gateway.engine.requests)
-        again = await ask(gateway, session, [ASK], stop_sequences=["X", "STOP"], stream=stream)
-        assert (again, len(gateway.engine.requests)) == (stopped, asked)  # from the recorded turn
+        again = await ask(gateway, session, [ASK], stop_sequences=["X", "STOP"], stream=stream, retries=1)
+        assert again == stopped
+        assert len(gateway.engine.requests) == asked  # told again from the recorded turn
 
 
 async def test_what_a_request_asks_of_the_engine(gateway: Running, renderer: Renderer):  # noqa: F811
