@@ -86,6 +86,8 @@ class AgentEndpoint:
         self.turns.count_ignored(record, request.turn.ignored)
         with conversation.call(), contextlib.ExitStack() as stack:
             stack.callback(record.life.see)
+            await self.turns.prepare(conversation, request.turn)
+            conversation = self.turns.conversation(record)  # it may have been closed meanwhile
             begun = []
             for turn in _choices(request):
                 begun.append(self.turns.begin(conversation, turn))  # if one is refused, those before it end
@@ -149,6 +151,7 @@ class CountEndpoint(AgentEndpoint):
 
     async def _serve(self, client: ClientConnection, record: SessionRecord, raw: bytes) -> None:
         request = self.dialect.parse_count(raw)
+        await self.turns.prepare(self.turns.conversation(record), request)
         tokens = self.turns.count_tokens(self.turns.conversation(record), request)
         await client.answer(200, _JSON, self.dialect.counted(tokens))
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from invrl.errors import ConfigError
 from invrl.gateway.message import Message, Prompt, Tool, ToolCall
-from invrl.gateway.rendering import Renderer, Template
+from invrl.gateway.rendering import LARGE_TEXT, Renderer, Template
 
 SHIPPED_TEMPLATES = {"chatml-tools": Path(__file__).parent / "templates" / "chatml_tools.jinja"}
 """Chat templates that can be given by their names."""
@@ -44,7 +44,10 @@ class _FastTokenizer:
         self._backend = backend
 
     def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        if len(text) < LARGE_TEXT:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        # Of the two only this one lets other threads run meanwhile.
+        return self._backend.encode_batch([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int], *, special: bool) -> str:
         return self._backend.decode(ids, skip_special_tokens=not special)

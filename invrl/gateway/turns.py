@@ -6,13 +6,15 @@ them. Invariant: a turn joins the forest only when its tokens are durable and wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -21,12 +23,12 @@ from numpy.typing import NDArray
 from invrl.errors import SessionError
 from invrl.gateway.config import Constrained
 from invrl.gateway.conversation import Conversation
-from invrl.gateway.forest import Change, ForkReason, Node, advice
+from invrl.gateway.forest import Change, ForkReason, Match, Node, advice
 from invrl.gateway.generation import Engine, Generation, Proposal
 from invrl.gateway.message import MatchLevel, Message, Prompt, Tool, ToolChoice
 from invrl.gateway.parsing import Parsers, ReplyParser
 from invrl.gateway.recovery import replay, restore
-from invrl.gateway.rendering import Renderer
+from invrl.gateway.rendering import LARGE_TEXT, Renderer
 from invrl.gateway.sampling import ClientSampling, resolve, sampling_seed
 from invrl.gateway.sessions import SessionRecord
 from invrl.rollout.sglang_client import GenerateRequest
@@ -108,6 +110,7 @@ class Turns:
     ignored: Counter[str] = field(default_factory=Counter, init=False)
     """Requests by the fields of theirs that nothing reads."""
     _conversations: dict[str, Conversation] = field(default_factory=dict, init=False)
+    _tokenising: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1), init=False)
 
     def open(self, record: SessionRecord) -> None:
         self._conversations[record.session.id] = Conversation(record, self.match_level)
@@ -142,6 +145,35 @@ class Turns:
 
     def close(self, record: SessionRecord) -> None:
         self._conversations.pop(record.session.id, None)
+
+    async def prepare(self, conversation: Conversation, request: TurnRequest) -> None:
+        """Before `begin`: tokenises what is large in a thread, so that no other session waits for it; `begin`
+        then finds the ids. There is one thread, so that large requests keep their order. What is wrong with
+        the request is for `begin` to say."""
+        size = sum(len(message.content) for message in request.messages)
+        if request.text is not None:
+            size += len(request.text)
+        if size < LARGE_TEXT:
+            return
+        with contextlib.suppress(SessionError):
+            if isinstance(request.text, str):
+                _, covered = conversation.forest.match_text(request.text, self.renderer.shown)
+                work = partial(self.renderer.encode, request.text[covered:])
+            elif request.text is None:
+                prompt = self._prompt(conversation, request)
+                match = conversation.forest.match(prompt.messages, prompt.tools)
+                work = partial(self._render, prompt, match)
+            else:
+                return
+            await asyncio.get_running_loop().run_in_executor(self._tokenising, work)
+
+    def _render(self, prompt: Prompt, match: Match) -> None:
+        """What `_place` will want of the renderer. Runs in a thread."""
+        if match.node is not None:
+            recorded = replace(prompt, messages=(*match.node.conversation(), *match.new))
+            if self.renderer.tail(recorded, match.depth, match.node.ids()).fork is None:
+                return
+        self.renderer.first(prompt)
 
     def begin(self, conversation: Conversation, request: TurnRequest) -> tuple[Generation, tuple[str, ...]]:
         """The generation that answers `request`, and the sampling parameters that are overridden for
