@@ -376,12 +376,13 @@ def _from_checkout(name: str) -> ModuleType:
 
 
 def _soak(arguments: Sequence[str]) -> None:
-    """a run whose processes are killed at random, to see that nothing is lost
+    """a run whose processes are killed and stopped at random, to see that nothing is lost
 
     usage: invrl soak --minutes M [--out FILE] [--seed S] [flags of `invrl train`]
-    Kills driver, trainer rank, buffer, worker, gateway, router and engine (-9) while rolling out, training,
-    syncing and writing a checkpoint; checks ledger and turns at the end; writes JSON (default:
-    RUN_FOLDER/soak.json). --seed also draws the faults.
+    Kills (-9), and stops for 90 s, supervisor, driver, trainer rank, buffer, worker, gateway, router, engine
+    and Ray's raylet and GCS, while rolling out, training, syncing and writing a checkpoint; checks ledger
+    and turns at the end; writes JSON (default: RUN_FOLDER/soak.json): what was done, when it was noticed,
+    and what came of it. --seed also draws the faults.
     """
     own, flags = _own_flags(arguments, ("--minutes", "--out"))
 

@@ -26,6 +26,7 @@ from invrl.errors import ServerError
 from invrl.gateway.gateway_server import GatewayServer
 from invrl.gateway.settings import GatewaySettings
 from invrl.guardian import start_guardian
+from invrl.heartbeat import remote_with_beat
 from invrl.interrupts import CleanUp
 from invrl.lease_store import LeaseStore
 from invrl.process import ReservedPort, free_port
@@ -134,8 +135,10 @@ class Cluster:
     rollouts: RolloutHandle
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """`work`'s result, or the failure of the rollout half if that comes first."""
-        return await first_to_fail(self.rollouts.guard(work), self.serving.watch())
+        """`work`'s result, or the failure of whatever else the run is made of if that comes first."""
+        guarded = first_to_fail(self.rollouts.guard(work), self.serving.watch())
+        guarded = first_to_fail(guarded, self.buffer.watch())
+        return await (guarded if self.trainer is None else first_to_fail(guarded, self.trainer.watch()))
 
 
 @asynccontextmanager
@@ -171,6 +174,7 @@ def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None 
         env_key=serving.env_key,
         model=serving.settings.model_name,
         seed=config.run.seed,
+        heartbeat_timeout_s=config.run.heartbeat_timeout_s,
     )
 
 
@@ -254,21 +258,26 @@ def _make_trainer(config: Config) -> TrainHandle:
         megatron=dict(config.megatron),
         seed=config.run.seed,
     )
-    actor: Any = ray.remote(TrainActor).options(num_cpus=0, num_gpus=min(1, count_gpus()))
+    actor: Any = remote_with_beat(TrainActor).options(num_cpus=0, num_gpus=min(1, count_gpus()))
     return TrainHandle(
         [actor.remote(settings(rank=rank)) for rank in range(config.train.data_parallel_size)],
         steps_per_batch=config.algorithm.steps_per_batch,
         start_timeout_s=config.train.train_start_timeout_s,
         step_timeout_s=config.train.train_step_timeout_s,
+        heartbeat_timeout_s=config.run.heartbeat_timeout_s,
     )
 
 
 def _make_buffer(config: Config, folder: RunFolder) -> BufferHandle:
-    made: Any = ray.remote(BufferActor).options(num_cpus=0, max_concurrency=64)
+    made: Any = remote_with_beat(BufferActor).options(num_cpus=0, max_concurrency=64)
     actor = made.remote(
         config.buffer,
         config.rollout,
         tasks_factory=partial(load_tasks, config.rollout, "train", config.run.seed),
         run_store_path=folder.store_path,
     )
-    return BufferHandle(actor=actor, batch_timeout_s=config.buffer.batch_timeout_s)
+    return BufferHandle(
+        actor=actor,
+        batch_timeout_s=config.buffer.batch_timeout_s,
+        heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+    )

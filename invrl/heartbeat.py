@@ -11,11 +11,13 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
 from invrl.errors import ServerError
 
+_GROUP = "beat"
 _LOOKS = 30
 """Per timeout."""
 _ASKS = 6
@@ -34,6 +36,20 @@ class Pulse:
 def pulse() -> Pulse:
     """Of this process."""
     return Pulse(pid=os.getpid(), host=os.uname().nodename)
+
+
+def remote_with_beat(cls: type) -> Any:
+    """The class as that of a Ray actor in which a thread of its own answers `beat`."""
+    import ray  # late: who imports this file need not have prepared Ray's environment yet
+
+    remote: Any = ray.remote
+    return remote(concurrency_groups={_GROUP: 1})(cls)
+
+
+async def beat_of(actor: Any) -> Pulse:
+    """Of an actor of a class from `remote_with_beat`: it answers whatever its other methods do."""
+    reference = actor.beat.options(concurrency_group=_GROUP).remote()
+    return await asyncio.wrap_future(reference.future())
 
 
 class Heartbeat:

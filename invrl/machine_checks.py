@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from invrl import run_checks
+from invrl import ray_memory, run_checks
 from invrl.config import Config
 from invrl.errors import ConfigError
 
@@ -37,6 +37,7 @@ class Machine:
     nvidia: bool
     torch: str
     memory_bytes: int
+    memory_total_bytes: int
     shared_memory_bytes: int
 
 
@@ -55,6 +56,7 @@ def look() -> Machine:
         nvidia=Path("/proc/driver/nvidia/version").exists(),
         torch=_installed("torch") or "(none)",
         memory_bytes=memory,
+        memory_total_bytes=psutil.virtual_memory().total,
         shared_memory_bytes=psutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
     )
 
@@ -119,16 +121,22 @@ def _weight_bytes(config: Config) -> int:
 def _memory(config: Config, machine: Machine) -> str:
     """An engine is 1.5 GB and its weights twice; a rank 1 GB, and for each bfloat16 weight 18 bytes of
     float32 weights, gradients and moments; the arena has two slots; the rest of the run is 2 GB. On a GPU
-    engines and ranks hold theirs elsewhere, and pass through memory once."""
+    engines and ranks hold theirs elsewhere, and pass through memory once. The last part of the
+    machine's memory is not the run's: when it is touched, by whomever, Ray kills ranks and workers."""
     weights = _weight_bytes(config)
     engines, ranks = config.engine.num_engines, config.train.data_parallel_size
     on_cpu = engines * (1.5 * _GB + 2 * weights) + ranks * (_GB + 10 * weights)
     need = 2 * _GB + 2 * weights + (weights * (engines + ranks) if machine.gpus else on_cpu)
-    value = f"{machine.memory_bytes / _GB:.1f} GB free, about {need / _GB:.1f} GB needed"
+    margin = (1 - ray_memory.threshold()) * machine.memory_total_bytes
+    value = (
+        f"{machine.memory_bytes / _GB:.1f} GB free, about {need / _GB:.1f} GB needed beside the "
+        f"{margin / _GB:.1f} GB at which Ray begins to kill"
+    )
+    usable = machine.memory_bytes - margin
     fix = "end other programs, or use a smaller model or fewer --num-engines and --data-parallel-size"
-    if machine.memory_bytes < 0.6 * need:
+    if usable < 0.6 * need:
         raise ConfigError("memory", value, "processes of the run would be killed", fix)
-    if machine.memory_bytes < need:
+    if usable < need:
         raise Doubt("memory", value, "it may not be enough", fix)
     return value
 

@@ -1,9 +1,10 @@
-"""`invrl soak`: a real run in which processes are killed, at random or by plan, until the time is over.
+"""`invrl soak`: a real run in which processes are killed and stopped, at random or by plan, until the time
+is over.
 
-Each fault is kill -9 of one role's process in one phase of the loop. The run must train on: by itself
-(a worker, the gateway), after a restart from its checkpoint, or, when the driver was killed, when its command
-is repeated. At the end the run is brought to its last step and its ledger and turns are checked. Called by
-`cli.py`.
+Each fault strikes one role's process in one phase of the loop: kill -9, or SIGSTOP for 90 s. The run must
+train on: by itself (a worker, the gateway), after a restart from its checkpoint, or, when the supervisor was
+killed, when its command is repeated. At the end the run is brought to its last step and its ledger and turns
+are checked.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,8 @@ ROLES = {
     "gcs": "src/ray/gcs/gcs_server",
 }
 """Role -> what its command line holds, among the supervisor's descendants."""
+KINDS = ("kill", "stop")
+STOPPED_S = 90.0
 PHASES = ("rollout", "train", "sync", "checkpoint")
 _PROGRESS_S = 600.0
 _CATCH_S = 120.0
@@ -53,15 +56,22 @@ _LOOK_S = 0.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What was killed when, and what came of it."""
+    """What was done to whom and when, and what came of it."""
 
     role: str
+    kind: str
     phase: str
     step: int
+    at: str
+    """UTC."""
     outcome: str
-    """recovered (the same life went on), restarted (a new life, same driver), resumed (a new driver)."""
+    """recovered (the same life went on), restarted (a new life), resumed (the command was repeated)."""
+    noticed_s: float | None
+    """From the fault to the first line about it, in the driver's log or on its console; None: no line."""
+    message: str
+    """That line."""
     seconds: float
-    """From the kill to the end of a later step."""
+    """From the fault to the end of a later step; of one that was stopped, a step after it went on."""
 
 
 class Soak:
@@ -70,30 +80,52 @@ class Soak:
     def __init__(self, folder: RunFolder, flags: Sequence[str]) -> None:
         self._folder = folder
         self._flags = list(flags)
+        self._console = folder.path.with_name(folder.path.name + ".soak.log")
         self._supervisor: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
         """The run's command, also to repeat it."""
         command = [sys.executable, "-m", "invrl.cli", "train", *self._flags, *more]
-        log = self._folder.path.with_name(self._folder.path.name + ".soak.log").open("ab")
-        with log:
+        with self._console.open("ab") as log:
             self._supervisor = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
-    def inflict(self, role: str, phase: str) -> Fault:
-        """Kill `role` in `phase` and wait until the run has trained a later step. Raises ServerError if the
-        run ends for good, DeadlineError if it stands still."""
+    def inflict(self, role: str, phase: str, kind: str = "kill") -> Fault:
+        """Kill or stop `role` in `phase` and wait until the run has trained a later step. Raises ServerError
+        if the run ends for good, DeadlineError if it stands still."""
         supervisor = self._running()
-        step = self._catch(role, phase)
-        killed = time.monotonic()
+        step, victim = self._catch(role, phase, kind)
+        began = time.monotonic()
+        at = time.strftime("%H:%M:%S", time.gmtime())
+        logs = _Logs([self._console, self._folder.log_path("driver")])
         lives = len(read_lives(self._folder.store_path))  # the next one takes seconds to begin
-        if role == "supervisor":
+        if role == "supervisor" and kind == "kill":
             supervisor.wait(60)
             self.start()
-        self._wait_beyond(step)
-        seconds = round(time.monotonic() - killed, 1)
+        self._wait_beyond(step, logs)
+        if kind == "stop":
+            while time.monotonic() < began + STOPPED_S:
+                self._running()
+                logs.look()
+                time.sleep(0.1)
+            with contextlib.suppress(psutil.Error):  # it is dead by now, or goes on
+                victim.resume()
+            self._wait_beyond(self._last_step(), logs)
+        seconds = round(time.monotonic() - began, 1)
         same_life = len(read_lives(self._folder.store_path)) == lives
-        outcome = "resumed" if role == "supervisor" else "recovered" if same_life else "restarted"
-        return Fault(role=role, phase=phase, step=step, outcome=outcome, seconds=seconds)
+        resumed = role == "supervisor" and kind == "kill"
+        outcome = "resumed" if resumed else "recovered" if same_life else "restarted"
+        noticed_s = None if logs.found_at is None else round(logs.found_at - began, 1)
+        return Fault(
+            role=role,
+            kind=kind,
+            phase=phase,
+            step=step,
+            at=at,
+            outcome=outcome,
+            noticed_s=noticed_s,
+            message=logs.found,
+            seconds=seconds,
+        )
 
     def finish(self) -> int:
         """Stop the run, then bring it to an end two steps later; how many steps that makes."""
@@ -118,9 +150,9 @@ class Soak:
             raise ServerError(f"the run has ended, see {self._folder.path}")
         return self._supervisor
 
-    def _catch(self, role: str, phase: str) -> int:
-        """Wait for the phase and kill; the step it was in. A process is looked up before the phase begins,
-        because a phase may be shorter than looking."""
+    def _catch(self, role: str, phase: str, kind: str) -> tuple[int, psutil.Process]:
+        """Wait for the phase and strike; the step it was in, and who was struck. A process is looked up
+        before the phase begins, because a phase may be shorter than looking."""
         deadline = time.monotonic() + _CATCH_S + _PROGRESS_S
         last = self._last_step()
         while time.monotonic() < deadline:
@@ -133,9 +165,10 @@ class Soak:
             while pids and time.monotonic() < until:
                 now = self._phase()
                 if now.get("phase") == phase:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(random.choice(pids), signal.SIGKILL)
-                        return int(now["step"])
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        victim = psutil.Process(random.choice(pids))
+                        victim.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                        return int(now["step"]), victim
                 time.sleep(_LOOK_S)
         raise DeadlineError(f"a {role} process in phase {phase}", _CATCH_S + _PROGRESS_S)
 
@@ -163,13 +196,38 @@ class Soak:
             return int(json.loads(self._folder.metrics_path.read_bytes().splitlines()[-1])["step"])
         return 0
 
-    def _wait_beyond(self, step: int) -> None:
+    def _wait_beyond(self, step: int, logs: _Logs) -> None:
         deadline = time.monotonic() + _PROGRESS_S
         while self._last_step() <= step:
             self._running()
             if time.monotonic() > deadline:
                 raise DeadlineError(f"a step after {step}", _PROGRESS_S)
+            logs.look()
             time.sleep(0.1)
+
+
+class _Logs:
+    """What is written into these files from now on: the first line that tells of a fault, and when."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._read = {path: path.stat().st_size if path.exists() else 0 for path in paths}
+        self.found = ""
+        self.found_at: float | None = None
+
+    def look(self) -> None:
+        for path, begin in self._read.items() if self.found_at is None else ():
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(begin)
+                text = file.read().decode(errors="replace")
+            line = next((line for line in text.splitlines() if _TELLING.search(line)), "")
+            if line:
+                self.found, self.found_at = line[:400], time.monotonic()
+                return
+
+
+_TELLING = re.compile(r"fail|dead|died|kill|ended|replac|restart|anew|not answer|out of the fleet|lost", re.I)
 
 
 def check_run(folder: RunFolder, steps: int) -> dict[str, int]:
@@ -203,12 +261,16 @@ def check_run(folder: RunFolder, steps: int) -> dict[str, int]:
     }
 
 
-def random_faults(seed: int) -> Iterator[tuple[str, str]]:
-    """Every role in every phase, in random order, again and again."""
+def random_faults(seed: int) -> Iterator[tuple[str, str, str]]:
+    """Role, phase, kind. Every role killed once and stopped once, each in a phase of its own, in random
+    order, again and again: after four rounds every role has met each kind in every phase."""
     draw = random.Random(seed)
-    every = [(role, phase) for role in ROLES for phase in PHASES]
+    first = {(role, kind): draw.randrange(len(PHASES)) for role in ROLES for kind in KINDS}
+    number = 0
     while True:
-        yield from draw.sample(every, len(every))
+        for role, kind in draw.sample(sorted(first), len(first)):
+            yield role, PHASES[(first[role, kind] + number) % len(PHASES)], kind
+        number += 1
 
 
 def main(own: Mapping[str, str], flags: Sequence[str], ready: Callable[[], tuple[Config, RunFolder]]) -> str:
@@ -233,10 +295,10 @@ def soak(folder: RunFolder, flags: Sequence[str], *, minutes: float, seed: int, 
     started, faults = time.monotonic(), list[Fault]()
     run.start()
     try:
-        for role, phase in random_faults(seed):
+        for role, phase, kind in random_faults(seed):
             if time.monotonic() - started > 60 * minutes:
                 break
-            faults.append(run.inflict(role, phase))
+            faults.append(run.inflict(role, phase, kind))
             print(f"[{time.monotonic() - started:6.0f} s] {faults[-1]}", flush=True)
         checked = check_run(folder, run.finish())
     finally:
@@ -245,7 +307,7 @@ def soak(folder: RunFolder, flags: Sequence[str], *, minutes: float, seed: int, 
         "seed": seed,
         "minutes": round((time.monotonic() - started) / 60, 1),
         "faults": len(faults),
-        "outcomes": Counter(f"{fault.role}: {fault.outcome}" for fault in faults),
+        "outcomes": Counter(f"{fault.role}, {fault.kind}: {fault.outcome}" for fault in faults),
         "run": checked,
         "each": [asdict(fault) for fault in faults],
     }

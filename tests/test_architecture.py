@@ -18,9 +18,9 @@ EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", 
 # Imports run one way, downwards: a module may import its own layer's and lower layers' modules.
 VOCABULARY = {"types", "errors"}
 SEAMS = {
-    "interfaces", "metrics", "section", "process", "plugins", "weight_sync",
-    "private_file", "environment_keys",
-    "guardian", "weight_arena", "weight_buckets", "cpu_stand_ins", "run_store", "lease_store", "model_folder",
+    "interfaces", "metrics", "section", "process", "plugins", "private_file", "environment_keys",
+    "weight_sync", "guardian", "heartbeat", "ray_memory", "weight_arena", "weight_buckets", "cpu_stand_ins",
+    "run_store", "lease_store", "model_folder",
 }  # fmt: skip
 PACKAGES = {"train", "rollout", "gateway", "buffer", "algorithms"}
 LAYERS: list[tuple[str, set[str]]] = [

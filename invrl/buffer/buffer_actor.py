@@ -25,6 +25,7 @@ from invrl.buffer.policies import group_filter_function
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.environment_keys import forget_keys
 from invrl.errors import BufferStateError, DeadlineError, IdenticalFailuresError
+from invrl.heartbeat import Pulse, pulse
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
 from invrl.run_store import RunStore
@@ -83,6 +84,9 @@ class BufferActor:
             self._buffer.restore(before, [outcome for _, outcome in since])
         self._seen = newest
         self._poller = asyncio.create_task(self._poll())
+
+    async def beat(self) -> Pulse:
+        return pulse()
 
     async def snapshot(self, trained: WeightVersion) -> bytes:
         """The buffer as of now, for a checkpoint. What it names (turns, outcomes, its ledger entries) is on

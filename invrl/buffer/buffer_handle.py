@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.errors import DeadlineError, ServerError
+from invrl.heartbeat import Heartbeat, beat_of
+from invrl.ray_memory import killed_for_memory
 from invrl.types import TakenBatch
 
 Given = ParamSpec("Given")
@@ -40,6 +42,7 @@ class BufferHandle:
     actor: Any
     batch_timeout_s: float
     call_timeout_s: float = 60.0
+    heartbeat_timeout_s: float = 30.0
 
     snapshot = _call(BufferActor.snapshot)
     lease = _call(BufferActor.lease)
@@ -54,6 +57,11 @@ class BufferHandle:
         """Wait until the actor lives, has restored the snapshot of a checkpoint, and polls."""
         await self._answer("start", self.actor.start.remote(snapshot), self.batch_timeout_s)
 
+    async def watch(self) -> None:
+        """Once it has started. Returns never; raises ServerError if the actor does not answer."""
+        heart = Heartbeat("the buffer", lambda: beat_of(self.actor), timeout_s=self.heartbeat_timeout_s)
+        await heart.watch()
+
     async def take(self) -> TakenBatch:
         """DeadlineError after batch_timeout_s, raised by the actor (here only if it does not answer)."""
         reply = self.actor.take.remote(self.batch_timeout_s)
@@ -65,5 +73,7 @@ class BufferHandle:
             return await asyncio.wait_for(reply, timeout_s)
         except TimeoutError as error:
             raise DeadlineError(f"the buffer actor to answer {name}()", time.monotonic() - start) from error
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:
+            if killed := killed_for_memory(error, "the buffer"):
+                raise ServerError(killed) from error
             raise ServerError(f"the buffer actor died before it answered {name}(): {error}") from error

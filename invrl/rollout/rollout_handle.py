@@ -37,6 +37,7 @@ class RolloutHandle:
         env_key: str,
         model: str,
         seed: int,
+        heartbeat_timeout_s: float = 30.0,
     ) -> None:
         self._config, self._seed = config, seed
         self._sessions = SessionClient(gateway_url, env_key=env_key)
@@ -44,7 +45,12 @@ class RolloutHandle:
         paths = tuple(sys.path)
         settings = WorkerSettings(gateway_url=gateway_url, model=model, rollout=config, python_path=paths)
         self._pool = WorkerPool(
-            partial(RayWorker, settings, concurrency=config.rollout_concurrency),
+            partial(
+                RayWorker,
+                settings,
+                concurrency=config.rollout_concurrency,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+            ),
             self._sessions,
             size=config.rollout_workers,
             run_timeout_s=config.rollout_timeout_s + DEADLINE_S + _STUCK_MARGIN_S,

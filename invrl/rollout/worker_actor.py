@@ -4,8 +4,9 @@
 Invariant: every session of an assignment has been finished or aborted at the gateway when `run` returns.
 Rollouts of one worker share its process: `os._exit` in one takes the others down too (they fail as
 WORKER_DIED and are replaced; more `rollout_workers` spread the damage), and memory that one holds counts for
-all (over `rollout_worker_memory_gb` they end as MEMORY, and the worker asks to be replaced). Child processes
-that rollouts start live until their worker ends at the latest. Held by `worker_pool.py`."""
+all (over `rollout_worker_memory_gb` they end as MEMORY, and the worker asks to be replaced). Processes that
+rollouts start live until their worker ends at the latest, also those in a session of their own
+(`guardian.py`). Held by `worker_pool.py`."""
 
 import asyncio
 import contextlib
@@ -21,6 +22,8 @@ import psutil
 from invrl import plugins
 from invrl.environment_keys import forget_keys
 from invrl.errors import SessionError
+from invrl.guardian import start_guardian
+from invrl.heartbeat import Pulse, pulse
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Outcome, Runner
@@ -70,8 +73,12 @@ class RolloutWorker:
         self._client = SessionClient(settings.gateway_url)
         self._scale = _Scale(settings.rollout.rollout_worker_memory_gb)
 
+    async def beat(self) -> Pulse:
+        return pulse()
+
     async def ready(self) -> None:
         """Loads the user's functions. Raises PluginError."""
+        start_guardian()
         config, paths = self._settings.rollout, self._settings.python_path
         sys.path.extend(path for path in paths if path not in sys.path)
         function = plugins.load_rollout_function(config.rollout_function_path)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCancelledError
 
 from invrl.errors import DeadlineError, ServerError
+from invrl.heartbeat import Heartbeat, beat_of, remote_with_beat
+from invrl.ray_memory import killed_for_memory
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerReply, WorkerSettings
 from invrl.types import FailureReason, Outcome
@@ -33,30 +35,57 @@ class RayWorker:
     """One worker's process: a Ray actor, for `concurrency` rollouts of training and as many of an evaluation
     beside them. Calls raise WorkerDied, TimeoutError, and what the worker raises."""
 
-    def __init__(self, settings: WorkerSettings, name: str, *, concurrency: int) -> None:
+    def __init__(
+        self, settings: WorkerSettings, name: str, *, concurrency: int, heartbeat_timeout_s: float = 30.0
+    ) -> None:
         self.name = name
+        self._death = ""
+        self._heart = Heartbeat(
+            f"rollout worker {name}", lambda: beat_of(self._actor), timeout_s=heartbeat_timeout_s
+        )
+        self._watch: asyncio.Task[None] | None = None
         self._actor: Any = (
-            ray.remote(RolloutWorker)
+            remote_with_beat(RolloutWorker)
             # Never a queue in Ray: its wait would count against a rollout's deadline.
-            .options(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=2 * concurrency + 8)
+            .options(
+                num_cpus=0,
+                max_restarts=0,
+                max_task_retries=0,
+                max_concurrency=2 * concurrency + 8,
+            )
             .remote(settings)
         )
 
     async def ready(self, deadline_s: float) -> None:
         await self._answer(self._actor.ready.remote(), deadline_s)
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._notice_silence())
+
+    async def _notice_silence(self) -> None:
+        """A worker that counts as dead is killed; its calls then end as WorkerDied."""
+        try:
+            await self._heart.watch()
+        except ServerError as error:
+            self._death = str(error)
+            _log.warning("%s", error)
+            ray.kill(self._actor)
 
     async def run(self, assignment: Assignment, deadline_s: float) -> WorkerReply:
         return await self._answer(self._actor.run.remote(assignment), deadline_s)
 
     def kill(self) -> None:
         """Ends the process; calls in it end as WorkerDied."""
+        if self._watch is not None:
+            self._watch.cancel()
         ray.kill(self._actor)
 
     async def _answer(self, ref: Any, deadline_s: float) -> Any:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(ref.future()), deadline_s)
-        except (RayActorError, TaskCancelledError) as error:  # user code may cancel every task of its loop
-            raise WorkerDied(f"{self.name}: {error}") from None
+        except (RayActorError, TaskCancelledError, OutOfMemoryError) as error:
+            # Cancelled: user code may cancel every task of its loop.
+            killed = killed_for_memory(error, f"rollout worker {self.name}")
+            raise WorkerDied(self._death or killed or f"{self.name}: {error}") from None
         except RayTaskError as error:
             raise error.cause from None
 

@@ -1,11 +1,14 @@
 """A trainer rank as a Ray actor: receives, calls, replies. Made by `cluster.py`, held by `train_handle`."""
 
+import asyncio
 import faulthandler
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.heartbeat import Pulse, pulse
 from invrl.train.config import TrainConfig
 from invrl.train.megatron_args import Scalar
 
@@ -28,21 +31,30 @@ class RankSettings:
 
 
 class TrainActor:
-    """Ray calls one method at a time. The model is built by `start`, so that making the actor is quick
-    and all ranks can be made before they wait for each other."""
+    """All work is done by one thread, a call at a time, so that `beat` can answer meanwhile. The model is
+    built by `start`, so that making the actor is quick and all ranks can be made before they wait for each
+    other."""
 
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
+        self._worker = ThreadPoolExecutor(1, "rank")
         faulthandler.enable(sys.stderr)
 
-    def start(self) -> None:
+    async def beat(self) -> Pulse:
+        return pulse()
+
+    async def start(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._worker, self._build)
+
+    async def call(self, method: str, *arguments: object) -> object:
+        """A method of `TrainRank`."""
+        work = getattr(self._rank, method)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
+
+    def _build(self) -> None:
         gc.disable()  # an eighth of the time that torch and Megatron take to import
         from invrl.train.rank import TrainRank
 
         self._rank = TrainRank(self._settings)
         gc.freeze()
         gc.enable()
-
-    def call(self, method: str, *arguments: object) -> object:
-        """A method of `TrainRank`."""
-        return getattr(self._rank, method)(*arguments)

@@ -6,6 +6,7 @@ meet in collectives, so where one fails or dies the others would wait for it. Ma
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayTaskError
 
 from invrl.errors import DeadlineError, InvrlError, TrainError
+from invrl.heartbeat import Heartbeat, beat_of
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import merge
+from invrl.ray_memory import killed_for_memory
 from invrl.train.packing import shard_batch
 from invrl.types import TrainBatch, WeightVersion
 
@@ -28,15 +31,36 @@ class TrainHandle:
     """`actors`: Ray handles of one `TrainActor` per rank, in rank order."""
 
     def __init__(
-        self, actors: Sequence[Any], *, steps_per_batch: int, start_timeout_s: float, step_timeout_s: float
+        self,
+        actors: Sequence[Any],
+        *,
+        steps_per_batch: int,
+        start_timeout_s: float,
+        step_timeout_s: float,
+        heartbeat_timeout_s: float = 30.0,
     ) -> None:
         self._actors = list(actors)
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._steps_per_batch = steps_per_batch
         self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
 
     async def start(self) -> None:
         """Every rank has joined and holds the model. Raises ConfigError, TrainError, DeadlineError."""
         await self._wait("start", [actor.start.remote() for actor in self._actors], self._start_timeout_s)
+
+    async def watch(self) -> None:
+        """Once all ranks have started. Returns never; raises ServerError that names a rank which does not
+        answer."""
+        hearts = [
+            Heartbeat(f"trainer rank {rank}", partial(beat_of, actor), timeout_s=self._heartbeat_timeout_s)
+            for rank, actor in enumerate(self._actors)
+        ]
+        watches = [asyncio.create_task(heart.watch()) for heart in hearts]
+        try:
+            await asyncio.gather(*watches)
+        finally:
+            for watch in watches:
+                watch.cancel()
 
     async def train(self, batch: TrainBatch) -> StepResult:
         """Metrics merged over ranks, seconds of the slowest. Raises TrainError, DeadlineError."""
@@ -119,6 +143,8 @@ def _may_follow(error: BaseException | None) -> bool:
 
 def _cause(error: BaseException | None, what: str) -> Exception:
     """The rank's own error where it is one of ours, else a TrainError that quotes it."""
+    if killed := killed_for_memory(error, what.partition(" failed in ")[0]):
+        return TrainError(killed)
     if isinstance(error, RayTaskError):
         return error.cause if isinstance(error.cause, InvrlError) else TrainError(f"{what}: {error}")
     return TrainError(f"{what}: {error!r}")

@@ -17,7 +17,8 @@ from tiny_model import make_tiny_model
 from train_reference import random_batch
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.errors import ConfigError, DeadlineError, TrainError
+from invrl.errors import ConfigError, DeadlineError, ServerError, TrainError
+from invrl.heartbeat import remote_with_beat
 from invrl.metrics import resolve
 from invrl.process import free_port, still_running
 from invrl.train.config import TrainConfig
@@ -49,7 +50,7 @@ def processes_of(actors: Sequence[Any]) -> list[psutil.Process]:
 
 def rank_actors(model: Path, count: int = 2) -> list[Any]:
     port = free_port()
-    actor = ray.remote(TrainActor).options(num_cpus=0)
+    actor = remote_with_beat(TrainActor).options(num_cpus=0)
     return [
         actor.remote(
             RankSettings(
@@ -145,3 +146,27 @@ async def test_where_one_rank_fails_none_is_left(
     with pytest.raises(error, match=f"(?s){message}"):
         await handle.start()
     assert still_running(processes, within_s=60) == []
+
+
+async def test_a_rank_that_is_stopped_is_named_while_it_works_and_while_it_waits(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Nobody else would tell: it keeps its sockets, and the other rank waits for it in a collective."""
+    model = make_tiny_model(tmp_path / "model")
+    actors = rank_actors(model)
+    handle = TrainHandle(
+        actors, steps_per_batch=2, start_timeout_s=300.0, step_timeout_s=300.0, heartbeat_timeout_s=3.0
+    )
+    await handle.start()
+    processes = processes_of(actors)
+    watch = asyncio.create_task(handle.watch())
+    await handle.train(random_batch(0))
+    assert not watch.done(), "a rank that works is alive"
+    processes[1].suspend()
+    working = asyncio.create_task(handle.train(random_batch(1)))
+    with pytest.raises(ServerError, match=r"trainer rank 1 \(process \d+ on .*\) has not answered for 3"):
+        await asyncio.wait_for(watch, 120)
+    with pytest.raises(TrainError, match="trainer rank 1"):
+        await working
+    handle.stop()
+    assert not still_running(processes, within_s=60.0)

@@ -31,6 +31,7 @@ HEALTHY = Machine(
     nvidia=False,
     torch="2.13.0+cpu",
     memory_bytes=64 * 10**9,
+    memory_total_bytes=64 * 10**9,
     shared_memory_bytes=8 * 10**9,
 )
 
@@ -187,7 +188,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ("ranks", flag(data_parallel_size="9"), "cpus", FAILED, "8 CPUs", "lower --data-parallel-size to 8"),
     ("one CPU", fact(cpus=1), "cpus", WARNING, "share it", "2 or more"),
     ("no memory", fact(memory_bytes=10**9), "memory", FAILED, "would be killed", "smaller model"),
-    ("little memory", fact(memory_bytes=4 * 10**9), "memory", WARNING, "may not be enough", "end other"),
+    ("little memory", fact(memory_bytes=7 * 10**9), "memory", WARNING, "may not be enough", "end other"),
     ("full disk", endless_weights, "disk", FAILED, "would fill", "--run-root"),
     ("no /dev/shm", fact(shared_memory_bytes=10**6), "shared memory", FAILED, "64 MB", "--shm-size"),
     ("small /dev/shm", fact(shared_memory_bytes=10**8), "shared memory", WARNING, "Ray's", "--shm-size"),

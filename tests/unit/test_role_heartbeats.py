@@ -1,0 +1,257 @@
+"""Silence is death, work is not; a stopped process is found, and so is what it left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.exceptions import OutOfMemoryError, RayActorError
+
+from invrl import heartbeat, ray_memory
+from invrl.errors import ServerError
+from invrl.heartbeat import Heartbeat, Pulse, pulse
+from invrl.process import still_running
+from invrl.ray_memory import killed_for_memory
+from invrl.ray_watch import RayWatch, Watched
+
+HERE = os.uname().nodename
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    made: list[subprocess.Popen[str]] = []
+
+    def start(code: str) -> subprocess.Popen[str]:
+        made.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )
+        )  # fmt: skip
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+class Asked:
+    """Answers `times` times with the pulse of a process, and then never again."""
+
+    def __init__(self, answer: Pulse, times: int) -> None:
+        self.answer, self.times = answer, times
+
+    async def __call__(self) -> Pulse:
+        if self.times == 0:
+            await asyncio.Event().wait()
+        self.times -= 1
+        return self.answer
+
+
+async def test_who_does_not_answer_is_named_and_killed(start: Callable[[str], subprocess.Popen[str]]) -> None:
+    process = start("import sys; print('up', flush=True); sys.stdin.read()")
+    assert line(process) == "up"
+    process.send_signal(signal.SIGSTOP)
+    heart = Heartbeat("trainer rank 1", Asked(Pulse(pid=process.pid, host=HERE), 2), timeout_s=0.5)
+    with pytest.raises(ServerError) as error:
+        await asyncio.wait_for(heart.watch(), 300)
+    words = str(error.value)
+    assert words.startswith(f"trainer rank 1 (process {process.pid} on {HERE}) has not answered for ")
+    assert "run.heartbeat_timeout_s" in words
+    assert process.wait(60) == -signal.SIGKILL
+
+
+async def test_a_process_of_another_host_is_named_and_not_killed() -> None:
+    heart = Heartbeat("the buffer", Asked(Pulse(pid=os.getpid(), host="elsewhere"), 1), timeout_s=0.2)
+    with pytest.raises(ServerError, match=f"process {os.getpid()} on elsewhere"):
+        await asyncio.wait_for(heart.watch(), 300)
+
+
+async def test_silence_before_the_first_answer_counts() -> None:
+    with pytest.raises(ServerError, match="the buffer has not answered"):
+        await asyncio.wait_for(Heartbeat("the buffer", Asked(pulse(), 0), timeout_s=0.2).watch(), 300)
+
+
+async def test_who_is_silent_but_works_is_alive(
+    start: Callable[[str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a library that holds the interpreter's lock. It answers in the end; then it stops for good."""
+    process = start("print('up', flush=True)\nwhile True: pass")
+    assert line(process) == "up"
+    psutil_process = psutil.Process(process.pid)
+    used = sum(psutil_process.cpu_times()[:2])
+    answer = Pulse(pid=process.pid, host=HERE)
+    asked = Asked(answer, 1)
+
+    async def ask() -> Pulse:
+        if asked.times:
+            return await asked()
+        while sum(psutil_process.cpu_times()[:2]) < used + 3.0:  # of CPU: four times the limit at least
+            await asyncio.sleep(0.01)
+        heard.set()
+        process.send_signal(signal.SIGSTOP)
+        return await asked()
+
+    heard = asyncio.Event()
+    # Beside other work a CPU may be shared by many: a hundredth of one counts as work here.
+    monkeypatch.setattr(heartbeat, "_BUSY", 0.01)
+    heart = Heartbeat("the worker", ask, timeout_s=1.0)
+    with pytest.raises(ServerError, match="the worker"):
+        await asyncio.wait_for(heart.watch(), 300)
+    assert heard.is_set(), "it was killed while it worked"
+
+
+async def test_one_that_raises_is_left_to_who_called_it() -> None:
+    calls = 0
+    enough = asyncio.Event()
+
+    async def ask() -> Pulse:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            enough.set()
+        raise RayActorError
+
+    watch = asyncio.create_task(Heartbeat("the worker", ask, timeout_s=0.3).watch())
+    await enough.wait()
+    assert not watch.done()
+    watch.cancel()
+
+
+# ---------------------------------------------------------------------- Ray's own processes
+
+
+def watch(
+    process: subprocess.Popen[str], ask: Callable[[], object], timeout_s: float
+) -> tuple[RayWatch, list]:
+    told: list[str] = []
+    known = threading.Event()
+
+    def end(cause: str) -> None:
+        told.append(cause)
+        known.set()
+
+    watched = Watched(name="Ray's raylet", pid=process.pid, ask=ask)
+    made = RayWatch([watched], heartbeat_timeout_s=timeout_s, end=end)
+    made.start()
+    return made, [told, known]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+def test_the_end_of_a_ray_process_is_told_at_once(
+    start: Callable[[str], subprocess.Popen[str]], kind: signal.Signals
+) -> None:
+    process = start("import sys; sys.stdin.read()")
+    made, (told, known) = watch(process, lambda: None, 10_000)
+    process.send_signal(kind)
+    assert known.wait(120)
+    assert told == [
+        f"Ray's raylet (process {process.pid}) was killed by {kind.name}; a run cannot go on without it"
+    ]
+    made.stop()
+    assert process.wait(60) == -kind, "it is collected by who started it"
+
+
+@pytest.mark.parametrize("how", ["hangs", "refuses"])
+def test_the_silence_of_a_ray_process_is_told(
+    start: Callable[[str], subprocess.Popen[str]], how: str
+) -> None:
+    process = start("import sys; sys.stdin.read()")
+    ever = threading.Event()
+
+    def ask() -> None:
+        if how == "refuses":
+            raise TimeoutError
+        ever.wait()
+
+    _, (told, known) = watch(process, ask, 1.0)
+    assert known.wait(120)
+    assert "has not answered for" in told[0]
+    ever.set()
+
+
+def test_what_was_stopped_on_purpose_is_not_told(start: Callable[[str], subprocess.Popen[str]]) -> None:
+    process = start("import sys; sys.stdin.read()")
+    made, (told, _) = watch(process, lambda: None, 10_000)
+    made.stop()
+    process.kill()
+    process.wait(60)
+    for thread in threading.enumerate():
+        if thread.name == "watch Ray's raylet":
+            thread.join(60)
+    assert told == []
+
+
+# ---------------------------------------------------------------------- what user code leaves behind
+
+WORKER = """
+import os, subprocess, sys
+from invrl.guardian import start_guardian
+start_guardian()
+code = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(10**6)"
+daemon = f"import os; os.fork() and os._exit(0); {code}"
+subprocess.Popen([sys.executable, "-c", daemon], stdin=subprocess.DEVNULL).wait()
+subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL)
+sys.stdin.readline()
+"""
+
+
+def test_what_left_the_session_of_a_worker_ends_with_it(
+    start: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    """A daemon that is nobody's child, and a child in a session of its own; the worker is killed."""
+    worker = start(WORKER)
+    left = [psutil.Process(int(line(worker))) for _ in range(2)]
+    assert all(os.getsid(process.pid) == process.pid for process in left)
+    guardians = [one for one in psutil.Process(worker.pid).children() if "invrl.guardian" in one.cmdline()]
+    assert len(guardians) == 1
+    worker.kill()
+    worker.wait(60)
+    assert not still_running(left, within_s=120)
+    assert not still_running(guardians, within_s=120), "a guardian ends with whom it watched"
+
+
+# ---------------------------------------------------------------------- memory
+
+TOLD = (
+    "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.1) where the "
+    "task was running was 22.50GB / 23.50GB (0.957447), which exceeds the memory usage threshold of 0.95."
+)
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError(TOLD), RayActorError("", TOLD)])
+def test_a_death_by_rays_memory_monitor_is_one_sentence_or_two(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.9")
+    monkeypatch.setattr(ray_memory, "_used_by_this_run", lambda: 3_200_000_000)
+    words = killed_for_memory(error, "trainer rank 0")
+    assert words.startswith(
+        "Ray's memory monitor killed trainer rank 0, because the machine's memory was more"
+    )
+    assert "90%" in words
+    assert "the run's other processes use 3.2 GB" in words
+    assert "RAY_memory_usage_threshold" in words
+    assert "--data-parallel-size" in words
+    assert "\n" not in words
+
+
+@pytest.mark.parametrize("error", [None, RayActorError("", "the worker died"), ValueError("memory")])
+def test_another_death_is_not_memorys(error: Exception | None) -> None:
+    assert killed_for_memory(error, "the buffer") == ""
