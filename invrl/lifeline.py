@@ -49,6 +49,7 @@ def hold() -> None:
     if given:
         _Held.descriptor = int(given)
         os.set_inheritable(_Held.descriptor, False)
+        os.set_blocking(_Held.descriptor, False)  # a stopped supervisor reads nothing: beats are lost then
         tell(NoteKind.BEAT)
         threading.Thread(target=_beat, name="lifeline", daemon=True).start()
 

@@ -28,7 +28,7 @@ import psutil
 from invrl.buffer.ledger_store import check_lineage, read_ledger, read_lives
 from invrl.buffer.open_group import RolloutState
 from invrl.config import Config
-from invrl.errors import BufferStateError, ConfigError, DeadlineError, ServerError
+from invrl.errors import BufferStateError, ConfigError, DeadlineError, InvrlError, ServerError
 from invrl.run_folder import RunFolder
 from invrl.run_store import RunStore
 from invrl.types import RolloutSummary
@@ -70,6 +70,9 @@ class Fault:
     """From the fault to the first line about it, in the driver's log or on its console; None: no line."""
     message: str
     """That line."""
+    stopped_s: float
+    """How long a stopped process stayed so: STOPPED_S, or until a step was trained without it, which counted
+    as dead and had been killed. 0 for a kill."""
     seconds: float
     """From the fault to the end of a later step; of one that was stopped, a step after it went on."""
 
@@ -96,6 +99,7 @@ class Soak:
         step, victim = self._catch(role, phase, kind)
         began = time.monotonic()
         at = time.strftime("%H:%M:%S", time.gmtime())
+        stopped_s = 0.0
         logs = _Logs([self._console, self._folder.log_path("driver")])
         lives = len(read_lives(self._folder.store_path))  # the next one takes seconds to begin
         if role == "supervisor" and kind == "kill":
@@ -103,11 +107,13 @@ class Soak:
             self.start()
         self._wait_beyond(step, logs)
         if kind == "stop":
-            while time.monotonic() < began + STOPPED_S:
+            # One that counts as dead has been killed meanwhile: there is nothing left to wait for.
+            while time.monotonic() < began + STOPPED_S and _is_there(victim):
                 self._running()
                 logs.look()
                 time.sleep(0.1)
-            with contextlib.suppress(psutil.Error):  # it is dead by now, or goes on
+            stopped_s = round(time.monotonic() - began, 1)
+            with contextlib.suppress(psutil.Error):
                 victim.resume()
             self._wait_beyond(self._last_step(), logs)
         seconds = round(time.monotonic() - began, 1)
@@ -124,6 +130,7 @@ class Soak:
             outcome=outcome,
             noticed_s=noticed_s,
             message=logs.found,
+            stopped_s=stopped_s,
             seconds=seconds,
         )
 
@@ -206,6 +213,12 @@ class Soak:
             time.sleep(0.1)
 
 
+def _is_there(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 class _Logs:
     """What is written into these files from now on: the first line that tells of a fault, and when."""
 
@@ -261,6 +274,22 @@ def check_run(folder: RunFolder, steps: int) -> dict[str, int]:
     }
 
 
+def _coverage(faults: Sequence[Fault]) -> dict[str, object]:
+    """Which kinds each role has met, in which phases, and what the time did not reach."""
+    met = {(fault.role, fault.kind) for fault in faults}
+    return {
+        "phases": {
+            role: {
+                kind: sorted({fault.phase for fault in faults if (fault.role, fault.kind) == (role, kind)})
+                for kind in KINDS
+            }
+            for role in ROLES
+        },
+        "every_role_killed_and_stopped": len(met) == len(ROLES) * len(KINDS),
+        "missing": [f"{role}, {kind}" for role in ROLES for kind in KINDS if (role, kind) not in met],
+    }
+
+
 def random_faults(seed: int) -> Iterator[tuple[str, str, str]]:
     """Role, phase, kind. Every role killed once and stopped once, each in a phase of its own, in random
     order, again and again: after four rounds every role has met each kind in every phase."""
@@ -290,26 +319,38 @@ def main(own: Mapping[str, str], flags: Sequence[str], ready: Callable[[], tuple
 
 
 def soak(folder: RunFolder, flags: Sequence[str], *, minutes: float, seed: int, out: Path) -> str:
-    """Faults for `minutes`; writes the result as JSON to `out`. Raises what a broken run raises."""
+    """Faults for `minutes`; writes the result as JSON to `out`, also of a run that broke, with the reason.
+    Raises what a broken run raises."""
     run = Soak(folder, flags)
-    started, faults = time.monotonic(), list[Fault]()
-    run.start()
+    started = time.monotonic()
+    faults: list[Fault] = []
+    checked: dict[str, int] = {}
+    broke = ""
     try:
+        run.start()
         for role, phase, kind in random_faults(seed):
             if time.monotonic() - started > 60 * minutes:
                 break
+            broke = f"{role}, {kind}, {phase}: "
             faults.append(run.inflict(role, phase, kind))
             print(f"[{time.monotonic() - started:6.0f} s] {faults[-1]}", flush=True)
+        broke = "at the end: "
         checked = check_run(folder, run.finish())
+        broke = ""
+    except InvrlError as error:
+        broke += str(error)
+        raise
     finally:
         run.stop()
-    result = {
-        "seed": seed,
-        "minutes": round((time.monotonic() - started) / 60, 1),
-        "faults": len(faults),
-        "outcomes": Counter(f"{fault.role}, {fault.kind}: {fault.outcome}" for fault in faults),
-        "run": checked,
-        "each": [asdict(fault) for fault in faults],
-    }
-    out.write_text(json.dumps(result, indent=2) + "\n")
+        result = {
+            "seed": seed,
+            "minutes": round((time.monotonic() - started) / 60, 1),
+            "faults": len(faults),
+            "outcomes": Counter(f"{fault.role}, {fault.kind}: {fault.outcome}" for fault in faults),
+            "covered": _coverage(faults),
+            "run": checked,
+            "broke": broke,
+            "each": [asdict(fault) for fault in faults],
+        }
+        out.write_text(json.dumps(result, indent=2) + "\n")
     return f"{len(faults)} faults, nothing lost and nothing trained twice: {checked}\n{out}"

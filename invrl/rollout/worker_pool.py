@@ -33,16 +33,15 @@ class WorkerDied(Exception):
 
 class RayWorker:
     """One worker's process: a Ray actor, for `concurrency` rollouts of training and as many of an evaluation
-    beside them. Calls raise WorkerDied, TimeoutError, and what the worker raises."""
+    beside them. `name` is what messages call it. Once ready, it is killed when it has not answered for
+    `heartbeat_timeout_s`. Calls raise WorkerDied, TimeoutError, and what the worker raises."""
 
     def __init__(
         self, settings: WorkerSettings, name: str, *, concurrency: int, heartbeat_timeout_s: float = 30.0
     ) -> None:
         self.name = name
         self._death = ""
-        self._heart = Heartbeat(
-            f"rollout worker {name}", lambda: beat_of(self._actor), timeout_s=heartbeat_timeout_s
-        )
+        self._heart = Heartbeat(name, lambda: beat_of(self._actor), timeout_s=heartbeat_timeout_s)
         self._watch: asyncio.Task[None] | None = None
         self._actor: Any = (
             remote_with_beat(RolloutWorker)
@@ -84,7 +83,7 @@ class RayWorker:
             return await asyncio.wait_for(asyncio.wrap_future(ref.future()), deadline_s)
         except (RayActorError, TaskCancelledError, OutOfMemoryError) as error:
             # Cancelled: user code may cancel every task of its loop.
-            killed = killed_for_memory(error, f"rollout worker {self.name}")
+            killed = killed_for_memory(error, self.name)
             raise WorkerDied(self._death or killed or f"{self.name}: {error}") from None
         except RayTaskError as error:
             raise error.cause from None
