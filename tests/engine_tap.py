@@ -42,7 +42,10 @@ class Generation:
     ids: list[int]
     logprobs: list[float]
     spans: list[tuple[int, int, int]]
-    """(version, start, end) as the last event told."""
+    """(version, start, end) as the last event told; [] where the answer broke off before that."""
+    earlier_labels: list[int]
+    """Of each token: the version that the event before its own was labelled with; of those of the first event
+    its own label."""
     finish: str
     """SGLang's type, "" where the answer broke off before it was whole."""
     matched: int | str | None
@@ -201,16 +204,16 @@ def read_generation(exchange: Exchange) -> Generation:
         events = [json.loads(exchange.answer)]
     ids: list[int] = []
     logprobs: list[float] = []
+    earlier_labels: list[int] = []
     meta: dict = {}
     for event in events:
-        meta = event.get("meta_info") or meta
+        before, meta = meta, event.get("meta_info") or meta
         for logprob, token, *_ in (event.get("meta_info") or {}).get("output_token_logprobs") or ():
             ids.append(token)
             logprobs.append(logprob)
+            earlier_labels.append(int((before or meta)["weight_version"]))
     listed = meta.get("weight_versions") or []
     spans = [(int(span["version"]), span["start"], span["end"]) for span in listed]
-    if not spans and ids:
-        spans = [(int(meta["weight_version"]), 0, len(ids))]
     finish = meta.get("finish_reason") or {}
     return Generation(
         rid=body["rid"],
@@ -220,6 +223,7 @@ def read_generation(exchange: Exchange) -> Generation:
         ids=ids,
         logprobs=logprobs,
         spans=[(version, start, min(end, len(ids))) for version, start, end in spans if start < len(ids)],
+        earlier_labels=earlier_labels,
         finish=finish.get("type", ""),
         matched=finish.get("matched"),
         cached_tokens=meta.get("cached_tokens", 0),

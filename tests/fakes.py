@@ -1,7 +1,9 @@
 """Stand-ins for what is slow to start. Each passes the same contract tests as the real thing.
 
 `FakeEngine` is an HTTP server that speaks SGLang's `/generate` as the gateway uses it: ids in; ids,
-log-probs, version spans and cache counts out, whole or streamed (incrementally, as our engines do).
+log-probs, version spans and cache counts out, whole or streamed (incrementally, as our engines do). As of
+SGLang's, only the event that ends an answer has version spans; those before it are labelled with the version
+that the engine has when it sends them.
 """
 
 from __future__ import annotations
@@ -132,10 +134,11 @@ class FakeEngine:
                     "completion_tokens": count,
                     "cached_tokens": cached,
                     "weight_version": str(self.version),
-                    "weight_versions": [dict(span) for span in spans],
                     "output_token_logprobs": [[fake_logprob(token), token, None] for token in ids],
                 },
             }
+            if count == len(reply):
+                out["meta_info"]["weight_versions"] = spans
             if top := body.get("top_logprobs_num"):
                 out["meta_info"]["output_top_logprobs"] = [
                     [[fake_logprob(token) - rank / 2, (token + rank) % 512, None] for rank in range(top)]

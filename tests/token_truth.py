@@ -4,7 +4,8 @@ Three witnesses that share no code: the store (what the gateway kept), the tap (
 engine), and transformers' own `apply_chat_template` and tokenizer. For each turn:
 
 - `ids`, `logprobs`, `spans`: the store's are the tap's. Of an aborted turn they are a beginning of the tap's:
-  what the gateway had read when it was cancelled.
+  what the gateway had read when it was cancelled. Only an answer's last event tells its spans; where it was
+  not read, each event's tokens have the version that the event before was labelled with.
 - `prompt`: the prompt on the wire is the parent's prompt and reply on the wire, then the turn's own context.
 - `tail`: that context is what transformers renders and tokenises for the messages that are new (for a root:
   for all of them). A template that takes earlier thinking out of the history re-writes what came before: then
@@ -271,6 +272,9 @@ def _judge_turn(
     if not np.array_equal(np.array(turn.logprobs, np.float32), np.array(wire.logprobs[:kept], np.float32)):
         differ("logprobs", (turn.logprobs, wire.logprobs[:kept]))
     spans = [(version, start, min(end, kept)) for version, start, end in wire.spans if start < kept]
+    if aborted and (not spans or turn.spans != spans):
+        # Where the end was not told, or was no longer read.
+        spans = _runs(wire.earlier_labels[:kept])
     if turn.spans != spans:
         differ("spans", (turn.spans, spans))
     path = _path(turn, stored)
@@ -314,6 +318,17 @@ def _judge_tail(
     if turn.context_ids != expected:
         differ("tail", (turn.context_ids, expected))
     return None
+
+
+def _runs(versions: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Stretches of equal versions: (version, start, end)."""
+    runs: list[tuple[int, int, int]] = []
+    for at, version in enumerate(versions):
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1], at + 1)
+        else:
+            runs.append((version, at, at + 1))
+    return runs
 
 
 def _judge_sent(

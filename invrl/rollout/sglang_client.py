@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from invrl.errors import DeadlineError, ServerError, SessionError
 from invrl.rollout.http_connection import HttpConnection, HttpConnections, HttpError
+from invrl.rollout.told_versions import ToldSpan, ToldVersions
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 
 _CONTROL_DEADLINE_S = 60.0
@@ -90,7 +91,8 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
-    """Of the whole output so far: who cancels keeps what was sampled, with its versions."""
+    """Of the whole output so far: who cancels keeps what was sampled. Exact in the last chunk; before it
+    they are what `ToldVersions` makes of the chunks' labels, never newer than the tokens' own versions."""
     cached_tokens: int = 0
     """Of the prompt: those that the engine had in its cache."""
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
@@ -335,12 +337,6 @@ class SglangClient:
             raise DeadlineError(f"{self.name} to answer {path}", deadline_s) from None
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Finish(msgspec.Struct):
     type: FinishReason
     matched: int | str | list[int] | None = None
@@ -357,7 +353,7 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] | None = None
     finish_reason: _Finish | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[ToldSpan] | None = None
 
 
 class _Event(msgspec.Struct):
@@ -390,8 +386,10 @@ class _Reader:
     """Of one generation: of disjoint segments (`--incremental-streaming-output`), or of one whole answer."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self._rid, self._each, self._sampled = request.rid, request.top_logprobs, 0
+        self._rid = request.rid
+        self._each = request.top_logprobs
         self._meta: _Meta | None = None
+        self._versions = ToldVersions()
 
     def add(self, event: _Event) -> GenerateChunk:
         if event.meta_info is None:
@@ -405,9 +403,9 @@ class _Reader:
             top = np.array([(token, -np.inf if told is None else told) for told, token, _ in rows], TOP)
             if len(top) != self._each * len(sampled):
                 raise ServerError("the engine did not tell the likeliest tokens of every place")
-        self._sampled += len(sampled)
+        self._versions.add(self._meta.weight_version, len(sampled), self._meta.weight_versions)
         return GenerateChunk(
-            spans=_spans(self._meta, self._sampled),
+            spans=self._versions.spans,
             ids_T=np.array([token for _, token, _ in sampled], np.int32),
             logprobs_T=np.array([logprob for logprob, _, _ in sampled], np.float32),
             top=top,
@@ -418,30 +416,13 @@ class _Reader:
         if self._meta is None or self._meta.finish_reason is None:
             raise ServerError("the engine ended a generation without a finish reason")
         finish = self._meta.finish_reason
+        if not self._versions.certain and finish.type != "abort":
+            raise ServerError("the engine's weights changed during a generation, and it does not say where")
         matched = finish.matched
         return GenerateEnd(
-            spans=_spans(self._meta, self._sampled),
+            spans=self._versions.spans,
             finish_reason=finish.type,
             matched_stop=matched[-1] if isinstance(matched, list) else matched,
             prompt_tokens=self._meta.prompt_tokens,
             cached_tokens=self._meta.cached_tokens,
         )
-
-
-def _spans(meta: _Meta, sampled: int) -> tuple[VersionSpan, ...]:
-    """The engine's spans, empty ones left out, tiling [0, sampled)."""
-    if sampled == 0:
-        return ()
-    # An engine that saw no update since the request began may leave the spans out.
-    listed = meta.weight_versions or [_Span(version=meta.weight_version, start=0, end=sampled)]
-    spans, at = list[VersionSpan](), 0
-    for span in listed:
-        if (end := min(span.end, sampled)) > span.start:
-            if span.start != at or not span.version.isdecimal():
-                at = -1
-                break
-            spans.append(VersionSpan(version=WeightVersion(int(span.version)), start=at, end=end))
-            at = end
-    if at != sampled:
-        raise ServerError(f"version spans {listed} do not cover {sampled} sampled tokens")
-    return tuple(spans)

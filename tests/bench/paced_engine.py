@@ -138,8 +138,9 @@ class _Generation:
             "cached_tokens": 0,
             "cached_tokens_details": None,
             "output_token_logprobs": [[fixed_logprob(token), token, None] for token in ids],
-            "weight_versions": [{"version": "0", "start": 0, "end": end}],
         }
+        if done is not None:
+            meta["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
         return orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta})
 
 

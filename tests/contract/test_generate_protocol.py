@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from engine_tap import EngineTap
 from fakes import FakeEngine, reply_by_prompt
+from numpy.typing import NDArray
 from scripted_engine import ScriptedEngine, text_by_prompt
 from streamed import collect
 from tokenizers import Tokenizer
@@ -20,10 +21,12 @@ from invrl.errors import ServerError, SessionError
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.sglang_client import (
     EngineLimits,
+    GenerateChunk,
     GenerateRequest,
     SglangClient,
 )
-from invrl.types import Sampling, VersionSpan
+from invrl.rollout.told_versions import ToldSpan, ToldVersions
+from invrl.types import Sampling, VersionSpan, WeightVersion
 
 END = 2
 
@@ -35,14 +38,23 @@ def fleet(request: pytest.FixtureRequest) -> Fleet | str:
 
 
 @pytest.fixture
-async def client(fleet: Fleet | str, tiny_model: Path) -> AsyncIterator[SglangClient]:
+async def engine(fleet: Fleet | str, tiny_model: Path) -> AsyncIterator[FakeEngine | None]:
+    """The stand-in; None where the fleet is real."""
+    if isinstance(fleet, Fleet):
+        yield None
+        return
+    scripted = ScriptedEngine(text_by_prompt, tiny_model)
+    async with FakeEngine(reply_by_prompt(tokens=100)) if fleet == "fake" else scripted as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(fleet: Fleet | str, engine: FakeEngine | None) -> AsyncIterator[SglangClient]:
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(fleet, Fleet):
             url, key, limits = fleet.router.url, fleet.router.api_key, fleet.limits
         else:
-            scripted = ScriptedEngine(text_by_prompt, tiny_model)
-            engine = FakeEngine(reply_by_prompt(tokens=100)) if fleet == "fake" else scripted
-            await stack.enter_async_context(engine)
+            assert engine is not None
             url, key, limits = engine.url, "", EngineLimits(vocab_size=512, context_length=2048)
             if fleet.endswith("tap"):
                 url = (await stack.enter_async_context(EngineTap(url))).url
@@ -89,6 +101,64 @@ async def test_a_stream_is_the_answer_in_pieces(client: SglangClient):
         assert tiles(chunk.spans, seen)
     assert tiles(result.spans, 90)
     assert (seen, result.finish_reason, result.prompt_tokens) == (90, "length", 4)
+
+
+async def rename(fleet: Fleet | str, engine: FakeEngine | None, version: int) -> None:
+    """The engine's weights are called `version` from here on; what runs goes on."""
+    if isinstance(fleet, Fleet):
+        [real] = fleet.engines.values()
+        await real.client.set_weight_version(WeightVersion(version))
+    else:
+        assert engine is not None
+        engine.version = version
+
+
+async def test_only_the_end_of_a_stream_tells_where_the_weights_changed(
+    client: SglangClient, fleet: Fleet | str, engine: FakeEngine | None
+):
+    """Before it each event has the version that the engine has when it is sent, and tokens that break off
+    are recorded with versions that are none too new."""
+    labelled = []
+    told = []
+    add = ToldVersions.add
+
+    def tapped(self: ToldVersions, label: str, sampled: int, spans: Sequence[ToldSpan] | None) -> None:
+        labelled.append((label, sampled))
+        told.append(spans)
+        add(self, label, sampled, spans)
+
+    old = 0
+    if isinstance(fleet, Fleet):
+        [real] = fleet.engines.values()
+        old = int(await real.client.weight_version())
+    elif engine is not None:
+        engine.holds = lambda count: count > 40 and engine.version == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ToldVersions, "add", tapped)
+        stream = client.stream(ask([5, 6, 7, 8], tokens=1500 if engine is None else 90))
+        try:
+            first = await anext(stream)
+            await rename(fleet, engine, old + 1)
+            rest, end = await collect(stream)
+        finally:
+            await rename(fleet, engine, old)
+    assert isinstance(first, GenerateChunk)
+    assert [spans is None for spans in told] == [True] * (len(told) - 1) + [False]
+    exact = versions(end.spans)
+    assert set(exact.tolist()) == {old, old + 1}
+    assert np.all(np.diff(exact) >= 0)
+    labels = np.repeat([int(label) for label, _ in labelled], [sampled for _, sampled in labelled])
+    assert np.all(labels >= exact)
+    for chunk in (first, *rest):
+        recorded = versions(chunk.spans)
+        assert np.all(recorded <= exact[: len(recorded)])
+    recorded = versions(rest[-2].spans)
+    assert set(recorded.tolist()) == {old, old + 1}
+
+
+def versions(spans: tuple[VersionSpan, ...]) -> NDArray[np.int32]:
+    """One per token."""
+    return np.concatenate([np.full(span.end - span.start, span.version, np.int32) for span in spans])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,10 +11,11 @@ from engine_tap import EngineTap, _Reader, read_generation
 REQUEST = {"rid": "turn-1", "input_ids": [5, 6], "sampling_params": {}, "stream": True}
 
 
-def event(ids: list[int], total: int, finish: dict | None) -> bytes:
+def event(ids: list[int], total: int, finish: dict | None, label: str = "3") -> bytes:
     logprobs = [[-token / 100, token, None] for token in ids]
-    meta = {"output_token_logprobs": logprobs, "weight_version": "3", "finish_reason": finish}
-    meta["weight_versions"] = [{"version": "3", "start": 0, "end": total}]
+    meta = {"output_token_logprobs": logprobs, "weight_version": label, "finish_reason": finish}
+    if finish is not None:
+        meta["weight_versions"] = [{"version": "3", "start": 0, "end": total}]
     return b"data: " + json.dumps({"text": "", "meta_info": meta}).encode() + b"\n\n"
 
 
@@ -55,7 +56,15 @@ def test_what_broke_off_is_what_came_whole():
     tap, waiting = read(chunked(parts), 16)
     assert tap.generations == []
     one = read_generation(waiting[0])
-    assert (one.ids, one.spans, one.finish) == ([7, 8], [(3, 0, 2)], "")
+    assert (one.ids, one.spans, one.finish) == ([7, 8], [], "")
+    assert one.earlier_labels == [3, 3]
+
+
+def test_each_token_has_the_label_of_the_event_before():
+    parts = [event([7, 8], 2, None), event([9, 5], 4, None, "4"), event([6], 5, None, "4")]
+    _, waiting = read(chunked(parts), 64)
+    one = read_generation(waiting[0])
+    assert one.earlier_labels == [3, 3, 3, 3, 4]
 
 
 def test_http2_is_not_read():

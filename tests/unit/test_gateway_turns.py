@@ -494,6 +494,27 @@ async def test_versions_of_a_turn_that_spans_an_update(gateway: Running):
     assert (summary.oldest_version, summary.newest_version) == (turn.versions_T.min(), 1)
 
 
+async def test_versions_of_a_stream_that_breaks_off_after_an_update(gateway: Running):
+    """The first event after the update may hold tokens that were on their way: they count as the older
+    version's. Those before it are never given the new version."""
+    gateway.engine.holds = lambda count: count > (6 if gateway.engine.version == 0 else 9)
+    [session] = await gateway.open()
+    create = gateway.client(session).chat.completions.create
+    seen = 0
+    async with await create(model="tiny", messages=[ASK], stream=True, logprobs=True) as answer:
+        async for chunk in answer:
+            shown = chunk.choices[0].logprobs
+            seen += len(shown.content or ()) if shown else 0
+            if seen == 6:
+                gateway.engine.version = 1
+            if seen == 9:
+                break
+    await eventually(lambda: bool(gateway.turns(session)))
+    [turn] = gateway.turns(session)
+    assert turn.finish_reason == "abort"
+    assert turn.versions_T.tolist() == [*[0] * 7, 1, 1]
+
+
 BAD_BODIES = {
     "not json": b"{",
     "not utf-8": b'{"model": "tiny", "messages": [{"role": "user", "content": "\xff"}]}',

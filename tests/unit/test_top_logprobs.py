@@ -17,7 +17,7 @@ from test_gateway_turns import renderer as renderer
 
 from invrl.errors import ServerError
 from invrl.gateway.rendering import Renderer
-from invrl.rollout.sglang_client import _event, _Meta, _spans
+from invrl.rollout.sglang_client import _event
 from invrl.types import Session
 
 TEXT, END, TOP = "Hi ünïcödé 漢 all of us, and then more", 2, 3
@@ -152,8 +152,3 @@ async def test_what_is_refused_and_what_is_not_shown(gateway: Running):
 def test_an_answer_of_the_engine_that_cannot_be_read_is_a_failure_of_the_fleet(answer: bytes):
     with pytest.raises(ServerError, match="cannot be read"):
         _event(answer)
-
-
-def test_a_version_that_is_no_number_is_a_failure_of_the_fleet():
-    with pytest.raises(ServerError, match="version spans"):
-        _spans(_Meta(id="a", prompt_tokens=1, weight_version="default"), 3)

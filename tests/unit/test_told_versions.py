@@ -1,0 +1,84 @@
+"""The versions of sampled tokens, from the labels of an engine's events and from what its last one tells."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from invrl.errors import ServerError
+from invrl.rollout.told_versions import ToldSpan, ToldVersions
+
+
+def listed(versions: ToldVersions) -> list[int]:
+    """One per token."""
+    return [int(span.version) for span in versions.spans for _ in range(span.start, span.end)]
+
+
+def test_tokens_under_a_new_label_may_be_of_the_weights_before():
+    versions = ToldVersions()
+    for label, sampled in (("3", 2), ("3", 1), ("4", 5), ("4", 2), ("6", 1), ("6", 1)):
+        versions.add(label, sampled, None)
+    assert listed(versions) == [3, 3, 3, *[3] * 5, 4, 4, 4, 6]
+    assert not versions.certain
+
+
+def test_one_label_is_the_version_of_all():
+    versions = ToldVersions()
+    for sampled in (1, 0, 7):
+        versions.add("3", sampled, None)
+    assert listed(versions) == [3] * 8
+    assert len(versions.spans) == 1
+    assert versions.certain
+
+
+def test_what_the_last_event_tells_replaces_what_the_labels_said():
+    versions = ToldVersions()
+    versions.add("3", 2, None)
+    versions.add("4", 3, None)
+    told = [ToldSpan("3", 0, 4), ToldSpan("3", 4, 4), ToldSpan("4", 4, 9)]
+    versions.add("4", 2, told)
+    assert listed(versions) == [3, 3, 3, 3, 4, 4, 4]
+    assert versions.certain
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_recorded_version_is_newer_than_the_weights_were(seed: int):
+    """Tokens are sampled one by one while the weights change now and then; they are sent on in events of
+    any size, and what was on its way at a change goes as one. The first event goes before any change: it has
+    no label but its own."""
+    source = random.Random(seed)
+    version = 1
+    truth = [1]
+    sent = 1
+    versions = ToldVersions()
+    versions.add("1", 1, None)
+    for _ in range(200):
+        truth.append(version)
+        if source.random() < 0.05:
+            version += source.randint(1, 2)  # what is not sent yet will have the new label
+        if source.random() < 0.5:
+            versions.add(str(version), len(truth) - sent, None)
+            sent = len(truth)
+            recorded = listed(versions)
+            assert len(recorded) == sent
+            assert all(one <= true for one, true in zip(recorded, truth, strict=False))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [ToldSpan("3", 0, 2)],
+        [ToldSpan("3", 0, 1), ToldSpan("4", 2, 3)],
+        [ToldSpan("3", 1, 3)],
+        [ToldSpan("default", 0, 3)],
+    ],
+)
+def test_spans_that_say_not_all_are_a_failure_of_the_fleet(told: list[ToldSpan]):
+    with pytest.raises(ServerError, match="version"):
+        ToldVersions().add("3", 3, told)
+
+
+def test_a_label_that_is_no_number_is_a_failure_of_the_fleet():
+    with pytest.raises(ServerError, match="'default'"):
+        ToldVersions().add("default", 3, None)
