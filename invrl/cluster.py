@@ -29,7 +29,7 @@ from invrl.guardian import start_guardian
 from invrl.heartbeat import remote_with_beat
 from invrl.interrupts import CleanUp
 from invrl.lease_store import LeaseStore
-from invrl.process import ReservedPort, free_port
+from invrl.process import ReservedPort, random_key
 from invrl.ray_setup import ray_folder, worker_environment
 from invrl.ray_watch import end_this_process, watched_ray
 from invrl.rollout.dispatcher import first_to_fail
@@ -248,8 +248,8 @@ def _make_trainer(config: Config) -> TrainHandle:
     settings = partial(
         RankSettings,
         world_size=config.train.data_parallel_size,
-        master_addr="127.0.0.1",
-        master_port=free_port(),
+        master_addr="127.0.0.1",  # all ranks are on this machine so far
+        store_key=random_key(),
         model_path=str(config.model.folder),
         train=config.train,
         algorithm=config.algorithm,

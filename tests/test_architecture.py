@@ -19,8 +19,8 @@ EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", 
 VOCABULARY = {"types", "errors"}
 SEAMS = {
     "interfaces", "metrics", "section", "process", "plugins", "private_file", "environment_keys",
-    "weight_sync", "guardian", "heartbeat", "ray_memory", "weight_arena", "weight_buckets", "cpu_stand_ins",
-    "run_store", "lease_store", "model_folder",
+    "weight_sync", "guardian", "heartbeat", "group_store", "ray_memory", "weight_arena", "weight_buckets",
+    "cpu_stand_ins", "run_store", "lease_store", "model_folder",
 }  # fmt: skip
 PACKAGES = {"train", "rollout", "gateway", "buffer", "algorithms"}
 LAYERS: list[tuple[str, set[str]]] = [

@@ -35,6 +35,12 @@ def backend() -> str:
     return "nccl" if on_cuda() else "gloo"
 
 
+def groups_connect_late() -> bool:
+    """Whether processes may come to the group's store again after the group is made: NCCL sets up its
+    communicators when they are first used, gloo connects all ranks at once."""
+    return on_cuda()
+
+
 def attention_dtype(dtype: torch.dtype) -> torch.dtype:
     """What attention is computed in under the compute dtype: on CPU the backward pass of torch's flash
     kernel is twice as fast in float32 as in bfloat16."""

@@ -5,14 +5,19 @@ Invariant: every rank makes the same calls in the same order (they meet in colle
 `layout`, `stage` and `export_hugging_face` are one rank's own. `device.prepare()` runs before Megatron
 is imported, so the imports that need it are inside."""
 
+import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property
+from ipaddress import ip_address
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import PrefixStore
 
+from invrl.group_store import join_store, refuse_newcomers, serve_store
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train import device
 from invrl.train.grammar_masks import GrammarMasks
@@ -32,9 +37,10 @@ _CARRIERS = {"arena": ArenaWriter, "bucket": BucketSender}
 class TrainRank:
     """Raises ConfigError, TrainError, or torch's error if the other ranks do not come in time."""
 
-    def __init__(self, settings: RankSettings) -> None:
+    def __init__(self, settings: RankSettings, port: int, listener: socket.socket | None) -> None:
+        """`port`: what rank 0 listens on, `listener`: rank 0's socket there."""
         device.prepare()
-        _join(settings)
+        _join(settings, port, listener)
         from invrl.train.checkpoint import Checkpoint
         from invrl.train.model import build_model
         from invrl.train.optimizer import distribute, make_schedule
@@ -107,20 +113,31 @@ class TrainRank:
         export_hugging_face(self._model, self._config, dtype, self._settings.model_path, path)
 
 
-def _join(settings: RankSettings) -> None:
+def _join(settings: RankSettings, port: int, listener: socket.socket | None) -> None:
     """The process group and Megatron's groups over it; data parallel only, so far."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if device.on_cuda():
         torch.cuda.set_device(0)  # Ray shows each rank its own GPU only
+    timeout = timedelta(seconds=settings.train.train_step_timeout_s)
+    if listener is not None:
+        store = serve_store(listener, world_size=settings.world_size, timeout=timeout)
+    else:
+        store = join_store(settings.master_addr, port, world_size=settings.world_size, timeout=timeout)
+    if ip_address(settings.master_addr).is_loopback:
+        # By default gloo and NCCL listen for their peers where the host name leads.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group(
         device.backend(),
-        init_method=f"tcp://{settings.master_addr}:{settings.master_port}",
+        store=PrefixStore(settings.store_key, store),
         rank=settings.rank,
         world_size=settings.world_size,
-        timeout=timedelta(seconds=settings.train.train_step_timeout_s),
+        timeout=timeout,
     )
     parallel_state.initialize_model_parallel()
+    if listener is not None and not device.groups_connect_late():
+        refuse_newcomers(listener)
     torch.manual_seed(settings.seed)
     model_parallel_cuda_manual_seed(settings.seed)

@@ -3,11 +3,13 @@
 import asyncio
 import faulthandler
 import gc
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.group_store import listen
 from invrl.heartbeat import Pulse, pulse
 from invrl.train.config import TrainConfig
 from invrl.train.megatron_args import Scalar
@@ -15,12 +17,14 @@ from invrl.train.megatron_args import Scalar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
-    """What a rank is started with. `weight_dtype` is what the engines hold."""
+    """What a rank is started with. `weight_dtype` is what the engines hold. `master_addr`: where rank 0
+    listens, an address of its node that every other rank reaches; loopback on one machine. `store_key`: what
+    the names in the ranks' common store begin with, so that nobody else can guess them."""
 
     rank: int
     world_size: int
     master_addr: str
-    master_port: int
+    store_key: str = field(repr=False)
     model_path: str
     train: TrainConfig
     algorithm: AlgorithmConfig
@@ -37,24 +41,31 @@ class TrainActor:
 
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
+        self._listener: socket.socket | None = None
         self._worker = ThreadPoolExecutor(1, "rank")
         faulthandler.enable(sys.stderr)
 
     async def beat(self) -> Pulse:
         return pulse()
 
-    async def start(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._worker, self._build)
+    async def listen(self) -> int:
+        """Of rank 0: the port at which it will serve the ranks' common store; nobody else gets it."""
+        self._listener = listen(self._settings.master_addr)
+        return self._listener.getsockname()[1]
+
+    async def start(self, port: int) -> None:
+        """`port`: what rank 0 listens on."""
+        await asyncio.get_running_loop().run_in_executor(self._worker, self._build, port)
 
     async def call(self, method: str, *arguments: object) -> object:
         """A method of `TrainRank`."""
         work = getattr(self._rank, method)
         return await asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
 
-    def _build(self) -> None:
+    def _build(self, port: int) -> None:
         gc.disable()  # an eighth of the time that torch and Megatron take to import
         from invrl.train.rank import TrainRank
 
-        self._rank = TrainRank(self._settings)
+        self._rank = TrainRank(self._settings, port, self._listener)
         gc.freeze()
         gc.enable()

@@ -46,7 +46,9 @@ class TrainHandle:
 
     async def start(self) -> None:
         """Every rank has joined and holds the model. Raises ConfigError, TrainError, DeadlineError."""
-        await self._wait("start", [actor.start.remote() for actor in self._actors], self._start_timeout_s)
+        [port] = await self._wait("listen", [self._actors[0].listen.remote()], self._start_timeout_s)
+        calls = [actor.start.remote(port) for actor in self._actors]
+        await self._wait("start", calls, self._start_timeout_s)
 
     async def watch(self) -> None:
         """Once all ranks have started. Returns never; raises ServerError that names a rank which does not

@@ -26,8 +26,9 @@ from invrl.algorithms.losses import LossInputs, policy_loss
 from invrl.batch_file import load_batch
 from invrl.config import Config, load_resolved
 from invrl.errors import TrainError
+from invrl.group_store import listen
 from invrl.metrics import resolve
-from invrl.process import free_port
+from invrl.process import random_key
 from invrl.train.config import TrainConfig
 from invrl.train.packing import shard_batch
 from invrl.train.rank import TrainRank
@@ -115,7 +116,9 @@ def measure_trainer(config: Config, batch: TrainBatch, repetitions: int) -> dict
     # One advantage for all: whatever the rewards were, there is a gradient to compare.
     ones = [sample.loss_mask_T.astype(np.float32) for sample in batch.samples]
     batch = replace(batch, advantages=tuple(ones))
-    rank = TrainRank(_settings(config))
+    settings = _settings(config)
+    listener = listen(settings.master_addr)
+    rank = TrainRank(settings, listener.getsockname()[1], listener)
     [shard] = shard_batch(batch, ranks=1, steps=1)
     shared = config.train
     unshared = shared.model_copy(update={"share_prefixes": False})
@@ -149,7 +152,7 @@ def _settings(config: Config) -> RankSettings:
         rank=0,
         world_size=1,
         master_addr="127.0.0.1",
-        master_port=free_port(),
+        store_key=random_key(),
         model_path=config.model.model_path,
         train=config.train,
         algorithm=config.algorithm,

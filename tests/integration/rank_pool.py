@@ -24,7 +24,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import DeadlineError
 from invrl.interfaces import StepResult
 from invrl.metrics import Metric, merge
-from invrl.process import ServerProcess, free_port
+from invrl.process import ServerProcess, random_key
 from invrl.train.config import TrainConfig
 from invrl.train.packing import Shard, shard_batch
 from invrl.train.train_actor import RankSettings
@@ -66,21 +66,26 @@ class RankPool:
         while len(self._processes) < ranks:
             self._processes.append(self._spawn(len(self._processes)))
         train = train or TrainConfig(train_dtype="float32")
-        port = free_port()
-        trainer = Trainer([connection for _, connection in self._processes[:ranks]])
+        connections = [connection for _, connection in self._processes[:ranks]]
+        [port] = Trainer(connections[:1]).each("listen")
+        store_key = random_key()
+        trainer = Trainer(connections)
         trainer.call(
             "build",
             [
-                RankSettings(
-                    rank=rank,
-                    world_size=ranks,
-                    master_addr="127.0.0.1",
-                    master_port=port,
-                    model_path=str(model),
-                    train=train,
-                    algorithm=algorithm or AlgorithmConfig(),
-                    weight_dtype=train.train_dtype,
-                    megatron=megatron or {},
+                (
+                    RankSettings(
+                        rank=rank,
+                        world_size=ranks,
+                        master_addr="127.0.0.1",
+                        store_key=store_key,
+                        model_path=str(model),
+                        train=train,
+                        algorithm=algorithm or AlgorithmConfig(),
+                        weight_dtype=train.train_dtype,
+                        megatron=megatron or {},
+                    ),
+                    port,
                 )
                 for rank in range(ranks)
             ],
@@ -98,6 +103,10 @@ class RankPool:
             )
             listener._listener._socket.settimeout(CALL_S)  # type: ignore[attr-defined]
             return process, listener.accept()
+
+    def pids(self, ranks: int) -> list[int]:
+        """Of the processes of the first so many ranks."""
+        return [process.pid for process, _ in self._processes[:ranks]]
 
     def stop(self) -> None:
         for process, connection in self._processes:
@@ -168,6 +177,7 @@ class RankProcess:
 
         step.apply_gradients = recording
         self._rank: Any = None
+        self._listener: Any = None
 
     def _by_name(self, of: Callable[[Any], Any]) -> Arrays:
         from invrl.train.hf_names.parameter import split
@@ -186,7 +196,13 @@ class RankProcess:
             )
         }
 
-    def build(self, settings: RankSettings) -> None:
+    def listen(self, _: None) -> int:
+        from invrl.group_store import listen
+
+        self._listener = listen("127.0.0.1")
+        return self._listener.getsockname()[1]
+
+    def build(self, given: tuple[RankSettings, int]) -> None:
         import torch
         from megatron.core import parallel_state
 
@@ -197,7 +213,8 @@ class RankProcess:
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
         self._steps.clear()
-        self._rank = TrainRank(settings)
+        settings, port = given
+        self._rank = TrainRank(settings, port, self._listener if settings.rank == 0 else None)
 
     def constants(self, values: dict[str, int]) -> dict[str, int]:
         """Set constants of the packing; gives those that they replace."""

@@ -20,7 +20,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import ConfigError, DeadlineError, ServerError, TrainError
 from invrl.heartbeat import remote_with_beat
 from invrl.metrics import resolve
-from invrl.process import free_port, still_running
+from invrl.process import still_running
 from invrl.train.config import TrainConfig
 from invrl.train.train_actor import RankSettings, TrainActor
 from invrl.train.train_handle import TrainHandle
@@ -49,7 +49,6 @@ def processes_of(actors: Sequence[Any]) -> list[psutil.Process]:
 
 
 def rank_actors(model: Path, count: int = 2) -> list[Any]:
-    port = free_port()
     actor = remote_with_beat(TrainActor).options(num_cpus=0)
     return [
         actor.remote(
@@ -57,7 +56,7 @@ def rank_actors(model: Path, count: int = 2) -> list[Any]:
                 rank=rank,
                 world_size=count,
                 master_addr="127.0.0.1",
-                master_port=port,
+                store_key="k",
                 model_path=str(model),
                 train=TRAIN,
                 algorithm=AlgorithmConfig(steps_per_batch=2),
@@ -107,7 +106,10 @@ def stand_in(behaviour: str) -> Any:
         def call(self, method: str, prompts: object) -> str:
             return "answered"
 
-        def start(self) -> None:
+        def listen(self) -> int:
+            return 1
+
+        def start(self, port: int) -> None:
             if behaviour == "fail":
                 raise TrainError("the loss is nan: no weight was changed")
             if behaviour == "refuse":
