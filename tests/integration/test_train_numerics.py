@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from rank_pool import RankPool
 from safetensors.torch import load_file
-from tiny_model import Family, make_tiny_model
+from tiny_model import PAD_ID, Family, make_tiny_model
 from train_reference import Reference, random_batch, relative, worst
 from transformers import AutoModelForCausalLM
 
@@ -76,6 +77,66 @@ def test_old_from_the_engine(pool: RankPool, tmp_path: Path) -> None:
     expected = Reference(model).gradients(batch, algorithm, old=engine, reference=None)
     gap, name = worst(trainer.steps()[0].gradients, expected)
     assert gap < BOUND, name
+
+
+def test_old_is_the_trainer_s_own_unless_told_otherwise(pool: RankPool, tmp_path: Path) -> None:
+    """In the one step of the default settings old is the current policy: every ratio is 1, nothing is
+    clipped, and the distance to the engine's log-probs is in the correction."""
+    model = make_tiny_model(tmp_path / "model")
+    trainer = pool.build(model, train=EXACT)
+    batch = random_batch(2)
+    metrics = resolve(trainer.train(batch))
+    assert metrics["ratio_mean"] == 1.0
+    assert metrics["ratio_max"] == 1.0
+    assert metrics["clip_fraction"] == 0.0
+    assert metrics["approx_kl"] == 0.0
+    assert metrics["correction_capped_fraction"] > 0.02
+    expected = Reference(model).gradients(batch, AlgorithmConfig(), old=None, reference=None)
+    gap, name = worst(trainer.steps()[0].gradients, expected)
+    assert gap < BOUND, name
+
+
+def test_llama_3_s_rotary_frequencies(pool: RankPool, tmp_path: Path) -> None:
+    """They differ from plain ones in slow angles, so at far positions."""
+    model = make_tiny_model(tmp_path / "model", family="llama", head_dim=32)
+    ids = np.random.default_rng(0).integers(10, 500, 1500).tolist()
+
+    def expected() -> torch.Tensor:
+        hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        with torch.no_grad():
+            logprobs = hf(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    plain = expected()
+    config = json.loads((model / "config.json").read_text())
+    config["rope_scaling"] = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    scaled = expected()
+    assert relative(plain, scaled) > 100 * BOUND
+    (measured,) = pool.build(model, train=EXACT).logprobs([ids])
+    assert relative(measured, scaled) < BOUND
+
+
+def test_the_padding_s_row_has_a_gradient(pool: RankPool, tmp_path: Path) -> None:
+    """An id is an id: a model that samples its padding token, or reads it, learns from it."""
+    model = make_tiny_model(tmp_path / "model", tie_embeddings=False)
+    trainer = pool.build(model, train=EXACT)
+    batch = random_batch(3)
+    for sample in batch.samples:
+        sample.tokens_T[1] = PAD_ID
+        sample.tokens_T[np.flatnonzero(sample.loss_mask_T)[:1]] = PAD_ID
+    trainer.train(batch)
+    (step,) = trainer.steps()
+    expected = Reference(model).gradients(batch, AlgorithmConfig(), old=None, reference=None)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert np.abs(step.gradients[name][PAD_ID]).max() > 1e-4
+        assert relative(step.gradients[name][PAD_ID], expected[name][PAD_ID]) < BOUND
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

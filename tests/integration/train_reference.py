@@ -29,6 +29,9 @@ class Reference:
         for module in self.model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = _norm(module)  # transformers computes it in float32
+        self.model.get_input_embeddings().padding_idx = (
+            None  # it would take the padding's row out of the gradient
+        )
         own = dict(self.model.named_parameters())
         for name, weight in (weights or {}).items():
             own[name].data = torch.from_numpy(weight).double()

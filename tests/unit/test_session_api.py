@@ -21,12 +21,15 @@ from test_bad_requests import CHUNKED, Upload
 from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually, model, renderer, running
 
 from invrl.buffer.batching import samples_from_rollout
+from invrl.config import resolve
+from invrl.flags import parse_flags
 from invrl.gateway import lifecycle
 from invrl.gateway.conversation import Conversation
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.session_bodies import Opened, Rewarded, SessionView
 from invrl.gateway.turns import Turns
 from invrl.lease_store import LeaseStore
+from invrl.train.packing import pack, rows_of
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
 
 __all__ = ["model", "renderer"]
@@ -647,3 +650,23 @@ async def test_fuzzed_bodies_never_fail_inside(gateway: Running):
 
     await asyncio.to_thread(fuzz)
     assert 400 in seen
+
+
+async def test_the_run_s_temperature_is_the_one_that_tokens_are_trained_under(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> None:
+    """From the setting to the engine, the record, the row and the division of the logits."""
+    config = resolve(*parse_flags(["--temperature", "0.7"]))
+    fields = config.rollout.model_dump(include={"temperature"})
+    async with running(tmp_path, model, renderer, **fields) as gateway:
+        [session] = await gateway.open()
+        reply = (await chat(gateway, session)).choices[0].message
+        await chat(gateway, session, ASK, reply.model_dump(exclude_none=True), MORE)
+        asked = [request["sampling_params"]["temperature"] for request in gateway.engine.requests]
+        assert asked == [pytest.approx(0.7)] * 2
+        await gateway.finish(session, reward=1.0)
+        rows = samples_from_rollout(gateway.store.rollout(session.id))
+        assert [row.temperature for row in rows] == [pytest.approx(0.7)]
+        (micro_batch,) = pack(rows_of(rows), max_tokens=4096, max_projections=4096, share_prefixes=True)
+        assert len(micro_batch.targets_N) == int(rows[0].loss_mask_T.sum()) > 0
+        assert micro_batch.temperature_U.tolist() == [pytest.approx(0.7)] * len(micro_batch.project_U)
