@@ -43,6 +43,12 @@ class _Failed(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the process's exit code."""
+    code = _run(arguments)
+    lifeline.tell(NoteKind.ENDING, str(code))
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         helps = {name: inspect.getdoc(command) or "" for name, command in COMMANDS.items()}

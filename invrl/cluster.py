@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from invrl import lifeline
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
 from invrl.config import Config
@@ -210,13 +211,14 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
             {} if elsewhere else {"address": "local", "_temp_dir": stack.enter_context(ray_folder(logs))}
         )
         try:
-            ray.init(
-                **own,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                runtime_env=runtime_env,
-            )
+            with lifeline.blocked("the start of Ray"):
+                ray.init(
+                    **own,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                    runtime_env=runtime_env,
+                )
         except Exception as error:
             ray.shutdown()  # half of it may have started
             where = f"the one at RAY_ADDRESS={os.environ['RAY_ADDRESS']}" if elsewhere else "one of our own"

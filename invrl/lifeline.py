@@ -8,6 +8,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from enum import StrEnum
 
 import msgspec
@@ -26,6 +27,13 @@ class NoteKind(StrEnum):
     """Another life would fail in the same way."""
     FOLDER = "folder"
     """A temporary folder that goes when the life is over."""
+    BLOCKED = "blocked"
+    """The driver is in a call that hears no signal; `text` says in which. An interrupt may kill it there."""
+    FREE = "free"
+    """That call has returned."""
+    ENDING = "ending"
+    """All work is done and told. `text` is the exit code that the driver ends with; its interpreter's own end
+    may take long, and has no beats."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +73,16 @@ def tell(kind: NoteKind, text: str = "") -> None:
         line = msgspec.json.encode(Note(kind=kind, text=text)) + b"\n"
         with contextlib.suppress(OSError):  # the supervisor is gone; the kernel ends this process too
             os.write(_Held.descriptor, line)
+
+
+@contextlib.contextmanager
+def blocked(what: str) -> Iterator[None]:
+    """Around a call that hears no signal, and during which killing this process loses nothing."""
+    tell(NoteKind.BLOCKED, what)
+    try:
+        yield
+    finally:
+        tell(NoteKind.FREE)
 
 
 def _beat() -> None:

@@ -37,6 +37,8 @@ _FIRST_BEAT_S = 120.0
 _GRACE_S = 3.0
 """For what is left below when a driver has ended: most of it ends by itself."""
 _KILL_WITHIN_S = 30.0
+BLOCKED_GRACE_S = 2.0
+"""From an interrupt on, for a driver in a call that hears no signal (`NoteKind.BLOCKED`)."""
 _SHOW_CURSOR = "\x1b[?25h"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 FAILURE_EXIT, USAGE_EXIT, INTERRUPT_EXIT = 1, 2, 130
@@ -52,6 +54,8 @@ class LifeEnd:
     notes: tuple[Note, ...]
     hung_s: float = 0.0
     """The supervisor ended it, because it had not been heard of for so long."""
+    blocked_in: str = ""
+    """The supervisor ended it, because this call would not have let an interrupt through."""
 
     def said(self, kind: NoteKind) -> bool:
         return any(note.kind is kind for note in self.notes)
@@ -101,6 +105,10 @@ class Supervisor:
                 after = self._newest_step()
                 if end.code in (0, USAGE_EXIT, INTERRUPT_EXIT):
                     return end.code
+                if end.blocked_in:
+                    what = f"interrupted during {end.blocked_in}, which hears no signal"
+                    _say(f"{what}: the driver was killed")
+                    return INTERRUPT_EXIT
                 if self._interrupted and -end.code in _PASSED_ON:  # before the driver had its handlers
                     return INTERRUPT_EXIT
                 if cause := end.cause():
@@ -153,6 +161,8 @@ class Supervisor:
         notes: list[Note] = []
         heard = False
         silent_s = hung_s = 0.0
+        call = blocked_in = ""
+        blocked_s = 0.0
         last = time.monotonic()
         while driver.returncode is None:
             info = signal.sigtimedwait(_WATCHED, _LOOK_EVERY_S)
@@ -164,20 +174,39 @@ class Supervisor:
                     driver.send_signal(info.si_signo)
             now = time.monotonic()
             # A long gap means that this process was stopped (Ctrl-Z), and the driver perhaps with it.
-            silent_s += min(now - last, 2 * _LOOK_EVERY_S)
+            passed_s = min(now - last, 2 * _LOOK_EVERY_S)
             last = now
+            silent_s += passed_s
             for note in listener.notes():
                 heard = True
                 silent_s = 0.0
-                if note.kind is not NoteKind.BEAT:
+                if note.kind is NoteKind.BLOCKED:
+                    call = note.text
+                elif note.kind is NoteKind.FREE:
+                    call = ""
+                elif note.kind is not NoteKind.BEAT:
                     notes.append(note)
+            blocked_s = blocked_s + passed_s if self._interrupted and call else 0.0
+            if blocked_s > BLOCKED_GRACE_S and not blocked_in:
+                blocked_in = call
+                driver.kill()
             allowed_s = self._heartbeat_s if heard else max(_FIRST_BEAT_S, self._heartbeat_s)
             if silent_s > allowed_s and not hung_s:
                 hung_s = silent_s
                 driver.kill()
             _reap(driver)
         notes += [note for note in listener.notes() if note.kind is not NoteKind.BEAT]
-        return LifeEnd(code=driver.returncode, notes=tuple(notes), hung_s=hung_s)
+        code = driver.returncode
+        codes = [int(note.text) for note in notes if note.kind is NoteKind.ENDING]
+        if hung_s and codes:  # only its interpreter was still there
+            code = codes[-1]
+            hung_s = 0.0
+        return LifeEnd(
+            code=code,
+            notes=tuple(notes),
+            hung_s=hung_s,
+            blocked_in=blocked_in,
+        )
 
     def _end_descendants(self) -> None:
         """Waits for those that end by themselves, then kills; a killed one's children become ours."""

@@ -49,7 +49,7 @@ ROLES = {
 KINDS = ("kill", "stop")
 STOPPED_S = 90.0
 PHASES = ("rollout", "train", "sync", "checkpoint")
-_PROGRESS_S = 600.0
+_PROGRESS_S = 1200.0
 _CATCH_S = 120.0
 _LOOK_S = 0.002
 
@@ -240,7 +240,10 @@ class _Logs:
                 return
 
 
-_TELLING = re.compile(r"fail|dead|died|kill|ended|replac|restart|anew|not answer|out of the fleet|lost", re.I)
+_TELLING = re.compile(
+    r"^invrl: the run failed|^\S+ \S+ [WE] .*(fail|dead|died|kill|ended|replac|again|not answer|leaves)"
+)
+"""The supervisor's lines on the console, and warnings and errors in the driver's log."""
 
 
 def check_run(folder: RunFolder, steps: int) -> dict[str, int]:

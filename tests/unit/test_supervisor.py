@@ -16,6 +16,7 @@ from test_run_folder import config
 
 from invrl.process import still_running
 from invrl.run_folder import make_run_folder
+from invrl.supervisor import BLOCKED_GRACE_S
 
 ROOT = Path(__file__).parents[2]
 SUPERVISOR = """
@@ -156,6 +157,17 @@ say("done")"""
     assert "the driver has not answered for 2 s (run.heartbeat_timeout_s), so it counts as dead" in err
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_driver_that_is_silent_at_its_very_end_has_ended_as_it_told(start: Start, code: int) -> None:
+    """The interpreter's end waits for what it has loaded, and its threads do not beat meanwhile."""
+    body = f"""
+say(number)
+lifeline.tell(NoteKind.REPORTED)
+lifeline.tell(NoteKind.ENDING, "{code}")
+os.kill(os.getpid(), signal.SIGSTOP)"""
+    assert end(start(body)) == (code, "1\n", "")
+
+
 def test_a_driver_whose_loop_is_blocked_is_alive(start: Start) -> None:
     assert end(start("time.sleep(5); say('done')")) == (0, "done\n", "")
 
@@ -217,6 +229,46 @@ def test_an_interrupted_life_that_then_fails_is_the_last(start: Start) -> None:
     code, out, err = end(process)
     assert (code, out) == (1, "clean\n")
     assert "going on" not in err
+
+
+BLOCKED = """
+for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(kind, lambda *_: say("heard"))
+with lifeline.blocked("the start of Ray"):
+    say("up")
+    while number == 1:
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_does_not_wait_for_a_call_that_hears_no_signal(
+    start: Start, kind: signal.Signals
+) -> None:
+    process = start(LEAVES + BLOCKED, restarts=3)
+    [pid, up] = sorted(says(process) for _ in range(2))  # a daemon speaks when it gets to it
+    assert up == "up"
+    process.send_signal(kind)
+    code, out, err = end(process)
+    assert (code, out) == (130, "heard\n")
+    assert err == "invrl: interrupted during the start of Ray, which hears no signal: the driver was killed\n"
+    assert not left(pid)
+
+
+def test_after_that_call_an_interrupt_is_the_drivers_own(start: Start) -> None:
+    body = "with lifeline.blocked('the start of Ray'): pass\n" + INTERRUPTED.replace(
+        'say("clean")', 'say("cleans up"); wait(); say("clean")'
+    )
+    process = start(body, restarts=3)
+    assert says(process) == "up"
+    process.send_signal(signal.SIGINT)
+    assert says(process) == "cleans up"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2 * BLOCKED_GRACE_S)
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert end(process) == (130, "clean\n", "")
 
 
 def test_a_second_run_of_the_folder_is_refused_while_it_lives(start: Start, tmp_path: Path) -> None:

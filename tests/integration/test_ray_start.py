@@ -1,0 +1,54 @@
+"""A run's own Ray is a local one, whatever address an earlier program has left on the machine."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_run_folder import config
+
+from invrl.run_folder import make_run_folder
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from pathlib import Path
+from invrl.ray_setup import prepare_ray
+
+prepare_ray()
+import ray
+from invrl.cluster import start_ray
+from invrl.config import load_resolved
+from invrl.run_folder import RunFolder
+
+folder = RunFolder(path=Path(sys.argv[1]))
+with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
+    print(ray.get_runtime_context().gcs_address, flush=True)
+"""
+
+
+@pytest.mark.timeout(1200)
+def test_the_address_of_a_dead_cluster_is_not_asked(tmp_path: Path) -> None:
+    """Whoever listens at the address that Ray's file names hears nothing; `ray.init()` alone would call."""
+    folder = make_run_folder(config(tmp_path, "run"))
+    (tmp_path / "ray").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_TMPDIR": str(tmp_path)}
+    with socket.create_server(("127.0.0.1", 0)) as stale:
+        address = f"127.0.0.1:{stale.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(folder.path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        called, _, _ = select.select([stale], [], [], 0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() not in ("", address)
+    assert not called
