@@ -28,7 +28,8 @@ from invrl.supervisor import Supervisor
 
 folder = RunFolder(path=Path(sys.argv[1]))
 config = load_resolved(folder.config_path)
-run = config.run.model_copy(update={"max_restarts": int(sys.argv[2]), "heartbeat_timeout_s": 2.0})
+changes = {"max_restarts": int(sys.argv[2]), "heartbeat_timeout_s": float(sys.argv[4])}
+run = config.run.model_copy(update=changes)
 driver = [sys.executable, "-c", sys.argv[3], str(folder.path)]
 with folder.held("train"):
     sys.exit(Supervisor(config.model_copy(update={"run": run}), folder, driver).run())
@@ -53,6 +54,8 @@ def wait():
     sys.stdin.readline()
 
 """
+SILENT_S = 10.0
+"""Where silence is meant to be noticed: longer than a starved machine leaves a driver without a turn."""
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -60,11 +63,12 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(tmp_path: Path) -> Iterator[Start]:
     made: list[subprocess.Popen[str]] = []
 
-    def start(body: str, *, restarts: int = 0) -> subprocess.Popen[str]:
+    def start(body: str, *, restarts: int = 0, heartbeat_s: float = 10_000.0) -> subprocess.Popen[str]:
         folder = make_run_folder(config(tmp_path, "run"))
+        given = [str(folder.path), str(restarts), DRIVER + body, str(heartbeat_s)]
         made.append(
             subprocess.Popen(
-                [sys.executable, "-c", SUPERVISOR, str(folder.path), str(restarts), DRIVER + body],
+                [sys.executable, "-c", SUPERVISOR, *given],
                 env=os.environ | {"PYTHONPATH": str(ROOT)}, process_group=0, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
@@ -78,7 +82,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=1200)
     return process.returncode, out, err
 
 
@@ -152,9 +156,9 @@ def test_a_stopped_driver_counts_as_dead_after_the_heartbeat(start: Start) -> No
 if number == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 say("done")"""
-    code, out, err = end(start(body, restarts=1))
+    code, out, err = end(start(body, restarts=1, heartbeat_s=SILENT_S))
     assert (code, out) == (0, "done\n")
-    assert "the driver has not answered for 2 s (run.heartbeat_timeout_s), so it counts as dead" in err
+    assert "the driver has not answered for 10 s (run.heartbeat_timeout_s), so it counts as dead" in err
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -165,11 +169,11 @@ say(number)
 lifeline.tell(NoteKind.REPORTED)
 lifeline.tell(NoteKind.ENDING, "{code}")
 os.kill(os.getpid(), signal.SIGSTOP)"""
-    assert end(start(body)) == (code, "1\n", "")
+    assert end(start(body, heartbeat_s=SILENT_S)) == (code, "1\n", "")
 
 
 def test_a_driver_whose_loop_is_blocked_is_alive(start: Start) -> None:
-    assert end(start("time.sleep(5); say('done')")) == (0, "done\n", "")
+    assert end(start("time.sleep(15); say('done')", heartbeat_s=SILENT_S)) == (0, "done\n", "")
 
 
 LEAVES = """
