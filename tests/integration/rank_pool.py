@@ -1,9 +1,11 @@
 """Two processes that trainer ranks are built in, again and again: importing Megatron costs more than any
 test does. A test asks for one rank or two through the `pool` fixture of `conftest.py`.
 
-Run as a script it is one such process: it answers calls over a socket until the socket closes. It keeps
-the gradients (before clipping) and weights of every optimizer step, by Hugging Face name, so that a test
-can compute the same step by other means.
+Run as a script it is one such process: it imports, and forks a child for each build, which answers calls
+over a socket until the next build or until the socket closes. (A rank cannot be taken apart inside its
+process, because something in C++ holds the model and with it twenty process groups. Their threads wake every
+few milliseconds: after forty builds they took a core.) A rank keeps the gradients (before clipping) and
+weights of every optimizer step, by Hugging Face name, so that a test can compute the same step otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import DeadlineError
 from invrl.interfaces import StepResult
 from invrl.metrics import Metric, merge
-from invrl.process import ServerProcess, random_key
+from invrl.process import ServerProcess, die_with_parent, random_key
 from invrl.train.config import TrainConfig
 from invrl.train.packing import Shard, shard_batch
 from invrl.train.train_actor import RankSettings
@@ -67,6 +69,7 @@ class RankPool:
             self._processes.append(self._spawn(len(self._processes)))
         train = train or TrainConfig(train_dtype="float32")
         connections = [connection for _, connection in self._processes[:ranks]]
+        Trainer([connection for _, connection in self._processes]).each("renew")
         [port] = Trainer(connections[:1]).each("listen")
         store_key = random_key()
         trainer = Trainer(connections)
@@ -164,6 +167,7 @@ class RankProcess:
         from invrl.train import device
 
         device.prepare()
+        import invrl.train.rank  # noqa: F401  Megatron too is imported once, for all children
         from invrl.train import step
 
         apply = step.apply_gradients
@@ -203,16 +207,8 @@ class RankProcess:
         return self._listener.getsockname()[1]
 
     def build(self, given: tuple[RankSettings, int]) -> None:
-        import torch
-        from megatron.core import parallel_state
-
         from invrl.train.rank import TrainRank
 
-        if torch.distributed.is_initialized():
-            self._rank = None
-            parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
-        self._steps.clear()
         settings, port = given
         self._rank = TrainRank(settings, port, self._listener if settings.rank == 0 else None)
 
@@ -254,19 +250,39 @@ class RankProcess:
         self._rank.load_checkpoint(path)
 
 
+_RENEW, _CLOSED = 0, 1
+"""Why a child ended."""
+
+
 def serve(address: str) -> None:
     connection = Client(address, "AF_UNIX")
     process = RankProcess()
+    why_ended = _RENEW
+    while why_ended == _RENEW:
+        child = os.fork()
+        if child == 0:
+            die_with_parent()
+            os._exit(answer_calls(connection, process))
+        _, status = os.waitpid(child, 0)
+        why_ended = os.waitstatus_to_exitcode(status)
+
+
+def answer_calls(connection: Connection, process: RankProcess) -> int:
+    """In a child: until its rank is no longer wanted. What it prints goes to the log at once."""
     while True:
         try:
             method, argument = connection.recv()
         except (EOFError, ConnectionError):
-            return
+            return _CLOSED
+        if method == "renew":
+            connection.send(None)
+            return _RENEW
         try:
             answer = getattr(process, method)(argument)
         except Exception as error:
             traceback.print_exc()
             answer = error
+        sys.stdout.flush()
         connection.send(answer)
 
 
