@@ -154,8 +154,24 @@ def test_a_message_that_begins_the_reply_is_refused():
     assert refused.value.param == "messages[1].prefix"
 
 
+@every_dialect
+def test_a_body_of_nothing_but_names_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+    compared: list[str] = []
+
+    def counted(word: str, *_: Any, **__: Any) -> list[str]:
+        compared.append(word)
+        return []
+
+    monkeypatch.setattr("difflib.get_close_matches", counted)
+    with pytest.raises(SessionError) as refused:
+        parsed(name, **{f"unknown-{nth}": 1 for nth in range(10_000)})
+    assert (refused.value.status, refused.value.code) == (400, "too_many_fields")
+    assert parsed(name, **{"q" * 1_000_000: 1}).ignored == ("q" * 64,)
+    assert not compared  # each comparison takes 50 us, and a long name's in proportion to its length
+
+
 def test_names_of_clients_are_bounded():
-    fields = {f"field_{number}_" + "x" * 1000: 1 for number in range(1000)}
+    fields = {f"field_{number}_" + "x" * 1000: 1 for number in range(200)}
     ignored = parsed("chat", **fields).ignored
     assert len(ignored) == 32
     assert max(map(len, ignored)) == 64

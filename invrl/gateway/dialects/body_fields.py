@@ -6,7 +6,7 @@ A field is honoured, refused or ignored:
   not supported, and every server's extensions of sampling (`SAMPLING_EXTENSIONS`), in every dialect. A value
   that asks for nothing (null, false, 0, empty) is taken. A name that looks like a misspelt sampling parameter
   is refused as well.
-- ignored: everything else. It is named to whoever runs the gateway (`GET /sessions/ID`, the log, once),
+- ignored: everything else, up to `_MOST_UNKNOWN` names. It is named to whoever runs the gateway (`GET /sessions/ID`, the log, once),
   unless our own answers carry it: clients send answers back as they got them."""
 
 import difflib
@@ -57,9 +57,13 @@ _SAMPLING_NAMES = (
 _ALIKE = 0.87
 """Names that share so much are one name and its misspelling; `models` and `model` share more, and are not
 compared."""
+_MOST_UNKNOWN = 256
+"""Fields of one body that its dialect does not know. Each is compared with all of `_SAMPLING_NAMES`, in the
+event loop: a body of nothing but names would stop every session for a minute."""
 _MOST_IGNORED = 32
 """Names that one request may make us keep."""
 _LONGEST_NAME = 64
+"""Characters of a name that are kept. A longer name is like none of `_SAMPLING_NAMES`."""
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRIES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
@@ -90,11 +94,15 @@ class FieldTable:
 
     def ignored(self, raw: bytes) -> tuple[str, ...]:
         """Names of the fields of `raw`, a body that has been decoded, that nothing reads; those of messages
-        as `messages[].name`. SessionError 400 for a field that is refused."""
+        as `messages[].name`. SessionError 400 for a field that is refused, and for too many unknown ones."""
         fields = _FIELDS.decode(raw)
+        unknown = [name for name in fields if name not in self._known]
+        if len(unknown) > _MOST_UNKNOWN:
+            reason = f"the body has {len(unknown)} fields that are no parameters, {_MOST_UNKNOWN} at most"
+            raise SessionError(reason, status=400, code="too_many_fields")
         found: dict[str, None] = {}
-        for name, value in fields.items():
-            if name not in self._known and self._is_ignored(name, value):
+        for name in unknown:
+            if self._is_ignored(name, fields[name]):
                 found[name] = None
         entries = bytes(fields.get(self.entries, msgspec.Raw(b"")))
         if entries.startswith(b"["):
@@ -103,7 +111,7 @@ class FieldTable:
                     if name in self.refused_in_entries:
                         if _value(entry[name]):
                             raise unsupported(f"{self.entries}[{at}].{name}")
-                    elif bytes(entry[name]) != b"null":
+                    elif len(found) < _MOST_IGNORED and bytes(entry[name]) != b"null":
                         found[f"{self.entries}[].{name}"] = None
         return tuple(name[:_LONGEST_NAME] for name in found)[:_MOST_IGNORED]
 
@@ -121,6 +129,8 @@ class FieldTable:
             return False
         if name in _SAMPLING_NAMES:
             raise unsupported(name)
+        if len(name) > _LONGEST_NAME:
+            return True
         alike = difflib.get_close_matches(_bare(name), _BARE_NAMES, n=1, cutoff=_ALIKE)
         if alike:
             reason = f"`{name}` is no parameter; `{_BARE_NAMES[alike[0]]}` is"
