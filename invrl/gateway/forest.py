@@ -184,6 +184,8 @@ class _Index:
         """The nodes of each reply by itself (if tools are not told apart)."""
         self._ends: dict[str, tuple[bytes, int]] = {}
         """Where each turn's conversation ends: its digest, and how many messages it has."""
+        self._apart: dict[str, list[bytes]] = {}
+        """The digest by itself of each message that a turn adds, for turns that were asked for."""
 
     def follow(self, nodes: Mapping[str, Node]) -> Self:
         for turn_id, node in islice(nodes.items(), len(self._ends), None):
@@ -209,6 +211,18 @@ class _Index:
     def alone(self, message: Message, tools: Sequence[Tool]) -> bytes:
         """The digest of a message by itself."""
         return digests(self._replies.at_level([message], self.level), self.level, tools=tools)[-1]
+
+    def each_alone(self, node: Node) -> list[bytes]:
+        """The digest by itself of each message of the node's conversation. Kept: an agent whose beginning
+        changes with every request has each request compared with many nodes."""
+        found: list[bytes] = []
+        for step in node.path():
+            apart = self._apart.get(step.turn.id)
+            if apart is None:
+                apart = [self.alone(message, step.tools) for message in step.messages]
+                self._apart[step.turn.id] = apart
+            found += apart
+        return found
 
     def _calls_before(self, node: Node) -> dict[str, str]:
         """The places of earlier calls that the node's messages answer: as a rule its parent's."""
@@ -332,7 +346,7 @@ class Forest:
         differences = []
         for node in reversed(candidates):
             earlier = node.conversation()[:-1]
-            recorded = [index.alone(message, node.tools) for message in earlier]
+            recorded = index.each_alone(node)[:-1]
             first = _shared(recorded, sent)
             behind = _shared(recorded[first:][::-1], sent[first:][::-1])
             was = earlier[first : len(earlier) - behind]
@@ -422,7 +436,7 @@ def _differing(recorded: Message, sent: Message) -> Iterator[tuple[str, str, str
 
 def _excerpts(recorded: str, sent: str) -> tuple[str, str]:
     """Of two texts what stands around the first character that differs."""
-    common = _shared(recorded, sent)
+    common = _same_beginning(recorded, sent)
     begin = max(common - _CONTEXT, 0)
     shown = []
     for text in (recorded, sent):
@@ -472,6 +486,20 @@ def _shared(one: Sequence[object], other: Sequence[object]) -> int:
     """How many items the two begin with alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _same_beginning(one: str, other: str) -> int:
+    """How many characters the two texts begin with alike. By halves: a prompt may have millions, and going
+    through them one by one would stop the event loop for a second."""
+    low = 0
+    high = min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _with_our_ids(messages: Sequence[Message], depth: int, node: Node) -> tuple[Message, ...]:

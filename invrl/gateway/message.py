@@ -203,6 +203,8 @@ def _parts(
 _MOST_OBJECTS = 16
 _LONGEST_OBJECT = 4_000
 """Characters. Both bounds hold the time that a text of nothing but braces takes."""
+_OBJECT_BEGINS = re.compile(r"""\{\s*["'}]""")
+"""A brace and the first key, or the end. Other braces are code, and to parse each as Python takes long."""
 _DECODER = json.JSONDecoder(parse_float=_number)
 
 
@@ -218,18 +220,22 @@ def _relaid(text: str) -> str:
         end, shown = _object_at(text, begin)
         pieces += [text[done:begin], shown]
         done = end
-    return re.sub(r"\s+", " ", "".join([*pieces, text[done:]]))
+    return " ".join("".join([*pieces, text[done:]]).split())
 
 
 def _object_at(text: str, begin: int) -> tuple[int, str]:
     """Where the object that begins at `begin` ends, and the object in one layout; of no object the brace."""
     piece = text[begin : begin + _LONGEST_OBJECT]
+    if not _OBJECT_BEGINS.match(piece):
+        return begin + 1, "{"
     try:
         value, length = _DECODER.raw_decode(piece)
         return begin + length, json.dumps(value, sort_keys=True)
     except (ValueError, RecursionError):
         pass
     line = piece.partition("\n")[0].rstrip()  # Python's repr stands on one line
+    if not line.endswith("}"):
+        return begin + 1, "{"
     try:
         value = ast.literal_eval(line)
         return begin + len(line), json.dumps(value, sort_keys=True)

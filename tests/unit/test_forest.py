@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.gateway.forest import ADVICE, Forest, ForkReason, Match, Node, advice
+import invrl.gateway.forest as forest_module
+from invrl.gateway.forest import ADVICE, Forest, ForkReason, Match, Node, _same_beginning, advice
 from invrl.gateway.message import MatchLevel, Message, Tool, ToolCall, digests
 from invrl.types import Turn, VersionSpan, WeightVersion
 
@@ -306,6 +309,16 @@ def test_objects_in_a_rewritten_text_are_compared_by_what_they_hold(sent: str, s
     assert forest.match([ASK, Message("assistant", braces), MORE]).node is None
 
 
+def test_code_in_a_text_is_not_parsed_for_objects(monkeypatch: pytest.MonkeyPatch):
+    """Each try takes up to 4 ms, and every request has the whole history read again."""
+    monkeypatch.setattr("ast.literal_eval", lambda line: pytest.fail(f"parsed {line!r}"))
+    code = "def f(x):\n    d = {a: b for a in x}\n    return {\n        'k': d,\n    }"
+    forest = Forest(MatchLevel.REWRITTEN)
+    first = node("1", [ASK, Message("assistant", code)])
+    forest.add(first)
+    assert forest.match([ASK, Message("assistant", code.replace("    ", " ")), MORE]).node is first
+
+
 def changed(match: Match) -> tuple[ForkReason | None, int, str, str, str]:
     assert match.change is not None
     change = match.change
@@ -328,6 +341,40 @@ def test_a_system_prompt_with_the_time_is_named_and_is_not_called_compacted():
         "… agent. The time is 09:44, and the day is long.",
     )
     assert "newest message" in advice(ForkReason.CONTEXT_EDITED, match.change)
+
+
+def test_a_request_that_departs_is_compared_once_with_each_message(monkeypatch: pytest.MonkeyPatch):
+    """An agent that polls has many equal replies, and with the time in its system prompt each request departs
+    from all of them. What was recorded is not taken apart anew for each candidate."""
+    forest, turns = Forest(), 40
+    history: list[Message] = []
+    for turn in range(turns):
+        poll = Message("assistant", tool_calls=(ToolCall(f"call-{turn}", "poll", "{}"),))
+        forest.add(node(str(turn), [Message("system", f"time {turn}"), ASK, *history, poll]))
+        history += [poll, Message("tool", "not yet", tool_call_id=poll.tool_calls[0].id)]
+    sent = [Message("system", "time now"), ASK, *history]
+    first = forest.match(sent)
+    digested: list[int] = []
+
+    def counted(messages: Sequence[Message], *args: Any, **options: Any) -> list[bytes]:
+        digested.append(len(messages))
+        return digests(messages, *args, **options)
+
+    monkeypatch.setattr(forest_module, "digests", counted)
+    again = forest.match(sent)
+    assert changed(again) == changed(first)
+    assert again.fork is ForkReason.CONTEXT_EDITED
+    passes = len(MatchLevel) + 3  # whole conversations, of any tools, message by message; some to spare
+    assert sum(digested) <= passes * len(sent)
+
+
+@given(st.text("ab", max_size=20), st.text("ab", max_size=20), st.text("ab", max_size=20))
+def test_texts_are_shown_from_where_they_differ(before: str, one: str, other: str):
+    recorded, sent = before + one, before + other
+    common = _same_beginning(recorded, sent)
+    assert recorded[:common] == sent[:common]
+    assert len(before) <= common <= min(len(recorded), len(sent))
+    assert recorded[common : common + 1] != sent[common : common + 1] or recorded == sent
 
 
 def test_an_edited_message_behind_a_matched_one_is_a_fork_with_a_reason():
