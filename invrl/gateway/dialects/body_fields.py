@@ -6,8 +6,9 @@ A field is honoured, refused or ignored:
   not supported, and every server's extensions of sampling (`SAMPLING_EXTENSIONS`), in every dialect. A value
   that asks for nothing (null, false, 0, empty) is taken. A name that looks like a misspelt sampling parameter
   is refused as well.
-- ignored: everything else, up to `_MOST_UNKNOWN` names. It is named to whoever runs the gateway (`GET /sessions/ID`, the log, once),
-  unless our own answers carry it: clients send answers back as they got them."""
+- ignored: everything else, up to `_MOST_UNKNOWN` fields of a body. It is named to whoever runs the gateway
+  (`GET /sessions/ID`, the log, once), unless our own answers carry it: clients send answers back as they got
+  them."""
 
 import difflib
 from collections.abc import Mapping, Sequence
