@@ -48,7 +48,10 @@ class Conversation:
         self.asked: Counter[bytes] = Counter()
         """Generations begun so far, by the digest of their prompt."""
         self.changes: dict[str, Change] = {}
-        """By turn: how its request departs from what was recorded."""
+        """By turn: how its request departs from what was recorded. Of turns that a worker before this one
+        recorded, only once somebody asks."""
+        self.restored = False
+        """A worker before this one recorded turns, and nobody has asked yet how they departed."""
         self.begun = 0
         """Turns begun so far."""
         self.closing = self.frozen = record.frozen

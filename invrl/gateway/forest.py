@@ -262,6 +262,20 @@ class Forest:
         """The node of a turn; None if it is unknown or never became whole."""
         return self._by_turn.get(turn_id)
 
+    def changes(self) -> dict[str, Change]:
+        """How each turn that departed from what was recorded before it did so, by turn: found again from the
+        nodes. Each of them takes as long as a request that departs."""
+        earlier = Forest(self._level)
+        found: dict[str, Change] = {}
+        for node in tuple(self._by_turn.values()):
+            if node.turn.fork_reason and not node.raw:
+                before = node.parent.conversation() if node.parent else []
+                change = earlier.match([*before, *node.messages[:-1]], node.tools).change
+                if change is not None:
+                    found[node.turn.id] = change
+            earlier.add(node)
+        return found
+
     def match_text(
         self, prompt: str | tuple[int, ...], shown: Callable[[Sequence[int]], str]
     ) -> tuple[Node | None, int]:

@@ -34,6 +34,7 @@ def restore(
 ) -> None:
     """`recorded`: the session's turns in the order of their commits, each with its messages and tools."""
     nodes: dict[str | None, Node] = {}
+    conversation.restored = bool(recorded)
     for turn, messages, tools in recorded:
         conversation.turns.append(turn)
         conversation.begun += 1
@@ -51,10 +52,6 @@ def restore(
                 tools=tuple(msgspec.json.decode(tools, type=list[Tool])),
             )
             nodes[turn.id] = node
-            if turn.fork_reason and not node.raw:
-                asked = [*(parent.conversation() if parent else ()), *node.messages[:-1]]
-                if (change := conversation.forest.match(asked, node.tools).change) is not None:
-                    conversation.changes[turn.id] = change
             conversation.forest.add(node)
             conversation.restore_answer(node)
 

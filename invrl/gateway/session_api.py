@@ -134,7 +134,7 @@ class SessionRoutes:
         shown |= {
             "children": [child.session.id for child in record.children],
             "overridden": sorted(record.overridden),
-            "turns": self.lifecycle.turns.overview(record),
+            "turns": await self.lifecycle.turns.overview(record),
             "forks": Counter(turn.fork_reason for turn in turns if turn.fork_reason),
             "auxiliary_roots": auxiliary_roots(turns, delivered),
         }

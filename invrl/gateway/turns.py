@@ -247,7 +247,7 @@ class Turns:
         for name in names:
             if name in self.ignored or len(self.ignored) < _MOST_IGNORED:
                 if name not in self.ignored:
-                    _log.info("`%s` is ignored: no field that this gateway knows (told once)", name)
+                    _log.info("%r is ignored: no field that this gateway knows (told once)", name)
                 self.ignored[name] += 1
                 record.ignored[name] += 1
 
@@ -288,10 +288,14 @@ class Turns:
             self.store.mark_delivered(turn_id)
             self.counts["delivered"] += 1
 
-    def overview(self, record: SessionRecord) -> list[dict[str, Json]]:
+    async def overview(self, record: SessionRecord) -> list[dict[str, Json]]:
         """One line per turn of a session that is not closed; one that forked says why, and what helps."""
         if (conversation := self.find(record)) is None:
             return []
+        if conversation.restored:
+            recorded = await asyncio.to_thread(conversation.forest.changes)
+            conversation.changes = recorded | conversation.changes
+            conversation.restored = False
         return [
             {name: getattr(turn, name) for name in _SHOWN}
             | {"delivered": turn.id in conversation.delivered, "sampled_tokens": len(turn.sampled_ids_T)}

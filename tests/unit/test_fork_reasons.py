@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 from test_gateway_turns import ASK, MORE, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.forest import ADVICE, ForkReason
+from invrl.gateway.forest import ADVICE, Change, Forest, ForkReason
 from invrl.gateway.model_folder import load_renderer
 from invrl.gateway.parsing import Parsers
 from invrl.step_metrics import rollout_metrics
@@ -108,10 +109,20 @@ async def test_a_fork_is_listed_with_its_advice_and_reaches_the_metrics(
 
 @pytest.mark.parametrize("reason", CHANGED)
 async def test_how_a_request_departed_is_known_after_a_restart(
-    tmp_path: Path, model: Path, reason: ForkReason
+    tmp_path: Path, model: Path, reason: ForkReason, monkeypatch: pytest.MonkeyPatch
 ):
+    """It is found again when somebody asks: of a session that departs in every turn it takes seconds, in
+    which the worker that follows would serve nobody."""
     first, second, options = REQUESTS[reason]
     renderer = load_renderer(str(model), 512)
+    threads: list[threading.Thread] = []
+
+    def counted(self: Forest) -> dict[str, Change]:
+        threads.append(threading.current_thread())
+        return changes(self)
+
+    changes = Forest.changes
+    monkeypatch.setattr(Forest, "changes", counted)
     async with running(tmp_path, model, renderer, Parsers(tool_calls="qwen25")) as gateway:
         gateway.engine.script = lambda _: [*renderer.encode(REPLY), 2]
         [session] = await gateway.open()
@@ -119,7 +130,13 @@ async def test_how_a_request_departed_is_known_after_a_restart(
         for messages, extra in ((first, {}), (second, options)):
             await client.chat.completions.create(model="tiny", messages=messages, **extra)
     async with running(tmp_path, model, renderer, Parsers(tool_calls="qwen25")) as gateway:
-        [_, forked] = (await gateway.env(f"/sessions/{session.id}")).json()["turns"]
+        again = {"messages": [{"role": "user", "content": "again"}], "model": "tiny"}
+        assert (await gateway.env("/v1/chat/completions", again, key=session.key)).status_code == 200
+        assert not threads
+        for _ in range(2):
+            [_, forked, _] = (await gateway.env(f"/sessions/{session.id}")).json()["turns"]
+        assert len(threads) == 1
+        assert threads[0] is not threading.main_thread()
     assert (forked["advice"], forked["changed"]) == (ADVICE[reason], CHANGED[reason])
 
 
