@@ -4,7 +4,8 @@ an answer writes in one go.
 Head, events and end of an answer would each be a system call that wakes the client. A client that goes on
 sending a body after its answer (413, 408) is listened to for a while, so that it can read it, then closed.
 Invariants: a connection that sends no whole head in `head_timeout_s`, or a head without end, is closed; so is
-one that does not read its answer, whose handler then sees that the client is gone."""
+one that sends neither head nor body (trailers, the length of a chunk) without end; so is one that does not
+read its answer, whose handler then sees that the client is gone."""
 
 import asyncio
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _LINGER_S = 5.0
-_MAX_HEAD_BYTES = 65_536
-"""Of one head, after the first piece of it that the socket gave (256 KiB at most)."""
+_MAX_UNREAD_BYTES = 65_536
+"""Of one head, or of what is neither head nor body, after the first piece of it that the socket gave (256 KiB
+at most)."""
 _LEAST_BYTES_PER_S = 1000.0
 """A client that reads more slowly than this does not read."""
 _HEAD_TOO_LARGE = "431 Request Header Fields Too Large"
@@ -64,7 +66,10 @@ class CorkedHttpProtocol(HttpToolsProtocol):
     _write_timer: asyncio.TimerHandle | None = None
     _in_head = False
     """A head has begun and not ended."""
-    _head_bytes = 0
+    _was_read = False
+    """What the socket gave last held the beginning or the end of a head, or some of a body."""
+    _unread_bytes = 0
+    """Of all that came since then."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_Cork(transport, self.write_timeout_s))  # type: ignore[arg-type]
@@ -77,15 +82,17 @@ class CorkedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        was_in_head = self._in_head
+        self._was_read = False
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if was_in_head and self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES:
+        self._unread_bytes = 0 if self._was_read else self._unread_bytes + len(data)
+        if self._unread_bytes > _MAX_UNREAD_BYTES:
+            if self._in_head:
                 self._refuse(_HEAD_TOO_LARGE)
-                return
+            else:
+                self.transport.close()
+            return
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self._head_timer is None and self._lingering is None:
             self._await_head()
@@ -93,10 +100,21 @@ class CorkedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        self._head_bytes = 0
+        self._was_read = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers, which come behind a body, are dropped: nobody reads them, and they would be kept with the
+        head."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._was_read = True
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._was_read = True
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

@@ -167,6 +167,41 @@ async def test_a_head_without_end_is_refused(line: bytes):
         assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
 
 
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "line"),
+    [(b"0\r\n", b"x: y\r\n"), (b"0\r\nx: ", b"yyyyyy"), (b"1;x=", b"yyyyyy")],
+    ids=["trailers", "one trailer", "the length of a chunk"],
+)
+async def test_what_is_neither_head_nor_body_has_an_end(begin: bytes, line: bytes):
+    """The handler has not answered: nothing else closes the connection, and nobody has seen a key."""
+    heads: list[list[tuple[bytes, bytes]]] = []
+
+    async def waiting(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            heads.append(scope["headers"])
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+    async with Server(waiting) as server:
+        await answer_to(server, CHUNKED + begin, *[line * 10_000] * 200)
+        [head] = heads
+        assert [name for name, _ in head] == [b"host", b"transfer-encoding"]
+
+
+async def test_a_body_in_small_chunks_is_read_whole():
+    """More bytes around the body than in it."""
+    chunks = [b"1\r\na\r\n" * 10_000] * 20
+    async with Server(fine) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        async with asyncio.timeout(60):
+            for piece in (CHUNKED, *chunks, b"0\r\nx: y\r\n\r\n"):
+                writer.write(piece)
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_a_large_body_in_one_piece_is_no_head():
     async with Server(fine) as server:
         reader, writer = await asyncio.open_connection(*server.address)
