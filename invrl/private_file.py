@@ -1,6 +1,7 @@
 """Files of a run that only their owner may read, from the moment they exist: keys, conversations, and logs
 that may hold either."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +24,12 @@ def make_private(path: Path) -> None:
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _OWNER_ONLY))
     except FileExistsError:
+        restrict(path)
+
+
+def restrict(path: Path) -> None:
+    """A file becomes private if it is there and ours."""
+    with contextlib.suppress(FileNotFoundError):
         _restrict(path)
 
 

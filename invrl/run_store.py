@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from invrl.private_file import make_private
+from invrl.private_file import make_private, restrict
 from invrl.types import (
     FailedRollout,
     Outcome,
@@ -113,9 +113,8 @@ def connect(path: Path) -> sqlite3.Connection:
     """Autocommit connection with the schema in place; whoever comes first creates the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     make_private(path)  # SQLite gives its log and its index the same mode
-    for left in (path.with_name(path.name + ending) for ending in ("-wal", "-shm")):
-        if left.exists():
-            make_private(left)
+    for ending in ("-wal", "-shm"):  # of an earlier version; whoever closes the store last removes them
+        restrict(path.with_name(path.name + ending))
     db = sqlite3.connect(path, timeout=_BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=NORMAL")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from invrl.private_file import make_private, open_private
+from invrl.private_file import make_private, open_private, restrict
 from invrl.process import ServerProcess
 from invrl.run_store import RunStoreWriter, connect
 
@@ -68,6 +68,15 @@ def test_the_run_s_store_is_private_with_its_log_and_index(tmp_path: Path) -> No
     connect(path).close()
     assert [mode(file) for file in files] == [0o600] * 3
     writer.close()
+
+
+def test_a_file_that_another_process_removed_is_not_made_anew(tmp_path: Path) -> None:
+    """Whoever closes the store last removes its log, also while another process connects."""
+    restrict(tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
+    (tmp_path / "there").touch(mode=0o666)
+    restrict(tmp_path / "there")
+    assert mode(tmp_path / "there") == 0o600
 
 
 def test_a_process_s_log_is_private(tmp_path: Path) -> None:
