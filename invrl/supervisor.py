@@ -2,12 +2,13 @@
 process of its own, and says what ended a driver that could not say so itself.
 
 The driver cannot outlive its Ray: it is ended from C++ within a second of its raylet's death. And it may be
-killed, or stopped. So what begins the next life stands outside of it. The supervisor imports neither Ray nor
-torch, and has one thread.
+killed, or stopped. So what begins the next life stands outside of it. The supervisor itself imports
+neither Ray nor torch, and starts no thread.
 
 Invariants. Where the supervisor dies, the kernel kills the driver (PR_SET_PDEATHSIG). When a life is over,
 every process below is gone before the next one begins: the supervisor adopts orphans
-(PR_SET_CHILD_SUBREAPER), whatever session they put themselves into. An interrupted run begins no life."""
+(PR_SET_CHILD_SUBREAPER), whatever session they put themselves into. An interrupted run begins no life. A
+signal never ends the supervisor itself, so that nothing is left half ended."""
 
 import contextlib
 import ctypes
@@ -90,11 +91,13 @@ class Supervisor:
         life = [sys.executable, "-m", "invrl.cli", LIFE_COMMAND, str(folder.path)]
         self._command = command or life
         self._interrupted = False
+        self._stray: list[int] = []
+        """Signals that another thread of this process was given, and that are to be passed on."""
 
     def run(self) -> int:
         """Lives until the run is done, fails for good or is interrupted; the exit code. A failed life is
         followed by another `max_restarts` times without a new checkpoint between."""
-        with _signals_wait():
+        with self._signals_wait():
             _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
             restarts = 0
             while True:
@@ -117,6 +120,27 @@ class Supervisor:
                 if self._interrupted or end.said(NoteKind.FINAL) or restarts > self._max_restarts:
                     return FAILURE_EXIT
                 _say(f"going on from step {after} (restart {restarts} of {self._max_restarts})")
+
+    @contextlib.contextmanager
+    def _signals_wait(self) -> Iterator[None]:
+        """Signals are taken when this program asks for them. Those that are ignored (nohup) stay so.
+
+        A mask is a thread's own. NumPy, or a module of the user's that was checked, may have started threads
+        before, and the kernel gives a signal to one of those while this thread does not wait for any. The
+        handlers are for such signals, which would end this process, or raise KeyboardInterrupt anywhere."""
+        watched = {one for one in _WATCHED if signal.getsignal(one) != signal.SIG_IGN}
+        handlers = {one: signal.signal(one, self._note_stray) for one in watched & _PASSED_ON}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for one, handler in handlers.items():
+                signal.signal(one, handler)
+
+    def _note_stray(self, number: int, _frame: object) -> None:
+        self._interrupted = True
+        self._stray.append(number)
 
     def _interrupted_between_lives(self) -> bool:
         while signal.sigtimedwait(_PASSED_ON, 0) is not None:
@@ -172,6 +196,8 @@ class Supervisor:
                 # process group, unless it has only just been started.
                 if info.si_code <= 0 or not heard:
                     driver.send_signal(info.si_signo)
+            while self._stray:  # from wherever: the driver minds no signal that it has had already
+                driver.send_signal(self._stray.pop())
             now = time.monotonic()
             # A long gap means that this process was stopped (Ctrl-Z), and the driver perhaps with it.
             passed_s = min(now - last, 2 * _LOOK_EVERY_S)
@@ -223,17 +249,6 @@ class Supervisor:
                 _say(f"these processes of the run could not be killed: {names}")
                 return
         _reap(None)
-
-
-@contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Signals are taken when this program asks for them. Those that are ignored (nohup) stay so."""
-    watched = {one for one in _WATCHED if signal.getsignal(one) != signal.SIG_IGN}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _reap(driver: subprocess.Popen[bytes] | None) -> None:

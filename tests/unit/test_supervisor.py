@@ -63,12 +63,15 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(tmp_path: Path) -> Iterator[Start]:
     made: list[subprocess.Popen[str]] = []
 
-    def start(body: str, *, restarts: int = 0, heartbeat_s: float = 10_000.0) -> subprocess.Popen[str]:
+    def start(
+        body: str, *, restarts: int = 0, heartbeat_s: float = 10_000.0, before: str = ""
+    ) -> subprocess.Popen[str]:
+        """`body`: of the driver. `before`: what the supervisor's process does first."""
         folder = make_run_folder(config(tmp_path, "run"))
         given = [str(folder.path), str(restarts), DRIVER + body, str(heartbeat_s)]
         made.append(
             subprocess.Popen(
-                [sys.executable, "-c", SUPERVISOR, *given],
+                [sys.executable, "-c", before + SUPERVISOR, *given],
                 env=os.environ | {"PYTHONPATH": str(ROOT)}, process_group=0, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
@@ -224,6 +227,26 @@ def test_a_signal_is_passed_on_and_no_life_follows(start: Start, kind: signal.Si
     assert says(process) == "up"
     process.send_signal(kind)
     assert end(process) == (130, "clean\n", "")
+
+
+SIGNALLED_THREAD = """
+import os, signal, sys, threading, time
+
+def take_it():
+    while not os.path.exists(os.path.join(sys.argv[1], "up")):
+        time.sleep(0.02)
+    signal.pthread_kill(threading.get_ident(), {kind})
+
+threading.Thread(target=take_it, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_another_thread_is_given_is_passed_on_too(start: Start, kind: signal.Signals) -> None:
+    """NumPy starts threads before the supervisor masks its own, and the kernel may choose any of them."""
+    body = INTERRUPTED.replace('say("up")', 'say("up"); (place / "up").touch()')
+    process = start(body, restarts=3, before=SIGNALLED_THREAD.format(kind=int(kind)))
+    assert end(process) == (130, "up\nclean\n", "")
 
 
 def test_an_interrupted_life_that_then_fails_is_the_last(start: Start) -> None:
