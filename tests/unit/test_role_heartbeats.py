@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from invrl import heartbeat, ray_memory
 from invrl.errors import ServerError
@@ -252,6 +252,13 @@ def test_a_death_by_rays_memory_monitor_is_one_sentence_or_two(
     assert "\n" not in words
 
 
-@pytest.mark.parametrize("error", [None, RayActorError("", "the worker died"), ValueError("memory")])
+FULL_GPU = RayTaskError(
+    "call", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", RuntimeError()
+)
+
+
+@pytest.mark.parametrize(
+    "error", [None, RayActorError("", "the worker died"), ValueError("memory"), FULL_GPU]
+)
 def test_another_death_is_not_memorys(error: Exception | None) -> None:
     assert killed_for_memory(error, "the buffer") == ""
