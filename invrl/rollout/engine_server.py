@@ -153,7 +153,9 @@ def _post(http: HTTPConnection, path: str, key: str, body: bytes, *, meanwhile: 
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     ends = time.monotonic() + _FIRST_TOKEN_S
     http.request("POST", path, body, headers)
-    while not select.select([http.sock], [], [], _LOOK_EVERY_S)[0]:
+    answer_begins = select.poll()  # select.select refuses descriptors above 1023, and a driver has many
+    answer_begins.register(http.sock, select.POLLIN)
+    while not answer_begins.poll(1000 * _LOOK_EVERY_S):
         meanwhile()
         if time.monotonic() > ends:
             raise TimeoutError

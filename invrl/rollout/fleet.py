@@ -76,6 +76,8 @@ class Fleet:
         self.engines: dict[str, Engine] = {}
         self.evicted: dict[str, str] = {}
         """Name -> reason of the engines that left and have not come back."""
+        self._leaving: list[Engine] = []
+        """Those that left, until they are being ended: `stop` may come before that."""
         self._bring_up: BringUp | None = None
         self._restarts: Counter[str] = Counter()
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -152,6 +154,7 @@ class Fleet:
         watch = self._watches.pop(name, None)
         if watch is not None and watch is not asyncio.current_task():
             watch.cancel()
+        self._leaving.append(engine)
         self._replacements[name] = asyncio.create_task(self._replace(name, engine))
 
     def restart_evicted(self, bring_up: BringUp) -> None:
@@ -171,7 +174,7 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._watches.clear()
         self._replacements.clear()
-        engines = list(self.engines.values())
+        engines = [*self.engines.values(), *self._leaving]
         self.engines = {}
         await asyncio.gather(*(self._end(engine) for engine in engines), self._end_router(self.router))
         self.router.address.close()
@@ -350,9 +353,12 @@ class Fleet:
 
     async def _end(self, engine: Engine) -> None:
         """Logs what does not end: everything else must."""
+        self._leaving = [other for other in self._leaving if other is not engine]
         try:
-            await engine.client.close()
-            await self._in_thread(engine.server.stop)
+            try:
+                await engine.client.close()
+            finally:
+                await self._in_thread(engine.server.stop)
         except Exception:
             _LOG.exception("%s could not be ended", engine.server.name)
 

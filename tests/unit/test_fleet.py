@@ -397,6 +397,24 @@ async def test_an_engine_that_cannot_be_ended_keeps_nothing_else_alive(fleet: Fl
     assert FakeRouter.made[0].stopped
 
 
+async def test_an_engine_that_leaves_as_the_fleet_stops_is_ended(fleet: Fleet) -> None:
+    """What would have ended it is cancelled before it has begun."""
+    fleet.evict("engine-0", "a test says so")
+    await fleet.stop()
+    assert [server.stopped for server in FakeServer.made] == [True, True, True]
+
+
+async def test_a_client_that_does_not_close_keeps_no_engine_alive(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def close(self: FakeClient) -> None:
+        raise OSError("it does not close")
+
+    monkeypatch.setattr(FakeClient, "close", close)
+    await fleet.stop()
+    assert [server.stopped for server in FakeServer.made] == [True, True, True]
+
+
 async def test_the_end_of_a_watch_itself_is_told(
     fleet: Fleet, deaths: Deaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

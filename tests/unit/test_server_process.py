@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
@@ -11,6 +17,7 @@ import pytest
 from invrl import process
 from invrl.errors import ServerError
 from invrl.process import ENDED, STOPPED, ServerProcess, state_of
+from invrl.rollout import engine_server
 
 WAITS = """
 import signal, time
@@ -50,3 +57,34 @@ def test_the_state_of_a_process(tmp_path: Path) -> None:
         pass
     server.stop()  # a stopped one too
     assert state_of(found) == ENDED
+
+
+class Answering(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """As a driver with a thousand rollouts has them: the next one is above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    while held[-1] < 1024:
+        held.append(os.dup(held[0]))
+    yield
+    for descriptor in held:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_an_engine_is_asked_for_its_first_token_whatever_the_number_of_the_socket() -> None:
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        http = HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        status = engine_server._post(http, "/generate", "key", b"{}", meanwhile=lambda: None)
+        http.close()
+    assert status == 200
