@@ -202,9 +202,9 @@ class BufferActor:
         return self._buffer.failures.report(self._buffer.failed)
 
     def _check_failures(self) -> None:
-        streak = self._buffer.failures
-        if self._max_identical and streak.count >= self._max_identical:
-            raise IdenticalFailuresError(streak.count, streak.reason, shown_detail(streak.detail))
+        report = self._buffer.failures.report(self._buffer.failed)
+        if self._max_identical and report.may_end_run and report.alike >= self._max_identical:
+            raise IdenticalFailuresError(report.alike, report.reason, shown_detail(report.detail))
 
     def _check_poller(self) -> None:
         if self._failure is not None:

@@ -39,7 +39,9 @@ class BufferConfig(Section):
         "=retry, as all others: tried again",
     )
     max_identical_failures: NonNegativeInt = Field(
-        128, description="failures in a row, all alike and none finished between, that end the run; 0: no end"
+        128,
+        description="failures in a row, all alike and none finished between, that end the run; 0: no end; "
+        "deaths of workers, engines and environments do not count",
     )
 
     @field_validator("failure_reward")

@@ -13,6 +13,11 @@ _LATER_TOLD = 64
 _TOLD_LINES = 6
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-fA-F]+|ses-[0-9a-f]+|[0-9]+")
 """What differs between failures that are the same: quoted values, addresses, ids, numbers."""
+_OF_A_PROCESS = frozenset(
+    {FailureReason.WORKER_DIED, FailureReason.MEMORY, FailureReason.ENGINE, FailureReason.ENVIRONMENT_GONE}
+)
+"""One death fails every rollout that it touches at once, hundreds perhaps, and alike. What died is replaced,
+and who replaces it counts deaths; a row of such failures says nothing of the user's code."""
 
 
 def with_failure_reward(partial: RolloutSummary, failure: FailureReason, reward: float) -> RolloutSummary:
@@ -37,6 +42,11 @@ class FailureReport:
     reason: str = ""
     detail: str = ""
     """Of the last failure: as a rule the end of a traceback."""
+
+    @property
+    def may_end_run(self) -> bool:
+        """Whether such failures end the run when there are too many of them."""
+        return self.reason not in _OF_A_PROCESS
 
 
 class FailureStreak:
@@ -89,7 +99,8 @@ class FailureTeller:
             return ""
         self._told = report.alike
         which = "last" if report.finished else "first"
-        end = f"the run ends at {self._max_identical}" if self._max_identical else "the run goes on"
+        ends = bool(self._max_identical) and report.may_end_run
+        end = f"the run ends at {self._max_identical}" if ends else "the run goes on"
         return (
             f"warning: the {which} {report.alike} rollouts all failed alike ({report.reason}; {end}, "
             f"--max-identical-failures):\n{shown_detail(report.detail)}"

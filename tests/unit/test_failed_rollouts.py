@@ -329,6 +329,37 @@ async def test_only_the_same_failure_without_a_success_between_ends_it(tmp_path:
     await actor.close()
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        FailureReason.WORKER_DIED,
+        FailureReason.MEMORY,
+        FailureReason.ENGINE,
+        FailureReason.ENVIRONMENT_GONE,
+    ],
+)
+async def test_one_death_that_fails_many_rollouts_at_once_does_not_end_the_run(
+    tmp_path: Path, reason: FailureReason
+) -> None:
+    """A worker with hundreds of rollouts in it, or an engine, is replaced; the run goes on."""
+
+    def fail(buffer: Buffer) -> None:
+        for number in range(20):
+            buffer.record(replace(told(number, "rollout worker 0 died"), reason=reason))
+
+    actor = await actor_after(tmp_path / "run.sqlite", 12, fail)
+    waiting = asyncio.create_task(actor.take(600.0))
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    report = await actor.failures()
+    assert report.alike == 20
+    assert "the run goes on" in FailureTeller(12).text(report), "it is told all the same"
+    await actor.close()
+
+
 def report(alike: int, finished: int = 0) -> FailureReport:
     lines = "\n".join(f"line {n}" for n in range(20))
     return FailureReport(
