@@ -220,9 +220,10 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
                     runtime_env=runtime_env,
                 )
         except Exception as error:
-            ray.shutdown()  # half of it may have started
             where = f"the one at RAY_ADDRESS={os.environ['RAY_ADDRESS']}" if elsewhere else "one of our own"
-            raise ServerError(f"Ray ({where}) did not start: {error}") from error
+            failure = f"Ray ({where}) did not start: {error}"
+            _shut_ray_down(after=f"{failure}; and ")  # half of it may have started
+            raise ServerError(failure) from error
         finally:
             take_back()
         stack.callback(_shut_ray_down)
@@ -235,9 +236,10 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
         yield
 
 
-def _shut_ray_down() -> None:
-    """`ray.shutdown` waits for minutes where a process of Ray's does not answer: that has a deadline here."""
-    late = f"Ray did not end within {_RAY_END_S:g} s"
+def _shut_ray_down(after: str = "") -> None:
+    """`ray.shutdown` waits for minutes where a process of Ray's does not answer: that has a deadline here,
+    which ends this process with the cause, begun by `after`."""
+    late = f"{after}Ray did not end within {_RAY_END_S:g} s"
     timer = threading.Timer(_RAY_END_S, end_this_process, [late])
     timer.daemon = True
     timer.start()
