@@ -10,6 +10,7 @@ keys are stored hashed. The ledger's tables are here too (`buffer/ledger_store.p
 with the gateway through the busy timeout."""
 
 import contextlib
+import hashlib
 import queue
 import sqlite3
 import threading
@@ -60,6 +61,7 @@ CREATE TABLE IF NOT EXISTS turns (
   fork_reason TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL,
   constrained INTEGER NOT NULL, grammar TEXT NOT NULL, messages BLOB NOT NULL, tools BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS turns_of_session ON turns (session_id, seq);
+CREATE TABLE IF NOT EXISTS tool_lists (digest BLOB PRIMARY KEY, tools BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS outbox (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE, failed INTEGER NOT NULL,
   outcome BLOB NOT NULL);
@@ -173,14 +175,17 @@ class RunStoreWriter:
 
     def add_turn(self, turn: Turn, messages: bytes, tools: bytes = b"[]") -> Future[None]:
         """`messages`: JSON of the messages that the turn's tokens stand for, the reply last; `tools`: of
-        the tools that its conversation was rendered with."""
+        the tools that its conversation was rendered with. Equal tools are stored once, in `tool_lists`, and
+        the turn's row has their digest: agents send the same 50 KB with every request."""
         row: dict[str, object] = {name: getattr(turn, name) for name in _TURN_FIELDS}
         for name, dtype in _TURN_ARRAYS.items():
             row[name] = np.ascontiguousarray(getattr(turn, name), dtype).tobytes()
         row["spans"] = _encode(turn.spans)
         marks = ",".join("?" * (len(row) + 2))
+        digest = hashlib.blake2b(tools, digest_size=16).digest()
+        add_tools = "INSERT OR IGNORE INTO tool_lists VALUES (?,?)"
         sql = f"INSERT INTO turns ({_TURN_COLUMNS}, messages, tools) VALUES ({marks})"
-        return self._submit([(sql, (*row.values(), messages, tools))])
+        return self._submit([(add_tools, (digest, tools)), (sql, (*row.values(), messages, digest))])
 
     def mark_delivered(self, turn_id: str) -> Future[None]:
         return self._submit([("UPDATE turns SET delivered=1 WHERE id=?", (turn_id,))])
@@ -308,7 +313,15 @@ class RunStore:
     def recorded_turns(self, session_id: str) -> list[tuple[Turn, bytes, bytes]]:
         """As `turns`, each with the messages and tools that `RunStoreWriter.add_turn` was given."""
         sql = f"SELECT {_TURN_COLUMNS}, messages, tools FROM turns WHERE session_id=? ORDER BY seq"
-        return [(_turn(row[:-2]), row[-2], row[-1]) for row in self._db.execute(sql, (session_id,))]
+        rows = self._db.execute(sql, (session_id,)).fetchall()
+        sql = "SELECT digest, tools FROM tool_lists WHERE digest IN "
+        sql += "(SELECT tools FROM turns WHERE session_id=?)"
+        tools = dict(self._db.execute(sql, (session_id,)))
+        recorded = []
+        for *turn, messages, digest in rows:
+            # A store from before there were digests has the tools themselves in the turn's row.
+            recorded.append((_turn(tuple(turn)), messages, tools.get(digest, digest)))
+        return recorded
 
     def rollout(self, session_id: str) -> Rollout:
         """A session that has ended with its branches; one that failed as its `partial` says. KeyError if it

@@ -36,8 +36,8 @@ from engine_tap import Generation
 _MARK = "judge-mark-5e1f"
 """Stands in a rendering where a reply would: no agent says it."""
 _COLUMNS = (
-    "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, messages, tools, "
-    "constrained"
+    "id, session_id, parent_id, context_ids, sampled_ids, logprobs, spans, finish_reason, messages, "
+    "tool_lists.tools, constrained"
 )
 
 
@@ -111,7 +111,8 @@ class Verdict:
 def stored_turns(path: Path) -> list[StoredTurn]:
     """All turns of a run's store, oldest first."""
     with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as db:
-        rows = db.execute(f"SELECT {_COLUMNS} FROM turns ORDER BY seq").fetchall()
+        sql = f"SELECT {_COLUMNS} FROM turns JOIN tool_lists ON digest=turns.tools ORDER BY seq"
+        rows = db.execute(sql).fetchall()
     turns = []
     for (
         turn_id,

@@ -40,7 +40,7 @@ class Message:
     """Given for one request alone: a request that names this one's answer does not inherit it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Tool:
     name: str
     description: str = ""

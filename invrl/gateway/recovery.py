@@ -19,6 +19,7 @@ from invrl.gateway.message import Message, Tool
 from invrl.gateway.parsing import ReplyParser
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.sessions import SessionRecord
+from invrl.gateway.shared_tools import SharedTools
 from invrl.rollout.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
 from invrl.run_store import StoredSession
 from invrl.types import Sampling, Turn
@@ -30,11 +31,15 @@ def restored_record(stored: StoredSession) -> SessionRecord:
 
 
 def restore(
-    conversation: Conversation, recorded: Sequence[tuple[Turn, bytes, bytes]], renderer: Renderer
+    conversation: Conversation,
+    recorded: Sequence[tuple[Turn, bytes, bytes]],
+    renderer: Renderer,
+    shared_tools: SharedTools,
 ) -> None:
     """`recorded`: the session's turns in the order of their commits, each with its messages and tools."""
     nodes: dict[str | None, Node] = {}
     conversation.restored = bool(recorded)
+    decoded: dict[bytes, tuple[Tool, ...]] = {}
     for turn, messages, tools in recorded:
         conversation.turns.append(turn)
         conversation.begun += 1
@@ -44,12 +49,14 @@ def restore(
         path = parent.ids() if parent else []
         conversation.count_prompt(np.asarray([*path, *turn.context_ids_T.tolist()], np.int32))
         if turn.finish_reason != "abort":
+            if tools not in decoded:
+                decoded[tools] = shared_tools.share(msgspec.json.decode(tools, type=list[Tool]))
             node = Node(
                 turn=turn,
                 parent=parent,
                 messages=tuple(msgspec.json.decode(messages, type=list[Message])),
                 closed=renderer.is_closed(turn.sampled_ids_T.tolist()),
-                tools=tuple(msgspec.json.decode(tools, type=list[Tool])),
+                tools=decoded[tools],
             )
             nodes[turn.id] = node
             conversation.forest.add(node)

@@ -31,6 +31,7 @@ from invrl.gateway.recovery import replay, restore
 from invrl.gateway.rendering import LARGE_TEXT, Renderer
 from invrl.gateway.sampling import ClientSampling, resolve, sampling_seed
 from invrl.gateway.sessions import SessionRecord
+from invrl.gateway.shared_tools import SharedTools
 from invrl.rollout.sglang_client import GenerateRequest
 from invrl.run_store import RunStore, RunStoreWriter
 from invrl.types import Json, Sampling, Turn
@@ -110,6 +111,7 @@ class Turns:
     ignored: Counter[str] = field(default_factory=Counter, init=False)
     """Requests by the fields of theirs that nothing reads."""
     _conversations: dict[str, Conversation] = field(default_factory=dict, init=False)
+    _shared_tools: SharedTools = field(default_factory=SharedTools, init=False)
     _tokenising: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1), init=False)
 
     def open(self, record: SessionRecord) -> None:
@@ -134,7 +136,7 @@ class Turns:
         if conversation is None and record.top().outcome is None:
             recorded = self.reader.recorded_turns(record.session.id)
             conversation = Conversation(record, self.match_level)
-            restore(conversation, recorded, self.renderer)
+            restore(conversation, recorded, self.renderer, self._shared_tools)
             self._conversations[record.session.id] = conversation
         return conversation
 
@@ -178,6 +180,7 @@ class Turns:
     def begin(self, conversation: Conversation, request: TurnRequest) -> tuple[Generation, tuple[str, ...]]:
         """The generation that answers `request`, and the sampling parameters that are overridden for
         the first time in this session. SessionError 400 if the request cannot be rendered or fits not."""
+        request = msgspec.structs.replace(request, tools=self._shared_tools.share(request.tools))
         earlier = conversation.earlier(request.digest, retry=request.retry)
         if isinstance(earlier, Node):
             earlier = self._replay(conversation, request, earlier)

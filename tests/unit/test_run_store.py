@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -280,3 +281,36 @@ def test_branches_of_a_forest():
     turns = [turn("1"), turn("2", parent="1"), turn("3"), turn("4", parent="2"), turn("5", parent="1")]
     paths = [[t.id for t in trajectory.turns] for trajectory in branches(turns)]
     assert paths == [["3"], ["1", "2", "4"], ["1", "5"]]
+
+
+def test_equal_tools_are_stored_once(tmp_path: Path):
+    path = tmp_path / "run.db"
+    writer = RunStoreWriter(path)
+    own = [b'[{"name": "%d", "description": "%s"}]' % (number, b"x" * 50_000) for number in range(3)]
+    writer.open_sessions([session("a"), session("b")], [b"a", b"b"], 0.0).result(60)
+    for number in range(60):
+        made = turn(str(number), session_id="ab"[number % 2])
+        writer.add_turn(made, b"[]", own[number % 3]).result(60)
+    writer.add_turn(turn("none"), b"[]").result(60)
+    writer.close()
+    store = RunStore(path)
+    told = {one.id: tools for name in "ab" for one, _, tools in store.recorded_turns(name)}
+    assert told == {str(number): own[number % 3] for number in range(60)} | {"none": b"[]"}
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT count(*) FROM tool_lists").fetchone() == (4,)
+        [(pages, size)] = db.execute("SELECT * FROM pragma_page_count, pragma_page_size")
+    assert pages * size < 5 * 50_000  # 60 times would be 3 MB
+
+
+def test_a_store_that_holds_tools_in_its_turns_can_be_read(tmp_path: Path):
+    path = tmp_path / "run.db"
+    writer = RunStoreWriter(path)
+    tools = b'[{"name": "a"}]'
+    writer.open_sessions([session("a")], [b"a"], 0.0).result(60)
+    writer.add_turn(turn("1"), b"[]", tools).result(60)
+    writer.close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE turns SET tools=?", (tools,))
+        db.execute("DROP TABLE tool_lists")
+        db.commit()
+    assert [told for _, _, told in RunStore(path).recorded_turns("a")] == [tools]

@@ -1,0 +1,67 @@
+"""Equal tools are one object in the gateway, whoever sends them, and before and after a worker's death."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+from test_gateway_turns import ASK, Running, running
+from tiny_model import make_tiny_model
+
+from invrl.gateway.message import Tool
+from invrl.gateway.model_folder import chat_template_source, load_renderer
+from invrl.gateway.parsing import choose_parsers
+from invrl.gateway.shared_tools import SharedTools
+from invrl.types import Session
+
+DESCRIPTION = "what only the tools of this test say " * 1_000
+OFFERED = [
+    {"type": "function", "function": {"name": f"tool_{number}", "description": DESCRIPTION}}
+    for number in range(3)
+]
+
+
+def test_equal_tools_become_one_object_for_as_long_as_it_is_used():
+    shared = SharedTools()
+    first = shared.share([Tool(name="a", parameters="{}"), Tool(name="b")])
+    again = shared.share([Tool(name="b"), Tool(name="a", parameters="{}"), Tool(name="a")])
+    assert again[0] is first[1]
+    assert again[1] is first[0]
+    assert again[2] not in first
+    assert len(shared._known) == 3
+    del first, again
+    assert len(shared._known) == 0
+
+
+async def talk(gateway: Running, session: Session, history: list[object], turns: int) -> None:
+    url = f"{gateway.url}/s/{session.key}/v1/chat/completions"
+    for _ in range(turns):
+        body = {"model": "tiny", "messages": history, "tools": OFFERED, "max_tokens": 4}
+        answer = await gateway.http.post(url, json=body)
+        assert answer.status_code == 200, answer.text
+        history += [answer.json()["choices"][0]["message"], ASK]
+
+
+def held() -> list[Tool]:
+    gc.collect()
+    return [one for one in gc.get_objects() if isinstance(one, Tool) and one.description == DESCRIPTION]
+
+
+async def test_sessions_share_their_tools_and_so_do_restored_ones(tmp_path: Path):
+    model = make_tiny_model(tmp_path / "tiny")
+    template = "chatml-tools"
+    parsers = choose_parsers("auto", "auto", template=chat_template_source(str(model), template))
+    histories: list[list[object]] = [[ASK], [ASK]]
+    sessions: list[Session] = []
+    turns: list[int] = []
+    for _ in range(2):  # the second gateway finds what the first one recorded
+        renderer = load_renderer(str(model), 512, chat_template=template)
+        async with running(tmp_path, model, renderer, parsers, context_length=500_000) as gateway:
+            sessions = sessions or await gateway.open(members=2)
+            for session, history in zip(sessions, histories, strict=True):
+                await talk(gateway, session, history, 3)
+                assert gateway.turns(session)[-1].parent_id == gateway.turns(session)[-2].id
+            assert len(held()) == len(OFFERED)
+            turns = [len(gateway.turns(session)) for session in sessions]
+        del renderer
+    assert turns == [6, 6]
