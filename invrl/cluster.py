@@ -38,8 +38,10 @@ from invrl.rollout.engine_server import count_gpus
 from invrl.rollout.fleet import Fleet
 from invrl.rollout.lease_offers import LeaseOffers
 from invrl.rollout.rollout_handle import RolloutHandle
+from invrl.rollout.session_client import SessionClient
 from invrl.rollout.tasks import load_tasks
 from invrl.run_folder import RunFolder
+from invrl.run_store import RunStore
 from invrl.train.train_actor import RankSettings, TrainActor
 from invrl.train.train_handle import TrainHandle
 
@@ -165,8 +167,14 @@ def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None 
     """Workers and what gives them rollouts; without a buffer it only evaluates."""
     offers = None
     if buffer is not None and config.rollout.external_environments:
-        leases = LeaseStore(Path(serving.settings.store_path))
-        offers = LeaseOffers(buffer, leases, timeout_s=config.gateway.lease_timeout_s)
+        path = Path(serving.settings.store_path)
+        offers = LeaseOffers(
+            buffer,
+            LeaseStore(path),
+            RunStore(path),
+            SessionClient(serving.gateway.url, env_key=serving.env_key),
+            timeout_s=config.gateway.lease_timeout_s,
+        )
     return RolloutHandle(
         config.rollout,
         buffer=buffer,

@@ -16,6 +16,7 @@ from invrl.metrics import Metric
 from invrl.types import (
     MAX_NAME_LENGTH,
     MAX_REWARD_COMPONENTS,
+    DroppedGroup,
     Group,
     GroupLease,
     Outcome,
@@ -141,6 +142,12 @@ class Buffer(Protocol):
 
     async def record(self, outcome: Outcome) -> None:
         """Idempotent: the same outcome may arrive again after a crash."""
+
+    async def unwanted(self) -> Sequence[DroppedGroup]:
+        """Groups that were dropped while rollouts of theirs ran, each named once, so that those can be
+        cancelled. Waits for the first one; empty if none comes for a while. A group that has been named is
+        in no lease that is asked for afterwards."""
+        ...
 
     async def take(self) -> TakenBatch:
         """The next batch of whole groups within the staleness bound. DeadlineError names what is missing."""

@@ -68,6 +68,10 @@ class LeaseStore:
             for group_id, index, attempt, task in rows
         ]
 
+    def revoke(self, group_id: str) -> None:
+        """The group was dropped: nobody can take its members any more, or open what was taken."""
+        self._run("DELETE FROM leases WHERE group_id=?", group_id)
+
     def withdraw(self) -> None:
         """Nothing is on offer any more."""
         self._run("DELETE FROM leases WHERE taken_at IS NULL")

@@ -372,6 +372,14 @@ class RunStore:
         )
         return [self._session(row) for row in self._db.execute(sql, (prefix + "*",)).fetchall()]
 
+    def open_sessions(self, group_id: str) -> list[Session]:
+        """Training sessions of a group's members that are not over, without their keys and children."""
+        sql = (
+            f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE state IN ('open', 'unrewarded') "
+            "AND group_id=? AND purpose='train' AND parent_id=''"
+        )
+        return [self._session(row).session for row in self._db.execute(sql, (group_id,)).fetchall()]
+
     def closed_session(self, name: str | bytes) -> StoredSession | None:
         """A session with an outcome, by its id or by its key's hash."""
         column = "id" if isinstance(name, str) else "key_hash"

@@ -207,6 +207,8 @@ class FailureReason(StrEnum):
     ENGINE = "engine"
     MEMORY = "memory"
     ENVIRONMENT_GONE = "environment_gone"
+    GROUP_DROPPED = "group_dropped"
+    """Nobody waits for it any more: its group was dropped while it ran, and it was cancelled."""
     CONTEXT = "context"
     """A prompt did not fit the model's context, and the agent went on no further."""
     LIMIT = "limit"
@@ -307,6 +309,19 @@ class DropReason(StrEnum):
     RUN_ENDED = "run_ended"
     NOT_TRAINED = "not_trained"
     """The run has no trainer (`--debug-rollout-only`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedGroup:
+    """A group that was dropped while rollouts of it ran: those are to be cancelled."""
+
+    group_id: str
+    reason: DropReason
+
+    @property
+    def detail(self) -> str:
+        """What its cancelled rollouts are told."""
+        return f"group {self.group_id} was dropped ({self.reason}): nobody waits for this rollout any more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,11 @@ as tasks come, a batch comes together. The code does not care what number the st
 The loop's order is take → trained → advance. Call `advance` once the engines sample under the new version
 and its canary has passed: what is leased after it must not begin under the old one, or bound 0 could never be
 met. `advance` with the version unchanged ends the batch too: without a trainer, it is dropped. `snapshot`
-between trained and advance is what a later life of the run restores. Held by `buffer_actor.py`."""
+between trained and advance is what a later life of the run restores.
+
+A group that is dropped takes the members that are still in flight with it: their places end at once, and
+`unwanted` names the group, so that whoever runs them can cancel them. Whatever such a rollout still sends is
+late and changes nothing. Held by `buffer_actor.py`."""
 
 import copy
 from collections import Counter, deque
@@ -30,6 +34,7 @@ from invrl.metrics import Mean, Metric, Sum, merge
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     MAX_REWARD,
+    DroppedGroup,
     DropReason,
     FailedRollout,
     FailureReason,
@@ -72,6 +77,8 @@ class Buffer:
         self._in_flight: dict[str, OpenGroup] = {}
         self._ready: dict[str, OpenGroup] = {}
         self._replacements: deque[str] = deque()
+        self._unwanted: list[DroppedGroup] = []
+        """Groups dropped while members of theirs were in flight, and not yet named by `unwanted`."""
         self._batch: TakenBatch | None = None
         self._taken: list[OpenGroup] = []
         """The groups of the batch, until it is trained or dropped."""
@@ -127,6 +134,13 @@ class Buffer:
             self._drop(group, DropReason.STALE)
         elif len(group.finished) == self._group_size:
             self._complete(group)
+
+    def unwanted(self) -> tuple[DroppedGroup, ...]:
+        """The groups dropped since the last call while members of theirs were in flight. No later lease holds
+        a group that has been named."""
+        groups = tuple(self._unwanted)
+        self._unwanted.clear()
+        return groups
 
     # ------------------------------------------------------------------ batches
 
@@ -371,6 +385,8 @@ class Buffer:
         del self._tasks_of[group.id]
         if group.id in self._replacements:
             self._replacements.remove(group.id)
+        if group.members(RolloutState.IN_FLIGHT):
+            self._unwanted.append(DroppedGroup(group_id=group.id, reason=reason))
         for index, state in enumerate(group.states_G):
             if state not in (None, RolloutState.DROPPED):
                 self._ledger.move(group, index, RolloutState.DROPPED, reason=reason, detail=word)

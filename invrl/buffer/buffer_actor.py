@@ -29,9 +29,11 @@ from invrl.heartbeat import Pulse, pulse
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
 from invrl.run_store import RunStore
-from invrl.types import GroupLease, Outcome, TakenBatch, Task, WeightVersion
+from invrl.types import DroppedGroup, GroupLease, Outcome, TakenBatch, Task, WeightVersion
 
 _log = logging.getLogger(__name__)
+_UNWANTED_WAIT_S = 20.0
+"""How long `unwanted` waits for a group: less than the deadline of a call."""
 
 
 class BufferActor:
@@ -106,6 +108,20 @@ class BufferActor:
         self._buffer.record(outcome)
         await self._notify()
 
+    async def unwanted(self) -> tuple[DroppedGroup, ...]:
+        """Groups that were dropped while members of theirs were in flight, each named once. Waits for the
+        first one; empty if none comes for a while, or the buffer closes."""
+        deadline = time.monotonic() + _UNWANTED_WAIT_S
+        async with self._changed:
+            while True:
+                self._check_poller()
+                groups = self._buffer.unwanted()
+                left = deadline - time.monotonic()
+                if groups or left <= 0 or self._closing.is_set():
+                    return groups
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), left)
+
     async def take(self, timeout_s: float) -> TakenBatch:
         """Waits for a batch. Raises IdenticalFailuresError once too many rollouts in a row have failed alike;
         DeadlineError, naming what is missing, after `timeout_s` or as soon as the task source cannot fill a
@@ -158,6 +174,7 @@ class BufferActor:
         if self._closing.is_set():
             return
         self._closing.set()
+        await self._notify()
         if self._poller is not None:
             await self._poller
         self._buffer.close()

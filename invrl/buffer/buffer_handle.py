@@ -47,6 +47,7 @@ class BufferHandle:
     snapshot = _call(BufferActor.snapshot)
     lease = _call(BufferActor.lease)
     record = _call(BufferActor.record)
+    unwanted = _call(BufferActor.unwanted)
     trained = _call(BufferActor.trained)
     advance = _call(BufferActor.advance)
     metrics = _call(BufferActor.metrics)

@@ -20,7 +20,17 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from invrl.errors import SessionError
-from invrl.types import GroupMember, Outcome, Purpose, Reward, Sampling, Session, SessionLimits
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    GroupMember,
+    Outcome,
+    Purpose,
+    Reward,
+    Sampling,
+    Session,
+    SessionLimits,
+)
 
 SessionState = Literal["open", "unrewarded", "finished", "aborted", "expired"]
 """`unrewarded`: finished, but for its reward, which it waits for. `expired`: its time was up."""
@@ -249,6 +259,9 @@ class SessionRegistry:
             raise unauthorized("unknown session key")
         if record.state != "open":
             code = "session_timeout" if record.state == "expired" else "session_closed"
+            dropped = _why_dropped(record)
+            if dropped:
+                raise unauthorized(f"the session is {record.state}: {dropped}", code="group_dropped")
             raise unauthorized(f"the session is {record.state}", code=code)
         return record
 
@@ -266,6 +279,10 @@ class SessionRegistry:
         if late or record.state in ("aborted", "expired"):
             code = "reward_too_late" if record.state == "expired" else "session_closed"
             state = "being closed" if record.state == "open" else record.state
+            dropped = _why_dropped(record)
+            if dropped:
+                reason = f"session {record.session.id} is {state}: {dropped}"
+                raise SessionError(reason, status=409, code="group_dropped")
             raise SessionError(f"session {record.session.id} is {state}", status=409, code=code)
         if reward.turn:
             record.turn_rewards[reward.turn] = reward
@@ -344,6 +361,14 @@ class SessionRegistry:
     def counts(self) -> Mapping[SessionState, int]:
         """Sessions by state since the start."""
         return dict(self._counts)
+
+
+def _why_dropped(record: SessionRecord) -> str:
+    """What a session was told that was cancelled because its group was dropped; "" for any other."""
+    outcome = record.outcome
+    if isinstance(outcome, FailedRollout) and outcome.reason is FailureReason.GROUP_DROPPED:
+        return outcome.detail
+    return ""
 
 
 def unauthorized(message: str, code: str = "invalid_api_key") -> SessionError:

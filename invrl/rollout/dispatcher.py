@@ -7,21 +7,23 @@
 Invariants: at most `concurrency` rollouts run at a time (a group form larger than that runs alone);
 a slot is free as soon as its rollout has ended, not its group; every session that was opened ends.
 Outcomes reach the buffer through the gateway's outbox, and through here only where the gateway does not know
-the session any more. Whatever goes wrong on our
-side ends the dispatcher with that exception, which `guard` raises where the loop waits."""
+the session any more. When the buffer names a group that it has dropped, what waits of it is taken out, its
+sessions are aborted, which ends their requests to the engines, and what runs of it is then cancelled. What
+goes wrong on our side ends the dispatcher with that exception, which `guard` raises where the loop waits."""
 
 import asyncio
 import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from invrl.interfaces import Buffer
 from invrl.rollout.session_client import SessionClient, UnreportedRollout
 from invrl.rollout.worker_actor import Assignment
 from invrl.rollout.worker_pool import WorkerPool
-from invrl.types import FailedRollout, FailureReason, GroupLease, Session
+from invrl.types import DroppedGroup, FailedRollout, FailureReason, GroupLease, Session
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -50,15 +52,21 @@ async def first_to_fail(work: Awaitable[T], watch: Awaitable[None]) -> T:
 class Scheduler:
     """Something that keeps rollouts coming, in the driver's event loop, until it is stopped or fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
         self._stopping = False
         self._scheduler: asyncio.Task[None] | None = None
+        self._follower: asyncio.Task[None] | None = None
+        self._drops: set[asyncio.Task[None]] = set()
+        self._dropped: dict[str, DroppedGroup] = {}
+        """Named by the buffer since a lease was last asked for: that lease may hold one of them."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._told_constrained = False
 
     def start(self) -> None:
-        """Begins to lease, in the running event loop."""
+        """Begins to lease, and to cancel what the buffer drops, in the running event loop."""
         self._scheduler = asyncio.create_task(self._guarded(self._schedule()))
+        self._follower = asyncio.create_task(self._guarded(self._follow_drops()))
 
     async def guard(self, work: Awaitable[T]) -> T:
         """`work`'s result; if the scheduler, which `work` may start, fails first, `work` is cancelled and
@@ -68,9 +76,14 @@ class Scheduler:
     async def stop(self) -> None:
         """Leases no more, aborts what runs."""
         self._stopping = True
-        if self._scheduler is not None:
-            self._scheduler.cancel()
-            await asyncio.wait({self._scheduler})
+        for task in (self._scheduler, self._follower):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        if self._drops:
+            await asyncio.wait(self._drops, timeout=_END_TIMEOUT_S)
+        for drop in self._drops:
+            drop.cancel()
         await self._end_all()
         if self._failed.done():
             self._failed.exception()  # seen: no warning about it at exit
@@ -78,8 +91,27 @@ class Scheduler:
     async def _schedule(self) -> None:
         raise NotImplementedError
 
+    async def _drop(self, group: DroppedGroup) -> None:
+        """Ends what runs of a group that the buffer has dropped."""
+        raise NotImplementedError
+
     async def _end_all(self) -> None:
         """Ends what still runs."""
+
+    async def _lease(self) -> GroupLease | None:
+        """Asks the buffer for work. Once the lease has been acted on, `_dropped` says whether the buffer has
+        dropped its group meanwhile."""
+        self._dropped.clear()
+        return await self._buffer.lease()
+
+    async def _follow_drops(self) -> None:
+        while not self._stopping:
+            for group in await self._buffer.unwanted():
+                self._dropped[group.group_id] = group
+                # Side by side: a client that does not read its answer holds up the end of its session.
+                drop = asyncio.create_task(self._guarded(self._drop(group)))
+                self._drops.add(drop)
+                drop.add_done_callback(self._drops.discard)
 
     async def _guarded(self, work: Awaitable[None]) -> None:
         try:
@@ -91,25 +123,49 @@ class Scheduler:
                 self._scheduler.cancel()
 
 
+@dataclass(slots=True, eq=False)
+class _Running:
+    """An assignment that the pool was given."""
+
+    assignment: Assignment
+    dropped: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: its group was dropped, and the pool cancels it."""
+
+
 class Dispatcher(Scheduler):
     """`group_form`: a lease is one assignment with all its sessions, not one assignment each."""
 
     def __init__(
         self, buffer: Buffer, sessions: SessionClient, pool: WorkerPool, *, concurrency: int, group_form: bool
     ) -> None:
-        super().__init__()
-        self._buffer, self._sessions, self._pool = buffer, sessions, pool
+        super().__init__(buffer)
+        self._sessions, self._pool = sessions, pool
         self._concurrency, self._group_form = concurrency, group_form
         self._waiting: deque[Assignment] = deque()
-        self._runs: dict[asyncio.Task[None], Assignment] = {}
+        self._runs: dict[asyncio.Task[None], _Running] = {}
         self._changed = asyncio.Event()
 
     @property
     def running(self) -> int:
-        return sum(len(assignment.sessions) for assignment in self._runs.values())
+        return sum(len(run.assignment.sessions) for run in self._runs.values())
+
+    async def _drop(self, group: DroppedGroup) -> None:
+        waiting = [one for one in self._waiting if one.group_id == group.group_id]
+        running = [run for run in self._runs.values() if run.assignment.group_id == group.group_id]
+        self._waiting = deque(one for one in self._waiting if one.group_id != group.group_id)
+        self._changed.set()
+        ended = [*waiting, *(run.assignment for run in running)]
+        await self._abort(group, [session for one in ended for session in one.sessions])
+        for run in running:
+            run.dropped.set()
+
+    async def _abort(self, group: DroppedGroup, sessions: Sequence[Session]) -> None:
+        reason, detail = FailureReason.GROUP_DROPPED, group.detail
+        await asyncio.gather(*(self._sessions.abort(session, reason, detail) for session in sessions))
 
     async def _end_all(self) -> None:
-        left = [one for each in (*self._waiting, *self._runs.values()) for one in each.sessions]
+        assignments = [*self._waiting, *(run.assignment for run in self._runs.values())]
+        left = [session for one in assignments for session in one.sessions]
         self._waiting.clear()
         for run in (runs := list(self._runs)):
             run.cancel()
@@ -132,27 +188,32 @@ class Dispatcher(Scheduler):
             if self._waiting or self.running >= self._concurrency:
                 await self._changed.wait()
                 continue
-            lease = await self._buffer.lease()
+            lease = await self._lease()
             if lease is None:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_S):
                         await self._changed.wait()
                 continue
             sessions = await self._sessions.open(lease, deadline_s=_ADMISSION_TIMEOUT_S)
+            dropped = self._dropped.get(lease.group_id)
+            if dropped is not None:
+                await self._abort(dropped, sessions)
+                continue
             self._waiting.extend(assignments(lease, sessions, group_form=self._group_form))
 
     def _start_what_fits(self) -> None:
         while self._waiting:
-            running = self.running
-            if running and running + len(self._waiting[0].sessions) > self._concurrency:
+            busy = self.running
+            if busy and busy + len(self._waiting[0].sessions) > self._concurrency:
                 return
             assignment = self._waiting.popleft()
-            run = asyncio.create_task(self._guarded(self._run(assignment)))
-            self._runs[run] = assignment
+            running = _Running(assignment)
+            run = asyncio.create_task(self._guarded(self._run(running)))
+            self._runs[run] = running
             run.add_done_callback(self._ended)
 
-    async def _run(self, assignment: Assignment) -> None:
-        for outcome in await self._pool.run(assignment):
+    async def _run(self, running: _Running) -> None:
+        for outcome in await self._pool.run(running.assignment, running.dropped):
             if isinstance(outcome, UnreportedRollout):
                 await self._buffer.record(outcome)
             if isinstance(outcome, FailedRollout):

@@ -3,7 +3,8 @@
 Invariant: nothing that a rollout function or reward function does (raise, hang, return the wrong thing,
 sys.exit, swallow its cancellation) leaves `Runner.run` as an exception; `os._exit` is the worker pool's to
 see. Async functions run in the worker's event loop, sync ones in a thread of their own, which cannot be
-ended: those that outlive their deadline are counted, the pool replaces the worker."""
+ended: those that outlive their deadline are counted, the pool replaces the worker. A run that is dropped ends
+as one that is late, but its threads get time to end: their session is closed, so their next call fails."""
 
 import asyncio
 import contextlib
@@ -13,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -25,6 +26,8 @@ from invrl.rollout.rewards import Rejected, as_result, valid_components, valid_r
 from invrl.types import FailureReason, Task
 
 _CANCEL_GRACE_S = 1.0
+_DROP_GRACE_S = 5.0
+"""For the threads of a run that is dropped, to come to a call of their session, which fails."""
 _DETAIL_CHARS = 2000
 
 
@@ -52,6 +55,16 @@ class _ThreadGoesOn(Exception):
     """The message is where the thread is."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """One call of the rollout function, with all that belongs to it."""
+
+    task: Task
+    endpoints: Sequence[Endpoint]
+    threads: list[asyncio.Future[object]] = field(default_factory=list)
+    """What became of each sync function that it called, once it has returned."""
+
+
 class Runner:
     """One rollout function with its reward function and deadline."""
 
@@ -61,71 +74,81 @@ class Runner:
         self._function: Callable[..., Any] = function
         self._group = is_group_form(function)
         self._reward_function, self._timeout_s = reward_function, timeout_s
-        self._abandoned: list[threading.Thread] = []
+        self._abandoned: list[asyncio.Future[object]] = []
 
     @property
     def stuck_threads(self) -> int:
-        """Threads of sync functions that are still running after their deadline."""
-        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        """Threads of sync functions that are still running although nobody waits for them any more."""
+        self._abandoned = [thread for thread in self._abandoned if not thread.done()]
         return len(self._abandoned)
 
-    async def run(self, task: Task, endpoints: Sequence[Endpoint]) -> list[Outcome]:
+    async def run(
+        self, task: Task, endpoints: Sequence[Endpoint], dropped: asyncio.Event | None = None
+    ) -> list[Outcome]:
         """One outcome per endpoint, in order, within the deadline. A function that is not a group form
-        takes exactly one endpoint. What is said of a failure holds no session's key."""
-        outcomes = await self._outcomes(task, endpoints)
+        takes exactly one endpoint. Once `dropped` is set the function is cancelled and the outcomes are
+        GROUP_DROPPED. What is said of a failure holds no session's key."""
+        outcomes = await self._outcomes(_Run(task, endpoints), dropped or asyncio.Event())
         return [_printable(each, endpoints) if isinstance(each, Failure) else each for each in outcomes]
 
-    async def _outcomes(self, task: Task, endpoints: Sequence[Endpoint]) -> list[Outcome]:
-        work = asyncio.create_task(_contained(self._results(task, endpoints)))
+    async def _outcomes(self, run: _Run, dropped: asyncio.Event) -> list[Outcome]:
+        work = asyncio.create_task(_contained(self._results(run)))
+        drop = asyncio.create_task(dropped.wait())
         try:
-            done, _ = await asyncio.wait({work}, timeout=self._timeout_s)
+            await asyncio.wait({work, drop}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             work.cancel()
             raise
-        if done:
+        finally:
+            drop.cancel()
+        if work.done():
             ended = work.result()
             if isinstance(ended, list):
                 return ended
-            failure = classify(ended.error, endpoints)
+            failure = classify(ended.error, run.endpoints)
+        elif dropped.is_set():
+            detail = f"its group was dropped; {await _cancelled(work)}"
+            failure = Failure(reason=FailureReason.GROUP_DROPPED, detail=detail)
+            if run.threads:
+                await asyncio.wait(run.threads, timeout=_DROP_GRACE_S)
         else:
             detail = f"no result within {self._timeout_s:g} s; {await _cancelled(work)}"
             failure = Failure(reason=FailureReason.TIMEOUT, detail=detail)
-        return [failure] * len(endpoints)
+        return [failure] * len(run.endpoints)
 
-    async def _results(self, task: Task, endpoints: Sequence[Endpoint]) -> list[Outcome]:
+    async def _results(self, run: _Run) -> list[Outcome]:
         if not self._group:
-            (endpoint,) = endpoints
-            returned_G: Sequence[object] = [await self._call(self._function, task, endpoint)]
+            (endpoint,) = run.endpoints
+            returned_G: Sequence[object] = [await self._call(run, self._function, run.task, endpoint)]
         else:
-            returned_G = _one_each(await self._call(self._function, task, list(endpoints)), len(endpoints))
-        return list(await asyncio.gather(*(self._score(task, each, endpoints) for each in returned_G)))
+            endpoints = list(run.endpoints)
+            returned = await self._call(run, self._function, run.task, endpoints)
+            returned_G = _one_each(returned, len(endpoints))
+        return list(await asyncio.gather(*(self._score(run, each) for each in returned_G)))
 
-    async def _score(self, task: Task, returned: object, endpoints: Sequence[Endpoint]) -> Outcome:
-        scored = await _contained(self._reward(task, returned))
-        return classify(scored.error, endpoints) if isinstance(scored, _Raised) else scored
+    async def _score(self, run: _Run, returned: object) -> Outcome:
+        scored = await _contained(self._reward(run, returned))
+        return classify(scored.error, run.endpoints) if isinstance(scored, _Raised) else scored
 
-    async def _reward(self, task: Task, returned: object) -> Scored:
+    async def _reward(self, run: _Run, returned: object) -> Scored:
         result = as_result(returned)
         reward: object = result.reward
         if self._reward_function is not None:
-            reward = await self._call(self._reward_function, task, result)
+            reward = await self._call(run, self._reward_function, run.task, result)
         return Scored(reward=valid_reward(reward), components=valid_components(result.components))
 
-    async def _call(self, function: Callable[..., Any], *arguments: object) -> object:
+    async def _call(self, run: _Run, function: Callable[..., Any], *arguments: object) -> object:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await function(*arguments)
-        returned = await self._call_in_thread(function, *arguments)
+        returned = await self._call_in_thread(run, function, *arguments)
         return await returned if isinstance(returned, Awaitable) else returned
 
-    async def _call_in_thread(self, function: Callable[..., Any], *arguments: object) -> object:
+    async def _call_in_thread(self, run: _Run, function: Callable[..., Any], *arguments: object) -> object:
         # Not the loop's executor: a handful of hanging functions would fill it for good.
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[object] = loop.create_future()
+        run.threads.append(ended)
         context = contextvars.copy_context()
-
-        def deliver(value: object) -> None:
-            if not ended.done():
-                ended.set_result(value)
 
         def work() -> None:
             try:
@@ -133,16 +156,17 @@ class Runner:
             except BaseException as error:
                 value = _Raised(error)
             with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
-                loop.call_soon_threadsafe(deliver, value)
+                loop.call_soon_threadsafe(ended.set_result, value)
 
         thread = threading.Thread(target=work, name="rollout", daemon=True)
         thread.start()
         try:
-            value = await ended
+            await asyncio.wait({ended})  # a cancellation ends this wait, not what it waits for
         except asyncio.CancelledError:
-            self._abandoned.append(thread)
+            self._abandoned.append(ended)
             frame = sys._current_frames().get(thread.ident or 0)
             raise _ThreadGoesOn("".join(traceback.format_stack(frame)[-4:]) if frame else "") from None
+        value = ended.result()
         if isinstance(value, _Raised):
             raise value.error
         return value

@@ -3,7 +3,8 @@
 Invariants: every call ends within its deadline and says what it waited for; a gateway that is full (429),
 restarting (503) or unreachable is asked again until then, with its Retry-After honoured (every call may be
 repeated without harm); any other refusal is a SessionError at once. Opening takes the environment key; the
-rest is done with the session's own key, so who runs a rollout needs no more than its session. Used by the
+rest is done with the session's own key, so who runs a rollout needs no more than its session (a session that
+comes from the store has no key: the environment key serves). Used by the
 dispatcher, the evaluation and the rollout workers."""
 
 import asyncio
@@ -93,7 +94,9 @@ class SessionClient:
         # User code's text may hold lone surrogates, which no JSON carries.
         body = {"reason": reason.value, "detail": detail[-_MAX_DETAIL:].encode(errors="replace").decode()}
         try:
-            answer = await self._post(f"/sessions/{session.id}/abort", body, session.key, what)
+            answer = await self._post(
+                f"/sessions/{session.id}/abort", body, session.key or self._env_key, what
+            )
         except SessionError as refusal:
             if not is_refusal(refusal):
                 raise

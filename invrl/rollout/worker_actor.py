@@ -1,7 +1,8 @@
 """A rollout worker: user code, its sessions, and the report of how each ended. A Ray actor's shell around
 `runner.py`; a plain class, so tests run it without Ray.
 
-Invariant: every session of an assignment has been finished or aborted at the gateway when `run` returns.
+Invariant: every session of an assignment has been finished or aborted at the gateway when `run` returns,
+also when `drop` has cancelled it.
 Rollouts of one worker share its process: `os._exit` in one takes the others down too (they fail as
 WORKER_DIED and are replaced; more `rollout_workers` spread the damage), and memory that one holds counts for
 all (over `rollout_worker_memory_gb` they end as MEMORY, and the worker asks to be replaced). Processes that
@@ -54,6 +55,11 @@ class Assignment:
     task: Task
     sessions: tuple[Session, ...]
 
+    @property
+    def group_id(self) -> str:
+        """Of all its sessions."""
+        return self.sessions[0].group_id
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReply:
@@ -72,6 +78,8 @@ class RolloutWorker:
         self._settings = settings
         self._client = SessionClient(settings.gateway_url)
         self._scale = _Scale(settings.rollout.rollout_worker_memory_gb)
+        self._dropped: dict[str, asyncio.Event] = {}
+        """Of each assignment that runs, by the id of its first session."""
 
     async def beat(self) -> Pulse:
         return pulse()
@@ -97,15 +105,30 @@ class RolloutWorker:
             SessionEndpoint(session, model=model, timeout_s=timeout_s, pool=self._pool)
             for session in assignment.sessions
         ]
-        outcomes = await self._within_memory(assignment.task, endpoints)
+        name = assignment.sessions[0].id
+        self._dropped[name] = dropped = asyncio.Event()
+        try:
+            outcomes = await self._within_memory(assignment.task, endpoints, dropped)
+        finally:
+            del self._dropped[name]
         ended = zip(assignment.sessions, outcomes, strict=True)
         reports = await asyncio.gather(*(self._report(*each) for each in ended))
         stuck, over = self._runner.stuck_threads, self._scale.over.is_set()
         return WorkerReply(outcomes=tuple(reports), stuck_threads=stuck, over_memory=over)
 
-    async def _within_memory(self, task: Task, endpoints: list[SessionEndpoint]) -> list[Outcome]:
+    async def drop(self, session_id: str) -> bool:
+        """Cancels the assignment whose first session this is; `run` then answers soon. False if it does not
+        run, or not yet."""
+        dropped = self._dropped.get(session_id)
+        if dropped is not None:
+            dropped.set()
+        return dropped is not None
+
+    async def _within_memory(
+        self, task: Task, endpoints: list[SessionEndpoint], dropped: asyncio.Event
+    ) -> list[Outcome]:
         """The runner's outcomes, or MEMORY for each where the worker holds too much before they come."""
-        running = asyncio.create_task(self._runner.run(task, endpoints))
+        running = asyncio.create_task(self._runner.run(task, endpoints, dropped))
         over = asyncio.create_task(self._scale.over.wait())
         try:
             await asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED)

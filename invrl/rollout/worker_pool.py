@@ -7,6 +7,7 @@ ended, or over its memory limit, gets no more work and is killed once it is empt
 the evaluation; makes workers through a factory (`RayWorker`, or the tests' fakes)."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerReply, W
 from invrl.types import FailureReason, Outcome
 
 _log = logging.getLogger(__name__)
+_DROP_EVERY_S = 0.1
+_DROP_TIMEOUT_S = 10.0
 _MAX_DEATHS_IN_A_ROW = 16
 """Without one rollout that ended in between: then it is not a bad rollout but a broken environment."""
 
@@ -71,6 +74,10 @@ class RayWorker:
 
     async def run(self, assignment: Assignment, deadline_s: float) -> WorkerReply:
         return await self._answer(self._actor.run.remote(assignment), deadline_s)
+
+    async def drop(self, assignment: Assignment, deadline_s: float) -> bool:
+        """Cancels an assignment that runs; False if it does not run, or not yet."""
+        return await self._answer(self._actor.drop.remote(assignment.sessions[0].id), deadline_s)
 
     def kill(self) -> None:
         """Ends the process; calls in it end as WorkerDied."""
@@ -122,14 +129,19 @@ class WorkerPool:
         self._seats = [self._new_seat() for _ in range(self._size)]
         await asyncio.gather(*(self._ready(seat) for seat in self._seats))
 
-    async def run(self, assignment: Assignment) -> tuple[Outcome, ...]:
-        """How each session of the assignment ended, in order. Raises ServerError where workers only
-        die, and what the gateway or the worker's own code raises: never because of user code."""
+    async def run(self, assignment: Assignment, dropped: asyncio.Event | None = None) -> tuple[Outcome, ...]:
+        """How each session of the assignment ended, in order. Once `dropped` is set it is cancelled. Raises
+        ServerError where workers only die, and what the gateway or the worker's own code raises: never
+        because of user code."""
+        dropped = dropped or asyncio.Event()
         seat = min(self._seats, key=lambda seat: (not seat.ready.done(), seat.busy))
         seat.busy += len(assignment.sessions)
         try:
             await self._ready(seat)
-            reply = await seat.worker.run(assignment, self._run_timeout_s)
+            if dropped.is_set():
+                detail = "its group was dropped before it began"
+                return await self._abort(assignment, FailureReason.GROUP_DROPPED, detail)
+            reply = await self._reply(seat.worker, assignment, dropped)
         except WorkerDied as died:
             if self._replace(seat, str(died)):
                 self._count_death(died)
@@ -149,9 +161,24 @@ class WorkerPool:
         else:
             self._deaths_in_a_row = 0
         if reply.stuck_threads:
-            self._replace(seat, f"{reply.stuck_threads} of its threads run past their deadline")
+            self._replace(seat, f"{reply.stuck_threads} threads of ended rollouts go on in it")
         self._end_if_left(seat)
         return reply.outcomes
+
+    async def _reply(self, worker: RayWorker, assignment: Assignment, dropped: asyncio.Event) -> WorkerReply:
+        dropping = asyncio.create_task(self._drop(worker, assignment, dropped))
+        try:
+            return await worker.run(assignment, self._run_timeout_s)
+        finally:
+            dropping.cancel()
+
+    async def _drop(self, worker: RayWorker, assignment: Assignment, dropped: asyncio.Event) -> None:
+        """Once `dropped` is set: tells the worker, until it knows the assignment. What goes wrong here the
+        assignment's own call says too."""
+        await dropped.wait()
+        with contextlib.suppress(WorkerDied, TimeoutError):
+            while not await worker.drop(assignment, _DROP_TIMEOUT_S):
+                await asyncio.sleep(_DROP_EVERY_S)
 
     def stop(self) -> None:
         """Ends all workers; what runs in them ends as WORKER_DIED."""

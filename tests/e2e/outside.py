@@ -69,11 +69,14 @@ def main(base: str, key: str, model: str, log: str) -> None:
                 out.write(json.dumps({"let_go": place}) + "\n")
                 continue
             opening = {"task_id": lease["task"]["id"], **place, "request_id": json.dumps(place)}
-            sessions = call(base + "/sessions", key, opening)["sessions"]
-            for session in sessions:
-                out.write(
-                    json.dumps(rollout(base, session, model, lease["task"]["payload"]["prompt"])) + "\n"
-                )
+            try:
+                for session in call(base + "/sessions", key, opening)["sessions"]:
+                    ended = rollout(base, session, model, lease["task"]["payload"]["prompt"])
+                    out.write(json.dumps(ended) + "\n")
+            except urllib.error.HTTPError as refused:
+                code = json.load(refused)["error"]["code"]
+                if code not in ("group_dropped", "not_leased"):
+                    raise
 
 
 if __name__ == "__main__":

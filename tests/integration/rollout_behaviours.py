@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -29,7 +30,9 @@ async def rollout(task: Task, endpoint: Endpoint) -> object:
     text = reply.choices[0].message.content or ""
     if does == "raise":
         raise LookupError("no such tool")
-    if does == "hang":
+    if does == "first raises":
+        _raise_if_first(task)
+    if does in ("hang", "first raises"):
         await asyncio.Event().wait()
     if does == "nan":
         return float("nan")
@@ -69,10 +72,23 @@ def sync_rollout(task: Task, endpoint: Endpoint) -> float:
     if task.payload["does"] == "hang":
         threading.Event().wait()
     client = OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    if task.payload["does"] == "first raises":
+        _raise_if_first(task)
+        while True:  # until a call is refused
+            client.chat.completions.create(
+                model=endpoint.model, messages=[{"role": "user", "content": task.id}]
+            )
     client.chat.completions.create(model=endpoint.model, messages=[{"role": "user", "content": task.id}])
     # The async client works from a loop of one's own, too.
     asyncio.run(_ask(task, endpoint))
     return 1.0
+
+
+def _raise_if_first(task: Task) -> None:
+    """Of all that run this task, one raises."""
+    with contextlib.suppress(FileExistsError):
+        Path(task.payload["file"]).touch(exist_ok=False)
+        raise LookupError("no such tool")
 
 
 async def _ask(task: Task, endpoint: Endpoint) -> None:

@@ -198,6 +198,11 @@ async def until_ended(stack: Stack, tasks: list[Task], rollouts_each: int, secon
         await asyncio.sleep(0.1)
 
 
+def own_ends(outcomes: list[RolloutSummary | FailedRollout]) -> list[RolloutSummary | FailedRollout]:
+    """Without the rollouts that were cancelled because another had cost them their group."""
+    return [one for one in outcomes if getattr(one, "reason", None) is not FailureReason.GROUP_DROPPED]
+
+
 async def test_every_failure_has_its_reason_and_the_run_goes_on(stack: Stack) -> None:
     bad = tasks_that("raise", "nan", "wrong type", "hang", "nothing")
     async with rollouts(stack, bad, rollout_timeout_s=12.0) as (handle, buffer):
@@ -208,7 +213,9 @@ async def test_every_failure_has_its_reason_and_the_run_goes_on(stack: Stack) ->
         await until_ended(stack, bad, rollouts_each=GROUP)
         ended = stack.outcomes()
         assert handle._pool.replaced == 0
-    seen = {task.id: {getattr(outcome, "reason", "none") for outcome in ended[task.id]} for task in bad}
+    seen = {
+        task.id: {getattr(outcome, "reason", "none") for outcome in own_ends(ended[task.id])} for task in bad
+    }
     assert seen == {
         "raise": {FailureReason.EXCEPTION},
         "nan": {FailureReason.BAD_REWARD},
@@ -216,7 +223,7 @@ async def test_every_failure_has_its_reason_and_the_run_goes_on(stack: Stack) ->
         "hang": {FailureReason.TIMEOUT},
         "nothing": {FailureReason.EMPTY},
     }
-    assert "no such tool" in ended["raise"][0].detail
+    assert "no such tool" in own_ends(ended["raise"])[0].detail
     good = [outcome for id, outcomes in ended.items() if id.startswith("good") for outcome in outcomes]
     assert {outcome.reward_components["letters"] > 0 for outcome in good if hasattr(outcome, "reward")} == {
         True
@@ -233,7 +240,7 @@ async def test_a_worker_that_exits_is_replaced_and_the_run_goes_on(stack: Stack)
         # Two rounds of two: those of a round may have died together or one by one.
         assert 2 <= handle._pool.replaced <= 4
         ended = stack.outcomes()["exit"]  # what still waits for its worker at the end is aborted by it
-    assert {outcome.reason for outcome in ended} == {FailureReason.WORKER_DIED}
+    assert {outcome.reason for outcome in own_ends(ended)} == {FailureReason.WORKER_DIED}
     tries = [(o.index, o.attempt) for o in ended]
     assert len(set(tries)) == len(tries), "no place had the same try twice"
     assert {(0, 0), (1, 0)} < set(tries) <= {(0, 0), (0, 1), (1, 0), (1, 1)}
@@ -268,7 +275,7 @@ async def test_a_worker_over_its_memory_is_replaced_and_the_run_goes_on(
         await until_ended(stack, leaks, rollouts_each=GROUP)
         await batches(stack, handle, buffer, range(1, 3))
         assert handle._pool.replaced >= 1
-    ended = stack.outcomes()["leaks"]
+    ended = own_ends(stack.outcomes()["leaks"])
     assert {outcome.reason for outcome in ended} == {reason}
     if reason is FailureReason.MEMORY:
         assert {"the worker held 1." in outcome.detail for outcome in ended} == {True}
@@ -281,7 +288,8 @@ async def test_a_rollout_that_cancels_its_worker_is_one_death(stack: Stack) -> N
         await until_ended(stack, cancels, rollouts_each=GROUP)
         await batches(stack, handle, buffer, range(1, 3))
         ended = stack.outcomes()["cancel all"]  # what still runs at the end is aborted by it
-    assert {outcome.reason for outcome in ended} <= {FailureReason.WORKER_DIED, FailureReason.EXCEPTION}
+    reasons = {outcome.reason for outcome in own_ends(ended)}
+    assert reasons <= {FailureReason.WORKER_DIED, FailureReason.EXCEPTION}
 
 
 async def test_a_key_that_is_told_reaches_neither_the_store_nor_a_log(
@@ -295,7 +303,8 @@ async def test_a_key_that_is_told_reaches_neither_the_store_nor_a_log(
             await until_ended(stack, tells, rollouts_each=GROUP)
     key = told.read_text()
     assert len(key) > 20
-    details = {outcome.detail for outcome in stack.outcomes()["tells"]}
+    details = {outcome.detail for outcome in own_ends(stack.outcomes()["tells"])}
+    assert details
     assert all("cannot reach" in detail and "(session key)" in detail for detail in details)
     for file in stack.store_path.parent.rglob("*"):
         if file.is_file() and file != told:
@@ -317,7 +326,32 @@ async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
             while handle._pool.replaced < 1:
                 await asyncio.sleep(0.05)
         await batches(stack, handle, buffer, range(2, 4))
-    assert {outcome.reason for outcome in ended} == {FailureReason.TIMEOUT}
+    assert {outcome.reason for outcome in own_ends(ended)} == {FailureReason.TIMEOUT}
+
+
+@pytest.mark.parametrize("function", ["rollout", "sync_rollout"])
+async def test_rollouts_of_a_dropped_group_are_cancelled_and_their_slots_are_free(
+    stack: Stack, tmp_path: Path, function: str
+) -> None:
+    """One member of each group raises, the other would go on for an hour; there are twice as many of these as
+    slots."""
+    groups = [
+        Task(id=f"half{n}", payload={"does": "first raises", "file": str(tmp_path / f"half{n}")})
+        for n in range(4)
+    ]
+    changes = {"rollout_max_attempts": 1, "rollout_concurrency": 2, "rollout_timeout_s": 3600.0}
+    async with rollouts(stack, groups, function=function, **changes) as (handle, buffer):
+        for taken in await batches(stack, handle, buffer, range(1, 4)):
+            assert all(group.task_id.startswith("good") for group in taken.groups)
+        ended = stack.outcomes()
+        assert handle._pool.replaced == 0, "no worker is replaced for threads that end by themselves"
+    for task in groups:
+        reasons = [getattr(outcome, "reason", "none") for outcome in ended[task.id]]
+        assert sorted(reasons) == [FailureReason.EXCEPTION, FailureReason.GROUP_DROPPED]
+    dropped = {one.detail for outcomes in ended.values() for one in outcomes if one not in own_ends([one])}
+    assert {detail.partition("was dropped")[2] for detail in dropped} == {
+        " (incomplete): nobody waits for this rollout any more"
+    }
 
 
 async def test_a_group_form_sees_its_whole_group(stack: Stack) -> None:

@@ -101,6 +101,8 @@ class BufferMachine(RuleBasedStateMachine):
         self.batch: TakenBatch | None = None
         self.trained_now = False
         self.ever_taken: set[Place] = set()
+        self.named: set[str] = set()
+        """Groups that the buffer no longer wants."""
 
     # ---------------------------------------------------------------- what the model knows
 
@@ -108,6 +110,7 @@ class BufferMachine(RuleBasedStateMachine):
         for member in lease.members:
             place = Place(lease.group_id, member.index, member.attempt)
             assert place not in self.in_flight
+            assert place.group_id not in self.named, "leased although it is not wanted"
             assert member.attempt < self.max_attempts
             self.in_flight[place] = self.version
 
@@ -161,6 +164,29 @@ class BufferMachine(RuleBasedStateMachine):
         before = len(self.entries)
         self.buffer.record(data.draw(st.sampled_from(self.recorded)))
         assert len(self.entries) == before
+
+    @rule(data=st.data())
+    def cancel_what_is_not_wanted(self, data: st.DataObject) -> None:
+        """Each group is named once, and every place of it has ended. What its cancelled rollouts, or those
+        that ended just before, still send changes nothing."""
+        groups = self.buffer.unwanted()
+        assert self.buffer.unwanted() == ()
+        before = len(self.entries)
+        for group in groups:
+            assert group.group_id not in self.named, "named twice"
+            self.named.add(group.group_id)
+            running = [place for place in self.in_flight if place.group_id == group.group_id]
+            assert running, "nothing of it ran"
+            for place in running:
+                started = self.in_flight.pop(place)
+                assert self.last[place].state is RolloutState.DROPPED
+                if data.draw(st.booleans()):
+                    self.send(failed(place, FailureReason.GROUP_DROPPED))
+                else:
+                    self.send(finished(place, reward=1.0, oldest=started, newest=self.version))
+        assert len(self.entries) == before
+        for place in self.in_flight:
+            assert self.last[place].state is RolloutState.IN_FLIGHT, "it runs on and is not wanted"
 
     @rule()
     def an_outcome_of_nobody(self) -> None:

@@ -18,8 +18,9 @@ from invrl.buffer.policies import GROUP_FILTERS
 from invrl.lease_store import LeaseStore
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.lease_offers import LeaseOffers
+from invrl.rollout.session_client import SessionClient
 from invrl.run_store import RunStore, RunStoreWriter, abandon_open_sessions
-from invrl.types import GroupLease, GroupMember, Sampling, Session, Task
+from invrl.types import DroppedGroup, GroupLease, GroupMember, Sampling, Session, Task
 
 M = GroupMember
 
@@ -102,6 +103,10 @@ class Held:
     async def record(self, outcome) -> None:
         self.buffer.record(outcome)
 
+    async def unwanted(self) -> tuple[DroppedGroup, ...]:
+        await asyncio.sleep(0.01)
+        return self.buffer.unwanted()
+
 
 async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path: Path) -> None:
     buffer = Buffer(
@@ -111,7 +116,8 @@ async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path
         group_filter=GROUP_FILTERS["none"],
     )
     held, store = Held(buffer), LeaseStore(tmp_path / "run.sqlite")
-    offers = LeaseOffers(held, store, timeout_s=600.0)  # type: ignore[arg-type]
+    sessions = SessionClient("http://no-gateway", env_key="k")  # nothing is opened at one here
+    offers = LeaseOffers(held, store, RunStore(tmp_path / "run.sqlite"), sessions, timeout_s=600.0)  # type: ignore[arg-type]
     writer = RunStoreWriter(tmp_path / "run.sqlite")
     offers.start()
     taken, long_ago = [], time.time() - 3600

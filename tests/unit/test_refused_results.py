@@ -25,9 +25,10 @@ from invrl.rollout.dispatcher import Dispatcher
 from invrl.rollout.lease_offers import LeaseOffers
 from invrl.rollout.rewards import Rejected, valid_components
 from invrl.rollout.runner import Runner
-from invrl.rollout.session_client import UnreportedRollout
+from invrl.rollout.session_client import SessionClient, UnreportedRollout
 from invrl.rollout.tasks import check_tasks
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
+from invrl.run_store import RunStore
 from invrl.types import (
     MAX_NAME_LENGTH,
     MAX_REWARD_COMPONENTS,
@@ -218,7 +219,9 @@ async def test_a_session_that_the_gateway_does_not_know_is_told_to_the_buffer(
     assert "no such session" in outcome.detail
 
     class Pool(HeldPool):
-        async def run(self, assignment: Assignment) -> tuple[object, ...]:
+        async def run(
+            self, assignment: Assignment, dropped: asyncio.Event | None = None
+        ) -> tuple[object, ...]:
             return (outcome,)
 
     recorded = asyncio.Event()
@@ -288,9 +291,14 @@ async def test_a_task_that_json_does_not_carry_is_dropped_and_the_next_is_offere
             details.append(outcome.detail)
             buffer.record(outcome)
 
+        async def unwanted(self) -> object:
+            await asyncio.sleep(0.01)
+            return buffer.unwanted()
+
     details: list[str] = []
     store = LeaseStore(tmp_path / "run.sqlite")
-    offers = LeaseOffers(Held(), store, timeout_s=600.0)  # type: ignore[arg-type]
+    sessions = SessionClient("http://no-gateway", env_key="k")  # nothing is opened at one here
+    offers = LeaseOffers(Held(), store, RunStore(tmp_path / "run.sqlite"), sessions, timeout_s=600.0)  # type: ignore[arg-type]
     offers.start()
 
     async def good_task() -> None:

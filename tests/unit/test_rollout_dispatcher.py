@@ -27,10 +27,14 @@ class Leases:
             for g in range(groups)
         ]
         self.asked = 0
+        self.dropped = asyncio.Queue()
 
     async def lease(self):
         self.asked += 1
         return self.left.pop(0) if self.left else None
+
+    async def unwanted(self):
+        return (await self.dropped.get(),)
 
 
 class Opener:
@@ -71,7 +75,7 @@ class HeldPool:
         self.calls = []
         self.most = 0
 
-    async def run(self, assignment):
+    async def run(self, assignment, dropped=None):
         if self.error:
             raise self.error
         ids = tuple(s.id for s in assignment.sessions)
@@ -164,6 +168,9 @@ class BrokenBuffer:
     async def lease(self):
         raise ConnectionError("the buffer actor is gone")
 
+    async def unwanted(self):
+        raise ConnectionError("the buffer actor is gone")
+
 
 @pytest.mark.parametrize(
     ("parts", "cause"),
@@ -226,7 +233,7 @@ async def test_stop_aborts_whatever_is_left():
 
 
 async def test_stop_ends_even_when_the_buffer_swallows_the_cancellation():
-    asked = asyncio.Event()
+    asked, followed = asyncio.Event(), asyncio.Event()
 
     class Swallowing:
         async def lease(self):
@@ -236,8 +243,16 @@ async def test_stop_ends_even_when_the_buffer_swallows_the_cancellation():
             except asyncio.CancelledError:
                 return None
 
+        async def unwanted(self):
+            try:
+                followed.set()
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return ()
+
     it = dispatcher(Swallowing(), Opener(), HeldPool(), concurrency=1)
     await asked.wait()
+    await followed.wait()
     await asyncio.wait_for(it.stop(), 60.0)
 
 
@@ -258,7 +273,7 @@ async def test_a_rollout_that_only_grammars_spoke_in_is_told_on_the_console_once
         )
 
     class Pool(HeldPool):
-        async def run(self, assignment):
+        async def run(self, assignment, dropped=None):
             self.calls.append(assignment)
             return (failed(len(self.calls)),)
 
