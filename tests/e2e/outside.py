@@ -40,7 +40,7 @@ def rollout(base: str, session: dict[str, Any], model: str, prompt: str) -> dict
     second, turn = ask(session, model, messages)
     [child] = call(own + "/children", session["key"], {})["sessions"]
     ask(child, model, [{"role": "user", "content": "a child"}])
-    call(own + "/reward", session["key"], {"reward": 0.125, "turn": turn, "components": {"late": 1.0}})
+    call(own + "/reward", session["key"], {"reward": even(second), "turn": turn, "components": {"late": 1.0}})
     return call(own + "/finish", session["key"], {"reward": even(first) + even(second)})
 
 
