@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_run_folder import config
 
+from invrl.config import Source, resolve
 from invrl.run_folder import make_run_folder
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,8 @@ with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
 @pytest.mark.timeout(1200)
 def test_the_address_of_a_dead_cluster_is_not_asked(tmp_path: Path) -> None:
     """Whoever listens at the address that Ray's file names hears nothing; `ray.init()` alone would call."""
-    folder = make_run_folder(config(tmp_path, "run"))
+    tables = {"run": {"run_root": str(tmp_path), "run_name": "run"}}
+    folder = make_run_folder(resolve(Source(name="test", tables=tables)))
     (tmp_path / "ray").mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_TMPDIR": str(tmp_path)}
