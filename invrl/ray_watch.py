@@ -140,16 +140,25 @@ def end_this_process(cause: str) -> None:
     os._exit(_FAILURE_EXIT)
 
 
+def raylet_question(node: Any, *, timeout_s: float) -> Callable[[], object]:
+    """A call that the raylet of `node` answers by itself. Not its statistics: for those it asks every worker,
+    and one that is stopped would look like a silent raylet."""
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
+
+    channel = init_grpc_channel(f"{node.node_ip_address}:{node.node_manager_port}")
+    stub: Any = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
+    messages: Any = node_manager_pb2  # made when it is imported
+    return lambda: stub.GetSystemConfig(messages.GetSystemConfigRequest(), timeout=timeout_s)
+
+
 @contextlib.contextmanager
 def watched_ray(node: Any, client: Any, *, heartbeat_timeout_s: float) -> Iterator[None]:
     """Around the work on a Ray that this process started. `node`: Ray's own; `client`: of its GCS."""
-    from ray._private.internal_api import node_stats
-
-    address, port = node.node_ip_address, node.node_manager_port
     wait_s = max(1.0, heartbeat_timeout_s / 3)
     ask: Mapping[str, Callable[[], object]] = {
         "gcs_server": lambda: client.internal_kv_get(b"invrl", namespace=None, timeout=wait_s),
-        "raylet": lambda: node_stats(address, port, include_memory_info=False),
+        "raylet": raylet_question(node, timeout_s=wait_s),
     }
     processes = [
         Watched(name=name, pid=info.process.pid, ask=ask[kind])

@@ -1,4 +1,5 @@
-"""A run's own Ray is a local one, whatever address an earlier program has left on the machine."""
+"""A run's own Ray is a local one, whatever address an earlier program has left on the machine, and its raylet
+answers whatever becomes of workers."""
 
 from __future__ import annotations
 
@@ -53,3 +54,58 @@ def test_the_address_of_a_dead_cluster_is_not_asked(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() not in ("", address)
     assert not called
+
+
+STOPPED_ACTOR = """
+import os, signal, sys
+from pathlib import Path
+from invrl.ray_setup import prepare_ray
+
+prepare_ray()
+import ray
+from invrl.cluster import start_ray
+from invrl.config import load_resolved
+from invrl.ray_watch import raylet_question
+from invrl.run_folder import RunFolder
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def pid(self):
+        return os.getpid()
+
+folder = RunFolder(path=Path(sys.argv[1]))
+with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
+    actor = Actor.remote()
+    pid = ray.get(actor.pid.remote())
+    node = ray._private.worker._global_node
+    raylet = node.all_processes["raylet"][0].process.pid
+    ask = raylet_question(node, timeout_s=5)
+    os.kill(pid, signal.SIGSTOP)
+    ask()
+    print("the raylet answers beside a stopped actor", flush=True)
+    os.kill(pid, signal.SIGKILL)
+    os.kill(raylet, signal.SIGSTOP)
+    try:
+        ask()
+    except Exception as error:
+        print(error.code().name, flush=True)
+    os.kill(raylet, signal.SIGCONT)
+"""
+
+
+@pytest.mark.timeout(1200)
+def test_a_stopped_actor_does_not_silence_the_raylet(tmp_path: Path) -> None:
+    tables = {"run": {"run_root": str(tmp_path), "run_name": "run", "heartbeat_timeout_s": 600.0}}
+    folder = make_run_folder(resolve(Source(name="test", tables=tables)))
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_ACTOR, str(folder.path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "the raylet answers beside a stopped actor"
+    assert "DEADLINE_EXCEEDED" in lines, "a raylet that is stopped itself does not answer"
