@@ -304,11 +304,17 @@ def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
     config = from_flags("--model-path", str(tmp_path), *flags)
     limits = EngineLimits(vocab_size=512, context_length=64)
     fleet = SimpleNamespace(limits=limits, router=SimpleNamespace(url="http://127.0.0.1:1", api_key="k"))
-    settings = _gateway_settings(config, RunFolder(path=tmp_path), fleet)  # type: ignore[arg-type]
+    settings = _gateway_settings(
+        config,
+        RunFolder(path=tmp_path),
+        fleet,  # type: ignore[arg-type]
+        free_port=20_001,
+        env_key="",
+    )
     assert (settings.gateway_workers, settings.session_max_turns, settings.late_reward) == (3, 7, "accept")
     taken = {name: getattr(settings, name) for name in GatewayConfig.model_fields}
     assert taken == config.gateway.model_dump() | {"gateway_port": settings.gateway_port}
-    assert settings.gateway_port > 0
+    assert settings.gateway_port == 20_001
 
 
 # ------------------------------------------------------------------ what cannot act

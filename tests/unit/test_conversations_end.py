@@ -32,14 +32,24 @@ End = Callable[[Running, Session, bool], Awaitable[None]]
 """How a call ends."""
 
 
+_earlier: list[object] = []
+"""What tests before this one left alive: a gateway may live on in their process when it has ended."""
+
+
+def alive() -> list[object]:
+    return [found for found in gc.get_objects() if type(found) in (Conversation, Generation)]
+
+
 @pytest.fixture
 def without_collector() -> Iterator[None]:
     gc.collect()
+    _earlier[:] = alive()
     gc.disable()
     logging.disable()  # pytest keeps what is logged, errors with their tracebacks too
     yield
     logging.disable(logging.NOTSET)
     gc.enable()
+    _earlier.clear()
 
 
 @pytest.fixture
@@ -55,12 +65,9 @@ async def gateway(
 
 
 async def all_let_go() -> None:
-    """No conversation and no generation is alive any more."""
-
-    def alive() -> bool:
-        return any(type(found) in (Conversation, Generation) for found in gc.get_objects())
-
-    await eventually(lambda: not alive(), 20)
+    """No conversation and no generation of this test is alive any more."""
+    earlier = {id(found) for found in _earlier}
+    await eventually(lambda: all(id(found) in earlier for found in alive()), 20)
 
 
 async def ask(gateway: Running, session: Session, *, stream: bool, n: int = 1) -> int:
