@@ -184,10 +184,12 @@ class Deadline:
         if self._left == 0:
             self._come.set()
 
-    async def wait(self, tasks: set[asyncio.Task], *, timeout: float) -> tuple[set, set]:
-        """In the place of asyncio's."""
+    async def wait(
+        self, tasks: set[asyncio.Task], *, timeout: float, return_when: str = asyncio.ALL_COMPLETED
+    ) -> tuple[set, set]:
+        """In the place of asyncio's. A rollout's own wait ends with the first of its tasks."""
         if timeout != TIMEOUT_S:
-            return await asyncio.wait(tasks, timeout=timeout)
+            return await asyncio.wait(tasks, timeout=timeout, return_when=return_when)
         come = asyncio.create_task(self._come.wait())
         done, left = await asyncio.wait({*tasks, come}, return_when=asyncio.FIRST_COMPLETED)
         if not come.cancel():
