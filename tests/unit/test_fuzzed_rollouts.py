@@ -185,9 +185,14 @@ class Deadline:
             self._come.set()
 
     async def wait(
-        self, tasks: set[asyncio.Task], *, timeout: float, return_when: str = asyncio.ALL_COMPLETED
+        self,
+        tasks: set[asyncio.Task],
+        *,
+        timeout: float | None = None,
+        return_when: str = asyncio.ALL_COMPLETED,
     ) -> tuple[set, set]:
-        """In the place of asyncio's. A rollout's own wait ends with the first of its tasks."""
+        """In the place of asyncio's. A rollout's own wait, which is known by its timeout, ends with the first
+        of its tasks."""
         if timeout != TIMEOUT_S:
             return await asyncio.wait(tasks, timeout=timeout, return_when=return_when)
         come = asyncio.create_task(self._come.wait())
