@@ -88,7 +88,12 @@ class Runner:
         """One outcome per endpoint, in order, within the deadline. A function that is not a group form
         takes exactly one endpoint. Once `dropped` is set the function is cancelled and the outcomes are
         GROUP_DROPPED. What is said of a failure holds no session's key."""
-        outcomes = await self._outcomes(_Run(task, endpoints), dropped or asyncio.Event())
+        run = _Run(task, endpoints)
+        try:
+            outcomes = await self._outcomes(run, dropped or asyncio.Event())
+        finally:
+            # Not before its time to end is over: a run that ends meanwhile would report it as stuck.
+            self._abandoned += run.threads
         return [_printable(each, endpoints) if isinstance(each, Failure) else each for each in outcomes]
 
     async def _outcomes(self, run: _Run, dropped: asyncio.Event) -> list[Outcome]:
@@ -163,7 +168,6 @@ class Runner:
         try:
             await asyncio.wait({ended})  # a cancellation ends this wait, not what it waits for
         except asyncio.CancelledError:
-            self._abandoned.append(ended)
             frame = sys._current_frames().get(thread.ident or 0)
             raise _ThreadGoesOn("".join(traceback.format_stack(frame)[-4:]) if frame else "") from None
         value = ended.result()

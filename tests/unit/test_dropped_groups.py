@@ -365,6 +365,41 @@ async def test_a_thread_that_goes_on_past_its_grace_is_counted(monkeypatch: pyte
     await until(lambda: runner.stuck_threads == 0)
 
 
+async def test_a_thread_within_its_grace_is_not_stuck_to_a_run_that_ends_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "_DROP_GRACE_S", 300.0)
+    began, release = threading.Event(), threading.Event()
+
+    def held(task: Task, *_: object) -> float:
+        if task.id == "held":
+            began.set()
+            release.wait()
+        return 1.0
+
+    runner = Runner(held, None, timeout_s=600.0)
+    dropped, in_grace = asyncio.Event(), asyncio.Event()
+    cancelling = runner_module._cancelled
+
+    async def cancelled(work):
+        where = await cancelling(work)
+        in_grace.set()
+        return where
+
+    monkeypatch.setattr(runner_module, "_cancelled", cancelled)
+    run = asyncio.create_task(
+        runner.run(Task(id="held", payload={}), [Address()], dropped)  # type: ignore[list-item]
+    )
+    await until(began.is_set)
+    dropped.set()
+    await in_grace.wait()
+    await runner.run(Task(id="beside", payload={}), [Address()])  # type: ignore[list-item]
+    assert runner.stuck_threads == 0
+    release.set()
+    await run
+    assert runner.stuck_threads == 0
+
+
 BEGAN = asyncio.Event()
 
 
