@@ -176,10 +176,15 @@ class BufferMachine(RuleBasedStateMachine):
             assert group.group_id not in self.named, "named twice"
             self.named.add(group.group_id)
             running = [place for place in self.in_flight if place.group_id == group.group_id]
-            assert running, "nothing of it ran"
+            assert all(self.last[place].state is RolloutState.DROPPED for place in running)
+            cut_off = [
+                place
+                for place, entry in self.last.items()
+                if place.group_id == group.group_id and entry.reason is group.reason
+            ]
+            assert cut_off, "nothing of it was dropped with it"
             for place in running:
                 started = self.in_flight.pop(place)
-                assert self.last[place].state is RolloutState.DROPPED
                 if data.draw(st.booleans()):
                     self.send(failed(place, FailureReason.GROUP_DROPPED))
                 else:
