@@ -24,11 +24,13 @@ from invrl.rollout.sglang_client import GenerateRequest, SglangClient
 from invrl.types import Sampling, WeightVersion
 from invrl.weight_sync import CanaryBound, WeightTransaction
 
+Parts = tuple[Fleet, FleetUpdater, TorchSender]
+
 
 @pytest.fixture(scope="module")
-async def pair(
+async def shared(
     tmp_path_factory: pytest.TempPathFactory,
-) -> AsyncIterator[tuple[Fleet, FleetUpdater, TorchSender]]:
+) -> AsyncIterator[Parts]:
     model = make_tiny_model(tmp_path_factory.mktemp("qwen2"), family="qwen2", tie_embeddings=True)
     config = EngineConfig(
         num_engines=2,
@@ -60,6 +62,19 @@ async def pair(
         await fleet.stop()
 
 
+@pytest.fixture
+async def pair(shared: Parts) -> Parts:
+    """Both engines are there and generate, whatever the test before left."""
+    fleet, _, _ = shared
+    async with asyncio.timeout(900):
+        while fleet.engines.keys() != {"engine-0", "engine-1"}:
+            await asyncio.sleep(0.1)
+    for engine in fleet.engines.values():
+        if engine.receiver.is_paused:
+            await engine.receiver.resume()
+    return shared
+
+
 def request(index: int) -> GenerateRequest:
     return GenerateRequest(
         rid=f"pair-{np.random.randint(1 << 40)}",
@@ -78,7 +93,7 @@ async def versions_seen(fleet: Fleet) -> set[int]:
 
 
 @pytest.mark.timeout(1200)
-async def test_update_eviction_and_return(pair: tuple[Fleet, FleetUpdater, TorchSender]) -> None:
+async def test_update_eviction_and_return(pair: Parts) -> None:
     """One story, since each act needs the two engines of the one before."""
     fleet, updates, sender = pair
     sender.train(1)
@@ -100,6 +115,7 @@ async def test_update_eviction_and_return(pair: tuple[Fleet, FleetUpdater, Torch
     update = await updates.run(WeightVersion(2))
     assert list(update.lost_engines) == ["engine-1"]
     assert set(fleet.engines) == {"engine-0"}
+    await leaves(fleet, refusing)
     assert await versions_seen(fleet) == {2}
     await comes_back(fleet, refusing)
     assert await versions_seen(fleet) == {2}
@@ -123,9 +139,7 @@ async def test_update_eviction_and_return(pair: tuple[Fleet, FleetUpdater, Torch
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("process", ["scheduler", "detokenizer", "server"])
-async def test_a_stopped_process_is_found_named_and_replaced(
-    pair: tuple[Fleet, FleetUpdater, TorchSender], process: str
-) -> None:
+async def test_a_stopped_process_is_found_named_and_replaced(pair: Parts, process: str) -> None:
     """SIGSTOP: it is alive, and answers nothing. Its engine leaves after the stated time."""
     fleet, _, _ = pair
     hung = fleet.engines["engine-1"]
@@ -147,7 +161,7 @@ async def test_a_stopped_process_is_found_named_and_replaced(
 
 @pytest.mark.timeout(1200)
 async def test_while_the_fleet_is_paused_a_stopped_scheduler_is_found_too(
-    pair: tuple[Fleet, FleetUpdater, TorchSender],
+    pair: Parts,
 ) -> None:
     fleet, _, _ = pair
     paused = list(fleet.engines.values())
@@ -164,7 +178,7 @@ async def test_while_the_fleet_is_paused_a_stopped_scheduler_is_found_too(
 
 @pytest.mark.timeout(1200)
 async def test_a_stopped_router_is_replaced_at_its_address(
-    pair: tuple[Fleet, FleetUpdater, TorchSender],
+    pair: Parts,
 ) -> None:
     fleet, _, _ = pair
     hung = fleet.router
