@@ -127,12 +127,13 @@ class Checkpoints:
         return Checkpoint(step=filled.step, path=final)
 
     async def save(self, trainer: Trainer, step: int, snapshot: bytes | None = None) -> Checkpoint:
-        """The trainer as it is, and the buffer's `snapshot` where there is one."""
-        filling = self.begin(step)
+        """The trainer as it is, and the buffer's `snapshot` where there is one. The disk is left to threads:
+        the caller's event loop watches processes meanwhile."""
+        filling = await asyncio.to_thread(self.begin, step)
         await trainer.save_checkpoint(str(filling.megatron))
         await trainer.export_hugging_face(str(filling.hugging_face))
         if snapshot is not None:
-            filling.buffer.write_bytes(snapshot)
+            await asyncio.to_thread(filling.buffer.write_bytes, snapshot)
         return await asyncio.to_thread(self.commit, filling)
 
     def _clear_partial(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -20,10 +21,11 @@ from invrl import interrupts
 from invrl.algorithms.advantages import advantage_function
 from invrl.batch_file import batch_path, load_batch, put_lost_aside, save_batch, saved_steps
 from invrl.buffer.batching import build_batch
-from invrl.buffer.failures import FailureTeller
+from invrl.buffer.failures import FailureReport, FailureTeller
 from invrl.checkpoints import Checkpoint, Checkpoints, first_checkpoint
 from invrl.cluster import Cluster, start_cluster, start_trainer
 from invrl.config import Config
+from invrl.errors import DeadlineError, ServerError
 from invrl.fleet_updater import fleet_updater
 from invrl.loop import Learner, Parts, no_step_note, run_loop, train_values
 from invrl.metric_sinks import RunObserver, open_sinks
@@ -66,7 +68,10 @@ def run_life(config: Config, folder: RunFolder) -> None:
             observer.note(f"note: {sentence}")
     try:
         if config.run.debug_train_only:
-            interrupts.run(_train_only(config, folder, checkpoints, observer))
+            loaded = first_checkpoint(config.run.load_checkpoint)
+            if loaded:
+                loaded.check()  # outside of an event loop an interrupt ends it at once
+            interrupts.run(_train_only(config, folder, checkpoints, observer, loaded))
         else:
             interrupts.run(_Run(config, folder, checkpoints, observer).run(begin))
     finally:
@@ -77,14 +82,15 @@ def run_life(config: Config, folder: RunFolder) -> None:
 
 
 async def _train_only(
-    config: Config, folder: RunFolder, checkpoints: Checkpoints, observer: RunObserver
+    config: Config,
+    folder: RunFolder,
+    checkpoints: Checkpoints,
+    observer: RunObserver,
+    begin: Checkpoint | None,
 ) -> None:
     """`--debug-train-only`: one step per saved batch after the checkpoint's, `num_steps` in all at most; then
     a checkpoint. sglang need not be installed. Given the checkpoint of a live run and the batches it trained
     next, losses and weights are that run's, bit for bit in float32."""
-    begin = first_checkpoint(config.run.load_checkpoint)
-    if begin:
-        await asyncio.to_thread(begin.check)
     done = begin.step if begin else 0
     data = Path(config.run.load_rollout_data).expanduser().absolute()
     steps = [step for step in saved_steps(data, after_step=done) if step <= config.run.num_steps]
@@ -102,6 +108,42 @@ async def _train_only(
         observer.phase("checkpoint", end)
         last = await checkpoints.save(trainer, end)
     observer.note(f"model: {last.hugging_face}")
+
+
+class CountsFailures(Protocol):
+    """The part of the buffer that `tell_failures` asks."""
+
+    async def failures(self) -> FailureReport: ...
+
+
+class ShowsFailures(Protocol):
+    """The part of the observer that it tells."""
+
+    def failures(self, failed: Mapping[str, int]) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+async def tell_failures(
+    buffer: CountsFailures,
+    teller: FailureTeller,
+    observer: ShowsFailures,
+    *,
+    every_s: float = _FAILURES_EVERY_S,
+) -> None:
+    """What fails meanwhile, on the screen: counts by reason, and a warning where all fail alike. Returns once
+    the buffer has died, of which the loop's own call tells the user."""
+    while True:
+        try:
+            report = await buffer.failures()
+        except DeadlineError as error:  # it is busy: the next question may be answered
+            logger.warning("the failures of rollouts are not known at the moment: %s", error)
+        except ServerError as error:
+            return logger.warning("failures of rollouts are not told any more: %s", error)
+        else:
+            observer.failures(report.failed)
+            if text := teller.text(report):
+                observer.note(text)
+        await asyncio.sleep(every_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +234,8 @@ class _Run:
             evaluate=evaluate if evaluates else None,
         )
         steps = config.run.num_steps
-        telling = asyncio.create_task(self._tell_failures(cluster))
+        teller = FailureTeller(config.buffer.max_identical_failures)
+        telling = asyncio.create_task(tell_failures(cluster.buffer, teller, self.observer))
         try:
             await run_loop(parts, done=done, num_steps=steps, eval_interval=config.rollout.eval_interval)
         finally:
@@ -204,16 +247,6 @@ class _Run:
             await asyncio.to_thread(self._compare, before, after)
         if last := self.checkpoints.latest():
             self.observer.note(f"model: {last.hugging_face}")
-
-    async def _tell_failures(self, cluster: Cluster) -> None:
-        """What fails meanwhile, on the screen: counts by reason, and a warning where all fail alike."""
-        teller = FailureTeller(self.config.buffer.max_identical_failures)
-        while True:
-            report = await cluster.buffer.failures()  # a buffer that died ends the loop's own call, too
-            self.observer.failures(report.failed)
-            if text := teller.text(report):
-                self.observer.note(text)
-            await asyncio.sleep(_FAILURES_EVERY_S)
 
     async def _before(self, cluster: Cluster, done: int) -> Evaluation | None:
         """The evaluation before the first step, made once in a run; None where it is lost."""

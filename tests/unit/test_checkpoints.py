@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import threading
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -77,6 +81,36 @@ def test_a_crash_at_any_call_of_the_commit_leaves_a_whole_one(
     assert latest is not None
     texts = {latest.buffer.read_text(), (latest.megatron / "weights").read_text()}
     assert texts in ({"two"}, {"old four"}, {"new four"})
+
+
+async def test_a_save_leaves_the_disk_to_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop watches the run's processes, while old folders go and files are written."""
+    (tmp_path / "step-000002.partial").mkdir()
+    touched: dict[str, int] = {}
+
+    def noted(name: str, real):
+        def call(*arguments, **named):
+            touched[name] = threading.get_ident()
+            return real(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr("shutil.rmtree", noted("rmtree", shutil.rmtree))
+    monkeypatch.setattr(Path, "mkdir", noted("mkdir", Path.mkdir))
+    monkeypatch.setattr(Path, "write_bytes", noted("write_bytes", Path.write_bytes))
+    monkeypatch.setattr("os.fsync", noted("fsync", os.fsync))
+
+    class Trainer:
+        async def save_checkpoint(self, path: str) -> None:
+            os.mkdir(path)
+
+        async def export_hugging_face(self, path: str) -> None:
+            os.mkdir(path)
+
+    saved = await Checkpoints(tmp_path).save(cast(Any, Trainer()), 4, b"the buffer")
+    assert saved.buffer.read_bytes() == b"the buffer"
+    assert touched.keys() == {"rmtree", "mkdir", "write_bytes", "fsync"}
+    assert threading.get_ident() not in touched.values()
 
 
 @pytest.mark.parametrize("given", ["nowhere", "step-000004.partial", "other"])
