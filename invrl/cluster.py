@@ -92,6 +92,7 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
             router=config.router,
             carrier=config.weight_sync.weight_carrier,
             heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+            weight_sync_timeout_s=config.weight_sync.weight_sync_timeout_s,
         )
         stack.push_async_callback(fleet.stop)
         started = asyncio.create_task(fleet.start())

@@ -61,12 +61,14 @@ class Fleet:
         router: Mapping[str, object] | None = None,
         carrier: str = "arena",
         heartbeat_timeout_s: float = 30.0,
+        weight_sync_timeout_s: float = 300.0,
     ) -> None:
         """Starts the router. `sglang`, `router`: passed through, by upstream's field names. `carrier`: of
         `RECEIVERS`. `heartbeat_timeout_s`: an engine or a router that is silent for longer is dead.
-        ConfigError."""
+        `weight_sync_timeout_s`: unless it copies or hashes weights, which may take so long. ConfigError."""
         self._carrier = carrier
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._weight_sync_timeout_s = weight_sync_timeout_s
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
         self._config = engine
         self._model_path = model_path
@@ -311,7 +313,7 @@ class Fleet:
         client = SglangClient(
             server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
         )
-        receiver = RECEIVERS[self._carrier](name, client)
+        receiver = RECEIVERS[self._carrier](name, client, deadline_s=self._weight_sync_timeout_s)
         return Engine(server=server, client=client, receiver=receiver)
 
     async def _ready(self, name: str) -> None:

@@ -5,7 +5,11 @@ has left `QUESTIONS` questions in a row unanswered, each waited for an equal par
 gives a silent process (`run.heartbeat_timeout_s`). A question fails as well while a process of it is stopped.
 
 An engine's scheduler answers `/server_info` between two steps, also while its generation is paused, so a
-weight update is no reason to leave it unasked. An engine that answers but makes no token while it may
+weight update is no reason to leave it unasked. The exception is one call of an update in which the engine
+copies or hashes all its weights: the scheduler answers nothing until that is done, and a large model takes
+longer than `run.heartbeat_timeout_s`. Silence during such a call proves nothing; the call has a deadline of
+its own (`weight_sync.weight_sync_timeout_s`), after which the update drops the engine. A process that has
+ended, or is stopped, is noticed all the same. An engine that answers but makes no token while it may
 generate counts as dead after `TOKEN_TIMEOUTS` times as long: a long prompt on a busy machine may take a
 while, and any step that ends is an answer."""
 
@@ -39,11 +43,18 @@ class Answers(Protocol):
     async def generates(self, *, deadline_s: float) -> bool: ...
 
 
-class Pausable(Protocol):
-    """The part of a weight receiver that says whether tokens can be expected."""
+class Updated(Protocol):
+    """The part of a weight receiver that says what can be expected of its engine."""
 
     @property
-    def is_paused(self) -> bool: ...
+    def is_paused(self) -> bool:
+        """It makes no token."""
+        ...
+
+    @property
+    def is_loading(self) -> bool:
+        """It answers nothing."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +95,7 @@ async def until_ended(processes: Sequence[psutil.Process], *, interval_s: float,
 async def engine_death(
     processes: Sequence[psutil.Process],
     client: Answers,
-    receiver: Pausable,
+    receiver: Updated,
     *,
     timeout_s: float,
     interval_s: float,
@@ -97,14 +108,16 @@ async def engine_death(
     async def answers(deadline_s: float) -> bool:
         if _stopped(processes):
             return False
-        return await client.answers(deadline_s=deadline_s)
+        began_loading = receiver.is_loading
+        answered = await client.answers(deadline_s=deadline_s)
+        return answered or began_loading or receiver.is_loading
 
     async def makes_tokens(deadline_s: float) -> bool:
-        if receiver.is_paused:
+        if receiver.is_paused or receiver.is_loading:
             return True
         generates = await client.generates(deadline_s=deadline_s)
         # Paused while we asked: the silence proves nothing.
-        return generates or receiver.is_paused
+        return generates or receiver.is_paused or receiver.is_loading
 
     token_timeout_s = TOKEN_TIMEOUTS * timeout_s
     causes = {

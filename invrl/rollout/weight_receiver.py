@@ -28,13 +28,17 @@ from invrl.weight_arena import ArenaHandle
 
 
 class EngineReceiver(ABC):
-    """What every carrier shares; a carrier is `load`."""
+    """What every carrier shares; a carrier is `load`. `deadline_s`: of one call that moves or hashes
+    weights."""
 
     def __init__(self, name: str, client: SglangClient, *, deadline_s: float = 300.0) -> None:
         self.name, self._client, self._deadline_s = name, client, deadline_s
         self._approved: WeightLayout = ()
         self.is_paused = False
-        """For the health check: a paused engine makes no token."""
+        """For the heartbeat: a paused engine makes no token."""
+        self.is_loading = False
+        """For the heartbeat: the engine copies or hashes its weights in one call, during which its scheduler
+        answers nothing. That call has `deadline_s`, and an engine that exceeds it fails the update."""
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
         """LayoutError unless the layout is exactly the engine's weights. The engine is asked once per
@@ -96,8 +100,13 @@ class EngineReceiver(ABC):
             return read_reply(path)
 
     async def _send(self, payload: str, load_format: str) -> None:
-        update = self._client.update_weights_from_tensor
-        await update([payload], load_format=load_format, deadline_s=self._deadline_s)
+        self.is_loading = True
+        try:
+            await self._client.update_weights_from_tensor(
+                [payload], load_format=load_format, deadline_s=self._deadline_s
+            )
+        finally:
+            self.is_loading = False
 
 
 class ArenaReceiver(EngineReceiver):

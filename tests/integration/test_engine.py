@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import os
+import pickle
 import time
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
+import torch
 from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
 from invrl.errors import ServerError, SessionError
 from invrl.rollout.config import EngineConfig
-from invrl.rollout.engine_server import EngineServer
+from invrl.rollout.engine_server import WEIGHT_LOADER, EngineServer
 from invrl.rollout.fleet import Engine, Fleet
-from invrl.rollout.sglang_client import GenerateRequest
+from invrl.rollout.heartbeat import QUESTIONS, Updated, engine_death
+from invrl.rollout.sglang_client import GenerateRequest, SglangClient
+from invrl.rollout.weight_loader import LoaderRequest
 from invrl.types import Sampling
 
 
@@ -167,6 +174,74 @@ async def test_a_pause_holds_requests_and_health_says_no_hang(tiny_fleet: Fleet,
     assert len((await asyncio.wait_for(flight, 120)).ids_T) == 3
     assert not engine.receiver.is_paused
     assert "engine-0" in tiny_fleet.engines
+
+
+class CountingClient:
+    """The engine's client, with the questions counted that its scheduler has left open."""
+
+    def __init__(self, client: SglangClient, enough: int) -> None:
+        self._client = client
+        self._enough = enough
+        self._unanswered = 0
+        self.silent = asyncio.Event()
+
+    async def answers(self, *, deadline_s: float) -> bool:
+        answered = await self._client.answers(deadline_s=deadline_s)
+        self._unanswered += not answered
+        if self._unanswered >= self._enough:
+            self.silent.set()
+        return answered
+
+    async def generates(self, *, deadline_s: float) -> bool:
+        return await self._client.generates(deadline_s=deadline_s)
+
+
+class NeverLoading:
+    is_paused = False
+    is_loading = False
+
+
+@pytest.mark.timeout(1200)
+async def test_an_engine_that_loads_for_longer_than_a_heartbeat_is_not_dead(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """A call of the weight loader that does not end: it writes its reply into a pipe that nobody reads."""
+    pipe = tmp_path / "reply"
+    os.mkfifo(pipe)
+    loader_request = msgspec.json.encode(LoaderRequest(reply_path=str(pipe), tensors=()))
+    named = pickle.dumps([(loader_request.decode(), torch.empty(0))])
+    receiver = engine.receiver
+
+    async def load() -> None:
+        async with receiver._update():
+            await receiver._send(base64.b64encode(named).decode(), WEIGHT_LOADER)
+
+    def death(client: CountingClient, updated: Updated) -> asyncio.Task[str]:
+        processes = engine.server.processes()
+        dying = engine_death(processes, client, updated, timeout_s=3.0, interval_s=0.2)
+        return asyncio.create_task(dying)
+
+    client = CountingClient(engine.client, enough=2 * QUESTIONS)
+    loading = asyncio.create_task(load())
+    dying = death(client, receiver)
+    silent = asyncio.create_task(client.silent.wait())
+    try:
+        await asyncio.wait({loading, dying, silent}, return_when=asyncio.FIRST_COMPLETED)
+        assert client.silent.is_set()
+        assert not dying.done()
+        # What does not know of the load takes the same silence for death.
+        reason = await death(CountingClient(engine.client, enough=QUESTIONS), NeverLoading())
+        assert "its scheduler has not answered for 3 s" in reason
+        assert not dying.done()
+    finally:
+        for task in (dying, silent):
+            task.cancel()
+        await asyncio.wait({dying, silent})
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        await loading
+        os.close(reader)
+    assert not receiver.is_loading
+    assert await engine.client.answers(deadline_s=300)
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -151,8 +151,9 @@ class FakeReceiver:
     trainer: Trainer
     made: ClassVar[list[FakeReceiver]] = []
 
-    def __init__(self, name: str, client: object) -> None:
+    def __init__(self, name: str, client: object, *, deadline_s: float) -> None:
         self.name = name
+        self.deadline_s = deadline_s
         self.is_paused = False
         self.weights = ""
         self.version = 0
@@ -212,7 +213,8 @@ async def fleet(
     monkeypatch.setattr(fleet_module, "RECEIVERS", {"arena": FakeReceiver})
     monkeypatch.setattr(fleet_module, "engine_death", deaths.engine)
     monkeypatch.setattr(fleet_module, "router_death", deaths.router)
-    fleet = Fleet(EngineConfig(num_engines=3, engine_max_restarts=2), tiny_model, tmp_path)
+    config = EngineConfig(num_engines=3, engine_max_restarts=2)
+    fleet = Fleet(config, tiny_model, tmp_path, weight_sync_timeout_s=900.0)
     FakeServer.may_be_ready.set()
     await fleet.start()
     try:
@@ -241,6 +243,10 @@ def receiver(fleet: Fleet, name: str) -> FakeReceiver:
     found = fleet.engines[name].receiver
     assert isinstance(found, FakeReceiver)
     return found
+
+
+async def test_a_call_that_moves_weights_has_the_time_of_a_phase(fleet: Fleet) -> None:
+    assert {receiver(fleet, name).deadline_s for name in fleet.engines} == {900.0}
 
 
 @pytest.mark.parametrize("phase", ["check", "pause", "load", "commit"])
@@ -298,8 +304,8 @@ async def test_what_a_newcomer_loads_is_not_staged_over(fleet: Fleet, updater: F
     goes_on = asyncio.Event()
     init = FakeReceiver.__init__
 
-    def slow(self: FakeReceiver, name: str, client: object) -> None:
-        init(self, name, client)
+    def slow(self: FakeReceiver, name: str, client: object, *, deadline_s: float) -> None:
+        init(self, name, client, deadline_s=deadline_s)
         self.load_waits = goes_on
 
     with pytest.MonkeyPatch.context() as patch:
@@ -353,8 +359,8 @@ async def test_a_newcomer_that_dies_while_it_loads_does_not_hold_the_updates(
     await updater.run(WeightVersion(1))
     init = FakeReceiver.__init__
 
-    def stuck(self: FakeReceiver, name: str, client: object) -> None:
-        init(self, name, client)
+    def stuck(self: FakeReceiver, name: str, client: object, *, deadline_s: float) -> None:
+        init(self, name, client, deadline_s=deadline_s)
         self.load_waits = asyncio.Event()
 
     with pytest.MonkeyPatch.context() as patch:

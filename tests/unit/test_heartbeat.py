@@ -105,14 +105,19 @@ class Client:
 
 
 class Receiver:
-    """Paused, or not, each time it is asked; the last word for ever."""
+    """Paused, or not, each time it is asked; the last word for ever. `loads`: whether it does."""
 
-    def __init__(self, pauses: list[bool] | None = None) -> None:
+    def __init__(self, pauses: list[bool] | None = None, loads: Callable[[], bool] = lambda: False) -> None:
         self._pauses = pauses or [False]
+        self._loads = loads
 
     @property
     def is_paused(self) -> bool:
         return self._pauses.pop(0) if len(self._pauses) > 1 else self._pauses[0]
+
+    @property
+    def is_loading(self) -> bool:
+        return self._loads()
 
 
 Death = Callable[..., "asyncio.Task[str]"]
@@ -168,6 +173,37 @@ async def test_a_pause_that_began_while_asking_proves_nothing(death: Death) -> N
     reason = await death(time, answers, tokens, Receiver([False, True] * 40 + [True]))
     assert "scheduler has not answered" in reason
     assert tokens.count > 3
+
+
+@pytest.mark.parametrize("paused", [True, False], ids=["in an update", "a new engine"])
+async def test_a_scheduler_that_loads_weights_may_be_silent_until_it_has_loaded(
+    death: Death, paused: bool
+) -> None:
+    """For ten times the timeout here. The call ends while the 30th question waits, which is excused too;
+    then three questions are unanswered, as ever."""
+    time = Time()
+    answers = Asked(time, [False])
+    receiver = Receiver([paused], loads=lambda: answers.count < 30)
+    reason = await death(time, answers, Asked(Time(), [not paused]), receiver)
+    assert "scheduler has not answered for 30 s" in reason
+    assert answers.count == 33
+
+
+async def test_a_stopped_process_is_dead_while_it_loads_weights_too(
+    death: Death, server: ServerProcess
+) -> None:
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        while state_of(psutil.Process(server.pid)) != STOPPED:
+            await asyncio.sleep(0.01)
+        time = Time()
+        reason = await death(
+            time, Asked(time, [False]), Asked(time, [False]), Receiver([True], loads=lambda: True)
+        )
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert "has not answered for 30 s" in reason
+    assert f"pid {server.pid}: stopped" in reason
 
 
 async def test_a_dead_process_is_noticed_though_nothing_else_is(death: Death, server: ServerProcess) -> None:

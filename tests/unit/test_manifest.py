@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,14 +44,14 @@ class LongFile:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Path:
     """Its manifest names `long`, and more files than are read side by side."""
     for number in range(200):
         (tmp_path / f"short-{number:03d}").write_bytes(b"x")
     (tmp_path / "long").write_bytes(b"")
     write_manifest(tmp_path)
     (tmp_path / "long").unlink()
-    yield tmp_path
+    return tmp_path
 
 
 def test_an_interrupt_ends_a_check_at_once(folder: Path) -> None:
