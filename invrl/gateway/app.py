@@ -75,9 +75,10 @@ def make_app(
     store: RunStoreWriter,
     place: WorkerPlace | None = None,
     on_shutdown: Callable[[], Awaitable[object]],
+    ending: Callable[[], bool] = lambda: False,
 ) -> FastAPI:
     """`place`: which of the gateway's workers this is. What it holds in the store goes on. `on_shutdown` runs
-    after the last request."""
+    after the last request; `ending` says whether the server takes no more of them, which ends what waits."""
     peers, reader = Peers(place or WorkerPlace()), RunStore(Path(settings.store_path))
     registry = _registry(settings, peers.place, reader)
     turns = Turns(
@@ -123,7 +124,7 @@ def make_app(
 
     spoken = _add_agent_routes(app, registry, turns, settings)
     env_key = settings.env_key.get_secret_value()
-    routes = SessionRoutes(env_key=env_key, lifecycle=lifecycle, metrics=metrics)
+    routes = SessionRoutes(env_key=env_key, lifecycle=lifecycle, metrics=metrics, ending=ending)
     bounded = bounded_route(
         authorize=routes.authorize, limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s
     )

@@ -60,6 +60,7 @@ def serve(
                 store=store,
                 place=place,
                 on_shutdown=engine.close,
+                ending=lambda: server.should_exit,
             ),
             access_log=False,
             log_level="warning",
@@ -71,13 +72,14 @@ def serve(
             ),
             backlog=4096,
         )
+        server = uvicorn.Server(config)
         # Once uvicorn has its handler, which it sets before its first await.
         unblock = signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM}
         asyncio.get_running_loop().call_soon(*unblock)
         gc.freeze()  # what is loaded stays: going through it again stopped every stream for 0.2 s
         # Sessions die by reference count; a look at all of them for cycles stopped every stream for 60 ms.
         gc.set_threshold(5000, 3, 1000)
-        await uvicorn.Server(config).serve(sockets)
+        await server.serve(sockets)
         beating.cancel()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -38,6 +38,8 @@ class SessionRoutes:
     lifecycle: Lifecycle
     metrics: Callable[[bool], Awaitable[Mapping[str, object]]]
     """True: those of all workers."""
+    ending: Callable[[], bool]
+    """Whether the gateway is about to end."""
 
     def router(self, route_class: type[APIRoute]) -> APIRouter:
         bearer = HTTPBearer(auto_error=False, description="the environment key, or a session's own")
@@ -64,7 +66,7 @@ class SessionRoutes:
             raise SessionError(reason, status=409, code="no_leases")
         end = time.monotonic() + body.wait_s
         while (lease := await asyncio.to_thread(leases.take, time.time())) is None:
-            if time.monotonic() >= end or await request.is_disconnected():
+            if time.monotonic() >= end or self.ending() or await request.is_disconnected():
                 return bodies.Leased(lease=None)
             await asyncio.sleep(_LEASE_POLL_S)
         given = {**msgspec.to_builtins(lease), "lease_timeout_s": self.lifecycle.policy.lease_timeout_s}

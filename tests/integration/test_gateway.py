@@ -263,6 +263,26 @@ async def test_too_many_sessions_and_a_dead_fleet(tiny_fleet: Fleet, tiny_model:
     assert not server.process.alive()
 
 
+async def test_a_lease_that_waits_while_the_gateway_ends_gets_no_task(
+    tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path
+):
+    settings = settings_for(tiny_fleet, tiny_model, tmp_path, leases=True)
+    server = GatewayServer(settings, folder=tmp_path, log=tmp_path / "gateway.log")
+    ended: asyncio.Task[None] | None = None
+    try:
+        await asyncio.to_thread(server.wait_ready, deadline_s=120)
+        headers = {"authorization": f"Bearer {ENV_KEY}"}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=120) as http:
+            await http.get("/health")  # the connection on which the lease is asked for
+            lease = asyncio.create_task(http.post("/tasks/lease", json={"wait_s": 60}))
+            await asyncio.sleep(1.0)
+            ended = asyncio.create_task(asyncio.to_thread(server.stop))
+            answer = await lease
+    finally:
+        await (ended or asyncio.to_thread(server.stop))
+    assert (answer.status_code, answer.json()) == (200, {"lease": None})
+
+
 async def test_many_sessions_at_once_never_mix(http: httpx.AsyncClient, store: RunStore):
     sessions = [await open_session(http, group_id=f"g{n}") for n in range(12)]
 
