@@ -288,6 +288,7 @@ def _make_buffer(config: Config, folder: RunFolder) -> BufferHandle:
         config.rollout,
         tasks_factory=partial(load_tasks, config.rollout, "train", config.run.seed),
         run_store_path=folder.store_path,
+        trains_all_roots=config.gateway.train_auxiliary_roots,
     )
     return BufferHandle(
         actor=actor,

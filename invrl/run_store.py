@@ -11,6 +11,7 @@ with the gateway through the busy timeout."""
 
 import contextlib
 import hashlib
+import json
 import queue
 import sqlite3
 import threading
@@ -30,6 +31,7 @@ from invrl.types import (
     Reward,
     Rollout,
     RolloutSummary,
+    SampledSoFar,
     Sampling,
     Session,
     SessionLimits,
@@ -379,6 +381,27 @@ class RunStore:
             "AND group_id=? AND purpose='train' AND parent_id=''"
         )
         return [self._session(row).session for row in self._db.execute(sql, (group_id,)).fetchall()]
+
+    def sampled_so_far(self, group_ids: Sequence[str]) -> list[SampledSoFar]:
+        """Of the running rollouts of these groups that have a turn to train: one that is committed, was
+        delivered to its client, was not aborted, and was not constrained without a grammar to train under.
+        Turns of children count with their rollout. A turn that is being generated is not known here."""
+        sql = (
+            "WITH RECURSIVE family(id, group_id, member, attempt) AS ("
+            "SELECT id, group_id, member, attempt FROM sessions WHERE state IN ('open', 'unrewarded') "
+            "AND purpose='train' AND parent_id='' AND group_id IN (SELECT value FROM json_each(?)) "
+            "UNION ALL SELECT child.id, family.group_id, family.member, family.attempt FROM family "
+            "JOIN sessions AS child ON child.parent_id=family.id WHERE child.parent_id!='' "
+            "AND child.state NOT IN ('aborted', 'expired')) "
+            "SELECT group_id, member, attempt, MIN(json_extract(span.value, '$.version')) FROM family "
+            "JOIN turns ON turns.session_id=family.id JOIN json_each(CAST(turns.spans AS TEXT)) AS span "
+            "WHERE delivered AND finish_reason!='abort' AND (NOT constrained OR grammar!='') "
+            "AND json_extract(span.value, '$.end')>json_extract(span.value, '$.start') "
+            "GROUP BY group_id, member, attempt"
+        )
+        rows = self._db.execute(sql, (json.dumps(list(group_ids)),)).fetchall()
+        names = ("group_id", "index", "attempt", "oldest_version")
+        return [SampledSoFar(**dict(zip(names, row, strict=True))) for row in rows]
 
     def closed_session(self, name: str | bytes) -> StoredSession | None:
         """A session with an outcome, by its id or by its key's hash."""

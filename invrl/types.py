@@ -325,6 +325,17 @@ class DroppedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSoFar:
+    """The place of a rollout that runs, and the oldest version among the tokens that would be trained if it
+    finished now."""
+
+    group_id: str
+    index: int
+    attempt: int
+    oldest_version: WeightVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TakenBatch:
     """What the buffer hands to the loop: whole groups, by id; tokens follow from the store."""
 

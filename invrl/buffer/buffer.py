@@ -15,7 +15,12 @@ between trained and advance is what a later life of the run restores.
 
 A group that is dropped takes the members that are still in flight with it: their places end at once, and
 `unwanted` names the group, so that whoever runs them can cancel them. Whatever such a rollout still sends is
-late and changes nothing. Held by `buffer_actor.py`."""
+late and changes nothing.
+
+A running rollout has no outcome that says how old its tokens are, but none is older than the version at its
+lease: `suspects` names the groups in which a running member may hold tokens that are too old. Whoever holds
+the buffer looks up what those have sampled and passes it to `note_sampled`, which drops a group as soon as
+one of its running members holds such a token. Held by `buffer_actor.py`."""
 
 import copy
 from collections import Counter, deque
@@ -43,6 +48,7 @@ from invrl.types import (
     GroupMember,
     Outcome,
     RolloutSummary,
+    SampledSoFar,
     TakenBatch,
     Task,
     WeightVersion,
@@ -141,6 +147,27 @@ class Buffer:
         groups = tuple(self._unwanted)
         self._unwanted.clear()
         return groups
+
+    def suspects(self) -> list[str]:
+        """Ids of the groups in flight that may be stale already: a running member was leased under a version
+        that is too old by now."""
+        return [
+            group.id
+            for group in self._in_flight.values()
+            if any(self._too_old(group.leased_under[i]) for i in group.members(RolloutState.IN_FLIGHT))
+        ]
+
+    def note_sampled(self, sampled: Iterable[SampledSoFar]) -> None:
+        """What running rollouts have sampled. A group in which one holds a token that is too old is dropped.
+        Places that do not run any more are passed over."""
+        for one in sampled:
+            group = self._in_flight.get(one.group_id)
+            if (
+                group is not None
+                and group.awaits(one.index, one.attempt)
+                and self._too_old(one.oldest_version)
+            ):
+                self._drop(group, DropReason.STALE)
 
     # ------------------------------------------------------------------ batches
 
@@ -319,6 +346,7 @@ class Buffer:
         members = tuple(GroupMember(index=index, attempt=group.attempts_G[index]) for index in indices)
         for index in indices:
             self._ledger.move(group, index, RolloutState.IN_FLIGHT)
+            group.leased_under[index] = self.version
         return GroupLease(group_id=group.id, task=self._tasks_of[group.id], members=members)
 
     def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
@@ -372,7 +400,10 @@ class Buffer:
 
     def _stale(self, group: OpenGroup) -> bool:
         versions = group.versions()
-        return versions is not None and versions[0] < self.version - self._max_staleness
+        return versions is not None and self._too_old(versions[0])
+
+    def _too_old(self, version: WeightVersion) -> bool:
+        return version < self.version - self._max_staleness
 
     def _may_be_taken(self, group: OpenGroup) -> bool:
         versions = group.versions()

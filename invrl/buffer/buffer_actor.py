@@ -2,9 +2,11 @@
 
 A plain class: tests make one without Ray, `cluster.py` wraps it with `ray.remote`. It receives, calls,
 replies, and polls the run store's outbox, through which finished sessions arrive; recording is idempotent, so
-an outcome may also be pushed through `record`. The ledger is written behind, with every poll, and before
-`trained` and `snapshot` answer; a write that has begun ends, whoever is cancelled or closes meanwhile, and
-the next begins after it. Whoever waits for work or a batch gets a failure of the polling."""
+an outcome may also be pushed through `record`. The poller also asks the store what running rollouts have
+sampled, so that a group with tokens that are too old is dropped before one of its members ends. The ledger is
+written behind, with every poll, and before `trained` and `snapshot` answer; a write that has begun ends,
+whoever is cancelled or closes meanwhile, and the next begins after it. Whoever waits for work or a batch gets
+a failure of the polling."""
 
 import asyncio
 import contextlib
@@ -34,6 +36,8 @@ from invrl.types import DroppedGroup, GroupLease, Outcome, TakenBatch, Task, Wei
 _log = logging.getLogger(__name__)
 _UNWANTED_WAIT_S = 20.0
 """How long `unwanted` waits for a group: less than the deadline of a call."""
+_SUSPECTS_EVERY_S = 1.0
+"""Between two looks at what the suspects of staleness have sampled."""
 
 
 class BufferActor:
@@ -46,8 +50,10 @@ class BufferActor:
         *,
         tasks_factory: Callable[[], Iterator[Task]],
         run_store_path: Path,
+        trains_all_roots: bool = True,
         poll_interval_s: float = 0.02,
     ) -> None:
+        """`trains_all_roots`: False where only a session's main conversation is trained."""
         forget_keys()  # the task source and the group filter are user code
         self._buffer = Buffer(
             config,
@@ -67,6 +73,9 @@ class BufferActor:
         """Groups whose tokens are in the store."""
         self._ledger = LedgerStore(run_store_path)
         self._poll_interval_s = poll_interval_s
+        self._trains_all_roots = trains_all_roots
+        self._next_look = 0.0
+        """At suspects of staleness: when it is due, on the monotonic clock."""
         self._poller: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._failure: Exception | None = None
@@ -163,6 +172,7 @@ class BufferActor:
 
     async def advance(self, version: WeightVersion) -> None:
         self._buffer.advance(version)
+        self._next_look = 0.0
         await self._notify()
 
     async def metrics(self) -> Mapping[str, Metric]:
@@ -191,6 +201,7 @@ class BufferActor:
                 for number, outcome in rows:
                     self._buffer.record(outcome)
                     self._seen = number
+                await self._look_at_suspects()
                 await self._keep()
                 if rows:
                     await self._notify()
@@ -201,6 +212,19 @@ class BufferActor:
         except Exception as error:
             self._failure = error
             await self._notify()
+
+    async def _look_at_suspects(self) -> None:
+        """Drops groups in which a running rollout has sampled tokens that are too old by now. Where only main
+        conversations are trained, it is not known before the end which tokens count: then none is dropped."""
+        if not self._trains_all_roots or time.monotonic() < self._next_look:
+            return
+        suspects = self._buffer.suspects()
+        if not suspects:
+            return
+        self._next_look = time.monotonic() + _SUSPECTS_EVERY_S
+        sampled = await asyncio.to_thread(self._outbox.sampled_so_far, suspects)
+        self._buffer.note_sampled(sampled)
+        await self._notify()
 
     async def _keep(self, *, to_disk: bool = False) -> None:
         """Writes the ledger. Who is cancelled while it waits leaves the write to end by itself."""

@@ -38,6 +38,8 @@ class OpenGroup:
     states_G: list[RolloutState | None]
     """Of the current attempts; None: nobody has leased it."""
     finished: dict[int, RolloutSummary] = field(default_factory=dict)
+    leased_under: dict[int, WeightVersion] = field(default_factory=dict)
+    """By index: the buffer's version when the current attempt was last leased. No token of it is older."""
     passed_over: bool = False
     """Was ready when a full batch was taken without it."""
 

@@ -25,6 +25,7 @@ from invrl.types import (
     FailureReason,
     GroupLease,
     RolloutSummary,
+    SampledSoFar,
     TakenBatch,
     Task,
     WeightVersion,
@@ -192,6 +193,37 @@ class BufferMachine(RuleBasedStateMachine):
         assert len(self.entries) == before
         for place in self.in_flight:
             assert self.last[place].state is RolloutState.IN_FLIGHT, "it runs on and is not wanted"
+
+    @rule(data=st.data())
+    def look_at_what_runs(self, data: st.DataObject) -> None:
+        """What rollouts that run have sampled so far, each at its lease's version or a newer one, is told for
+        all suspects. A group is dropped exactly when such a version is too old."""
+        suspects = set(self.buffer.suspects())
+        running = {place: started for place, started in self.in_flight.items() if self.wanted(place)}
+        sampled = {place: data.draw(st.integers(started, self.version)) for place, started in running.items()}
+        too_old = {
+            place.group_id for place, oldest in sampled.items() if self.version - oldest > self.staleness
+        }
+        assert too_old <= suspects, "nobody would look"
+        earlier = {place: max(0, place.attempt - 1) for place in sampled if place.attempt}
+        told = [(place.group_id, place.index, attempt, 0) for place, attempt in earlier.items()]
+        told += [(place.group_id, place.index, place.attempt, oldest) for place, oldest in sampled.items()]
+        stale_before = self.buffer.dropped["stale"]
+        self.buffer.note_sampled(
+            SampledSoFar(
+                group_id=group_id, index=index, attempt=attempt, oldest_version=WeightVersion(oldest)
+            )
+            for group_id, index, attempt, oldest in told
+        )
+        assert self.buffer.dropped["stale"] == stale_before + len(too_old)
+        self.every_place_moves_forward_and_ends_once()
+        for place in running:
+            dropped = self.last[place].state is RolloutState.DROPPED
+            assert dropped == (place.group_id in too_old)
+
+    def wanted(self, place: Place) -> bool:
+        """It is in flight for the buffer too: its group has not been dropped."""
+        return self.last[place].state is RolloutState.IN_FLIGHT
 
     @rule()
     def an_outcome_of_nobody(self) -> None:

@@ -17,7 +17,15 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.errors import BufferStateError, DeadlineError
 from invrl.metrics import resolve
 from invrl.rollout.config import RolloutConfig
-from invrl.types import FailedRollout, FailureReason, GroupLease, RolloutSummary, Task, WeightVersion
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    GroupLease,
+    RolloutSummary,
+    SampledSoFar,
+    Task,
+    WeightVersion,
+)
 
 
 class Outbox:
@@ -46,6 +54,9 @@ class Outbox:
         if self.broken:
             raise OSError("disk gone")
         return list(enumerate(self.rows, 1))[seq : seq + limit]
+
+    def sampled_so_far(self, group_ids: list[str]) -> list[SampledSoFar]:
+        return []
 
 
 def finish(lease: GroupLease, outbox: Outbox, *, equal: bool = False, newest: int = 0) -> None:
