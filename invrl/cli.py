@@ -14,6 +14,7 @@ from types import ModuleType
 
 from invrl import interrupts, lifeline
 from invrl.config import Config, load_resolved, nearest, resolve
+from invrl.environment_keys import hold_keys
 from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError, InvrlError
 from invrl.flags import flag_help, parse_flags, take_value
 from invrl.lifeline import NoteKind
@@ -43,6 +44,7 @@ class _Failed(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the process's exit code."""
+    hold_keys()
     code = _run(arguments)
     lifeline.tell(NoteKind.ENDING, str(code))
     return code

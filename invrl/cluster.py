@@ -22,7 +22,7 @@ from invrl import lifeline
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
 from invrl.config import Config
-from invrl.environment_keys import take_environment_key
+from invrl.environment_keys import RAY_TOKEN, key_in_environment, take_environment_key
 from invrl.errors import ServerError
 from invrl.gateway.gateway_server import GatewayServer
 from invrl.gateway.settings import GatewaySettings
@@ -81,7 +81,7 @@ class Serving:
 @asynccontextmanager
 async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serving]:
     """Starts engines, router and gateway without waiting for them; ends them on exit."""
-    env_key = take_environment_key()  # before anything is started, which would inherit it
+    env_key = take_environment_key()
     async with CleanUp() as stack:
         start_guardian()
         fleet = Fleet(
@@ -220,7 +220,8 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
             {} if elsewhere else {"address": "local", "_temp_dir": stack.enter_context(ray_folder(logs))}
         )
         try:
-            with lifeline.blocked("the start of Ray"):
+            # Ray reads its token once, so that it need not stay in the environment.
+            with lifeline.blocked("the start of Ray"), key_in_environment(RAY_TOKEN):
                 ray.init(
                     **own,
                     include_dashboard=False,

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from invrl import lifeline
+from invrl.environment_keys import RAY_TOKEN, hold_key
 from invrl.lifeline import NoteKind
 
 _SHORT = "/tmp"
@@ -21,18 +22,20 @@ def prepare_ray() -> None:
     """Called by `cli.py` before it imports what imports Ray.
 
     Ray listens on all interfaces whatever it is told, so only who has a token that this process made may
-    join. Idle workers started ahead and Ray's own metrics cost a laptop more than they save."""
+    join. `start_ray` shows it to Ray's processes alone: engines and the gateway, which are started before,
+    do not inherit it, and neither does what user code in this process starts. Idle workers started ahead and
+    Ray's own metrics cost a laptop more than they save."""
     if os.environ.get("RAY_ADDRESS") or "ray" in sys.modules:
         return  # too late for us: whoever imported it has Ray's own token, in the home folder
     os.environ.update(
         worker_environment(),
         RAY_AUTH_MODE="token",
-        RAY_AUTH_TOKEN=secrets.token_hex(32),
         RAY_prestart_worker_first_driver="0",
         RAY_enable_metrics_collection="0",
         # What a rollout started ends with its worker, also when that is killed.
         RAY_process_group_cleanup_enabled="true",
     )
+    hold_key(RAY_TOKEN, secrets.token_hex(32))
 
 
 def worker_environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from invrl.config import Config
+from invrl.environment_keys import ENVIRONMENT_KEY, held_key
 from invrl.errors import ConfigError, InvrlError
 from invrl.rollout.tasks import load_eval_sets
 
@@ -143,10 +144,11 @@ def check_world(config: Config, *, cpus: int) -> None:
 
 def check_environment_key() -> None:
     """The one that the user brings, if any."""
-    if len(os.environ.get("INVRL_ENV_KEY", "x" * 16)) < 16:
+    key = held_key(ENVIRONMENT_KEY)
+    if key is not None and len(key) < 16:
         reason = "whoever has it opens sessions: it is too short"
         fix = "make it of 16 random characters or more, or unset it"
-        raise ConfigError("INVRL_ENV_KEY", "(not shown)", reason, fix)
+        raise ConfigError(ENVIRONMENT_KEY, "(not shown)", reason, fix)
 
 
 def check_port(config: Config) -> None:

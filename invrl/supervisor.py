@@ -24,6 +24,7 @@ import psutil
 
 from invrl.checkpoints import Checkpoints
 from invrl.config import Config
+from invrl.environment_keys import held_keys
 from invrl.lifeline import Listener, Note, NoteKind, environment
 from invrl.process import still_running
 from invrl.ray_setup import remove_ray_folder
@@ -164,7 +165,7 @@ class Supervisor:
 
         driver = subprocess.Popen(
             self._command,
-            env={**os.environ, **environment(listener.writer)},
+            env={**os.environ, **held_keys(), **environment(listener.writer)},
             pass_fds=[listener.writer],
             preexec_fn=in_child,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import random
 import re
 import signal
@@ -28,6 +29,7 @@ import psutil
 from invrl.buffer.ledger_store import check_lineage, read_ledger, read_lives
 from invrl.buffer.open_group import RolloutState
 from invrl.config import Config
+from invrl.environment_keys import held_keys
 from invrl.errors import BufferStateError, ConfigError, DeadlineError, InvrlError, ServerError
 from invrl.run_folder import RunFolder
 from invrl.run_store import RunStore
@@ -90,7 +92,9 @@ class Soak:
         """The run's command, also to repeat it."""
         command = [sys.executable, "-m", "invrl.cli", "train", *self._flags, *more]
         with self._console.open("ab") as log:
-            self._supervisor = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._supervisor = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**os.environ, **held_keys()}
+            )
 
     def inflict(self, role: str, phase: str, kind: str = "kill") -> Fault:
         """Kill or stop `role` in `phase` and wait until the run has trained a later step. Raises ServerError

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.environment_keys import forget_keys
 from invrl.group_store import listen
 from invrl.heartbeat import Pulse, pulse
 from invrl.train.config import TrainConfig
@@ -40,6 +41,7 @@ class TrainActor:
     other."""
 
     def __init__(self, settings: RankSettings) -> None:
+        forget_keys()  # the policy loss may be user code
         self._settings = settings
         self._listener: socket.socket | None = None
         self._worker = ThreadPoolExecutor(1, "rank")

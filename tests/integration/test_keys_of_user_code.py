@@ -1,5 +1,5 @@
-"""What user code in a rollout worker, and a tool that it starts, find of the run's keys; and that Ray works
-without its token in their environment."""
+"""What user code finds of the run's keys in a rollout worker, a trainer rank and the driver, and what a tool
+finds that it starts there; and that Ray works without its token in their environments, a second one too."""
 
 from __future__ import annotations
 
@@ -12,43 +12,64 @@ from pathlib import Path
 PROGRAM = """
 import json, os, subprocess, sys
 from pathlib import Path
+from invrl.environment_keys import hold_keys, held_key, take_environment_key
+hold_keys()
 from invrl.ray_setup import prepare_ray
 prepare_ray()
-token = os.environ["RAY_AUTH_TOKEN"]
+token = held_key("RAY_AUTH_TOKEN")
 import numpy as np
 import ray
 from invrl.cluster import start_ray
 from invrl.config import resolve
-from invrl.environment_keys import take_environment_key
+from invrl.heartbeat import remote_with_beat
+from invrl.ray_watch import raylet_question
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
+from invrl.train.train_actor import TrainActor
+
+def look():
+    return {
+        "process": str(dict(os.environ)),
+        "proc": Path("/proc/self/environ").read_text(errors="replace"),
+        "tool": subprocess.run(["env"], capture_output=True, text=True).stdout,
+    }
 
 class Looker(RolloutWorker):
     def look(self):
-        return {
-            "worker": str(dict(os.environ)),
-            "proc": Path("/proc/self/environ").read_text(errors="replace"),
-            "tool": subprocess.run(["env"], capture_output=True, text=True).stdout,
-        }
+        return look()
 
     def pass_on(self, references):
         whole = ray.get(references[0])
         return [ray.put(whole * 2)]
 
-env_key = take_environment_key()
-with start_ray(resolve(), Path(sys.argv[1])):
+class Rank(TrainActor):
+    async def look(self):
+        return look()
+
+def work():
     settings = WorkerSettings(gateway_url="http://127.0.0.1:9", model="m", rollout=RolloutConfig())
     make = ray.remote(Looker).options(num_cpus=0)
     first, second = make.remote(settings), make.remote(settings)
-    told = ray.get(first.look.remote(), timeout=200)
+    rank = remote_with_beat(Rank).options(num_cpus=0).remote(None)
+    found = {"driver": look(), "worker": ray.get(first.look.remote(), timeout=200),
+             "rank": ray.get(rank.look.remote(), timeout=200)}
     references = [ray.put(np.ones(3_000_000))]
     for worker in (first, second, first):
         references = ray.get(worker.pass_on.remote(references), timeout=200)
     ray.kill(first)
     later = make.remote(settings)
     references = ray.get(later.pass_on.remote([ray.put(np.full(3_000_000, 8.0))]), timeout=200)
-    total = float(ray.get(references[0])[0])
-print(json.dumps({"told": told, "keys": [env_key, token], "total": total}))
+    raylet_question(ray._private.worker._global_node, timeout_s=100)()
+    return found, float(ray.get(references[0])[0])
+
+env_key = take_environment_key()
+found = {"before Ray": {"driver": look()}}  # as engines and gateway are started
+totals = []
+for name in ("first Ray", "second Ray"):
+    with start_ray(resolve(), Path(sys.argv[1])):
+        found[name], total = work()
+        totals.append(total)
+print(json.dumps({"found": found, "keys": [env_key, token], "totals": totals}))
 """
 
 
@@ -60,14 +81,18 @@ def test_neither_user_code_nor_its_tools_have_the_run_s_keys(tmp_path: Path) -> 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1000,
     )
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert found["total"] == 16.0
-    env_key, token = found["keys"]
+    told = json.loads(run.stdout.splitlines()[-1])
+    assert told["totals"] == [16.0, 16.0]
+    env_key, token = told["keys"]
     assert env_key == "env-of-the-user-0123456789"
-    for place, text in found["told"].items():
-        assert "PATH" in text, place
-        assert env_key not in text, place
-        assert token not in text, place
+    assert len(token) == 64
+    for phase, roles in told["found"].items():
+        for role, places in roles.items():
+            for place, text in places.items():
+                where = f"{phase}, {role}, {place}"
+                assert "PATH" in text, where
+                assert env_key not in text, where
+                assert token not in text, where

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,62 @@ def test_a_key_that_was_set_later_is_forgotten_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("INVRL_ENV_KEY", "set by this process")
     assert take_environment_key() == "set by this process"
     assert "INVRL_ENV_KEY" not in os.environ
+
+
+def test_a_command_has_no_keys_where_its_checks_import_user_code(tmp_path: Path) -> None:
+    (tmp_path / "looking.py").write_text(
+        textwrap.dedent("""
+            import json, os, subprocess
+            child = subprocess.run(["env"], capture_output=True, text=True).stdout
+            ours = open("/proc/self/environ").read()
+            with open(os.environ["FOUND"], "w") as file:
+                json.dump({"os": str(dict(os.environ)), "proc": ours, "child": child}, file)
+
+            async def rollout(task, endpoint):
+                return 0.0
+        """)
+    )
+    environment = {
+        **os.environ,
+        **KEYS,
+        "FOUND": str(tmp_path / "found"),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+    }
+    command = [sys.executable, "-m", "invrl.cli", "doctor", "--rollout-function-path", "looking:rollout"]
+    subprocess.run(command, env=environment, capture_output=True, cwd=tmp_path)
+    found = json.loads((tmp_path / "found").read_text())
+    for place, text in found.items():
+        assert "FOUND" in text, place
+        assert not any(key in text for key in KEYS.values()), place
+
+
+def test_a_held_key_is_shown_to_what_is_started_with_it_and_taken_once():
+    told = told_by("""
+        import json, os, subprocess
+        from invrl.environment_keys import (
+            ENVIRONMENT_KEY, RAY_TOKEN, held_key, held_keys, hold_keys, key_in_environment,
+            take_environment_key,
+        )
+        def child():
+            return subprocess.run(["env"], capture_output=True, text=True).stdout
+        hold_keys()
+        held = dict(held_keys())
+        with key_in_environment(RAY_TOKEN):
+            within = child()
+        after = child()
+        with key_in_environment(RAY_TOKEN):
+            again = child()
+        taken = [take_environment_key(), take_environment_key()]
+        print(json.dumps({"held": held, "within": within, "after": after, "again": again, "taken": taken,
+                          "left": held_key(ENVIRONMENT_KEY)}))
+    """)
+    assert told["held"] == KEYS
+    for place in ("within", "again"):
+        assert KEYS["RAY_AUTH_TOKEN"] in told[place]
+        assert KEYS["INVRL_ENV_KEY"] not in told[place]
+    assert not any(key in told["after"] for key in KEYS.values())
+    assert told["taken"] == [KEYS["INVRL_ENV_KEY"], ""]
+    assert told["left"] is None
 
 
 SECRET = "0123456789abcdef0123456789abcdef"

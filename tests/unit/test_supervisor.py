@@ -146,6 +146,24 @@ say("done")"""
     assert "restart 1 of 1" in err
 
 
+def test_only_the_drivers_have_the_keys_that_the_command_was_given(start: Start) -> None:
+    """The supervisor's own process, where checks have imported user code, shows them nowhere."""
+    before = """
+import os
+os.environ["INVRL_ENV_KEY"] = "env-of-the-user-0123456789"
+os.environ["RAY_AUTH_TOKEN"] = "token-of-ray-0123456789"
+from invrl.environment_keys import hold_keys
+hold_keys()
+print(sorted({"INVRL_ENV_KEY", "RAY_AUTH_TOKEN"} & set(os.environ)), flush=True)
+"""
+    body = """
+say(os.environ["INVRL_ENV_KEY"] + " " + os.environ["RAY_AUTH_TOKEN"])
+lifeline.tell(NoteKind.REPORTED)
+sys.exit(1)"""
+    _, out, _ = end(start(body, restarts=1, before=before))
+    assert out.splitlines() == ["[]"] + 2 * ["env-of-the-user-0123456789 token-of-ray-0123456789"]
+
+
 def test_its_last_words_are_the_cause(start: Start) -> None:
     """As Ray's C++ ends it: nobody in Python gets to say anything more."""
     body = "lifeline.tell(NoteKind.CAUSE, 'the raylet is gone'); os._exit(1)"
