@@ -7,7 +7,6 @@ every connection as gone. Used by `agent_api.py` and `forwarder.py`."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -16,7 +15,6 @@ from starlette.types import Message, Receive, Scope, Send
 from invrl.errors import SessionError
 
 _EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-_DRAIN_S, _DRAIN_BYTES = 1.0, 65_536
 
 
 class ClientConnection:
@@ -45,12 +43,8 @@ class ClientConnection:
         return body
 
     async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
-        """Sends a whole answer; True if the client was there to the end. The rest of a small body is read
-        first: a connection that is closed on unread bytes is reset, perhaps before its answer is read."""
-        if self._watch is None:
-            with contextlib.suppress(TimeoutError, SessionError):
-                async with asyncio.timeout(_DRAIN_S):
-                    await self._read(_DRAIN_BYTES)
+        """Sends a whole answer; True if the client was there to the end. The server goes on listening to a
+        client whose body has not ended, so that the answer is not lost to a reset."""
         await self.start(status, {**headers, "content-length": str(len(body))})
         return await self.end(body)
 

@@ -19,6 +19,7 @@ from test_gateway_turns import renderer as renderer
 
 from invrl.gateway import forwarder
 from invrl.gateway.app import make_app
+from invrl.gateway.corked_http import CorkedHttpProtocol
 from invrl.gateway.peers import merged
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.sessions import WorkerPlace, signed_key
@@ -62,7 +63,7 @@ class Workers:
         place = WorkerPlace(number=number, urls=self.urls, open_sessions=self._shared)
         parts = {"engine": client, "renderer": renderer, "store": store, "on_shutdown": client.close}
         app = make_app(settings, **parts, place=place)
-        served = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
+        served = {"http": CorkedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
         config = uvicorn.Config(app, port=settings.gateway_port, log_level="critical", **served)
         server = self._servers[number] = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[self.listeners[number]]))
