@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -82,30 +83,48 @@ class AgentEndpoint:
         count = client.headers.get(_RETRY_COUNT)
         retry = count not in (None, "0")
         conversation = self.turns.conversation(record)
-        request = self.dialect.parse(raw, retry=retry, find=conversation.forest.turn)
-        self.turns.count_ignored(record, request.turn.ignored)
         with conversation.call(), contextlib.ExitStack() as stack:
             stack.callback(record.life.see)
-            await self.turns.prepare(conversation, request.turn)
-            conversation = self.turns.conversation(record)  # it may have been closed meanwhile
-            begun = []
-            for turn in _choices(request):
-                begun.append(self.turns.begin(conversation, turn))  # if one is refused, those before it end
-                stack.enter_context(begun[-1][0].attached())
-            generations = [generation for generation, _ in begun]
-            rid = generations[0].proposal.request.rid
-            headers = {"x-request-id": rid, "request-id": rid}  # OpenAI's name, Anthropic's
-            if overridden := begun[0][1]:
-                headers["x-invrl-overridden"] = names = ",".join(overridden)
-                _log.info("session %s: the run overrides %s", record.session.id, names)
-            serve = self._stream if request.turn.stream else self._whole
-            delivered = await client.unless_gone(serve(client, request, generations, headers))
-            if delivered:
+            generations: list[Generation] = []
+
+            async def answered() -> bool:
+                parse = partial(self.dialect.parse, raw, retry=retry, find=conversation.forest.turn)
+                request = await self.turns.threads.run(parse, size=len(raw))
+                self.turns.count_ignored(record, request.turn.ignored)
+                prepared = await self.turns.prepare(conversation, request.turn, size=len(raw))
+                self.turns.conversation(record)  # it may have been closed meanwhile
+                overridden: tuple[str, ...] = ()
+                for turn in _choices(request):
+                    generation, news = self.turns.begin(conversation, turn, prepared)
+                    generations.append(generation)  # if the next one is refused, it ends
+                    stack.enter_context(generation.attached())
+                    overridden += news
+                return await self._tell(client, record, request, generations, overridden)
+
+            if await client.unless_gone(answered()):
                 for generation in generations:
                     self.turns.deliver(conversation, generation)
             else:
                 self.turns.counts["undelivered"] += len(generations)
                 _log.info("session %s: the client went away", record.session.id)
+
+    async def _tell(
+        self,
+        client: ClientConnection,
+        record: SessionRecord,
+        request: Asked,
+        generations: Sequence[Generation],
+        overridden: Sequence[str],
+    ) -> bool:
+        """True if the answer has left whole."""
+        rid = generations[0].proposal.request.rid
+        headers = {"x-request-id": rid, "request-id": rid}  # OpenAI's name, Anthropic's
+        if overridden:
+            names = ",".join(overridden)
+            headers["x-invrl-overridden"] = names
+            _log.info("session %s: the run overrides %s", record.session.id, names)
+        tell = self._stream if request.turn.stream else self._whole
+        return await tell(client, request, generations, headers)
 
     async def _whole(
         self, client: ClientConnection, request: Asked, generations: Sequence[Generation], headers: Headers
@@ -150,9 +169,10 @@ class CountEndpoint(AgentEndpoint):
     dialect: CountingDialect[Any]
 
     async def _serve(self, client: ClientConnection, record: SessionRecord, raw: bytes) -> None:
-        request = self.dialect.parse_count(raw)
-        await self.turns.prepare(self.turns.conversation(record), request)
-        tokens = self.turns.count_tokens(self.turns.conversation(record), request)
+        parse = partial(self.dialect.parse_count, raw)
+        request = await self.turns.threads.run(parse, size=len(raw))
+        conversation = self.turns.conversation(record)
+        tokens = await self.turns.count_tokens(conversation, request, size=len(raw))
         await client.answer(200, _JSON, self.dialect.counted(tokens))
 
 

@@ -44,6 +44,8 @@ from invrl.types import Sampling
 
 _log = logging.getLogger(__name__)
 _CODES = {404: "not_found", 405: "method_not_allowed"}
+_SESSION_BODY_BYTES = 2**20
+"""The most that a request of the session API may have: it is read and checked in the event loop."""
 _AGENT_PREFIXES = ("/v1", "/s/{key}/v1")
 _SAMPLING_PATH = re.compile(r"(?:/s/(?P<key>[^/]+))?/v1(?P<path>/.+)")
 
@@ -126,7 +128,9 @@ def make_app(
     env_key = settings.env_key.get_secret_value()
     routes = SessionRoutes(env_key=env_key, lifecycle=lifecycle, metrics=metrics, ending=ending)
     bounded = bounded_route(
-        authorize=routes.authorize, limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s
+        authorize=routes.authorize,
+        limit=min(settings.max_body_bytes, _SESSION_BODY_BYTES),
+        deadline_s=settings.body_timeout_s,
     )
     app.include_router(routes.router(bounded))
     _add_error_handlers(app, spoken)

@@ -58,6 +58,8 @@ class Conversation:
         """What the session hands over is settled: no turn is added and none becomes delivered."""
         self.closed = asyncio.Lock()
         """Held while the session is being closed."""
+        self.matching = asyncio.Lock()
+        """Held while another thread matches a request with the forest."""
         self._requests: dict[str, _Request] = {}
         """By digest."""
         self._running: set[Generation] = set()

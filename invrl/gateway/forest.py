@@ -2,15 +2,14 @@
 
 A node is a turn in its place; its conversation is what the turn's ids stand for. A request continues the
 deepest node whose conversation is a prefix of the request's, at the strictest `MatchLevel` that reaches
-that deep. Invariant: nodes never change, so requests of one session can run side by side; only turns whose
-answer is whole become nodes."""
+that deep. Invariants: nodes never change, so requests of one session can run side by side; only turns whose
+answer is whole become nodes; one thread at a time matches, and nodes may be added meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import islice
 from typing import Self
 
 from invrl.gateway.message import MatchLevel, Message, Tool, canonical_json, digests, tools_digest
@@ -187,8 +186,9 @@ class _Index:
         self._apart: dict[str, list[bytes]] = {}
         """The digest by itself of each message that a turn adds, for turns that were asked for."""
 
-    def follow(self, nodes: Mapping[str, Node]) -> Self:
-        for turn_id, node in islice(nodes.items(), len(self._ends), None):
+    def follow(self, nodes: Sequence[Node]) -> Self:
+        """`nodes`: all of the forest, in the order in which they were added."""
+        for node in nodes[len(self._ends) :]:  # a copy: more may be added meanwhile
             seed = b""
             earlier = 0
             if node.parent is not None:
@@ -202,7 +202,7 @@ class _Index:
             )
             self.nodes.setdefault(whole, []).append(node)
             self.answered[before] = node
-            self._ends[turn_id] = whole, earlier + len(node.messages)
+            self._ends[node.turn.id] = whole, earlier + len(node.messages)
             if not self._tools:
                 alone = self.alone(node.messages[-1], node.tools)
                 self.said.setdefault(alone, []).append(node)
@@ -246,6 +246,10 @@ class Forest:
         self._indexes = [_Index(each, self._replies, tools=True) for each in MatchLevel if each <= level]
         self._any_tools = _Index(level, self._replies, tools=False)
         self._by_turn: dict[str, Node] = {}
+        self._nodes: list[Node] = []
+        """All, in the order in which they were added."""
+        self.characters = 0
+        """Of all messages that its turns add."""
         self._texts: dict[str, str] = {}
         """Of turns without a template: all that the ids of their paths stand for."""
 
@@ -254,8 +258,11 @@ class Forest:
         return len(self._by_turn)
 
     def add(self, node: Node) -> None:
-        """Its parent has been added before."""
+        """Its parent has been added before. Another thread may be matching meanwhile: it sees the node or
+        does not."""
         self._by_turn[node.turn.id] = node
+        self._nodes.append(node)
+        self.characters += sum(message.characters for message in node.messages)
         self._replies.add(node)
 
     def turn(self, turn_id: str) -> Node | None:
@@ -267,7 +274,7 @@ class Forest:
         nodes. Each of them takes as long as a request that departs."""
         earlier = Forest(self._level)
         found: dict[str, Change] = {}
-        for node in tuple(self._by_turn.values()):
+        for node in tuple(self._nodes):
             if node.turn.fork_reason and not node.raw:
                 before = node.parent.conversation() if node.parent else []
                 change = earlier.match([*before, *node.messages[:-1]], node.tools).change
@@ -282,9 +289,10 @@ class Forest:
         """The node that a prompt without a template goes on from, and how much of the prompt its ids stand
         for: the most of all whose whole text, or ids, the prompt begins with. `shown`: ids as text."""
         found: tuple[Node | None, int] = (None, 0)
-        for turn_id, node in self._by_turn.items():
+        for node in tuple(self._nodes):
             if not node.raw:
                 continue
+            turn_id = node.turn.id
             sampled = node.turn.sampled_ids_T.tolist()
             if turn_id not in self._texts:
                 before = self._texts[node.parent.turn.id] if node.parent else ""
@@ -308,7 +316,7 @@ class Forest:
         for index in self._indexes if self.size and replies else ():
             seen = self._replies.at_level(messages, index.level)
             prefixes = digests(seen, index.level, seed, tools=tools)
-            nodes = index.follow(self._by_turn).nodes
+            nodes = index.follow(self._nodes).nodes
             deepest = next((n for n in reversed(replies) if n > depth and prefixes[n] in nodes), None)
             if deepest is not None:
                 found = _nearest(nodes[prefixes[deepest]], messages[:deepest])
@@ -328,7 +336,7 @@ class Forest:
         self, messages: Sequence[Message], tools: Sequence[Tool], replies: Sequence[int], depth: int
     ) -> tuple[ForkReason | None, Change | None]:
         """What became of the replies of ours behind `depth`."""
-        index = self._any_tools.follow(self._by_turn)
+        index = self._any_tools.follow(self._nodes)
         seen = self._replies.at_level(messages, index.level)
         prefixes = digests(seen, index.level, tools=tools)
         unmatched = [n for n in replies if n > depth]
@@ -340,22 +348,27 @@ class Forest:
                 recorded = node.messages[-1]
                 return ForkReason.HISTORY_EDITED, self._change(n - 1, recorded, messages[n - 1], tools)
         for n in reversed(unmatched):  # the newest recording is what the client goes on from
-            if departed := self._departed(messages[:n], tools):
-                return departed
+            candidates = self._recorded_like(messages[n - 1], tools)
+            if candidates:
+                return self._departed(messages[:n], candidates, tools)
         return (ForkReason.NEW_CONVERSATION if depth == 0 else None), None
 
-    def _departed(
-        self, messages: Sequence[Message], tools: Sequence[Tool]
-    ) -> tuple[ForkReason, Change | None] | None:
-        """How what comes before the last one of `messages` differs from what came before it when it was
-        sampled; None if it is no reply of ours. Of several replies like it, the one that differs least."""
+    def _recorded_like(self, reply: Message, tools: Sequence[Tool]) -> list[Node]:
+        """The latest turns whose replies are like this one."""
         index = self._any_tools
-        *before, reply = messages
         candidates = index.said.get(index.alone(reply, tools), [])[-_CANDIDATES:]
-        if (node := self._replies.node(reply)) is not None and node not in candidates:
+        node = self._replies.node(reply)
+        if node is not None and node not in candidates:
             candidates.append(node)
-        if not candidates:
-            return None
+        return candidates
+
+    def _departed(
+        self, messages: Sequence[Message], candidates: Sequence[Node], tools: Sequence[Tool]
+    ) -> tuple[ForkReason, Change | None]:
+        """How what comes before the last one of `messages` differs from what came before it when it was
+        sampled. Of the turns that it may be the reply of, the one that differs least."""
+        index = self._any_tools
+        before = messages[:-1]
         sent = [index.alone(message, tools) for message in before]
         differences = []
         for node in reversed(candidates):

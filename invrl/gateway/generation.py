@@ -41,7 +41,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     request: GenerateRequest
     stream: bool
     parent: Node | None
-    context_ids: Sequence[int]
+    context_ids: Sequence[int] | NDArray[np.int32]
     messages: tuple[Message, ...]
     """The messages that the context adds."""
     tools: tuple[Tool, ...] = ()

@@ -39,6 +39,12 @@ class Message:
     instructions: bool = False
     """Given for one request alone: a request that names this one's answer does not inherit it."""
 
+    @property
+    def characters(self) -> int:
+        """Of all its texts."""
+        calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
+        return len(self.content) + len(self.reasoning) + calls
+
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Tool:
@@ -66,6 +72,12 @@ class Prompt:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     thinking: bool | None = None
+
+    @property
+    def characters(self) -> int:
+        """Of all its texts."""
+        tools = sum(len(tool.description) + len(tool.parameters) for tool in self.tools)
+        return tools + sum(message.characters for message in self.messages)
 
 
 class MatchLevel(IntEnum):

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 from invrl.errors import ConfigError
 from invrl.gateway.message import Message, Prompt, Tool, ToolCall
-from invrl.gateway.rendering import LARGE_TEXT, Renderer, Template
+from invrl.gateway.rendering import LARGE_TEXT, PromptTooLong, Renderer, Template
+from invrl.gateway.token_bound import TokenBound, token_bound
 
 SHIPPED_TEMPLATES = {"chatml-tools": Path(__file__).parent / "templates" / "chatml_tools.jinja"}
 """Chat templates that can be given by their names."""
@@ -33,21 +34,29 @@ def load_renderer(
     end_of_text = backend.token_to_id(special.get("eos_token", ""))
     end_ids = frozenset(_end_ids(folder) | (set() if end_of_text is None else {end_of_text}))
     template = _JinjaTemplate(chat_template_source(model_path, chat_template), special)
-    tokenizer = _FastTokenizer(backend)
+    tokenizer = _FastTokenizer(backend, token_bound(_read(folder / "tokenizer.json")))
     return Renderer(template, tokenizer, end_ids=end_ids, vocab_size=vocab_size, keep_thinking=keep_thinking)
 
 
 class _FastTokenizer:
     """The Rust tokenizer: nothing added when it encodes."""
 
-    def __init__(self, backend: Tokenizer) -> None:
+    def __init__(self, backend: Tokenizer, bound: TokenBound | None) -> None:
         self._backend = backend
+        self._bound = bound
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, most: int | None = None) -> list[int]:
         if len(text) < LARGE_TEXT:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        # Of the two only this one lets other threads run meanwhile.
-        return self._backend.encode_batch([text], add_special_tokens=False)[0].ids
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        else:
+            # Of the two only this one lets other threads run meanwhile.
+            encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
+        if most is not None and len(encoding) > most:  # millions of ids are counted, not made
+            raise PromptTooLong(len(encoding), exact=True)
+        return encoding.ids
+
+    def least(self, text: str) -> int:
+        return 0 if self._bound is None else self._bound.least(text)
 
     def decode(self, ids: Sequence[int], *, special: bool) -> str:
         return self._backend.decode(ids, skip_special_tokens=not special)

@@ -9,13 +9,12 @@ emitted are never made again from text. Made by `model_folder.py`; used by `turn
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Protocol
 
 from invrl.errors import SessionError
+from invrl.gateway.first_prompts import FirstPrompts
 from invrl.gateway.forest import ForkReason
 from invrl.gateway.message import Message, Prompt, ToolCall
 
@@ -25,20 +24,39 @@ _RESULT = Message("tool", "1", tool_call_id="call-1")
 _LOOP = (Message("user", "x"), _CALL, _RESULT, _CALL, _RESULT)
 _THINK, _THOUGHT = "<think>", "</think>"
 _UNFINISHED = "�"
-_FIRSTS = 64
-"""First prompts whose ids are kept: the members of a group ask the same, one soon after the other."""
-
-
 LARGE_TEXT = 32_768
-"""Characters from which on a text is tokenised in a thread: about 30 ms of an event loop's time."""
-_LARGE_KEPT = 8
-"""Large texts whose ids are kept, for the moment between the thread and the request."""
+"""Characters from which on a text is tokenised so that other threads run meanwhile, and its length is looked
+at first."""
+
+
+class PromptTooLong(Exception):
+    """A prompt has more tokens than there is room for: `tokens`, or `exact` being false, at least so many."""
+
+    def __init__(self, tokens: int, *, exact: bool) -> None:
+        super().__init__(f"{tokens} tokens")
+        self.tokens = tokens
+        self.exact = exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How many tokens a prompt may have. `exact`: one that has more is to be counted, not estimated."""
+
+    tokens: int
+    exact: bool = False
 
 
 class TextTokenizer(Protocol):
     """The part of tokenizers.Tokenizer that is used here."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, most: int | None = None) -> list[int]:
+        """PromptTooLong, which is exact, for more than `most` ids."""
+        ...
+
+    def least(self, text: str) -> int:
+        """A number of tokens that the text has in any case, known without tokenising it; 0 if nothing is."""
+        ...
+
     def decode(self, ids: Sequence[int], *, special: bool) -> str: ...
 
 
@@ -72,8 +90,7 @@ class Renderer:
     ) -> None:
         self._template, self._tokenizer, self._vocab_size = template, tokenizer, vocab_size
         self._keep_thinking = keep_thinking
-        self._first = lru_cache(_FIRSTS)(lambda prompt: array("i", self.encode(self.text(prompt))))
-        self._large = lru_cache(_LARGE_KEPT)(lambda text: array("i", tokenizer.encode(text)))
+        self._firsts = FirstPrompts()
         self.after_reply, self.end_of_turn, self.end_of_turn_id = self._find_end_of_turn()
         marks = [tokenizer.encode(mark) for mark in (_THINK, _THOUGHT)]
         self._thinking_ids = [ids[0] for ids in marks] if all(len(ids) == 1 for ids in marks) else []
@@ -83,14 +100,19 @@ class Renderer:
         self.end_ids = end_ids if self.end_of_turn_id is None else end_ids | {self.end_of_turn_id}
         """Tokens that end a turn; the engine must stop at each."""
 
-    def first(self, prompt: Prompt) -> list[int]:
-        """The whole conversation and the head of the reply. SessionError 400 if the template refuses."""
-        return self._first(prompt).tolist()
+    def first(self, prompt: Prompt, room: Room | None = None) -> list[int]:
+        """The whole conversation and the head of the reply. SessionError 400 if the template refuses,
+        PromptTooLong if there is no room for it."""
+        ids = self._firsts.ids(prompt)
+        if ids is None:
+            ids = self.encode(self.text(prompt), room)
+            self._firsts.keep(prompt, ids)
+        return ids
 
-    def tail(self, prompt: Prompt, depth: int, path: Sequence[int]) -> Tail:
+    def tail(self, prompt: Prompt, depth: int, path: Sequence[int], room: Room | None = None) -> Tail:
         """What follows `path`, the recorded ids of the first `depth` messages. If they do not end with the
         template's end-of-turn token (out of tokens, a stop string), the tail begins with it, as context
-        that was not sampled."""
+        that was not sampled. PromptTooLong if there is no room for both."""
         full, mark = self.text(prompt), self.end_of_turn or self.after_reply
         earlier = replace(prompt, messages=prompt.messages[:depth])
         recorded = self.text(earlier, add_generation_prompt=False)
@@ -110,7 +132,7 @@ class Renderer:
         if kept and not self._keep_thinking:
             return Tail(ids=[], fork=ForkReason.THINKING_STRIPPED)
         closed = len(self.end_of_turn) if self.is_closed(path) else 0
-        return Tail(ids=self.encode(full[end + closed :]), kept_thinking=kept)
+        return Tail(ids=self.encode(full[end + closed :], room, before=len(path)), kept_thinking=kept)
 
     def is_closed(self, sampled_ids: Sequence[int]) -> bool:
         return bool(sampled_ids) and sampled_ids[-1] == self.end_of_turn_id
@@ -138,9 +160,18 @@ class Renderer:
             reason = f"the model's chat template refuses this conversation: {error}"
             raise SessionError(reason, status=400, code="invalid_messages") from error
 
-    def encode(self, text: str) -> list[int]:
-        """SessionError 400 for a token that the model has not."""
-        ids = self._tokenizer.encode(text) if len(text) < LARGE_TEXT else self._large(text).tolist()
+    def encode(self, text: str, room: Room | None = None, *, before: int = 0) -> list[int]:
+        """SessionError 400 for a token that the model has not. PromptTooLong if there is no room for the text
+        behind `before` other tokens: where possible, this is said before a large text is tokenised."""
+        most = None if room is None else room.tokens - before
+        if room is not None and most is not None and not room.exact and len(text) >= LARGE_TEXT:
+            least = self._tokenizer.least(text)
+            if least > most:
+                raise PromptTooLong(before + least, exact=False)
+        try:
+            ids = self._tokenizer.encode(text, most=most)
+        except PromptTooLong as error:
+            raise PromptTooLong(before + error.tokens, exact=True) from None
         if ids and max(ids) >= self._vocab_size:  # such an id would end the engine's process
             reason = f"token {max(ids)} is outside of the model's vocabulary ({self._vocab_size})"
             raise SessionError(reason, status=400, code="invalid_messages")

@@ -6,13 +6,13 @@ them. Invariant: a turn joins the forest only when its tokens are durable and wh
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import secrets
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from invrl.errors import SessionError
 from invrl.gateway.config import Constrained
 from invrl.gateway.conversation import Conversation
-from invrl.gateway.forest import Change, ForkReason, Match, Node, advice
+from invrl.gateway.forest import Change, ForkReason, Node, advice
 from invrl.gateway.generation import Engine, Generation, Proposal
 from invrl.gateway.message import MatchLevel, Message, Prompt, Tool, ToolChoice
 from invrl.gateway.parsing import Parsers, ReplyParser
+from invrl.gateway.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.recovery import replay, restore
-from invrl.gateway.rendering import LARGE_TEXT, Renderer
+from invrl.gateway.rendering import PromptTooLong, Renderer, Room
 from invrl.gateway.sampling import ClientSampling, resolve, sampling_seed
 from invrl.gateway.sessions import SessionRecord
 from invrl.gateway.shared_tools import SharedTools
@@ -75,18 +76,36 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Names of fields that nothing reads."""
 
 
+class _ContextExceeded(SessionError):
+    """A prompt of `tokens` tokens, which are too many."""
+
+    def __init__(self, reason: str, *, tokens: int) -> None:
+        super().__init__(reason, status=400, code="context_length_exceeded", param="messages")
+        self.tokens = tokens
+
+
 class _Place(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Where a request continues the forest, and the ids it adds there."""
 
     parent: Node | None
     depth: int
     context_ids: list[int]
+    input_ids_T: NDArray[np.int32]
+    """The path's and the context's ids."""
     fork: ForkReason | None
     change: Change | None = None
     """How the request departs from what was recorded."""
     prompt: Prompt
     counted: Mapping[str, int] = msgspec.field(default_factory=dict)
     """What the place costs, for the metrics."""
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What `Turns.begin` works out of a request, where that was done before."""
+
+    place: _Place
+    forced: Mapping[str, Json]
+    """Sampling parameters that force the reply's form."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -102,7 +121,7 @@ class Turns:
     context_length: int
     run_seed: int | None = None
     match_level: MatchLevel = MatchLevel.REWRITTEN
-    constrained: Constrained = "skip"
+    constrained: Constrained = "free"
     counts: Counter[str] = field(default_factory=Counter, init=False)
     forks: Counter[str] = field(default_factory=Counter, init=False)
     matches: Counter[str] = field(default_factory=Counter, init=False)
@@ -112,7 +131,7 @@ class Turns:
     """Requests by the fields of theirs that nothing reads."""
     _conversations: dict[str, Conversation] = field(default_factory=dict, init=False)
     _shared_tools: SharedTools = field(default_factory=SharedTools, init=False)
-    _tokenising: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1), init=False)
+    threads: PromptThreads = field(default_factory=PromptThreads, init=False)
 
     def open(self, record: SessionRecord) -> None:
         self._conversations[record.session.id] = Conversation(record, self.match_level)
@@ -148,38 +167,31 @@ class Turns:
     def close(self, record: SessionRecord) -> None:
         self._conversations.pop(record.session.id, None)
 
-    async def prepare(self, conversation: Conversation, request: TurnRequest) -> None:
-        """Before `begin`: tokenises what is large in a thread, so that no other session waits for it; `begin`
-        then finds the ids. There is one thread, so that large requests keep their order. What is wrong with
-        the request is for `begin` to say."""
-        size = sum(len(message.content) for message in request.messages)
-        if request.text is not None:
-            size += len(request.text)
-        if size < LARGE_TEXT:
-            return
-        with contextlib.suppress(SessionError):
-            if isinstance(request.text, str):
-                _, covered = conversation.forest.match_text(request.text, self.renderer.shown)
-                work = partial(self.renderer.encode, request.text[covered:])
-            elif request.text is None:
-                prompt = self._prompt(conversation, request)
-                match = conversation.forest.match(prompt.messages, prompt.tools)
-                work = partial(self._render, prompt, match)
-            else:
-                return
-            await asyncio.get_running_loop().run_in_executor(self._tokenising, work)
+    async def prepare(
+        self, conversation: Conversation, request: TurnRequest, *, size: int
+    ) -> Prepared | None:
+        """Before `begin`: what a large request needs of its session's record, its template and its tokenizer,
+        found in a thread, so that no other session waits for it. None for a small one, for which `begin` does
+        it by itself. `size`: bytes of the body. SessionError 400 as `begin`."""
+        size += conversation.forest.characters
+        if size < LARGE_REQUEST and not conversation.matching.locked():
+            return None
+        work = partial(self._prepared, conversation, request)
+        return await self.threads.run(work, size=size, lock=conversation.matching)
 
-    def _render(self, prompt: Prompt, match: Match) -> None:
-        """What `_place` will want of the renderer. Runs in a thread."""
-        if match.node is not None:
-            recorded = replace(prompt, messages=(*match.node.conversation(), *match.new))
-            if self.renderer.tail(recorded, match.depth, match.node.ids()).fork is None:
-                return
-        self.renderer.first(prompt)
+    def _prepared(self, conversation: Conversation, request: TurnRequest) -> Prepared:
+        self._check_choice(request)
+        place = self._place(conversation, request)
+        forced = self._constraint(request)  # a grammar, of tools that fit into the context
+        self._parser(request, place.context_ids, "")  # what it makes of the tools is kept
+        return Prepared(place=place, forced=forced)
 
-    def begin(self, conversation: Conversation, request: TurnRequest) -> tuple[Generation, tuple[str, ...]]:
+    def begin(
+        self, conversation: Conversation, request: TurnRequest, prepared: Prepared | None = None
+    ) -> tuple[Generation, tuple[str, ...]]:
         """The generation that answers `request`, and the sampling parameters that are overridden for
-        the first time in this session. SessionError 400 if the request cannot be rendered or fits not."""
+        the first time in this session. `prepared`: what `prepare` made of the request. SessionError 400 if
+        the request cannot be rendered or does not fit."""
         request = msgspec.structs.replace(request, tools=self._shared_tools.share(request.tools))
         earlier = conversation.earlier(request.digest, retry=request.retry)
         if isinstance(earlier, Node):
@@ -188,19 +200,18 @@ class Turns:
             self.counts["retries_answered"] += 1
             return earlier, ()
         record, session = conversation.record, conversation.record.session
-        forced = self._constraint(request)
+        forced = self._constraint(request) if prepared is None else prepared.forced
         if forced:
             record.forced[_forced_by(request)] += 1
         freed = bool(forced) and self.constrained == "free" and session.purpose != "serve"
         if freed:
             forced = {}
-        place = self._place(conversation, request)
+        place = self._place(conversation, request) if prepared is None else prepared.place
         if place.parent is not None:  # who goes on from an answer has it, whatever became of its delivery
             self._delivered(conversation, place.parent.turn.id)
-        input_ids = [*(place.parent.ids() if place.parent else ()), *place.context_ids]
-        ids_T = np.asarray(input_ids, np.int32)
+        ids_T = place.input_ids_T
         chosen = resolve(session.purpose, conversation.admit(), request.sampling)
-        sampling = self._fit(chosen.sampling, len(input_ids))
+        sampling = self._fit(chosen.sampling, len(ids_T))
         if place.fork is not None:
             self.forks[place.fork.value] += 1
         record.counts.update(place.counted)
@@ -227,7 +238,7 @@ class Turns:
                 ),
                 stream=request.stream,
                 parent=place.parent,
-                context_ids=place.context_ids,
+                context_ids=ids_T[len(ids_T) - len(place.context_ids) :],
                 messages=place.prompt.messages[place.depth :],
                 tools=request.tools,
                 fork_reason=place.fork.value if place.fork else "",
@@ -265,10 +276,18 @@ class Turns:
         conversation.start(request.digest, generation, replay=True)
         return generation
 
-    def count_tokens(self, conversation: Conversation, request: TurnRequest) -> int:
-        """Prompt tokens that `begin` would send for this request."""
-        place = self._place(conversation, request)
-        return len(place.parent.ids() if place.parent else ()) + len(place.context_ids)
+    async def count_tokens(self, conversation: Conversation, request: TurnRequest, *, size: int) -> int:
+        """Prompt tokens that `begin` would send for this request, if there were room for any number."""
+        size += conversation.forest.characters
+        work = partial(self._count, conversation, request)
+        return await self.threads.run(work, size=size, lock=conversation.matching)
+
+    def _count(self, conversation: Conversation, request: TurnRequest) -> int:
+        try:
+            place = self._place(conversation, request, exact=True)
+        except _ContextExceeded as error:
+            return error.tokens
+        return len(place.input_ids_T)
 
     def deliver(self, conversation: Conversation, generation: Generation) -> None:
         """The answer has left whole: the turn may be trained."""
@@ -313,6 +332,14 @@ class Turns:
 
     def _constraint(self, request: TurnRequest) -> Mapping[str, Json]:
         """Sampling parameters that force the reply's form. SessionError 400 for what this model cannot."""
+        self._check_choice(request)
+        parallel = request.parallel_tool_calls and self.renderer.parallel_calls
+        return self.parsers.constraint(
+            request.tools, request.tool_choice, parallel=parallel, schema=request.schema
+        )
+
+    def _check_choice(self, request: TurnRequest) -> None:
+        """SessionError 400 for tools that the model is not shown, and a choice of what is not there."""
         choice, names = request.tool_choice, [tool.name for tool in request.tools]
         if request.tools and choice.mode != "none" and not self.parsers.tool_calls:
             reason = (
@@ -327,8 +354,6 @@ class Turns:
             if name not in names:
                 reason = f"`tool_choice` names {name!r}, `tools` has {', '.join(names)}"
                 raise SessionError(reason, status=400, code="invalid_value", param="tool_choice")
-        parallel = request.parallel_tool_calls and self.renderer.parallel_calls
-        return self.parsers.constraint(request.tools, choice, parallel=parallel, schema=request.schema)
 
     def _prompt(self, conversation: Conversation, request: TurnRequest) -> Prompt:
         """With what the request goes on from. SessionError 400 if that is no whole turn of this session."""
@@ -345,15 +370,25 @@ class Turns:
             messages = (Message("system", request.instructions, instructions=True), *messages)
         return Prompt(messages=messages, tools=request.tools, thinking=request.thinking)
 
-    def _place(self, conversation: Conversation, request: TurnRequest) -> _Place:
-        if request.text is not None:
-            return self._place_text(conversation, request.text)
+    def _place(self, conversation: Conversation, request: TurnRequest, *, exact: bool = False) -> _Place:
+        """SessionError 400 if the request cannot be rendered, or fits not. `exact`: the number of tokens of
+        one that does not fit is counted."""
+        room = Room(tokens=self._most_prompt_tokens, exact=exact)
+        try:
+            if request.text is not None:
+                return self._place_text(conversation, request.text, room)
+            return self._place_messages(conversation, request, room)
+        except PromptTooLong as error:
+            raise self._too_long(error.tokens, exact=error.exact) from None
+
+    def _place_messages(self, conversation: Conversation, request: TurnRequest, room: Room) -> _Place:
         prompt = self._prompt(conversation, request)
         match = conversation.forest.match(prompt.messages, prompt.tools)
         fork, change = match.fork, match.change
         if (node := match.node) is not None:
             recorded = replace(prompt, messages=(*node.conversation(), *match.new))
-            tail = self.renderer.tail(recorded, match.depth, node.ids())
+            path = node.ids()
+            tail = self.renderer.tail(recorded, match.depth, path, room)
             if tail.fork is None:
                 counted = {f"matches/{match.level.name.lower()}": 1}
                 if kept := tail.kept_thinking:
@@ -362,13 +397,14 @@ class Turns:
                     parent=node,
                     depth=match.depth,
                     context_ids=tail.ids,
+                    input_ids_T=_ids_T(path, tail.ids),
                     fork=fork,
                     change=change,
                     prompt=recorded,
                     counted=counted,
                 )
             fork, change = tail.fork, None
-        ids = self.renderer.first(prompt)
+        ids = self.renderer.first(prompt, room)
         if fork is ForkReason.NEW_CONVERSATION and conversation.has_root(ids):
             fork = None  # another sample of a first turn departs from nothing
         counted = {"forked_tokens": len(ids)} if fork else {}
@@ -376,22 +412,36 @@ class Turns:
             parent=None,
             depth=0,
             context_ids=ids,
+            input_ids_T=_ids_T([], ids),
             fork=fork,
             change=change,
             prompt=prompt,
             counted=counted,
         )
 
-    def _place_text(self, conversation: Conversation, text: str | tuple[int, ...]) -> _Place:
+    def _place_text(self, conversation: Conversation, text: str | tuple[int, ...], room: Room) -> _Place:
         """A prompt without a template: what follows the longest recorded text that it begins with."""
         forest, shown = conversation.forest, self.renderer.shown
         node, covered = forest.match_text(text, shown)
         new = text[covered:]
-        ids = self.renderer.encode(new) if isinstance(new, str) else list(new)
+        path = node.ids() if node is not None else []
+        if isinstance(new, str):
+            ids = self.renderer.encode(new, room, before=len(path))
+        elif len(text) > room.tokens:
+            raise PromptTooLong(len(text), exact=True)
+        else:
+            ids = list(new)
         new_root = forest.size > 0 and node is None and not conversation.has_root(ids)
         fork = ForkReason.NEW_CONVERSATION if new_root else None
         prompt = Prompt(messages=(Message("text", new if isinstance(new, str) else shown(ids)),))
-        return _Place(parent=node, depth=0, context_ids=ids, fork=fork, prompt=prompt)
+        return _Place(
+            parent=node,
+            depth=0,
+            context_ids=ids,
+            input_ids_T=_ids_T(path, ids),
+            fork=fork,
+            prompt=prompt,
+        )
 
     def _parser(self, request: TurnRequest, context_ids: Sequence[int], turn_id: str) -> ReplyParser:
         if request.text is not None:
@@ -412,14 +462,22 @@ class Turns:
         return {"sampling_seed": sampling_seed(self.run_seed, conversation.record.session, prompt, nth)}
 
     def _fit(self, sampling: Sampling, prompt: int) -> Sampling:
-        room = self.context_length - _ENGINE_MARGIN - prompt
+        room = self._most_prompt_tokens + 1 - prompt
         if room < 1:
-            limit = (
-                f"context length is {self.context_length} tokens (of which {_ENGINE_MARGIN} are the engine's)"
-            )
-            reason = f"This model's maximum {limit}; your messages resulted in {prompt} tokens."
-            raise SessionError(reason, status=400, code="context_length_exceeded", param="messages")
+            raise self._too_long(prompt, exact=True)
         return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+
+    @property
+    def _most_prompt_tokens(self) -> int:
+        """With room for one more."""
+        return self.context_length - _ENGINE_MARGIN - 1
+
+    def _too_long(self, tokens: int, *, exact: bool) -> _ContextExceeded:
+        limit = f"context length is {self.context_length} tokens (of which {_ENGINE_MARGIN} are the engine's)"
+        count = str(tokens) if exact else f"at least {tokens}"
+        return _ContextExceeded(
+            f"This model's maximum {limit}; your messages resulted in {count} tokens.", tokens=tokens
+        )
 
     def _commit(
         self, conversation: Conversation, turn: Turn, proposal: Proposal, reply: Message
@@ -447,6 +505,11 @@ class Turns:
             else:
                 durable.add_done_callback(lambda done: _join(conversation, node, done))
         return durable
+
+
+def _ids_T(path: Sequence[int], context: Sequence[int]) -> NDArray[np.int32]:
+    """Both, one behind the other. (numpy takes twice as long as `array` to read a list.)"""
+    return np.array(array("i", [*path, *context]), np.int32)
 
 
 def _explained(turn: Turn, change: Change | None) -> dict[str, Json]:

@@ -119,13 +119,32 @@ async def be_refused(gateway: Running, session: Session, stream: bool) -> None:
     assert answer.status_code == 400
 
 
+async def be_refused_in_a_thread(gateway: Running, session: Session, stream: bool) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 200_000}], "stream": stream}
+    for path in ("/chat/completions", "/messages/count_tokens"):
+        answer = await gateway.http.post(session.base_url + path, json=body)
+        assert answer.status_code == (400 if path == "/chat/completions" else 200)
+    answer = await gateway.http.post(session.base_url + "/chat/completions", content=b"[" * 100_000)
+    assert answer.status_code == 400
+
+
 async def be_answered(gateway: Running, session: Session, stream: bool) -> None:
     assert await ask(gateway, session, stream=stream) == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "end", [go_away, close_meanwhile, lose_the_engine, be_aborted, fail_of_two, be_refused, be_answered]
+    "end",
+    [
+        go_away,
+        close_meanwhile,
+        lose_the_engine,
+        be_aborted,
+        fail_of_two,
+        be_refused,
+        be_refused_in_a_thread,
+        be_answered,
+    ],
 )
 async def test_a_closed_session_is_let_go(gateway: Running, end: End, stream: bool):
     for _ in range(4):

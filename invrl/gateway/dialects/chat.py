@@ -221,11 +221,16 @@ def _message(message: _Message, at: int) -> Message:
         raise wire.bad(f"{param} must say which call this answers", param=param)
     if message.tool_calls and role != "assistant":
         raise wire.bad(f"{param}.tool_calls: only the assistant calls", param=f"{param}.tool_calls")
+    calls = []
+    for nth, call in enumerate(message.tool_calls or ()):
+        place = f"{param}.tool_calls[{nth}].function.arguments"
+        arguments = wire.call_arguments(call.function.arguments, place)
+        calls.append(ToolCall(call.id, call.function.name, arguments))
     return Message(
         role,
         wire.text_of(message.content or "", f"{param}.content"),
         message.reasoning_content or message.reasoning or "",
-        tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()),
+        tuple(calls),
         message.tool_call_id or "",
     )
 

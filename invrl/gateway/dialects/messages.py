@@ -378,7 +378,7 @@ def _tool(tool: _Tool, param: str) -> Tool:
     if tool.type not in (None, "custom"):
         reason = f"{param}: {tool.type!r} is a tool of Anthropic's own; only custom tools are supported"
         raise wire.bad(reason, param=param, code="unsupported_parameter")
-    if not wire.json_object(tool.parameters, f"{param}.input_schema"):
+    if not wire.json_schema(tool.parameters, f"{param}.input_schema"):
         raise wire.bad(f"{param}.input_schema: Field required", param=f"{param}.input_schema")
     return wire.make_tool(tool, param)
 

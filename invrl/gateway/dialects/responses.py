@@ -391,6 +391,7 @@ def _message(item: _Item, param: str) -> Message:
         if not item.call_id or not item.name:
             raise wire.bad(f"{param} needs `call_id` and `name`", param=param)
         arguments = "{}" if item.arguments is None else item.arguments
+        wire.call_arguments(arguments, f"{param}.arguments")
         call = ToolCall(item.call_id, _known_as(item.namespace, item.name), arguments)
         return Message("assistant", tool_calls=(call,))
     if kind == "function_call_output":
