@@ -1,15 +1,56 @@
 """Log-prob and entropy of chosen tokens under temperature, without a float32 copy of the logits.
 
-A row of logits may predict several tokens: rollouts that begin alike share it. U rows of logits, N tokens."""
+A row of logits may predict several tokens: rollouts that begin alike share it. U rows of logits, N tokens.
 
+On CUDA the gradient is not the same to the last bit each time: of tokens that share a row of logits the terms
+are added (`index_add_`) in whatever order the GPU comes to them. On CPU their order is fixed."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
+
+from invrl.train.packing import Projection
 
 CHUNK_BYTES = 8 << 20
 """Float32 logits worked on at a time: about what stays in a core's cache, and far above a launch."""
 _FLOOR = -1e30
 """The logit of a token that cannot be sampled: its exp is 0, and times 0 it is 0, unlike infinity."""
+
+
+def projected_logprobs(
+    hidden_UH: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], parts: Sequence[Projection]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `token_logprobs`, for a micro-batch's wanted tokens in their order. `project` gives the logits of
+    rows of `hidden_UH`, [U, V]. One part's logits at a time are in memory: with more than one part, each is
+    projected again in the backward pass instead of being kept, which is a third more work per logit."""
+    if len(parts) == 1:
+        return _part_logprobs(project, parts[0], hidden_UH)
+    logprobs: list[torch.Tensor] = []
+    entropies: list[torch.Tensor] = []
+    for part, part_UH in zip(parts, hidden_UH.split([len(one.temperature_U) for one in parts]), strict=True):
+        of_part = partial(_part_logprobs, project, part)
+        logprobs_N, entropy_N = checkpoint(of_part, part_UH, use_reentrant=False, preserve_rng_state=False)
+        logprobs.append(logprobs_N)
+        entropies.append(entropy_N)
+    order_N = np.concatenate([part.tokens_N for part in parts]).argsort()
+    place_N = torch.from_numpy(order_N).to(hidden_UH.device)
+    return torch.cat(logprobs)[place_N], torch.cat(entropies)[place_N]
+
+
+def _part_logprobs(
+    project: Callable[[torch.Tensor], torch.Tensor], part: Projection, hidden_UH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_UV = project(hidden_UH)
+    arrays = (part.masked_M, part.kept_MW, part.row_N, part.targets_N, part.temperature_U)
+    moved = [torch.from_numpy(array).to(hidden_UH.device) for array in arrays]
+    masked_M, kept_MW, row_N, targets_N, temperature_U = moved
+    if len(part.masked_M):
+        keep_only(logits_UV, masked_M, kept_MW)
+    return token_logprobs(logits_UV, row_N, targets_N, temperature_U)
 
 
 def token_logprobs(

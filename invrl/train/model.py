@@ -21,7 +21,7 @@ from invrl.train import device
 from invrl.train.attention import PackedRow, TreeAttention
 from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.hf_names.families import FAMILIES
-from invrl.train.logprobs import keep_only, token_logprobs
+from invrl.train.logprobs import projected_logprobs
 from invrl.train.packing import MicroBatch
 from invrl.train.weights import load_weights
 
@@ -34,14 +34,14 @@ _FUSIONS = """
 class PolicyModel(GPTModel):
     """A decoder that answers with log-probs, not with logits."""
 
+    max_logit_rows: int
+    """Rows of logits that are in memory at once."""
+
     def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore
         """Log-probs and entropies of the wanted tokens, float32 [N] each."""
         at, dtype = device.device(), self.config.params_dtype
-        packed = (micro_batch.tokens_P, micro_batch.positions_P)
-        projected = (micro_batch.project_U, micro_batch.temperature_U)
-        wanted = (micro_batch.projection_N, micro_batch.targets_N)
-        arrays = (torch.from_numpy(array).to(at) for array in (*packed, *projected, *wanted))
-        tokens_P, positions_P, project_U, temperature_U, projection_N, targets_N = arrays
+        packed = (micro_batch.tokens_P, micro_batch.positions_P, micro_batch.project_U)
+        tokens_P, positions_P, project_U = (torch.from_numpy(array).to(at) for array in packed)
         # [P, 1, hidden]: one row, the batch axis is Megatron's.
         hidden = self.embedding(input_ids=tokens_P[None], position_ids=positions_P[None])
         hidden = self.decoder(
@@ -50,14 +50,15 @@ class PolicyModel(GPTModel):
             rotary_pos_emb=self._rotary(positions_P),
             packed_seq_params=PackedRow.of(micro_batch, at, device.attention_dtype(dtype)),
         )
+        parts = micro_batch.projections(self.max_logit_rows)
+        return projected_logprobs(hidden.index_select(0, project_U), self._logits, parts)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[U, vocabulary] of rows [U, 1, hidden]."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
-        logits, _ = self.output_layer(hidden.index_select(0, project_U), weight=weight)
-        logits = logits.squeeze(1)
-        if len(micro_batch.masked_M):
-            masked_M = torch.from_numpy(micro_batch.masked_M).to(at)
-            keep_only(logits, masked_M, torch.from_numpy(micro_batch.kept_MW).to(at))
-        return token_logprobs(logits, projection_N, targets_N, temperature_U)
+        logits, _ = self.output_layer(hidden, weight=weight)
+        return logits.squeeze(1)
 
     def _rotary(self, positions_P: torch.Tensor) -> torch.Tensor:
         """Angles [P, 1, 1, head_dim] of each token's own position."""
@@ -67,10 +68,16 @@ class PolicyModel(GPTModel):
 
 
 def build_model(
-    config: HuggingFaceConfig, folder: str | Path, dtype: torch.dtype, options: Mapping[str, Any]
+    config: HuggingFaceConfig,
+    folder: str | Path,
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+    *,
+    max_logit_rows: int,
 ) -> PolicyModel:
     """The model with the folder's weights, on this rank's device. `options`: TransformerConfig fields
-    given by the user, checked by `megatron_args`."""
+    given by the user, checked by `megatron_args`. `max_logit_rows`: how many rows of logits may be in memory
+    at once."""
     transformer = transformer_config(config, dtype, options)
     layer = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm")
     block = cast(TransformerLayerSubmodules, layer.submodules)
@@ -90,6 +97,7 @@ def build_model(
         rope_scaling=config.rope_factor is not None,
         rope_scaling_factor=config.rope_factor or 1.0,
     )
+    model.max_logit_rows = max_logit_rows
     load_weights(model, config, folder)
     return model.to(device.device())
 

@@ -8,9 +8,9 @@ and that one itself (it is only predicted), are not computed at all.
 
 Memory follows two numbers, and both are bounded: packed tokens (activations), and rows of logits, each as
 long as the vocabulary. A row of logits serves every trained token that comes after the same tokens at the
-same temperature. Pure numpy."""
+same temperature. A row that alone needs more rows of logits has them computed in parts. Pure numpy."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -63,6 +63,22 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Projection:
+    """Rows of logits that are computed at once: U of a micro-batch's, and the N wanted tokens that they
+    predict. Arrays are as in `MicroBatch`, with indices into these rows."""
+
+    start: int
+    """The first of the rows, among the micro-batch's; the others follow."""
+    tokens_N: NDArray[np.int64]
+    """Which of the micro-batch's wanted tokens they predict."""
+    row_N: NDArray[np.int64]
+    targets_N: NDArray[np.int64]
+    temperature_U: NDArray[np.float32]
+    masked_M: NDArray[np.int64]
+    kept_MW: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
     """P packed tokens; N wanted ones, row by row in the order of `rows`; U rows of logits that predict
     them."""
@@ -83,6 +99,32 @@ class MicroBatch:
     targets_N: NDArray[np.int64]
     rows: tuple[tuple[int, NDArray[np.int64]], ...]
     """(index of the row, its wanted places), for the values that go with the wanted tokens."""
+
+    def projections(self, most: int) -> list[Projection]:
+        """The rows of logits in parts of at most `most`, at least one part."""
+        rows = len(self.project_U)
+        if rows <= most:
+            tokens = [np.arange(len(self.targets_N))]
+        else:
+            order_N = self.projection_N.argsort(kind="stable")
+            bounds = np.searchsorted(self.projection_N[order_N], np.arange(most, rows, most))
+            tokens = np.split(order_N, bounds)
+        parts: list[Projection] = []
+        for nth, tokens_N in enumerate(tokens):
+            start = nth * most
+            end = min(start + most, rows)
+            first, last = np.searchsorted(self.masked_M, (start, end)).tolist()
+            part = Projection(
+                start=start,
+                tokens_N=tokens_N,
+                row_N=self.projection_N[tokens_N] - start,
+                targets_N=self.targets_N[tokens_N],
+                temperature_U=self.temperature_U[start:end],
+                masked_M=self.masked_M[first:last] - start,
+                kept_MW=self.kept_MW[first:last],
+            )
+            parts.append(part)
+        return parts
 
     def pick(self, arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
         """Values [N] of the wanted tokens, from one array [T] per row."""
@@ -117,11 +159,13 @@ def pack(
     layout = _Layout(share_prefixes)
     packed: list[MicroBatch] = []
     for index in order:
-        tokens, projections = layout.size_with(rows[index])
-        if layout.size and (tokens > max_tokens or projections > max_projections):
+        row = rows[index]
+        fit = layout.fit(row)
+        if layout.size and (fit.size > max_tokens or fit.projections > max_projections):
             packed.append(layout.micro_batch())
             layout = _Layout(share_prefixes)
-        layout.add(index, rows[index])
+            fit = layout.fit(row)
+        layout.add(index, row, fit)
     packed.append(layout.micro_batch() if layout.size else _EMPTY)
     return packed
 
@@ -148,8 +192,50 @@ class _Branch:
     ancestors_K: NDArray[np.int64]
 
 
-_Projection = tuple[int, float, bytes | None]
-"""Place, temperature and kept tokens of a row of logits."""
+_Kind = tuple[float, bytes | None]
+"""Temperature and kept tokens: with the place they decide a row of logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What a row would add to a layout."""
+
+    shared: int
+    """Length of the prefix that it shares with the row before it."""
+    places_T: NDArray[np.int64]
+    """Of its computed tokens: those of the shared prefix, and new ones."""
+    size: int
+    """Packed tokens, with this row."""
+    projections: int
+    """Rows of logits, with this row."""
+
+
+class _Projected:
+    """Which rows of logits a layout has. A row's wanted places are distinct, and only those in its shared
+    prefix can have been projected for a row before it, so most are counted without being looked up."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._places: dict[_Kind, NDArray[np.bool_]] = {}
+        """Of each kind, whether a place is projected; as long as was needed so far."""
+
+    def fresh(self, kind: _Kind, places_N: NDArray[np.int64]) -> int:
+        """How many of these places are not projected so far."""
+        projected_P = self._places.get(kind)
+        if projected_P is None:
+            return len(places_N)
+        known_N = places_N[places_N < len(projected_P)]
+        return len(places_N) - int(np.count_nonzero(projected_P[known_N]))
+
+    def add(self, kind: _Kind, places_N: NDArray[np.int64], size: int) -> None:
+        """`size`: every place is below it."""
+        self.count += self.fresh(kind, places_N)
+        projected_P = self._places.get(kind, np.empty(0, np.bool_))
+        if len(projected_P) < size:
+            longer_P = np.zeros(max(size, 2 * len(projected_P)), np.bool_)
+            longer_P[: len(projected_P)] = projected_P
+            projected_P = self._places[kind] = longer_P
+        projected_P[places_N] = True
 
 
 class _Layout:
@@ -161,59 +247,47 @@ class _Layout:
         self._trees: list[list[_Branch]] = []
         self._last_T = np.empty(0, np.int32)
         self._last_places_T = np.empty(0, np.int64)
-        self._rows: list[tuple[int, Row, int, NDArray[np.int64]]] = []
-        """Index, row, length of its shared prefix, places of its tokens."""
-        self._projected: set[_Projection] = set()
+        self._rows: list[tuple[int, Row, _Fit]] = []
+        """Index, row and place of each row."""
+        self._projected = _Projected()
 
-    def size_with(self, row: Row) -> tuple[int, int]:
-        """Packed tokens and rows of logits, if this row were added."""
-        shared = self._shared(row)
-        added = row.computed - shared
-        fresh = self._projections(row, self._places(shared, added)) - self._projected
-        return self.size + added, len(self._projected) + len(fresh)
+    def fit(self, row: Row) -> _Fit:
+        """How this row would be laid out next."""
+        tokens_T = row.tokens_T[: row.computed]
+        shared = common_prefix(self._last_T, tokens_T) if self._share else 0
+        size = self.size + len(tokens_T) - shared
+        places_T = np.concatenate([self._last_places_T[:shared], np.arange(self.size, size)])
+        fresh = sum(
+            self._projected.fresh(kind, places_N) for kind, places_N in _wanted_by_kind(row, places_T)
+        )
+        return _Fit(shared=shared, places_T=places_T, size=size, projections=self._projected.count + fresh)
 
-    def _places(self, shared: int, added: int) -> NDArray[np.int64]:
-        """Of a row's tokens: those that it shares with the row before it, and new ones."""
-        return np.concatenate([self._last_places_T[:shared], np.arange(self.size, self.size + added)])
-
-    def _projections(self, row: Row, places_T: NDArray[np.int64]) -> set[_Projection]:
-        places_N = places_T[row.wanted_N - 1].tolist()
-        return {
-            (place, row.temperature, kept) for place, kept in zip(places_N, row.kept_or_all_N, strict=True)
-        }
-
-    def _shared(self, row: Row) -> int:
-        return common_prefix(self._last_T, row.tokens_T[: row.computed]) if self._share else 0
-
-    def add(self, index: int, row: Row) -> None:
-        shared, tokens_T = self._shared(row), row.tokens_T[: row.computed]
-        added = len(tokens_T) - shared
-        places_T = self._places(shared, added)
-        if added:
-            if shared == 0:
+    def add(self, index: int, row: Row, fit: _Fit) -> None:
+        """`fit`: what `fit(row)` has just returned."""
+        if fit.size > self.size:
+            if fit.shared == 0:
                 self._trees.append([])
-            self._trees[-1].append(_Branch(self.size, self.size + added, places_T[:shared]))
-            self._last_T, self._last_places_T = tokens_T, places_T
-            self.size += added
-        self._rows.append((index, row, shared, places_T))
-        self._projected |= self._projections(row, places_T)
+            self._trees[-1].append(_Branch(self.size, fit.size, fit.places_T[: fit.shared]))
+            self._last_T = row.tokens_T[: row.computed]
+            self._last_places_T = fit.places_T
+            self.size = fit.size
+        self._rows.append((index, row, fit))
+        for kind, places_N in _wanted_by_kind(row, fit.places_T):
+            self._projected.add(kind, places_N, self.size)
 
     def micro_batch(self) -> MicroBatch:
-        placed = self._rows
-        rows = [row for _, row, _, _ in placed]
-        added = [(row.tokens_T, shared, row.computed) for _, row, shared, _ in placed]
-        predict_from_N = np.concatenate([places_T[row.wanted_N - 1] for _, row, _, places_T in placed])
+        rows = [row for _, row, _ in self._rows]
+        added = [(row.tokens_T, fit.shared, row.computed) for _, row, fit in self._rows]
+        wanted = [len(row.wanted_N) for row in rows]
+        predict_from_N = np.concatenate([fit.places_T[row.wanted_N - 1] for _, row, fit in self._rows])
         temperatures = np.array([row.temperature for row in rows], np.float32)
-        temperature_N = temperatures.repeat([len(row.wanted_N) for row in rows])
-        kept_N = [kept for row in rows for kept in row.kept_or_all_N]
-        masks = {kept: number for number, kept in enumerate(dict.fromkeys(kept_N))}
-        mask_N = np.array([masks[kept] for kept in kept_N], np.int64)
-        kinds, kind_N = np.unique(np.stack([temperature_N, mask_N]), axis=1, return_inverse=True)
-        kinds, kind_N = kinds.T, kind_N.reshape(-1)
-        _, first_U, projection_N = np.unique(
-            predict_from_N * len(kinds) + kind_N, return_index=True, return_inverse=True
-        )
-        kept_U = [kept_N[first] for first in first_U.tolist()]
+        distinct_K, kind_R = np.unique(temperatures, return_inverse=True)
+        kind_N = kind_R.astype(np.int64).repeat(wanted)
+        masks, mask_N = _numbered_masks(rows)
+        # The order of rows of logits: by place, then by temperature, then by mask.
+        key_N = (predict_from_N * len(distinct_K) + kind_N) * len(masks) + mask_N
+        _, first_U, projection_N = np.unique(key_N, return_index=True, return_inverse=True)
+        kept_U = [] if masks == [None] else [masks[number] for number in mask_N[first_U].tolist()]
         masked = [(at, kept) for at, kept in enumerate(kept_U) if kept is not None]
         return MicroBatch(
             masked_M=np.array([at for at, _ in masked], np.int64),
@@ -222,11 +296,36 @@ class _Layout:
             positions_P=np.concatenate([np.arange(start, end) for _, start, end in added]),
             blocks=tuple(block for tree in self._trees for block in _blocks(tree)),
             project_U=predict_from_N[first_U],
-            temperature_U=temperature_N[first_U],
+            temperature_U=temperatures.repeat(wanted)[first_U],
             projection_N=projection_N,
             targets_N=np.concatenate([row.tokens_T[row.wanted_N] for row in rows], dtype=np.int64),
-            rows=tuple((index, row.wanted_N) for index, row, _, _ in placed),
+            rows=tuple((index, row.wanted_N) for index, row, _ in self._rows),
         )
+
+
+def _wanted_by_kind(row: Row, places_T: NDArray[np.int64]) -> Iterator[tuple[_Kind, NDArray[np.int64]]]:
+    """The places that predict a row's wanted tokens, by what is wanted of them."""
+    places_N = places_T[row.wanted_N - 1]
+    if not row.kept_N:
+        yield (row.temperature, None), places_N
+        return
+    places_of: dict[bytes | None, list[int]] = {}
+    for place, kept in zip(places_N.tolist(), row.kept_N, strict=True):
+        places_of.setdefault(kept, []).append(place)
+    for kept, places in places_of.items():
+        yield (row.temperature, kept), np.array(places, np.int64)
+
+
+def _numbered_masks(rows: Sequence[Row]) -> tuple[list[bytes | None], NDArray[np.int64]]:
+    """The distinct masks of the wanted tokens, and of each token [N] the number of its own."""
+    numbers: dict[bytes | None, int] = {}
+    parts: list[NDArray[np.int64]] = []
+    for row in rows:
+        if row.kept_N:
+            parts.append(np.array([numbers.setdefault(kept, len(numbers)) for kept in row.kept_N], np.int64))
+        else:
+            parts.append(np.full(len(row.wanted_N), numbers.setdefault(None, len(numbers)), np.int64))
+    return list(numbers), np.concatenate(parts)
 
 
 _NOWHERE = np.empty(0, np.int64)

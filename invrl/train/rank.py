@@ -9,15 +9,20 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cached_property
-from ipaddress import ip_address
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore
 
-from invrl.group_store import join_store, refuse_newcomers, serve_store
+from invrl.group_store import (
+    interface_towards,
+    join_store,
+    refuse_newcomers,
+    refuse_strangers,
+    serve_store,
+)
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train import device
 from invrl.train.grammar_masks import GrammarMasks
@@ -50,10 +55,20 @@ class TrainRank:
         options = parse_megatron_options(settings.megatron)
         self._settings = settings
         self._config = read_hf_config(settings.model_path)
-        self._model = build_model(self._config, settings.model_path, dtype, options.transformer)
-        train, algorithm, reference = settings.train, settings.algorithm, None
+        train = settings.train
+        algorithm = settings.algorithm
+        build = partial(
+            build_model,
+            self._config,
+            settings.model_path,
+            dtype,
+            options.transformer,
+            max_logit_rows=train.max_trained_tokens_per_microbatch,
+        )
+        self._model = build()
+        reference = None
         if algorithm.kl_coef > 0:
-            reference = build_model(self._config, settings.model_path, dtype, options.transformer)
+            reference = build()
             reference.requires_grad_(False)
         distributed, optimizer = distribute(self._model, train, options)
         schedule = make_schedule(optimizer, train)
@@ -125,10 +140,10 @@ def _join(settings: RankSettings, port: int, listener: socket.socket | None) -> 
         store = serve_store(listener, world_size=settings.world_size, timeout=timeout)
     else:
         store = join_store(settings.master_addr, port, world_size=settings.world_size, timeout=timeout)
-    if ip_address(settings.master_addr).is_loopback:
-        # By default gloo and NCCL listen for their peers where the host name leads.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # By default gloo and NCCL listen for their peers where the host name leads.
+    interface = interface_towards(settings.master_addr)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     torch.distributed.init_process_group(
         device.backend(),
         store=PrefixStore(settings.store_key, store),
@@ -137,7 +152,9 @@ def _join(settings: RankSettings, port: int, listener: socket.socket | None) -> 
         timeout=timeout,
     )
     parallel_state.initialize_model_parallel()
-    if listener is not None and not device.groups_connect_late():
-        refuse_newcomers(listener)
+    if listener is not None:
+        if not device.groups_connect_late():
+            refuse_newcomers(listener)
+        refuse_strangers(listener, members=settings.world_size)
     torch.manual_seed(settings.seed)
     model_parallel_cuda_manual_seed(settings.seed)

@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from invrl.group_store import join_store, listen, refuse_newcomers, serve_store
+from invrl.errors import TrainError
+from invrl.group_store import (
+    interface_towards,
+    join_store,
+    listen,
+    refuse_newcomers,
+    refuse_strangers,
+    serve_store,
+)
 
 SECONDS = timedelta(seconds=60)
 
@@ -68,6 +76,42 @@ def test_who_comes_after_the_group_does_not_get_in_and_the_group_goes_on() -> No
     assert server.get("b") == b"2"
 
 
+def test_a_stranger_that_came_before_the_group_was_there_is_found() -> None:
+    """One that has only connected: what it could do next is up to it."""
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    stranger = socket.create_connection(("127.0.0.1", port))
+    server = serve_store(listener, world_size=2, timeout=SECONDS)
+    member = join_store("127.0.0.1", port, world_size=2, timeout=SECONDS)
+    server.set("name", "value")
+    assert member.get("name") == b"value"
+    with pytest.raises(
+        TrainError, match=r"^3 processes are connected to the store of a group of 2 \(from 127"
+    ):
+        refuse_strangers(listener, members=2)
+    stranger.close()
+    while sum(is_at(connection, port) for connection in psutil.Process().net_connections("tcp")) > 2:
+        member.set("again", "value")  # until the store's thread has seen the end of the connection
+    refuse_strangers(listener, members=2)
+
+
+def is_at(connection, port: int) -> bool:
+    return connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port
+
+
+def test_the_interface_of_a_machine_s_own_addresses() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("localhost") == "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        if not psutil.net_if_stats()[name].isup:
+            continue
+        for address in addresses:
+            if address.family == socket.AF_INET:
+                assert interface_towards(address.address) == name
+    with pytest.raises(OSError, match=r"\w"):
+        interface_towards("no such host.invalid")
+
+
 def test_two_processes_form_a_group_over_it() -> None:
     code = """
 import sys, torch
@@ -87,6 +131,7 @@ print(total.item())
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2)
     try:
         refuse_newcomers(listener)
+        refuse_strangers(listener, members=2)
         total = torch.ones(1)
         torch.distributed.all_reduce(total)
         assert total.item() == 2.0

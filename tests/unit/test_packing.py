@@ -3,6 +3,8 @@ Alphabets of two ids make shared prefixes the rule."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -111,6 +113,70 @@ def test_equal_prefixes_are_projected_once(data: list[Row]) -> None:
     assert len(micro_batch.project_U) == len(wanted)
     (apart,) = pack(data, max_tokens=1000, max_projections=1000, share_prefixes=False)
     assert len(apart.project_U) == sum(len(row.wanted_N) for row in data)
+
+
+@given(data=rows(), kept=st.data(), max_tokens=st.integers(1, 20), most=st.integers(1, 20))
+def test_sizes_are_those_of_the_distinct_prefixes(
+    data: list[Row], kept: st.DataObject, max_tokens: int, most: int
+) -> None:
+    """Rows are packed as long as they fit, counted here as sets: a packed token is a distinct beginning, and
+    a row of logits is one with a temperature and a set of kept tokens."""
+    choices = st.sampled_from([None, b"\x01", b"\x03"])
+    for at, row in enumerate(data):
+        masks = tuple(kept.draw(choices) for _ in row.wanted_N) if kept.draw(st.booleans()) else ()
+        data[at] = replace(row, kept_N=masks)
+    order = sorted((i for i, row in enumerate(data) if row.computed), key=lambda i: list(data[i].tokens_T))
+    expected: list[tuple[list[int], int, int]] = []
+    indices: list[int] = []
+    tokens: set[tuple[int, ...]] = set()
+    logits: set[tuple[object, ...]] = set()
+    for index in order:
+        row = data[index]
+        ids = tuple(row.tokens_T.tolist())
+        own_tokens = {ids[:n] for n in range(1, row.computed + 1)}
+        wanted = zip(row.wanted_N.tolist(), row.kept_or_all_N, strict=True)
+        own_logits = {(ids[:t], row.temperature, mask) for t, mask in wanted}
+        if indices and (len(tokens | own_tokens) > max_tokens or len(logits | own_logits) > most):
+            expected.append((indices, len(tokens), len(logits)))
+            indices, tokens, logits = [], set(), set()
+        indices = [*indices, index]
+        tokens = tokens | own_tokens
+        logits = logits | own_logits
+    if indices:
+        expected.append((indices, len(tokens), len(logits)))
+    packed = pack(data, max_tokens=max_tokens, max_projections=most, share_prefixes=True)
+    found = [
+        ([index for index, _ in one.rows], len(one.tokens_P), len(one.project_U))
+        for one in packed
+        if one.rows
+    ]
+    assert found == expected
+
+
+@given(data=rows(), most=st.integers(1, 12))
+def test_parts_of_the_projection_are_the_whole(data: list[Row], most: int) -> None:
+    """Each row of logits is in one part, with all that it predicts."""
+    masked = [
+        replace(row, kept_N=tuple(b"\x01" if t % 3 else None for t in row.wanted_N.tolist())) for row in data
+    ]
+    (micro_batch,) = pack(masked, max_tokens=1000, max_projections=1000, share_prefixes=True)
+    parts = micro_batch.projections(most)
+    assert all(len(part.temperature_U) <= most for part in parts)
+    assert [part.start for part in parts] == list(range(0, max(1, len(micro_batch.project_U)), most))
+    tokens_N = np.concatenate([part.tokens_N for part in parts])
+    assert sorted(tokens_N.tolist()) == list(range(len(micro_batch.targets_N)))
+    together = {
+        "projection_N": np.concatenate([part.row_N + part.start for part in parts]),
+        "targets_N": np.concatenate([part.targets_N for part in parts]),
+    }
+    for name, values_N in together.items():
+        assert (values_N == getattr(micro_batch, name)[tokens_N]).all(), name
+    temperature_U = np.concatenate([part.temperature_U for part in parts])
+    assert (temperature_U == micro_batch.temperature_U).all()
+    masked_M = np.concatenate([part.masked_M + part.start for part in parts])
+    assert (masked_M == micro_batch.masked_M).all()
+    kept = [bits.tobytes() for part in parts for bits in part.kept_MW]
+    assert kept == [bits.tobytes() for bits in micro_batch.kept_MW]
 
 
 def equal_rows(count: int, prompt: int, answer: int) -> list[Row]:
