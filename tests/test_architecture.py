@@ -158,3 +158,12 @@ def test_no_wildcard_and_no_bare_except() -> None:
                 assert all(alias.name != "*" for alias in node.names), f"{path}:{node.lineno}"
             if isinstance(node, ast.ExceptHandler):
                 assert node.type is not None, f"{path}:{node.lineno}: a bare except"
+
+
+def test_no_wait_loses_a_cancellation() -> None:
+    """In Python 3.11 `asyncio.wait_for` returns its result in the place of a cancellation that comes together
+    with it, and whoever has cancelled waits for ever. `asyncio.timeout` does not."""
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert (node.value.id, node.attr) != ("asyncio", "wait_for"), f"{path}:{node.lineno}"

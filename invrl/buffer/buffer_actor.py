@@ -129,7 +129,8 @@ class BufferActor:
                 if groups or left <= 0 or self._closing.is_set():
                     return groups
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), left)
+                    async with asyncio.timeout(left):
+                        await self._changed.wait()
 
     async def take(self, timeout_s: float) -> TakenBatch:
         """Waits for a batch. Raises IdenticalFailuresError once too many rollouts in a row have failed alike;
@@ -146,10 +147,9 @@ class BufferActor:
                 waited = time.monotonic() - start
                 if waited >= timeout_s or not self._buffer.can_fill:
                     raise DeadlineError(f"a batch of {self._buffer}", waited)
-                try:
-                    await asyncio.wait_for(self._changed.wait(), timeout_s - waited)
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s - waited):
+                        await self._changed.wait()
 
     async def _drop_groups_without_tokens(self) -> None:
         """Each group that may be taken is looked up in the store once. A store that has lost what a

@@ -71,7 +71,8 @@ class BufferHandle:
     async def _answer(self, name: str, reply: Awaitable[Reply], timeout_s: float) -> Reply:
         start = time.monotonic()
         try:
-            return await asyncio.wait_for(reply, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await reply
         except TimeoutError as error:
             raise DeadlineError(f"the buffer actor to answer {name}()", time.monotonic() - start) from error
         except (RayActorError, OutOfMemoryError) as error:

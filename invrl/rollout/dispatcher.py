@@ -180,8 +180,7 @@ class Dispatcher(Scheduler):
             await self._sessions.abort(session, FailureReason.ABORTED, "the run ended")
 
     async def _schedule(self) -> None:
-        # A flag besides the cancellation: wait_for (in the buffer's handle, say) may lose one that comes
-        # together with its result, in Python 3.11.
+        # A flag besides the cancellation: a library that is awaited here may lose one.
         while not self._stopping:
             self._changed.clear()
             self._start_what_fits()

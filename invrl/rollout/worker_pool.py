@@ -87,7 +87,8 @@ class RayWorker:
 
     async def _answer(self, ref: Any, deadline_s: float) -> Any:
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(ref.future()), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.wrap_future(ref.future())
         except (RayActorError, TaskCancelledError, OutOfMemoryError) as error:
             # Cancelled: user code may cancel every task of its loop.
             killed = killed_for_memory(error, self.name)
