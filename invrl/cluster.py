@@ -171,7 +171,7 @@ def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None 
         path = Path(serving.settings.store_path)
         offers = LeaseOffers(
             buffer,
-            LeaseStore(path),
+            LeaseStore(path, heartbeat_timeout_s=config.run.heartbeat_timeout_s),
             RunStore(path),
             SessionClient(serving.gateway.url, env_key=serving.env_key),
             timeout_s=config.gateway.lease_timeout_s,
@@ -290,6 +290,7 @@ def _make_buffer(config: Config, folder: RunFolder) -> BufferHandle:
         tasks_factory=partial(load_tasks, config.rollout, "train", config.run.seed),
         run_store_path=folder.store_path,
         trains_all_roots=config.gateway.train_auxiliary_roots,
+        heartbeat_timeout_s=config.run.heartbeat_timeout_s,
     )
     return BufferHandle(
         actor=actor,

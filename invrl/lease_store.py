@@ -24,8 +24,9 @@ _RETURNED = "RETURNING group_id, member, attempt, task"
 class LeaseStore:
     """One connection, for any thread."""
 
-    def __init__(self, path: Path) -> None:
-        self._db = connect(path)
+    def __init__(self, path: Path, *, heartbeat_timeout_s: float = 30.0) -> None:
+        """`heartbeat_timeout_s`: see `busy_timeout_s`."""
+        self._db = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
 

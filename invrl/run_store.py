@@ -89,7 +89,8 @@ _encode = msgspec.json.encode
 _Statement = tuple[str, tuple[object, ...]]
 _Work = tuple[tuple[_Statement, ...], Future[None]]
 """Statements that belong into one transaction, and who waits for it."""
-_BUSY_MS = 30_000
+_HEARTBEAT_TIMEOUT_S = 30.0
+"""The default of `run.heartbeat_timeout_s`, for stores whose processes nobody watches."""
 _CHECKPOINT = "checkpoint"
 _CHECKPOINT_EVERY = 200
 """Commits: about the 1,000 pages after which SQLite itself would, within one of them."""
@@ -113,13 +114,22 @@ class StoredSession:
     outcome: Outcome | None
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Autocommit connection with the schema in place; whoever comes first creates the file."""
+def busy_timeout_s(heartbeat_timeout_s: float) -> float:
+    """How long a connection waits for another process that holds the store. One that is stopped within a
+    commit holds it until it has been silent for `heartbeat_timeout_s` and is killed. If its supervisor is
+    stopped too, that takes as long again."""
+    return 2 * heartbeat_timeout_s + 30.0
+
+
+def connect(path: Path, *, heartbeat_timeout_s: float = _HEARTBEAT_TIMEOUT_S) -> sqlite3.Connection:
+    """Autocommit connection with the schema in place; whoever comes first creates the file. It waits for
+    other processes as `busy_timeout_s` says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     make_private(path)  # SQLite gives its log and its index the same mode
     for ending in ("-wal", "-shm"):  # of an earlier version; whoever closes the store last removes them
         restrict(path.with_name(path.name + ending))
-    db = sqlite3.connect(path, timeout=_BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
+    timeout_s = busy_timeout_s(heartbeat_timeout_s)
+    db = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=NORMAL")
     db.executescript(_SCHEMA)
@@ -140,8 +150,10 @@ class RunStoreWriter:
     (Every commit in the thread: 1.4 ms until the loop knew, 26 ms for one in a hundred.) The thread moves the
     log into the file, too."""
 
-    def __init__(self, path: Path) -> None:
-        self._db, self._patient = connect(path), connect(path)
+    def __init__(self, path: Path, *, heartbeat_timeout_s: float = _HEARTBEAT_TIMEOUT_S) -> None:
+        self._busy_timeout_s = busy_timeout_s(heartbeat_timeout_s)
+        self._db = connect(path)
+        self._patient = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._db.execute("PRAGMA busy_timeout=0")
         self._db.execute("PRAGMA wal_autocheckpoint=0")
         self._queue: queue.SimpleQueue[_Work | str | None] = queue.SimpleQueue()
@@ -289,7 +301,7 @@ class RunStoreWriter:
             if pages > _LONG_LOG:  # nobody can write while it waits for readers
                 self._patient.execute("PRAGMA busy_timeout=50")
                 self._patient.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            self._patient.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
+            self._patient.execute(f"PRAGMA busy_timeout={int(1000 * self._busy_timeout_s)}")
 
 
 class RunStore:

@@ -52,8 +52,10 @@ class BufferActor:
         run_store_path: Path,
         trains_all_roots: bool = True,
         poll_interval_s: float = 0.02,
+        heartbeat_timeout_s: float = 30.0,
     ) -> None:
-        """`trains_all_roots`: False where only a session's main conversation is trained."""
+        """`trains_all_roots`: False where only a session's main conversation is trained.
+        `heartbeat_timeout_s`: of the run, which the ledger's waits for other processes follow."""
         forget_keys()  # the task source and the group filter are user code
         self._buffer = Buffer(
             config,
@@ -71,7 +73,7 @@ class BufferActor:
         """A connection of its own: the poller's is in use in its thread."""
         self._checked: set[str] = set()
         """Groups whose tokens are in the store."""
-        self._ledger = LedgerStore(run_store_path)
+        self._ledger = LedgerStore(run_store_path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._poll_interval_s = poll_interval_s
         self._trains_all_roots = trains_all_roots
         self._next_look = 0.0

@@ -47,8 +47,9 @@ class KeptEntry:
 class LedgerStore:
     """The writer's side. Every call is one transaction."""
 
-    def __init__(self, path: Path) -> None:
-        self._db = connect(path)
+    def __init__(self, path: Path, *, heartbeat_timeout_s: float = 30.0) -> None:
+        """`heartbeat_timeout_s`: see `busy_timeout_s`."""
+        self._db = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._life = 0
 
     def begin(self, *, parent: int, step: int, sequence: int) -> int:

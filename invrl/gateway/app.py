@@ -95,7 +95,9 @@ def make_app(
         constrained=settings.constrained,
     )
     sampling = Sampling(**settings.model_dump(include={"temperature", "top_p", "max_new_tokens"}))
-    leases = LeaseStore(Path(settings.store_path)) if settings.leases else None
+    leases = None
+    if settings.leases:
+        leases = LeaseStore(Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     parts = {"registry": registry, "turns": turns, "store": store, "leases": leases}
     lifecycle = Lifecycle(**parts, sampling=sampling, policy=settings)
     lag = LoopLag()

@@ -35,7 +35,7 @@ def serve(
     # uvicorn raises the signal that ended it once more, for the handler that was there before its own. (With
     # SIG_IGN the kernel would forget one that came while it was blocked.)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    store = RunStoreWriter(Path(settings.store_path))
+    store = RunStoreWriter(Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     engine = SglangClient(
         settings.router_url,
         limits=EngineLimits(vocab_size=settings.vocab_size, context_length=settings.context_length),

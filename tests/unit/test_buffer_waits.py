@@ -96,7 +96,7 @@ def one() -> Iterator[Task]:
 
 @asynccontextmanager
 async def running(outbox: Outbox, *, batch: int = 2, tasks=endless) -> AsyncIterator[BufferActor]:
-    stores = {name: lambda path: outbox for name in ("RunStore", "LedgerStore")}
+    stores = {name: lambda path, **_: outbox for name in ("RunStore", "LedgerStore")}
     with patch.multiple("invrl.buffer.buffer_actor", **stores):
         actor = BufferActor(
             BufferConfig(),

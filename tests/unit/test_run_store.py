@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 
 from invrl import run_store
-from invrl.run_store import RunStore, RunStoreWriter, branches
+from invrl.buffer.ledger_store import LedgerStore
+from invrl.gateway.heartbeats import beat_interval_s
+from invrl.lease_store import LeaseStore
+from invrl.run_store import RunStore, RunStoreWriter, branches, busy_timeout_s
 from invrl.types import (
     FailedRollout,
     FailureReason,
@@ -208,6 +211,28 @@ def test_a_reader_that_stays_holds_no_writer_up(tmp_path: Path, monkeypatch: pyt
         writer.add_turn(turn(str(number)), b"[]").result(20)  # of the 30 s that a connection waits
     reader.close()
     writer.close()
+
+
+@pytest.mark.parametrize("heartbeat_timeout_s", [0.5, 30.0, 600.0])
+def test_a_writer_waits_for_longer_than_a_stopped_process_may_live(
+    tmp_path: Path, heartbeat_timeout_s: float
+):
+    """Stopped within a commit, it holds the store until its silence has killed it."""
+    path = tmp_path / "run.db"
+    options = {"heartbeat_timeout_s": heartbeat_timeout_s}
+    with (
+        contextlib.closing(RunStoreWriter(path, **options)) as writer,
+        contextlib.closing(LeaseStore(path, **options)) as leases,
+        contextlib.closing(LedgerStore(path, **options)) as ledger,
+    ):
+        writer._checkpoint()  # sets it for a moment
+        for db in (writer._patient, leases._db, ledger._db):
+            (waits_ms,) = db.execute("PRAGMA busy_timeout").fetchone()
+            assert waits_ms >= 1000 * (2 * heartbeat_timeout_s + 30)
+    # The supervisor looks again after a second at most, or an eighth of the timeout.
+    assert busy_timeout_s(heartbeat_timeout_s) > heartbeat_timeout_s + 2 * beat_interval_s(
+        heartbeat_timeout_s
+    )
 
 
 def test_who_is_cancelled_takes_no_commit_back(tmp_path: Path):
