@@ -62,7 +62,8 @@ def summarise(
     trained = [turn for turn in arrived if turn.trainable and root_of[turn.id] not in untrained]
     versions = [span.version for turn in trained for span in turn.spans if span.end > span.start]
     if not versions:
-        if arrived and all(turn.constrained and not turn.grammar for turn in arrived):
+        skipped = all(turn.constrained and not turn.grammar for turn in arrived)
+        if arrived and skipped and record.session.purpose != "serve":  # where the setting has no effect
             forced = sum((one.forced for one in record.family()), Counter[str]())
             return failed(record, FailureReason.CONSTRAINED, _why_constrained(forced))
         return failed(record, FailureReason.EMPTY, _why_empty(turns, arrived))

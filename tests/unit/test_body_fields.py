@@ -110,6 +110,11 @@ def test_sampling_parameters_of_other_apis_are_refused(name: str, field: dict[st
         parsed(name, **field)
 
 
+@pytest.mark.parametrize("name", ["chat", "responses", "messages"])
+def test_a_name_of_another_api_is_no_misspelt_parameter(name: str):
+    parsed(name, speed="fast")  # Anthropic's; `seed` is like it
+
+
 def test_a_misspelt_parameter_is_told_its_name():
     with pytest.raises(SessionError, match="`max_completion_tokens` is"):
         parsed("chat", max_completion_token=5)

@@ -112,6 +112,10 @@ async def test_a_served_reply_is_forced(gateway: Running, renderer: Renderer, wa
     seen = await shown(gateway, session.id)
     assert seen["overridden"] == []
     assert [turn["constrained"] for turn in seen["turns"]] == [True]
+    ended = await gateway.finish(session)
+    assert isinstance(ended, FailedRollout)
+    assert ended.reason is FailureReason.EMPTY  # advice on --constrained would not help
+    assert "--constrained" not in ended.detail
 
 
 @every_way

@@ -20,20 +20,62 @@ import msgspec
 from invrl.errors import SessionError
 
 SAMPLING_EXTENSIONS: Mapping[str, Sequence[Any]] = {
-    **dict.fromkeys(("min_tokens", "min_new_tokens", "ignore_eos", "stop_token_ids", "stop_regex"), ()),
-    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim", "bad_words", "allowed_token_ids"), ()),
-    **dict.fromkeys(("regex", "ebnf", "grammar", "json_schema", "structural_tag", "structured_outputs"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("logits_processors", "custom_logit_processor", "custom_params"), ()),
-    **dict.fromkeys(("top_a", "top_n_sigma", "mirostat", "mirostat_mode", "dry_multiplier"), ()),
-    **dict.fromkeys(("xtc_probability", "dynatemp_range", "use_beam_search", "early_stopping"), ()),
-    **dict.fromkeys(("do_sample",), (True,)),
-    **dict.fromkeys(("typical_p", "tfs", "tfs_z", "length_penalty", "num_beams", "beam_width"), (1,)),
-    **dict.fromkeys(("n", "best_of"), (1,)),
-    **dict.fromkeys(("add_generation_prompt", "add_special_tokens"), (True,)),
-    **dict.fromkeys(("continue_final_message", "echo", "prefix", "chat_template", "documents"), ()),
-    **dict.fromkeys(("input_ids", "input_embeds", "prompt_embeds", "truncate_prompt_tokens"), ()),
-    **dict.fromkeys(("lora_path", "lora_request", "session_params", "transforms", "plugins"), ()),
+    "min_tokens": (),
+    "min_new_tokens": (),
+    "ignore_eos": (),
+    "stop_token_ids": (),
+    "stop_regex": (),
+    "include_stop_str_in_output": (),
+    "no_stop_trim": (),
+    "bad_words": (),
+    "allowed_token_ids": (),
+    "regex": (),
+    "ebnf": (),
+    "grammar": (),
+    "json_schema": (),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "logits_processors": (),
+    "custom_logit_processor": (),
+    "custom_params": (),
+    "top_a": (),
+    "top_n_sigma": (),
+    "mirostat": (),
+    "mirostat_mode": (),
+    "dry_multiplier": (),
+    "xtc_probability": (),
+    "dynatemp_range": (),
+    "use_beam_search": (),
+    "early_stopping": (),
+    "do_sample": (True,),
+    "typical_p": (1,),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "length_penalty": (1,),
+    "num_beams": (1,),
+    "beam_width": (1,),
+    "n": (1,),
+    "best_of": (1,),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "continue_final_message": (),
+    "echo": (),
+    "prefix": (),
+    "chat_template": (),
+    "documents": (),
+    "input_ids": (),
+    "input_embeds": (),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "lora_path": (),
+    "lora_request": (),
+    "session_params": (),
+    "transforms": (),
+    "plugins": (),
 }
 """What servers of open models take beside OpenAI's fields, and what changes the prompt or the sampling: with
 values, beside the falsy ones, that ask for what happens anyway."""
@@ -58,6 +100,8 @@ _SAMPLING_NAMES = (
 _ALIKE = 0.87
 """Names that share so much are one name and its misspelling; `models` and `model` share more, and are not
 compared."""
+_NOT_MISSPELT = ("speed",)
+"""Names of some API's own that look like a misspelt sampling parameter; none of them samples."""
 _MOST_UNKNOWN = 256
 """Fields of one body that its dialect does not know. Each is compared with all of `_SAMPLING_NAMES`, in the
 event loop: a body of nothing but names would stop every session for a minute."""
@@ -130,7 +174,7 @@ class FieldTable:
             return False
         if name in _SAMPLING_NAMES:
             raise unsupported(name)
-        if len(name) > _LONGEST_NAME:
+        if len(name) > _LONGEST_NAME or name in _NOT_MISSPELT:
             return True
         alike = difflib.get_close_matches(_bare(name), _BARE_NAMES, n=1, cutoff=_ALIKE)
         if alike:
