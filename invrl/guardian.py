@@ -5,17 +5,25 @@ driver its raylet goes at once, its agents linger for up to a minute. The guardi
 descendants while it lives and kills whichever are left once it is gone. A rollout worker has a guardian too:
 processes that user code put into a session of their own end with their worker.
 
-A descendant is known by having been seen below the watched process (start time included), or by a mark: the
-watched process sets it in its environment, and what it starts inherits it, also a daemon that has left the
-tree at once. Invariant: nothing else is ever touched. A process has one guardian, which ends with it."""
+A descendant is known by having been seen below the watched process (start time included), or by a mark, which
+a daemon that has left the tree at once has too. The mark is in the environment, which every program that is
+started inherits. It is also the name of a page of memory, which every fork inherits that starts no program.
+(The watched process does not adopt orphans, as PR_SET_CHILD_SUBREAPER would have it: it would have to collect
+them when they end, beside user code that waits for children of its own.)
+Not reached: a daemon that has left the tree between two looks and was started with an environment made anew.
+It ends with the run's life, by the supervisor.
+
+Invariant: nothing else is ever touched. A process has one guardian, which ends with it."""
 
 import contextlib
 import functools
+import mmap
 import os
 import secrets
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 
@@ -24,6 +32,8 @@ from invrl.process import still_running
 _LOOK_EVERY_S = 2.0
 _GRACE_S = 3.0
 _MARK = "INVRL_STARTED_BY"
+_PAGES: list[mmap.mmap] = []
+"""Kept mapped."""
 
 
 def start_guardian() -> None:
@@ -35,6 +45,7 @@ def start_guardian() -> None:
 def _start(pid: int) -> None:
     mark = secrets.token_hex(16)
     os.environ[_MARK] = mark
+    _PAGES.append(_page_called(_name_of_page(mark)))
     subprocess.Popen(
         [sys.executable, "-m", "invrl.guardian", str(pid), mark],
         stdin=subprocess.DEVNULL,
@@ -42,6 +53,20 @@ def _start(pid: int) -> None:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def _name_of_page(mark: str) -> str:
+    return f"{_MARK}-{mark}"
+
+
+def _page_called(name: str) -> mmap.mmap:
+    """Its name is in /proc/PID/maps of this process and of all that it forks."""
+    descriptor = os.memfd_create(name)
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        return mmap.mmap(descriptor, mmap.PAGESIZE)
+    finally:
+        os.close(descriptor)
 
 
 def guard(pid: int, mark: str) -> None:
@@ -71,14 +96,16 @@ def guard(pid: int, mark: str) -> None:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    """Processes of this user that were started with the mark in their environment."""
-    wanted = f"{_MARK}={mark}".encode()
+    """This user's processes that were started with the mark in their environment, or forked with its page."""
+    variable = f"{_MARK}={mark}".encode()
+    page = _name_of_page(mark).encode()
     found = []
     for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            with open(f"/proc/{process.pid}/environ", "rb") as file:
-                variables = file.read().split(b"\0")
-            if wanted in variables and process.pid != os.getpid():
+            variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if variable in variables or page in Path(f"/proc/{process.pid}/maps").read_bytes():
                 found.append(process)
     return found
 

@@ -204,10 +204,15 @@ WORKER = """
 import os, subprocess, sys
 from invrl.guardian import start_guardian
 start_guardian()
-code = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(10**6)"
+code = "import os, time; os.setsid(); print(os.getpid(), flush=True); os.close(1); time.sleep(10**6)"
 daemon = f"import os; os.fork() and os._exit(0); {code}"
 subprocess.Popen([sys.executable, "-c", daemon], stdin=subprocess.DEVNULL).wait()
 subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL)
+if os.fork() == 0:
+    if os.fork():
+        os._exit(0)
+    exec(code)
+os.wait()
 sys.stdin.readline()
 """
 
@@ -215,9 +220,10 @@ sys.stdin.readline()
 def test_what_left_the_session_of_a_worker_ends_with_it(
     start: Callable[[str], subprocess.Popen[str]],
 ) -> None:
-    """A daemon that is nobody's child, and a child in a session of its own; the worker is killed."""
+    """A daemon that is nobody's child, a child in a session of its own, and a daemon that was forked and has
+    started no program; the worker is killed before its guardian need have seen any of them."""
     worker = start(WORKER)
-    left = [psutil.Process(int(line(worker))) for _ in range(2)]
+    left = [psutil.Process(int(line(worker))) for _ in range(3)]
     assert all(os.getsid(process.pid) == process.pid for process in left)
     guardians = [one for one in psutil.Process(worker.pid).children() if "invrl.guardian" in one.cmdline()]
     assert len(guardians) == 1
