@@ -21,7 +21,14 @@ from invrl.lifeline import NoteKind
 from invrl.private_file import make_private
 from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, hold_run_folder, make_run_folder
-from invrl.supervisor import FAILURE_EXIT, INTERRUPT_EXIT, LIFE_COMMAND, USAGE_EXIT
+from invrl.supervisor import (
+    EVALUATION_COMMAND,
+    FAILURE_EXIT,
+    INTERRUPT_EXIT,
+    LIFE_COMMAND,
+    REPLAY_COMMAND,
+    USAGE_EXIT,
+)
 
 Ready = tuple[Config, RunFolder]
 _LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
@@ -108,13 +115,14 @@ def _log_into(folder: RunFolder) -> None:
 
 
 @contextmanager
-def _guarded(command: str, arguments: Sequence[str], *, evaluates: bool = False) -> Iterator[Ready]:
-    """Around a run that this process makes itself, after all checks, while it holds the folder."""
-    config = _checked(arguments, trains=False, evaluates=evaluates)
-    with hold_run_folder(config, command) as folder:
-        _log_into(folder)
-        with _reported(folder):
-            yield config, folder
+def _driving(folder: RunFolder) -> Iterator[Config]:
+    """Around a driver's work in the folder that its supervisor holds. Yields the run's configuration."""
+    lifeline.hold()
+    config = load_resolved(folder.config_path)
+    _log_into(folder)
+    with _reported(folder):
+        prepare_ray()
+        yield config
 
 
 @contextmanager
@@ -191,12 +199,8 @@ def _train(arguments: Sequence[str]) -> None:
 
 def _life(arguments: Sequence[str]) -> None:
     """one life of the run in this folder: what `invrl train` runs as its driver"""
-    lifeline.hold()
     folder = _run_of(arguments)
-    config = load_resolved(folder.config_path)
-    _log_into(folder)
-    with _reported(folder):
-        prepare_ray()
+    with _driving(folder) as config:
         from invrl.training import run_life
 
         run_life(config, folder)
@@ -210,10 +214,14 @@ def _serve(arguments: Sequence[str]) -> None:
     example:
       invrl serve --model-path MODEL --gateway-port 8000
     """
-    with _guarded("serve", arguments) as (config, folder):
-        from invrl.serving import serve
+    config = _checked(arguments, trains=False)
+    # No supervisor: it starts no Ray, and what it starts the kernel ends with it (or its guardian does).
+    with hold_run_folder(config, "serve") as folder:
+        _log_into(folder)
+        with _reported(folder):
+            from invrl.serving import serve
 
-        interrupts.run(serve(config, folder))
+            interrupts.run(serve(config, folder))
 
 
 def _eval(arguments: Sequence[str]) -> None:
@@ -228,8 +236,19 @@ def _eval(arguments: Sequence[str]) -> None:
       invrl eval --model-path runs/a/checkpoints/step-000012 --rollout-function-path my_agent:rollout \\
           --eval-sets easy=easy.jsonl,hard=my_tasks:hard --eval-modes sampled
     """
-    with _guarded("eval", arguments, evaluates=True) as (config, folder):
-        prepare_ray()
+    from invrl import supervisor
+
+    config = _checked(arguments, trains=False, evaluates=True)
+    with hold_run_folder(config, "eval") as folder:
+        _log_into(folder)
+        if code := supervisor.supervise_once(config, folder, EVALUATION_COMMAND):
+            raise _Failed(code)
+
+
+def _evaluation(arguments: Sequence[str]) -> None:
+    """the evaluation in this folder: what `invrl eval` runs as its driver"""
+    folder = _run_of(arguments)
+    with _driving(folder) as config:
         from invrl.evaluating import run_evaluation
 
         interrupts.run(run_evaluation(config, folder))
@@ -341,12 +360,23 @@ def _replay(arguments: Sequence[str]) -> None:
     given = _options(arguments[1:], ["--step"]).get("--step", "")
     if not given.isdecimal() or int(given) < 1:
         raise ConfigError("--step", given, "not a step", "give --step N, from 1 on")
-    interrupts.catch()
-    prepare_ray()
-    from invrl.replay import replay
+    from invrl import supervisor
 
+    config = load_resolved(folder.config_path)
     with folder.held("replay"):
-        print(interrupts.run(replay(load_resolved(folder.config_path), folder, int(given))))
+        _log_into(folder)
+        if code := supervisor.supervise_once(config, folder, REPLAY_COMMAND, given):
+            raise _Failed(code)
+
+
+def _replay_driver(arguments: Sequence[str]) -> None:
+    """one step of the run in this folder again: what `invrl replay` runs as its driver"""
+    folder = _run_of(arguments)
+    step = int(arguments[1])
+    with _driving(folder) as config:
+        from invrl.replay import replay
+
+        print(interrupts.run(replay(config, folder, step)))
 
 
 def _ledger(arguments: Sequence[str]) -> None:
@@ -448,7 +478,11 @@ COMMANDS = {
     "bench": _bench,
     "report": _report,
 }
-INNER_COMMANDS = {LIFE_COMMAND: _life}
+INNER_COMMANDS = {
+    LIFE_COMMAND: _life,
+    EVALUATION_COMMAND: _evaluation,
+    REPLAY_COMMAND: _replay_driver,
+}
 """What invrl runs itself as; not for people."""
 TAKE_CONFIG = {"train", "serve", "eval", "doctor", "show-config", "soak"}
 """Commands that take the flags of the configuration."""

@@ -1,5 +1,6 @@
 """The process above a run's driver: `invrl train` itself. It runs one life after another, each in a driver
-process of its own, and says what ended a driver that could not say so itself.
+process of its own, and says what ended a driver that could not say so itself. `invrl eval` and `invrl
+replay`, which start a Ray too, are supervised in the same way, with one life.
 
 The driver cannot outlive its Ray: it is ended from C++ within a second of its raylet's death. And it may be
 killed, or stopped. So what begins the next life stands outside of it. The supervisor itself imports
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -44,8 +45,8 @@ BLOCKED_GRACE_S = 2.0
 _SHOW_CURSOR = "\x1b[?25h"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 FAILURE_EXIT, USAGE_EXIT, INTERRUPT_EXIT = 1, 2, 130
-LIFE_COMMAND = "_life"
-"""Of `invrl.cli`: one life of the run in this folder."""
+LIFE_COMMAND, EVALUATION_COMMAND, REPLAY_COMMAND = "_life", "_evaluation", "_replay"
+"""Of `invrl.cli`, what drivers run in a folder: one life of its run, an evaluation, or a step made again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +83,16 @@ class LifeEnd:
 
 
 class Supervisor:
-    """Of one run. `command` is the driver's; tests give their own."""
+    """Of one run. `command` is the driver's."""
 
-    def __init__(self, config: Config, folder: RunFolder, command: list[str] | None = None) -> None:
+    def __init__(
+        self, config: Config, folder: RunFolder, command: Sequence[str], *, max_restarts: int
+    ) -> None:
         self._folder = folder
-        self._max_restarts = config.run.max_restarts
+        self._max_restarts = max_restarts
         self._heartbeat_s = config.run.heartbeat_timeout_s
         self._checkpoints = Checkpoints(folder.checkpoints_path)
-        life = [sys.executable, "-m", "invrl.cli", LIFE_COMMAND, str(folder.path)]
-        self._command = command or life
+        self._command = list(command)
         self._interrupted = False
         self._stray: list[int] = []
         """Signals that another thread of this process was given, and that are to be passed on."""
@@ -281,4 +283,15 @@ def _say(text: str) -> None:
 
 def supervise(config: Config, folder: RunFolder) -> int:
     """`invrl train` on a folder that is made, checked and held by this process; its exit code."""
-    return Supervisor(config, folder).run()
+    command = _driver(LIFE_COMMAND, folder)
+    return Supervisor(config, folder, command, max_restarts=config.run.max_restarts).run()
+
+
+def supervise_once(config: Config, folder: RunFolder, inner: str, *arguments: str) -> int:
+    """The same for what is not begun again: `inner` is the driver's command, which takes the folder and the
+    `arguments`."""
+    return Supervisor(config, folder, _driver(inner, folder, *arguments), max_restarts=0).run()
+
+
+def _driver(inner: str, folder: RunFolder, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "invrl.cli", inner, str(folder.path), *arguments]

@@ -162,7 +162,11 @@ def test_eval_takes_the_model_of_a_checkpoint_and_a_task_file(
     async def run_evaluation(config: Config, folder: RunFolder) -> None:
         seen.append(config)
 
+    def supervise_once(config: Config, folder: RunFolder, inner: str) -> int:
+        return cli.main([inner, str(folder.path)])  # in this process
+
     vars(cluster)["run_evaluation"] = run_evaluation
+    monkeypatch.setattr(supervisor, "supervise_once", supervise_once)
     monkeypatch.setattr(cli, "prepare_ray", lambda: None)
     tasks, checkpoint = tmp_path / "tasks.jsonl", tmp_path / "step-000002"
     tasks.write_text('{"id": 1}\n')

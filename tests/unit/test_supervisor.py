@@ -28,11 +28,11 @@ from invrl.supervisor import Supervisor
 
 folder = RunFolder(path=Path(sys.argv[1]))
 config = load_resolved(folder.config_path)
-changes = {"max_restarts": int(sys.argv[2]), "heartbeat_timeout_s": float(sys.argv[4])}
-run = config.run.model_copy(update=changes)
+run = config.run.model_copy(update={"heartbeat_timeout_s": float(sys.argv[4])})
+config = config.model_copy(update={"run": run})
 driver = [sys.executable, "-c", sys.argv[3], str(folder.path)]
 with folder.held("train"):
-    sys.exit(Supervisor(config.model_copy(update={"run": run}), folder, driver).run())
+    sys.exit(Supervisor(config, folder, driver, max_restarts=int(sys.argv[2])).run())
 """
 DRIVER = """
 import os, signal, subprocess, sys, time
@@ -162,6 +162,19 @@ lifeline.tell(NoteKind.REPORTED)
 sys.exit(1)"""
     _, out, _ = end(start(body, restarts=1, before=before))
     assert out.splitlines() == ["[]"] + 2 * ["env-of-the-user-0123456789 token-of-ray-0123456789"]
+
+
+def test_guardians_of_earlier_lives_are_gone(start: Start) -> None:
+    body = """
+import psutil
+from invrl.guardian import start_guardian
+start_guardian()
+family = psutil.Process(os.getppid()).children(recursive=True)
+say(sum("invrl.guardian" in process.cmdline() for process in family))
+lifeline.tell(NoteKind.REPORTED)
+os.kill(os.getpid(), signal.SIGKILL)"""
+    _, out, _ = end(start(body, restarts=3))
+    assert out.split() == 4 * ["1"]
 
 
 def test_its_last_words_are_the_cause(start: Start) -> None:
