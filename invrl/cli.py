@@ -189,8 +189,11 @@ def _train(arguments: Sequence[str]) -> None:
     The run folder (--run-root/--run-name) holds the resolved configuration, metrics.jsonl, TensorBoard
     events, the run's store, logs, checkpoints and the report."""
     from invrl import supervisor
+    from invrl.machine_checks import look, memory_warning
 
     config = _checked(arguments, trains=True)
+    if warning := memory_warning(config, look()):
+        print(f"invrl: warning: {warning}", file=sys.stderr)
     with hold_run_folder(config, "train") as folder:
         _log_into(folder)
         if code := supervisor.supervise(config, folder):

@@ -46,9 +46,11 @@ def look() -> Machine:
     from invrl.rollout.engine_server import count_gpus
 
     memory = psutil.virtual_memory().available
+    memory_total = psutil.virtual_memory().total
     limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         memory = min(memory, int(text) - int(used.read_text()))
+        memory_total = min(memory_total, int(text))
     return Machine(
         python=sys.version_info[:2],
         cpus=len(os.sched_getaffinity(0)),
@@ -56,7 +58,7 @@ def look() -> Machine:
         nvidia=Path("/proc/driver/nvidia/version").exists(),
         torch=_installed("torch") or "(none)",
         memory_bytes=memory,
-        memory_total_bytes=psutil.virtual_memory().total,
+        memory_total_bytes=memory_total,
         shared_memory_bytes=psutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
     )
 
@@ -118,7 +120,26 @@ def _weight_bytes(config: Config) -> int:
     return sum(file.stat().st_size for file in files) * (2 if config.engine.engine_dtype == "float32" else 1)
 
 
-def _memory(config: Config, machine: Machine) -> str:
+def memory_warning(config: Config, machine: Machine) -> str:
+    """What `invrl train` says of the memory that it starts with; "" if it is enough. An estimate refuses no
+    run. Raises ConfigError where Ray would kill the run's processes whatever it needs."""
+    if os.environ.get("RAY_ADDRESS"):  # whose monitor looks at other machines
+        return ""
+    try:
+        check_memory(config, machine)
+    except ConfigError as error:
+        if machine.memory_bytes <= _kept_free(machine):
+            raise
+        return f"memory: {error.value}: {error.reason}. Fix: {error.fix}"
+    return ""
+
+
+def _kept_free(machine: Machine) -> float:
+    """Bytes: when less is free, whoever uses the rest, Ray begins to kill."""
+    return (1 - ray_memory.threshold()) * machine.memory_total_bytes
+
+
+def check_memory(config: Config, machine: Machine) -> str:
     """An engine is 1.5 GB and its weights twice; a rank 1 GB, and for each bfloat16 weight 18 bytes of
     float32 weights, gradients and moments; the arena has two slots; the rest of the run is 2 GB. On a GPU
     engines and ranks hold theirs elsewhere, and pass through memory once. The last part of the
@@ -127,13 +148,17 @@ def _memory(config: Config, machine: Machine) -> str:
     engines, ranks = config.engine.num_engines, config.train.data_parallel_size
     on_cpu = engines * (1.5 * _GB + 2 * weights) + ranks * (_GB + 10 * weights)
     need = 2 * _GB + 2 * weights + (weights * (engines + ranks) if machine.gpus else on_cpu)
-    margin = (1 - ray_memory.threshold()) * machine.memory_total_bytes
+    margin = _kept_free(machine)
     value = (
         f"{machine.memory_bytes / _GB:.1f} GB free, about {need / _GB:.1f} GB needed beside the "
         f"{margin / _GB:.1f} GB at which Ray begins to kill"
     )
     usable = machine.memory_bytes - margin
     fix = "end other programs, or use a smaller model or fewer --num-engines and --data-parallel-size"
+    if usable <= 0:
+        reason = "Ray would kill the run's first processes"
+        fix = "end other programs, or raise RAY_memory_usage_threshold in the environment (0.98, say)"
+        raise ConfigError("memory", value, reason, fix)
     if usable < 0.6 * need:
         raise ConfigError("memory", value, "processes of the run would be killed", fix)
     if usable < need:
@@ -185,7 +210,7 @@ MACHINE_CHECKS: dict[str, Callable[[Config, Machine], str]] = {
     "packages": _packages,
     "gpu": _gpu,
     "cpus": _cpus,
-    "memory": _memory,
+    "memory": check_memory,
     "disk": _disk,
     "shared memory": _shared_memory,
     "ray": _ray,
