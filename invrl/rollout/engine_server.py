@@ -80,12 +80,7 @@ class EngineServer(ServerProcess):
 
     def processes(self) -> list[psutil.Process]:
         """The HTTP server and the processes that SGLang names: without one of them it is no engine."""
-        found: list[psutil.Process] = []
-        for process in family_of(self.pid):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.pid == self.pid or process.name().startswith(_PROCESS_NAME):
-                    found.append(process)
-        return found
+        return engine_processes(self.pid)
 
     def wait_ready(self) -> None:
         """Until the engine made its first token. Raises ServerError with the log's last lines if a process of
@@ -122,6 +117,23 @@ class EngineServer(ServerProcess):
             return False
         finally:
             http.close()
+
+
+def engine_processes(pid: int) -> list[psutil.Process]:
+    """Process `pid` and the ones below it that SGLang has named. What one of these starts carries its name
+    from the fork until it is another program, and may end when it likes: that is none of them."""
+    family = family_of(pid)
+    names: dict[int, str] = {}
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names[process.pid] = process.name()
+    found: list[psutil.Process] = []
+    for process in family:
+        name = names.get(process.pid, "")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.pid == pid or (name.startswith(_PROCESS_NAME) and names.get(process.ppid()) != name):
+                found.append(process)
+    return found
 
 
 class _Started:

@@ -45,6 +45,32 @@ def test_a_process_that_sigkill_does_not_end_is_an_error_that_names_it(
     assert not server.alive()
 
 
+SCHEDULER = """
+import os, time
+import setproctitle
+if os.fork() == 0:
+    setproctitle.setproctitle("sglang::scheduler")
+    if os.fork() == 0:  # on its way to another program
+        print("up", flush=True)
+time.sleep(3600)
+"""
+
+
+def test_a_program_that_a_scheduler_starts_is_no_process_of_the_engine(tmp_path: Path) -> None:
+    """On a busy machine the start ended with "sglang::scheduler ended" when such a program did."""
+    log = tmp_path / "log"
+    server = ServerProcess("engine-0", [sys.executable, "-c", SCHEDULER], log=log)
+    server.grace_s = 0.1
+    try:
+        server.wait_until(lambda: b"up" in log.read_bytes(), deadline_s=300.0)
+        root, scheduler, started = process.family_of(server.pid)
+        assert scheduler.name() == started.name() == "sglang::scheduler"
+        assert started.ppid() == scheduler.pid
+        assert engine_server.engine_processes(server.pid) == [root, scheduler]
+    finally:
+        server.stop()
+
+
 def test_the_state_of_a_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
     server = ServerProcess("server", [sys.executable, "-c", WAITS], log=log)
