@@ -55,7 +55,7 @@ from invrl.types import (
 )
 
 _WORD_CHARS = 64
-"""Of a group filter's reason."""
+"""The longest reason that a group filter may give."""
 
 
 class Buffer:
@@ -117,8 +117,8 @@ class Buffer:
         return self._hand_out(group)
 
     def record(self, outcome: Outcome) -> None:
-        """Idempotent, in any order. An outcome nobody waits for (its place has one already, its group has
-        ended, or it was never leased) is counted and changes nothing."""
+        """Takes outcomes in any order, and each as often as it comes. One that is not awaited (its place has
+        an outcome already, its group has ended, or it was never leased) is counted and changes nothing."""
         group, index = self._in_flight.get(outcome.group_id), outcome.index
         if group is None or not group.awaits(index, outcome.attempt):
             self._count("outcomes_late")
@@ -142,8 +142,8 @@ class Buffer:
             self._complete(group)
 
     def unwanted(self) -> tuple[DroppedGroup, ...]:
-        """The groups dropped since the last call while members of theirs were in flight. No later lease holds
-        a group that has been named."""
+        """The groups that were dropped since the last call while members of them were in flight. A group that
+        was named here is never leased again."""
         groups = tuple(self._unwanted)
         self._unwanted.clear()
         return groups
@@ -197,12 +197,13 @@ class Buffer:
         return [group.group() for group in self._eligible()]
 
     def drop_lost(self, group_id: str) -> None:
-        """The store has no tokens of this group, which is ready."""
+        """Drops a group that is ready, because the store has no tokens of it."""
         if group_id in self._ready:
             self._drop(self._ready[group_id], DropReason.TOKENS_LOST)
 
     def trained(self, batch_id: int) -> None:
-        """The optimizer has seen this batch. Raises BufferStateError unless it is the one that is out."""
+        """The optimizer has made its steps with this batch. Raises BufferStateError unless this is the batch
+        that was taken last."""
         if self._batch is None or not self._taken or self._batch.batch_id != batch_id:
             raise BufferStateError(f"batch {batch_id} is not out for training")
         self._count("groups_trained", len(self._taken))
@@ -210,7 +211,7 @@ class Buffer:
 
     def advance(self, version: WeightVersion) -> None:
         """The trainer holds `version`, the engines sample under it, and its canary has passed: groups with
-        its tokens may be taken. What is now too old is dropped."""
+        tokens of it may be taken. Groups that are too old now are dropped."""
         if version < self.version:
             raise BufferStateError(f"version {version} after {self.version}")
         if version == self.version and self._taken:
@@ -234,8 +235,8 @@ class Buffer:
     # ------------------------------------------------------------------ lives
 
     def snapshot(self, trained: WeightVersion) -> BufferSnapshot:
-        """As of now; `trained` is the version that the trainer holds. Raises BufferStateError while a batch
-        is out that is not trained."""
+        """The state now; `trained` is the version that the trainer holds. Raises BufferStateError while a
+        batch is taken and not yet trained."""
         self._check_trained()
         return BufferSnapshot(
             version=self.version,
@@ -251,9 +252,10 @@ class Buffer:
         )
 
     def restore(self, snapshot: BufferSnapshot, since: Iterable[Outcome]) -> None:
-        """Begin, on a new buffer, as of `snapshot`. `since`: outcomes that came after it; those sampled under
-        the trained version or an older one count, the others saw weights that are lost. What is in flight
-        then is leased again. Raises BufferStateError if the task source gives other tasks."""
+        """Puts a new buffer into the state of `snapshot`. `since`: outcomes that came after it. Those sampled
+        under the trained version or an older one count; the others were sampled under weights that are lost.
+        What is still in flight then is leased again. Raises BufferStateError if the task source gives other
+        tasks."""
         self.version = snapshot.version
         self._groups_leased, self._batches_taken = snapshot.groups_leased, snapshot.batches_taken
         self.dropped, self.failed = Counter(snapshot.dropped), Counter(snapshot.failed)
@@ -289,7 +291,7 @@ class Buffer:
         return not self._source_end or len(self._ready) + len(self._in_flight) >= self._batch_size
 
     def __str__(self) -> str:
-        """What a batch waits for: told by a deadline that runs out."""
+        """What a batch waits for, as the message of a deadline says it."""
         text = f"{self._batch_size} groups; {len(self._ready)} ready"
         if waiting := sum(not self._may_be_taken(group) for group in self._ready.values()):
             text += f" ({waiting} of them wait for the canary of their weight version)"
@@ -327,7 +329,8 @@ class Buffer:
         return len(self._batch.groups) if self._batch is not None else 0
 
     def _next_task(self) -> Task | None:
-        """A source that raises or yields something else has ended; who waits for a batch is told why."""
+        """The next task, or None. A source that raises, or yields something else, has ended; the error of
+        whoever waits for a batch says why."""
         if self._source_end:
             return None
         try:
@@ -385,7 +388,8 @@ class Buffer:
             self._drop(group, DropReason.FILTERED, word)
 
     def _verdict(self, group: OpenGroup) -> str | None:
-        """The filter's word. A filter that raises drops the group and is counted: bad data, not a crash."""
+        """The filter's reason to drop the group, None to keep it. A filter that raises drops the group and is
+        counted: that is bad data, not a crash."""
         if group.versions() is None:
             return "no_trained_tokens"
         try:
@@ -410,7 +414,7 @@ class Buffer:
         return versions is None or versions[1] <= self.version
 
     def _drop(self, group: OpenGroup, reason: DropReason, word: str = "") -> None:
-        """End a group that was not taken, with every place of it that has not ended."""
+        """Ends a group that was not taken, and every place of it that has not ended."""
         self._in_flight.pop(group.id, None)
         self._ready.pop(group.id, None)
         del self._tasks_of[group.id]

@@ -229,11 +229,11 @@ class BufferActor:
         await self._notify()
 
     async def _keep(self, *, to_disk: bool = False) -> None:
-        """Writes the ledger. Who is cancelled while it waits leaves the write to end by itself."""
+        """Writes the ledger. If the caller is cancelled meanwhile, the write goes on and ends by itself."""
         await asyncio.shield(asyncio.ensure_future(self._write(to_disk)))
 
     async def _write(self, to_disk: bool) -> None:
-        """Entries whose write fails are kept for the next one."""
+        """Entries stay in the list until their write has succeeded."""
         async with self._writing:
             entries = list(self._entries)
             if entries or to_disk:
@@ -241,7 +241,7 @@ class BufferActor:
                 del self._entries[: len(entries)]
 
     async def failures(self) -> FailureReport:
-        """What has failed so far, and whether it is the same again and again."""
+        """What has failed so far, and how many of the last failures were the same."""
         return self._buffer.failures.report(self._buffer.failed)
 
     def _check_failures(self) -> None:

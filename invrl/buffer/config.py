@@ -51,12 +51,12 @@ class BufferConfig(Section):
         return entries
 
     def failure_rules(self) -> Mapping[FailureReason, FailureRule]:
-        """Of the reasons that are named; all others are tried again."""
+        """The rule of each reason that is named. All other failures are tried again."""
         return parse_failure_rules(self.failure_reward)
 
 
 def parse_failure_rules(entries: tuple[str, ...]) -> dict[FailureReason, FailureRule]:
-    """Of entries REASON=REWARD, REASON=drop or REASON=retry. Raises ValueError that names the wrong one."""
+    """The rules in entries REASON=REWARD, REASON=drop or REASON=retry. Raises ValueError for a wrong one."""
     rules: dict[FailureReason, FailureRule] = {}
     for entry in entries:
         name, equals, value = (part.strip() for part in entry.partition("="))

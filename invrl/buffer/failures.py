@@ -1,4 +1,4 @@
-"""Failed rollouts as the buffer sees them: those that count with a reward, and those that all fail alike."""
+"""Failed rollouts in the buffer: those that count with a reward, and rows of failures that are the same."""
 
 import re
 from collections.abc import Mapping
@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 from invrl.types import FailureReason, RolloutSummary
 
 _FIRST_TOLD = 4
-"""Identical failures before anybody is told, while no rollout has finished yet."""
+"""Identical failures before the first warning, while no rollout has finished yet."""
 _LATER_TOLD = 64
-"""The same once some have: a few bad tasks in a row are nothing to be told of."""
+"""The same once some have finished: a few bad tasks in a row need no warning."""
 _TOLD_LINES = 6
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-fA-F]+|ses-[0-9a-f]+|[0-9]+")
 """What differs between failures that are the same: quoted values, addresses, ids, numbers."""
 _OF_A_PROCESS = frozenset(
     {FailureReason.WORKER_DIED, FailureReason.MEMORY, FailureReason.ENGINE, FailureReason.ENVIRONMENT_GONE}
 )
-"""One death fails every rollout that it touches at once, hundreds perhaps, and alike. What died is replaced,
-and who replaces it counts deaths; a row of such failures says nothing of the user's code."""
+"""One death fails all rollouts that it touches at once and in the same way, perhaps hundreds of them. The
+worker pool and the fleet replace what died and count the deaths; such failures say nothing about the user's
+code."""
 
 
 def with_failure_reward(partial: RolloutSummary, failure: FailureReason, reward: float) -> RolloutSummary:
@@ -31,14 +32,14 @@ def with_failure_reward(partial: RolloutSummary, failure: FailureReason, reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
-    """What a person may want to know now."""
+    """What the console shows about failures."""
 
     failed: Mapping[str, int]
     """Rollouts failed since the start of the run, by reason."""
     finished: int
     """Rollouts that finished in this life."""
     alike: int
-    """The last so many rollouts that ended failed, all in the same way."""
+    """How many of the last rollouts failed in the same way, with none that finished in between."""
     reason: str = ""
     detail: str = ""
     """Of the last failure: as a rule the end of a traceback."""
@@ -60,7 +61,7 @@ class FailureStreak:
         self._kind = ("", "")
 
     def failed(self, reason: FailureReason, detail: str) -> None:
-        """Two failures are the same if their reason is, and the last line of what is told of them."""
+        """Two failures are the same if their reasons and the last lines of their details are the same."""
         kind = (str(reason), _VARYING.sub("#", _last_line(detail)))
         self.count = self.count + 1 if kind == self._kind else 1
         self._kind = kind
@@ -83,15 +84,15 @@ class FailureStreak:
 
 
 class FailureTeller:
-    """Chooses when a person is told that rollouts fail alike: early while none has finished, and again each
-    time that they are four times as many."""
+    """Decides when to warn that rollouts fail in the same way: early while none has finished, and again
+    whenever there are four times as many."""
 
     def __init__(self, max_identical: int) -> None:
         self._max_identical = max_identical
         self._told = 0
 
     def text(self, report: FailureReport) -> str:
-        """What to tell now; "" for nothing."""
+        """The warning that is due now; "" if there is none."""
         if report.alike < self._told:
             self._told = 0
         threshold = max(_LATER_TOLD if report.finished else _FIRST_TOLD, 4 * self._told)
@@ -108,8 +109,8 @@ class FailureTeller:
 
 
 def shown_detail(detail: str) -> str:
-    """The end of what is told of a failure, indented."""
-    lines = detail.strip().splitlines()[-_TOLD_LINES:] or ["(nothing is told of it)"]
+    """The last lines of a failure's detail, indented."""
+    lines = detail.strip().splitlines()[-_TOLD_LINES:] or ["(no detail)"]
     return "\n".join(f"    {line}" for line in lines)
 
 

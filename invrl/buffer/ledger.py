@@ -35,7 +35,7 @@ class LedgerEntry:
     failure: FailureReason | None = None
     """Why the rollout itself failed, where that is what dropped it."""
     detail: str = ""
-    """The filter's own word, or the failure's detail."""
+    """The filter's reason, or the failure's detail."""
     batch_id: int | None = None
     """Set exactly when the state is TAKEN or TRAINED."""
     session_id: str = ""
@@ -43,7 +43,7 @@ class LedgerEntry:
 
 
 class EntryFacts(TypedDict, total=False):
-    """What may be told with a transition: these fields of its `LedgerEntry`."""
+    """Optional facts about a transition: fields of its `LedgerEntry`."""
 
     reason: DropReason
     failure: FailureReason
@@ -53,17 +53,17 @@ class EntryFacts(TypedDict, total=False):
 
 
 class Ledger:
-    """Counts over all rollouts that ever were; where each is, its group knows."""
+    """Counts over all rollouts of the run. The state of each rollout is in its group."""
 
     def __init__(self, emit: Callable[[LedgerEntry], None] = lambda entry: None) -> None:
         self._emit = emit
         self.sequence = 0
-        """Of the next entry."""
+        """The number of the next entry."""
         self.counts: Counter[RolloutState] = Counter()
-        """Rollouts that are in each state now, of those that ever were."""
+        """How many rollouts are in each state now."""
 
     def unlease(self, group: OpenGroup, index: int) -> None:
-        """The life that leased this place, which is in flight, is over, and brought no outcome."""
+        """Takes back the lease of a place in flight, whose life ended before it had an outcome."""
         group.states_G[index] = None
         self.counts[RolloutState.IN_FLIGHT] -= 1
 

@@ -26,11 +26,11 @@ class Life:
 
     number: int
     parent: int
-    """0: none."""
+    """The life that this one goes on from; 0 if it goes on from none."""
     step: int
-    """Of the checkpoint that it began with; 0: from the start."""
+    """The step of the checkpoint that it began with; 0 if it began from the start."""
     sequence: int
-    """Of its first ledger entry: the parent's entries from here on are lost."""
+    """The number of its first ledger entry. The parent's entries from that number on are lost."""
     started_at: float
 
 
@@ -53,7 +53,7 @@ class LedgerStore:
         self._life = 0
 
     def begin(self, *, parent: int, step: int, sequence: int) -> int:
-        """A new life; its number. Raises BufferStateError if the store does not hold the parent."""
+        """Begins a new life and returns its number. Raises BufferStateError if the store lacks the parent."""
         newest = self._db.execute("SELECT COALESCE(MAX(life), 0) FROM lives").fetchone()[0]
         if parent > newest:
             raise BufferStateError(f"life {parent} is to be gone on from, and the store ends with {newest}")
@@ -88,7 +88,7 @@ class LedgerStore:
 
 
 def read_lives(path: Path) -> list[Life]:
-    """Oldest first."""
+    """All lives of the run, the oldest first."""
     rows = connect(path).execute("SELECT life, parent, step, sequence, started_at FROM lives ORDER BY life")
     return [Life(*row) for row in rows]
 

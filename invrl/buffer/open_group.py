@@ -36,7 +36,7 @@ class OpenGroup:
     task_id: str
     attempts_G: list[int]
     states_G: list[RolloutState | None]
-    """Of the current attempts; None: nobody has leased it."""
+    """Of the current attempts; None: not leased yet."""
     finished: dict[int, RolloutSummary] = field(default_factory=dict)
     leased_under: dict[int, WeightVersion] = field(default_factory=dict)
     """By index: the buffer's version when the current attempt was last leased. No token of it is older."""

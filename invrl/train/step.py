@@ -43,7 +43,7 @@ _Recomputed = list[list[NDArray[np.float32]] | None]
 
 @contextmanager
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Until the device has done its work."""
+    """Adds the phase's seconds, until the device has done its work."""
     with timed(seconds, phase):
         yield
         if device.on_cuda():
@@ -101,7 +101,8 @@ class TrainStep:
         )
 
     def logprobs(self, rows: list[Row], model: torch.nn.Module | None = None) -> list[NDArray[np.float32]]:
-        """Forward only, of `model` (None: the current one): one array [T] per row, 0 where none is wanted."""
+        """Log-probs by a forward pass of `model` (None: the current one): one array [T] per row, 0 for tokens
+        that are not wanted."""
         asked = self.model if model is None else model
         arrays = [np.zeros(len(row.tokens_T), np.float32) for row in rows]
         with torch.no_grad():
@@ -111,7 +112,7 @@ class TrainStep:
         return arrays
 
     def _old_logprobs(self, shard: Shard, seconds: dict[str, float]) -> _Recomputed:
-        """All before the first step changes the model."""
+        """Log-probs under the old policy, of all mini-batches before the first step changes the model."""
         if self.algorithm.old_logprobs == "engine":
             return [[s.rollout_logprobs_T for s in mini.samples] for mini in shard]
         if len(shard) < 2:
@@ -168,7 +169,7 @@ def _work(
 
 
 def _amounts(shard: Shard, packed: _Packed, seconds: float) -> dict[str, Metric]:
-    """How much this rank computed; summed over ranks by whoever merges."""
+    """How much this rank computed. Merging the ranks' metrics adds these up."""
     samples = [sample for mini in shard for sample in mini.samples]
     micro_batches = [micro for parts in packed for micro in parts]
     rows = sum(len(sample.tokens_T) for sample in samples)

@@ -19,8 +19,8 @@ from invrl.train.megatron_args import Scalar
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
     """What a rank is started with. `weight_dtype` is what the engines hold. `master_addr`: where rank 0
-    listens, an address of its node that every other rank reaches; loopback on one machine. `store_key`: what
-    the names in the ranks' common store begin with, so that nobody else can guess them."""
+    listens, an address of its node that every other rank reaches; loopback on one machine. `store_key`: the
+    prefix of all names in the ranks' common store, so that nobody else can guess them."""
 
     rank: int
     world_size: int
@@ -51,7 +51,7 @@ class TrainActor:
         return pulse()
 
     async def listen(self) -> int:
-        """Of rank 0: the port at which it will serve the ranks' common store; nobody else gets it."""
+        """On rank 0: takes a free port for the ranks' common store and keeps it. Returns the port."""
         self._listener = listen(self._settings.master_addr)
         return self._listener.getsockname()[1]
 

@@ -1,7 +1,7 @@
 """All trainer ranks behind one handle: `interfaces.Trainer` and `interfaces.WeightSender`.
 
-Invariant: a call ends within its deadline (a failure up to 10 s later) on all ranks, or none is left: ranks
-meet in collectives, so where one fails or dies the others would wait for it. Made by `cluster.py`."""
+Invariant: a call ends on all ranks within its deadline (a failure up to 10 s later), or all ranks are ended:
+ranks meet in collectives, so if one fails or dies the others would wait for it. Made by `cluster.py`."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from invrl.train.packing import shard_batch
 from invrl.types import TrainBatch, WeightVersion
 
 _DEATH_S = 10.0
-"""Within which Ray tells of a death; those whose collective broke with it say so first."""
+"""How long Ray may take to report a death. Ranks whose collective broke because of it report earlier."""
 
 
 class TrainHandle:
@@ -139,12 +139,12 @@ class TrainHandle:
 
 
 def _may_follow(error: BaseException | None) -> bool:
-    """From what became of another rank."""
+    """Whether the error may only be a consequence of another rank's failure."""
     return isinstance(error, RayTaskError) and not isinstance(error.cause, InvrlError)
 
 
 def _cause(error: BaseException | None, what: str) -> Exception:
-    """The rank's own error where it is one of ours, else a TrainError that quotes it."""
+    """The rank's own error if it is an InvrlError, else a TrainError that quotes it."""
     if killed := killed_for_memory(error, what.partition(" failed in ")[0]):
         return TrainError(killed)
     if isinstance(error, RayTaskError):
