@@ -11,6 +11,9 @@ import pytest
 from e2e.runs import DEADLINE_S, ROOT, STEPS, invrl, steps_of, train
 from invrl.batch_file import batch_path, load_batch
 
+SAVED = 8
+"""The step of the first checkpoint. The policy still learns then; late steps have no signal."""
+
 NO_SGLANG = """\
 import sys
 
@@ -36,21 +39,24 @@ def train_metrics(row: dict[str, float]) -> dict[str, float]:
 def test_the_trainer_alone_repeats_a_live_run_bit_for_bit(
     learned: Path, folder: Path, tmp_path: Path
 ) -> None:
-    """From the checkpoint of step 24, on a Python that cannot import sglang."""
+    """From the first checkpoint, on a Python that cannot import sglang: steps that move the weights and, once
+    every reply is as wanted, steps that do not."""
     (tmp_path / "sitecustomize.py").write_text(NO_SGLANG)
     alone = train(
         folder,
         "alone",
         "--debug-train-only",
         *("--load-rollout-data", str(learned / "rollout_data")),
-        *("--load-checkpoint", str(learned / "checkpoints/step-000024")),
+        *("--load-checkpoint", str(learned / f"checkpoints/step-{SAVED:06}")),
         python_path=f"{tmp_path}:{ROOT}",
     )
     live = {row["step"]: train_metrics(row) for row in steps_of(learned)}
     rows = [json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(25, 33))
-    assert len(live[25]) > 10
-    assert {row["step"]: train_metrics(row) for row in rows} == {step: live[step] for step in range(25, 33)}
+    steps = range(SAVED + 1, STEPS + 1)
+    assert [row["step"] for row in rows] == list(steps)
+    assert len(live[SAVED + 1]) > 10
+    assert live[SAVED + 1]["train/optimizer_steps"] > 0
+    assert {row["step"]: train_metrics(row) for row in rows} == {step: live[step] for step in steps}
     weights = "checkpoints/step-000032/hugging_face/model.safetensors"
     assert (alone / weights).read_bytes() == (learned / weights).read_bytes()
     assert not list((alone / "logs").glob("engine*"))
@@ -58,13 +64,14 @@ def test_the_trainer_alone_repeats_a_live_run_bit_for_bit(
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_a_step_is_made_again_with_every_token_written_out(learned: Path, folder: Path) -> None:
-    said = invrl(folder, "replay", str(learned), "--step", "25")
-    result = json.loads((learned / "replay/step-000025/result.json").read_text())
+    said = invrl(folder, "replay", str(learned), "--step", str(SAVED + 1))
+    result = json.loads((learned / f"replay/step-{SAVED + 1:06}/result.json").read_text())
     assert result["differ"] == []
     assert "recorded metrics are equal bit for bit" in said
-    batch = load_batch(batch_path(learned / "rollout_data", 25))
+    batch = load_batch(batch_path(learned / "rollout_data", SAVED + 1))
     rows = [
-        json.loads(line) for line in (learned / "replay/step-000025/tokens.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (learned / f"replay/step-{SAVED + 1:06}/tokens.jsonl").read_text().splitlines()
     ]
     assert [row["ids"] for row in rows] == [sample.tokens_T.tolist() for sample in batch.samples]
     gaps = [
@@ -78,7 +85,7 @@ def test_a_step_is_made_again_with_every_token_written_out(learned: Path, folder
     assert len(gaps) == batch.total_tokens
     assert max(gaps) <= 1e-3
     assert any(row["logprob_before"] != row["logprob_after"] for row in rows), "the step changed the policy"
-    assert not (learned / "checkpoints/step-000025").exists()
+    assert not (learned / f"checkpoints/step-{SAVED + 1:06}").exists()
 
 
 @pytest.mark.timeout(DEADLINE_S)
