@@ -45,12 +45,7 @@ def look() -> Machine:
     """This machine. Memory is also bounded by a container's limit."""
     from invrl.rollout.engine_server import count_gpus
 
-    memory = psutil.virtual_memory().available
-    memory_total = psutil.virtual_memory().total
-    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        memory = min(memory, int(text) - int(used.read_text()))
-        memory_total = min(memory_total, int(text))
+    memory, memory_total = _memory(Path("/sys/fs/cgroup"))
     return Machine(
         python=sys.version_info[:2],
         cpus=len(os.sched_getaffinity(0)),
@@ -61,6 +56,24 @@ def look() -> Machine:
         memory_total_bytes=memory_total,
         shared_memory_bytes=psutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
     )
+
+
+def _memory(cgroup: Path) -> tuple[int, int]:
+    """Bytes that are free, and bytes in all, in the container whose control group (version 2) is this folder.
+    Files that the kernel keeps in memory count as free, as they do for Ray: it drops them when the container
+    needs more, and one that has just read a large model is full of them."""
+    free = psutil.virtual_memory().available
+    total = psutil.virtual_memory().total
+    limit = cgroup / "memory.max"
+    if not limit.is_file():
+        return free, total
+    text = limit.read_text().strip()
+    if text == "max":
+        return free, total
+    used = int((cgroup / "memory.current").read_text())
+    stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    kept_files = int(stat["inactive_file"]) + int(stat["active_file"])
+    return min(free, int(text) - used + kept_files), min(total, int(text))
 
 
 def _python(config: Config, machine: Machine) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 from tiny_model import make_tiny_model
 
@@ -342,3 +343,19 @@ def test_train_itself_looks_at_the_memory_and_refuses_what_is_certain_to_die(
     assert said in err
     assert ("Ray begins to kill" in err) == bool(said)
     assert ("invrl: warning: memory: " in err) == (bool(said) and code == 0)
+
+
+def test_files_that_the_kernel_keeps_in_memory_leave_a_container_room(tmp_path: Path) -> None:
+    """A container that has read a model has its whole limit in use. Ray does not count files either."""
+    host = psutil.virtual_memory()
+    assert machine_checks._memory(tmp_path) == (pytest.approx(host.available, rel=0.5), host.total)
+    files = {
+        "memory.max": "1000000",
+        "memory.current": "1000000",
+        "memory.stat": "anon 50000\ninactive_file 700000\nactive_file 200000\nshmem 20000",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert machine_checks._memory(tmp_path) == (900_000, 1_000_000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine_checks._memory(tmp_path)[1] == host.total
