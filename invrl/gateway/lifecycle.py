@@ -67,11 +67,15 @@ class Lifecycle:
             await asyncio.wrap_future(self.store.open_sessions([], [], now))  # after the one that holds them
             return [self.registry.by_id(record.session.id) for record in earlier]  # unless that one failed
         records = self.registry.open(group, now)
+        for record in records:  # before the commit, after which others see the sessions, and may end them
+            self.turns.open(record)
         sessions, hashes = [one.session for one in records], [one.key_hash for one in records]
         try:
             await asyncio.wrap_future(self.store.open_sessions(sessions, hashes, now, leased=leased))
         except sqlite3.Error as error:
             self.registry.forget(records)
+            for record in records:
+                self.turns.close(record)
             if not isinstance(error, sqlite3.IntegrityError):
                 raise
             if "NOT NULL" in str(error):
@@ -79,8 +83,6 @@ class Lifecycle:
                 raise SessionError(reason, status=409, code="not_leased", param="members") from None
             reason = f"request_id {group.request_id!r} has opened sessions that are lost"
             raise SessionError(reason, status=409, code="request_id_reused", param="request_id") from None
-        for record in records:
-            self.turns.open(record)
         return records
 
     async def open_child(

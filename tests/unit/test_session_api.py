@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +28,10 @@ from invrl.gateway import lifecycle
 from invrl.gateway.conversation import Conversation
 from invrl.gateway.rendering import Renderer
 from invrl.gateway.session_bodies import Opened, Rewarded, SessionView
+from invrl.gateway.sessions import SessionRecord
 from invrl.gateway.turns import Turns
 from invrl.lease_store import LeaseStore
+from invrl.run_store import RunStoreWriter
 from invrl.train.packing import pack, rows_of
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
 
@@ -381,6 +384,38 @@ async def test_aborting_a_parent_aborts_its_children_and_families_are_bounded(ga
     [(_, outcome)] = gateway.store.outbox_after(0)
     assert isinstance(outcome, FailedRollout)
     assert outcome.session_id == parent.id
+
+
+async def test_a_session_that_ends_before_its_opening_is_answered_leaves_nothing(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+):
+    """Whoever reads the store (the driver, for a group that was dropped) sees a session before the gateway's
+    event loop has heard of the commit, and may abort it."""
+    told = Future[None]()
+    commit, add = RunStoreWriter.open_sessions, Turns.open
+    all_turns: list[Turns] = []
+
+    def held(writer: RunStoreWriter, *parts: Any, **options: Any) -> Future[None]:
+        commit(writer, *parts, **options).result(60)
+        return told
+
+    def seen(turns: Turns, record: SessionRecord) -> None:
+        all_turns.append(turns)
+        add(turns, record)
+
+    monkeypatch.setattr(RunStoreWriter, "open_sessions", held)
+    monkeypatch.setattr(Turns, "open", seen)
+    opening = asyncio.create_task(gateway.open())
+    await eventually(lambda: len(gateway.store.open_sessions("g")) == 1)
+    [stored] = gateway.store.open_sessions("g")
+    await post(gateway, f"/sessions/{stored.id}/abort", {})
+    told.set_result(None)
+    [session] = await opening
+    assert session.id == stored.id
+    assert (await gateway.env("/metrics")).json()["sessions"] == {"open": 0, "aborted": 1}
+    with pytest.raises(openai.AuthenticationError):
+        await chat(gateway, session)
+    assert not all_turns[0]._conversations, "a conversation that nothing ends"
 
 
 # ------------------------------------------------------------------ freeze, snapshot, build
