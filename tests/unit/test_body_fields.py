@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ from test_gateway_turns import ASK, MORE, Running, running
 from tiny_model import make_tiny_model
 
 from invrl.errors import SessionError
+from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
 from invrl.gateway.dialects.messages import MessagesDialect
 from invrl.gateway.dialects.responses import ResponsesDialect
+from invrl.gateway.message import Message
 from invrl.gateway.model_folder import load_renderer
 from invrl.gateway.parsing import Parsers
 from invrl.gateway.rendering import Renderer
@@ -252,3 +254,67 @@ async def test_what_parse_returns_can_be_sent_back(gateway: Running, renderer: R
     assert shown["ignored"] == {"messages[].parsed": 3}
     measured = (await gateway.env("/metrics")).json()
     assert measured["ignored"] == shown["ignored"]
+
+
+def assistant_parts(name: str, texts: Sequence[str]) -> dict[str, Any]:
+    """A conversation in which one reply, of as many calls as there are texts, comes in as many parts."""
+    if name == "responses":
+        calls: list[dict[str, Any]] = [
+            {"type": "function_call", "call_id": f"c{at}", "name": "calc", "arguments": text}
+            for at, text in enumerate(texts)
+        ]
+        return {"input": [ASK, *calls]}
+    if name == "messages":
+        parts = [{"role": "assistant", "content": text} for text in texts]
+        return {"messages": [ASK, *parts, ASK], "max_tokens": 8}
+    calls = [
+        {"id": f"c{at}", "type": "function", "function": {"name": "calc", "arguments": text}}
+        for at, text in enumerate(texts)
+    ]
+    return {"messages": [ASK, *({"role": "assistant", "content": "x", "tool_calls": [one]} for one in calls)]}
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "messages"])
+def test_the_parts_of_a_reply_are_joined_once(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Two at a time, 8 MB of parts took seconds: each copied all that came before it."""
+    sizes: list[int] = []
+
+    def counted(*parts: Any, **named: Any) -> Message:
+        message = Message(*parts, **named)
+        sizes.append(message.characters)
+        return message
+
+    monkeypatch.setattr(wire, "Message", counted)
+    texts = [f"[{at}]" for at in range(500)]
+    request = parsed(name, **assistant_parts(name, texts))
+    reply = request.messages[1]
+    told = [call.arguments for call in reply.tool_calls] or [reply.content]
+    assert "".join(told) == "".join(texts)
+    assert reply.content == ({"chat": "x" * 500, "responses": ""}.get(name, "".join(texts)))
+    assert sum(sizes) <= reply.characters
+
+
+@pytest.mark.parametrize(
+    ("sent", "joined"),
+    [
+        (["", "a"], ["a"]),
+        (["a", "b"], ["a", "b"]),
+        (["", "", "a", "b"], ["a", "b"]),
+        (["a", "+b", "c", "d"], ["abcd"]),
+        (["+", "a", "b"], ["ab"]),
+        (["a", "b", "+"], ["a", "b"]),
+    ],
+)
+def test_which_parts_are_one_reply(sent: list[str], joined: list[str]):
+    """Of chat; + is a call. Two texts in a row are two replies, unless a call has joined them."""
+    call = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
+    parts = []
+    for each in sent:
+        text = each.removeprefix("+")
+        part: dict[str, Any] = {"role": "assistant", "content": text}
+        if text != each:
+            part["tool_calls"] = [call]
+        parts.append(part)
+    request = parsed("chat", messages=[ASK, *parts, ASK])
+    assert [message.content for message in request.messages[1:-1]] == joined
+    assert sum(len(message.tool_calls) for message in request.messages) == sum("+" in one for one in sent)

@@ -201,14 +201,14 @@ def _shown_call(call: ToolCall | CallDelta) -> dict[str, Any]:
 
 def _messages(sent: Sequence[_Message]) -> tuple[Message, ...]:
     """A reply's text and its calls, which some clients send back as two messages, are one again."""
-    messages: list[Message] = []
+    joined = wire.JoinedMessages()
     for at, each in enumerate(sent):
         message = _message(each, at)
-        if messages and wire.one_reply(messages[-1], message):
-            messages[-1] = wire.joined(messages[-1], message)
+        if joined.continues_reply(message):
+            joined.join(message)
         else:
-            messages.append(message)
-    return tuple(messages)
+            joined.add(message)
+    return joined.messages()
 
 
 def _message(message: _Message, at: int) -> Message:

@@ -322,20 +322,19 @@ def _messages(body: _Body) -> tuple[Message, ...]:
     if not body.messages or body.messages[-1].role == "assistant":
         reason = "the conversation must end with a user message: a reply begun by the client is not supported"
         raise wire.bad(reason if body.messages else "messages: at least one is required", param="messages")
-    found: list[Message] = []
+    joined = wire.JoinedMessages()
     if isinstance(body.system, str):
         body.system = [_Block(type="text", text=body.system)]
     system = [block for block in body.system or () if not (block.text or "").startswith(_BILLING)]
     if text := _text("system", system, "system"):
-        found.append(Message("system", text))
+        joined.add(Message("system", text))
     for at, message in enumerate(body.messages):
         for each in _split(message, f"messages[{at}].content"):
-            last = found[-1] if found else None
-            if last and each.role == last.role and each.role in ("user", "assistant"):
-                found[-1] = wire.joined(last, each, "" if each.role == "assistant" else "\n")
+            if each.role == joined.last_role and each.role in ("user", "assistant"):
+                joined.join(each, "" if each.role == "assistant" else "\n")
             else:
-                found.append(each)
-    return tuple(found)
+                joined.add(each)
+    return joined.messages()
 
 
 def _split(message: _Message, param: str) -> list[Message]:

@@ -316,7 +316,7 @@ def _messages(items: str | Sequence[_Item], find: FindTurn) -> tuple[Message, ..
     if isinstance(items, str):
         return (Message("user", items),)
     references = _References(find)
-    messages: list[Message] = []
+    joined = wire.JoinedMessages()
     reply_turn = ""
     """The turn that the last message's items were referred to in; "" if it was sent in full."""
     for at, item in enumerate(items):
@@ -327,12 +327,12 @@ def _messages(items: str | Sequence[_Item], find: FindTurn) -> tuple[Message, ..
         else:
             message = _message(item, param)
         same_turn = bool(turn_id) and turn_id == reply_turn
-        if messages and (same_turn or wire.one_reply(messages[-1], message)):
-            messages[-1] = wire.joined(messages[-1], message)
+        if same_turn or joined.continues_reply(message):
+            joined.join(message)
         else:
-            messages.append(message)
+            joined.add(message)
         reply_turn = turn_id
-    return tuple(messages)
+    return joined.messages()
 
 
 class _References:

@@ -194,18 +194,58 @@ def allowed_choice(mode: Literal["auto", "required"], names: Sequence[str]) -> T
     return ToolChoice(mode=mode, allowed=tuple(dict.fromkeys(names)))
 
 
-def one_reply(first: Message, second: Message) -> bool:
-    """Two adjacent messages were one reply of the model: text and calls that the client keeps apart. Two
-    texts are two replies, unless the first has none."""
-    if not first.role == second.role == "assistant":
-        return False
-    return bool(first.tool_calls or second.tool_calls or not first.content)
+class JoinedMessages:
+    """Messages in their order, of which adjacent ones may be parts of one. Parts are joined once, when all
+    are there: joining two at a time would copy the text so far for each part that follows."""
+
+    def __init__(self) -> None:
+        self._groups: list[list[Message]] = []
+        """The parts of each message."""
+        self._betweens: list[str] = []
+        """What comes between the texts of each message's parts."""
+        self._has_content = False
+        self._has_calls = False
+        """Of the last message so far."""
+
+    @property
+    def last_role(self) -> str:
+        """Empty if there is no message yet."""
+        return self._groups[-1][-1].role if self._groups else ""
+
+    def continues_reply(self, message: Message) -> bool:
+        """Whether the last message and this one were one reply of the model: text and calls that the client
+        keeps apart. Two texts are two replies, unless the first has none."""
+        if not self.last_role == message.role == "assistant":
+            return False
+        return self._has_calls or bool(message.tool_calls) or not self._has_content
+
+    def add(self, message: Message) -> None:
+        self._groups.append([message])
+        self._betweens.append("")
+        self._has_content = bool(message.content)
+        self._has_calls = bool(message.tool_calls)
+
+    def join(self, message: Message, between: str = "") -> None:
+        """Makes this one a part of the last one, which has the same role. `between`: what comes between the
+        texts of the parts, the same for all parts of a message."""
+        self._groups[-1].append(message)
+        self._betweens[-1] = between
+        self._has_content = self._has_content or bool(message.content)
+        self._has_calls = self._has_calls or bool(message.tool_calls)
+
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(map(_joined, self._groups, self._betweens))
 
 
-def joined(first: Message, second: Message, between: str = "") -> Message:
-    content = between.join((first.content, second.content))
-    calls = first.tool_calls + second.tool_calls
-    return Message(first.role, content, first.reasoning + second.reasoning, calls)
+def _joined(parts: Sequence[Message], between: str) -> Message:
+    if len(parts) == 1:
+        return parts[0]
+    return Message(
+        parts[0].role,
+        between.join(part.content for part in parts),
+        "".join(part.reasoning for part in parts),
+        tuple(call for part in parts for call in part.tool_calls),
+    )
 
 
 def text_of(content: str | Sequence[Part], param: str) -> str:
