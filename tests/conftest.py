@@ -7,6 +7,7 @@ that uses it assumes neither.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -22,6 +23,13 @@ from invrl.rollout.sglang_client import SglangClient
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # a busy one must not fail what is right
+
+
+def pytest_configure() -> None:
+    """A script's background jobs ignore interrupts, and so does what they start: tests interrupt what they
+    start, so it must not inherit that."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
