@@ -3,8 +3,8 @@
 torch's own rendezvous makes a store that listens on every interface and asks nobody for a key: whoever
 reaches it can read, change and delete what ranks tell each other. Here it listens on the address that it is
 given (loopback where all processes are on one machine). Once the group has come together it lets nobody in,
-and a stranger that came before is found by the number of its connections. Torch is imported where it is
-needed: who only listens does not wait for it."""
+and a stranger that came before and is still connected is found by counting connections; one that has left
+again is not. Torch is imported where it is needed: who only listens does not wait for it."""
 
 from __future__ import annotations
 

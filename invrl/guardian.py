@@ -33,7 +33,7 @@ _LOOK_EVERY_S = 2.0
 _GRACE_S = 3.0
 _MARK = "INVRL_STARTED_BY"
 _PAGES: list[mmap.mmap] = []
-"""Kept mapped."""
+"""Of the guardians' marks. They stay mapped for as long as this process lives."""
 
 
 def start_guardian() -> None:

@@ -85,7 +85,7 @@ def _read(folder: Path) -> Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """Of several files at once."""
+    """Threads that compute the checksums of several files at once, until `stopped` is set."""
 
     threads: ThreadPoolExecutor
     stopped: threading.Event = field(default_factory=threading.Event)

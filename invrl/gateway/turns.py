@@ -371,8 +371,8 @@ class Turns:
         return Prompt(messages=messages, tools=request.tools, thinking=request.thinking)
 
     def _place(self, conversation: Conversation, request: TurnRequest, *, exact: bool = False) -> _Place:
-        """SessionError 400 if the request cannot be rendered, or fits not. `exact`: the number of tokens of
-        one that does not fit is counted."""
+        """SessionError 400 if the request cannot be rendered or does not fit. `exact`: the error then
+        has the exact number of its tokens."""
         room = Room(tokens=self._most_prompt_tokens, exact=exact)
         try:
             if request.text is not None:
