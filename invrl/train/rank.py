@@ -152,9 +152,9 @@ def _join(settings: RankSettings, port: int, listener: socket.socket | None) -> 
         timeout=timeout,
     )
     parallel_state.initialize_model_parallel()
-    if listener is not None:
-        if not device.groups_connect_late():
-            refuse_newcomers(listener)
+    # On GPUs the store stays open: groups connect when they are first used.
+    if listener is not None and not device.groups_connect_late():
+        refuse_newcomers(listener)
         refuse_strangers(listener, members=settings.world_size)
     torch.manual_seed(settings.seed)
     model_parallel_cuda_manual_seed(settings.seed)
