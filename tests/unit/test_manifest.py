@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_interrupt_ends_a_check_at_once(folder: Path) -> None:
+@pytest.fixture
+def python_hears_interrupts() -> Iterator[None]:
+    """Commands that ran in this process before have left handlers of their own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_a_check_at_once(folder: Path, python_hears_interrupts: None) -> None:
     long = LongFile(folder / "long")
     main = threading.main_thread().ident
     assert main is not None
