@@ -155,6 +155,9 @@ class TurnLine(BaseModel):
     delivered: bool
     sampled_tokens: int
     constrained: bool
+    started_at: float
+    """Unix time, as `finished_at`: of the request, and of its last token."""
+    finished_at: float
 
 
 class SessionView(BaseModel):

@@ -44,7 +44,17 @@ _HEAD_TOKENS = 8
 """The end of a prompt that says whether the reply begins inside of thinking."""
 _MOST_IGNORED = 256
 """Names of ignored fields that are counted."""
-_SHOWN = ("id", "parent_id", "fork_reason", "finish_reason", "prompt_tokens", "cached_tokens", "constrained")
+_SHOWN = (
+    "id",
+    "parent_id",
+    "fork_reason",
+    "finish_reason",
+    "prompt_tokens",
+    "cached_tokens",
+    "constrained",
+    "started_at",
+    "finished_at",
+)
 
 
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,13 +70,15 @@ class Seen:
         self.sessions += 1
         self.turns += len(turns)
         continued: set[str] = set()
+        first_end = min((turn["finished_at"] for turn in turns), default=0.0)
         for number, turn in enumerate(turns):
             reason, change, parent = turn["fork_reason"], turn.get("changed"), turn["parent_id"]
             if reason:
                 self.forks[reason] += 1
                 if change is None and reason != "new_conversation":
                     self.unexplained.append(f"{turn['id']}: {reason} of what?")
-            elif number and parent is None:
+            # What begins before any answer is there has nothing to go on from.
+            elif number and parent is None and turn["started_at"] > first_end:
                 self.unexplained.append(f"{turn['id']}: begins anew without a reason")
             elif parent in continued:
                 self.unexplained.append(f"{turn['id']}: leaves its path without a reason")
