@@ -135,7 +135,7 @@ def tasks_that(*behaviours: str) -> list[Task]:
 
 @asynccontextmanager
 async def rollouts(
-    stack: Stack, first: list[Task], function: str = "rollout", **changes: object
+    stack: Stack, first: list[Task], function: str = "rollout", max_staleness: int = 1, **changes: object
 ) -> AsyncIterator[tuple[RolloutHandle, BufferHandle]]:
     """The rollout half, leasing `first` and then good tasks without end."""
 
@@ -154,7 +154,9 @@ async def rollouts(
         }
     )
     actor = ray.remote(BufferActor).remote(
-        BufferConfig(max_staleness=1, over_sampling_groups=4, group_filter="none", failure_reward=()),
+        BufferConfig(
+            max_staleness=max_staleness, over_sampling_groups=4, group_filter="none", failure_reward=()
+        ),
         config,
         tasks_factory=tasks,
         run_store_path=stack.store_path,
@@ -205,7 +207,8 @@ def own_ends(outcomes: list[RolloutSummary | FailedRollout]) -> list[RolloutSumm
 
 async def test_every_failure_has_its_reason_and_the_run_goes_on(stack: Stack) -> None:
     bad = tasks_that("raise", "nan", "wrong type", "hang", "nothing")
-    async with rollouts(stack, bad, rollout_timeout_s=12.0) as (handle, buffer):
+    # What hangs has made a turn before: it would be cancelled as stale before its deadline.
+    async with rollouts(stack, bad, max_staleness=8, rollout_timeout_s=12.0) as (handle, buffer):
         for taken in await batches(stack, handle, buffer, range(1, 4)):
             assert len(taken.groups) == 2
             assert all(group.task_id.startswith("good") for group in taken.groups)
