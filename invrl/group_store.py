@@ -2,9 +2,10 @@
 
 torch's own rendezvous makes a store that listens on every interface and asks nobody for a key: whoever
 reaches it can read, change and delete what ranks tell each other. Here it listens on the address that it is
-given (loopback where all processes are on one machine). Once the group has come together it lets nobody in,
-and a stranger that came before and is still connected is found by counting connections; one that has left
-again is not. Torch is imported where it is needed: who only listens does not wait for it."""
+given (loopback where all processes are on one machine). Once the group has come together,
+`refuse_newcomers` lets nobody in, and `refuse_strangers` finds a stranger that came before and is still
+connected; one that has left again is not found. On GPUs, where groups connect when they are first used,
+neither is called. Torch is imported where it is needed: who only listens does not wait for it."""
 
 from __future__ import annotations
 
