@@ -273,9 +273,17 @@ async def test_a_lease_that_waits_while_the_gateway_ends_gets_no_task(
         await asyncio.to_thread(server.wait_ready, deadline_s=120)
         headers = {"authorization": f"Bearer {ENV_KEY}"}
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=120) as http:
-            await http.get("/health")  # the connection on which the lease is asked for
-            lease = asyncio.create_task(http.post("/tasks/lease", json={"wait_s": 60}))
-            await asyncio.sleep(1.0)
+            sent = asyncio.Event()
+
+            async def trace(name: str, _: object) -> None:
+                if name == "http11.send_request_body.complete":
+                    sent.set()
+
+            asking = http.post("/tasks/lease", json={"wait_s": 60}, extensions={"trace": trace})
+            lease = asyncio.create_task(asking)
+            await sent.wait()
+            for _ in range(2):  # answered after the lease was read: it came before them
+                assert (await http.get("/health")).status_code == 200
             ended = asyncio.create_task(asyncio.to_thread(server.stop))
             answer = await lease
     finally:
