@@ -3,7 +3,6 @@ token is compared with the wire (`token_truth.py`). The scripted engine says wha
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -90,8 +89,8 @@ class Talk:
         assert self.verdict.mismatches == []
         assert self.verdict.turns == self.summary.get("num_turns", self.verdict.turns) >= turns
         assert (self.verdict.aborted, self.verdict.unrecorded) == (0, 0)
-        turns_of_session = [one.id for one in stored_turns(self.store) if one.session_id == session["id"]]
-        last = next(one for one in self.stack.tap.generations if one.rid == turns_of_session[-1])
+        self.turns = [one for one in stored_turns(self.store) if one.session_id == session["id"]]
+        last = next(one for one in self.stack.tap.generations if one.rid == self.turns[-1].id)
         self.last_prompt = Reference(self.stack.model).tokenizer.decode(last.input_ids)
 
     @property
@@ -285,12 +284,19 @@ async def test_smolagents_forces_a_real_engine(real: Stack, python: Path, tmp_pa
 
 @pytest.mark.parametrize("flags", WHOLE_AND_STREAMED)
 async def test_completions_of_a_real_engine(real: Stack, python: Path, tmp_path: Path, flags: list[str]):
-    """A reply that the model ends itself has a token that its text does not show: what goes on from the text
-    leaves that reply out, and continues the one before. If there is none, it is a root."""
+    """A reply may hold tokens that its text does not show: its end, or a special token within. What goes
+    on from the text leaves such a reply out, and continues the latest one before that shows all of itself."""
     talk = Talk(real, python, tmp_path)
-    seen = await talk.run("openai_completions.py", *flags)
-    begun_anew = len(list(itertools.takewhile(lambda finish: finish == "stop", seen["finishes"][:-1])))
-    assert (talk.verdict.roots, talk.verdict.turns) == (1 + begun_anew, 4)
+    await talk.run("openai_completions.py", *flags)
+    added = Reference(real.model).tokenizer.added_tokens_decoder
+    hidden = {token_id for token_id, token in added.items() if token.special}
+    latest, parents = None, []
+    for turn in talk.turns:
+        parents.append(latest)
+        if hidden.isdisjoint(turn.sampled_ids):
+            latest = turn.id
+    assert [turn.parent_id for turn in talk.turns] == parents
+    assert len(parents) == 4
 
 
 @NPM

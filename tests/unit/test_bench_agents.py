@@ -12,6 +12,11 @@ def turn(name: str, parent: str | None, reason: str = "", changed: dict | None =
     return {"id": name, "parent_id": parent, "fork_reason": reason, "changed": changed}
 
 
+def in_turn(turns: list[dict]) -> list[dict]:
+    """Each begins after the one before has ended."""
+    return [{**one, "started_at": 2.0 * at, "finished_at": 2.0 * at + 1.0} for at, one in enumerate(turns)]
+
+
 @pytest.mark.parametrize(
     ("turns", "unexplained"),
     [
@@ -29,7 +34,7 @@ def turn(name: str, parent: str | None, reason: str = "", changed: dict | None =
 )
 def test_what_is_unexplained(turns: list[dict], unexplained: list[str]):
     seen = Seen()
-    seen.add(turns)
+    seen.add(in_turn(turns))
     assert (seen.unexplained, seen.turns) == (unexplained, len(turns))
 
 
@@ -37,7 +42,17 @@ def test_titles_and_compaction_do_not_count_as_forks_in_fifty_turns():
     seen = Seen()
     path = [turn(str(at), str(at - 1) if at else None) for at in range(22)]
     reasons = ["new_conversation", "compacted", "history_edited"]
-    seen.add([*path, *(turn(reason, None, reason, CHANGE) for reason in reasons)])
+    seen.add(in_turn([*path, *(turn(reason, None, reason, CHANGE) for reason in reasons)]))
     assert (seen.turns, seen.forks_in_50) == (25, 2.0)
-    seen.add([turn("a", None), turn("b", "a", "", CHANGE)])
+    seen.add(in_turn([turn("a", None), turn("b", "a", "", CHANGE)]))
     assert (seen.rewritten, seen.changed["rewritten"]) == (1, [CHANGE])
+
+
+def test_two_first_requests_at_a_time_are_no_fork():
+    """There was no answer yet that the second could go on from. One that begins later has one."""
+    first = turn("1", None) | {"started_at": 0.0, "finished_at": 2.0}
+    beside = turn("2", None) | {"started_at": 1.0, "finished_at": 4.0}
+    later = turn("3", None) | {"started_at": 3.0, "finished_at": 5.0}
+    seen = Seen()
+    seen.add([first, beside, later])
+    assert seen.unexplained == ["3: begins anew without a reason"]
