@@ -2,6 +2,7 @@
 `training.py` or `serving.py`. Every message a person gets about bad input comes from here as one block,
 with exit code 2. A command is a function; its docstring is its help."""
 
+import contextlib
 import inspect
 import logging
 import sys
@@ -385,25 +386,70 @@ def _replay_driver(arguments: Sequence[str]) -> None:
 def _ledger(arguments: Sequence[str]) -> None:
     """say what became of every rollout of a run
 
-    usage: invrl ledger RUN_FOLDER [TASK]
-    Without TASK: how many rollouts were trained or dropped, why, over which lives of the run. With it: each
-    transition of its rollouts. A run that goes on from a checkpoint is a new life; what the life before did
-    after that checkpoint is lost, and leased again.
+    usage: invrl ledger RUN_FOLDER [--tasks | --task ID]
+    Without more: how many rollouts were trained or dropped, why, over which lives of the run, and the ids of
+    the first tasks (--tasks: of all). With --task ID (or ID alone): each transition of its rollouts. A run
+    that goes on from a checkpoint is a new life; what the life before did after that checkpoint is lost, and
+    leased again.
     """
     from invrl.buffer.ledger_store import read_ledger, read_lives
-    from invrl.ledger_view import describe_run, describe_task
+    from invrl.ledger_view import describe_run, describe_task, describe_tasks
+    from invrl.printable import for_stdout
     from invrl.store_check import check_store
 
     folder = _run_of(arguments)
+    all_tasks = "--tasks" in arguments[1:]
+    options, others = _own_flags([each for each in arguments[1:] if each != "--tasks"], ["--task"])
+    task = options.get("--task", others.pop(0) if others and not others[0].startswith("--") else None)
+    if others:
+        flag = others[0].partition("=")[0]
+        raise ConfigError("command line", flag, "no such flag", nearest(flag, ["--task", "--tasks"]))
     check_store(folder.store_path)
     kept = read_ledger(folder.store_path)
-    if len(arguments) == 1:
-        print(describe_run(read_lives(folder.store_path), kept, ended=folder.finished_path.exists()))
+    if task is None:
+        lives = read_lives(folder.store_path)
+        tasks = describe_tasks(kept, whole=all_tasks)
+        text = describe_run(lives, kept, ended=folder.finished_path.exists())
+        print(for_stdout(tasks if all_tasks else f"{text}\n{tasks}"))
         return
-    task, tasks = arguments[1], {one.entry.task_id for one in kept}
-    if task not in tasks:
-        raise ConfigError("TASK", task, f"the run leased {len(tasks)} tasks, not it", nearest(task, tasks))
-    print(describe_task(kept, task))
+    ids = {one.entry.task_id for one in kept}
+    if task not in ids:
+        fix = nearest(task, ids, many=f"`invrl ledger {arguments[0]} --tasks` lists them")
+        raise ConfigError("--task", task, f"the run leased {len(ids)} tasks, not it", fix)
+    print(for_stdout(describe_task(kept, task)))
+
+
+def _samples(arguments: Sequence[str]) -> None:
+    """show what the model said in a run: prompts, replies, rewards
+
+    usage: invrl samples RUN_FOLDER [--step N|last|all] [--task ID] [--eval]
+                                    [--worst | --best | --changed | --failed] [-n N] [--full] [--json]
+      --step N    the rollouts that step N trained (0: the evaluation before training); 'all': every rollout
+                  of the run, dropped and failed ones too. Default: the last step; 'all' with --task, --failed
+      --task ID   of one task (`invrl ledger RUN_FOLDER` lists them)
+      --worst     the lowest rewards first; --best: the highest
+      --changed   the tasks that changed most between the first and the last time that they were run, which
+                  is before and after training for held-out tasks: first by how far the mean reward moved,
+                  then by how little the replies are alike
+      --failed    rollouts that failed, and what they say
+      --eval      held-out rollouts in place of training ones
+      -n N, --limit N   how many to show (default: 5; 0: all); without --worst or --best evenly over them all
+      --full      texts as long as they are
+      --json      a JSON list, with everything
+    Reads only; the run may be going on. Control characters in what the model said are shown as escapes.
+    """
+    from invrl.run_store import RunStore
+    from invrl.samples import read_samples
+    from invrl.samples_choice import SamplesQuery, answer, read_query
+    from invrl.store_check import check_store
+
+    folder = _run_of(arguments)
+    query: SamplesQuery = read_query(arguments[1:])
+    check_store(folder.store_path)
+    rules = load_resolved(folder.config_path).buffer.failure_rules()
+    samples = read_samples(folder.store_path, rules)
+    with contextlib.closing(RunStore(folder.store_path)) as store:
+        print(answer(query, samples, store))
 
 
 def _from_checkout(name: str) -> ModuleType:
@@ -477,6 +523,7 @@ COMMANDS = {
     "resume": _resume,
     "replay": _replay,
     "ledger": _ledger,
+    "samples": _samples,
     "soak": _soak,
     "bench": _bench,
     "report": _report,

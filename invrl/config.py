@@ -114,12 +114,13 @@ class Source:
     tables: Tables
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The valid name closest to a wrong one, as a fix; or the list of them if none is close."""
+def nearest(name: str, names: Iterable[str], many: str = "see --help for the valid names") -> str:
+    """The valid name closest to a wrong one, as a fix; if none is close the list of them, or `many` where
+    they are too many for one."""
     valid = sorted(names)
     if close := difflib.get_close_matches(name, valid, n=1, cutoff=0.6):
         return f"did you mean {close[0]}?"
-    return f"use one of: {', '.join(valid)}" if len(valid) <= 30 else "see --help for the valid names"
+    return f"use one of: {', '.join(valid)}" if len(valid) <= 30 else many
 
 
 def read_toml(path: Path) -> Source:

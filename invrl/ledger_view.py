@@ -1,4 +1,4 @@
-"""`invrl ledger RUN [TASK]`: what became of every rollout of a run, a dead one too. Called by `cli.py`."""
+"""`invrl ledger RUN [--task ID]`: what became of every rollout of a run, a dead one too."""
 
 import time
 from collections import Counter
@@ -25,6 +25,27 @@ def describe_run(lives: Sequence[Life], kept: Sequence[KeptEntry], *, ended: boo
         lines.append("each is in at most one training batch and ends once: yes")
     except BufferStateError as error:
         lines.append(f"BROKEN: {error}")
+    return "\n".join(lines)
+
+
+_TASKS_SHOWN = 20
+
+
+def describe_tasks(kept: Sequence[KeptEntry], *, whole: bool) -> str:
+    """The tasks of the surviving lineage, in the order in which they were first leased: the id of each, and
+    how many of its rollouts are in which state. Without `whole` the first ones only."""
+    last = {one.entry.place: one.entry for one in kept if not one.lost}
+    states: dict[str, Counter[str]] = {}
+    for entry in last.values():
+        states.setdefault(entry.task_id, Counter())[entry.state] += 1
+    ids = list(states) if whole else list(states)[:_TASKS_SHOWN]
+    width = max((len(task_id) for task_id in ids), default=0)
+    lines = [f"{len(states)} {'task' if len(states) == 1 else 'tasks'} (--task ID shows what became of one):"]
+    for task_id in ids:
+        counts = ", ".join(f"{number} {state}" for state, number in states[task_id].most_common())
+        lines.append(f"  {task_id:<{width}}  {counts}")
+    if len(ids) < len(states):
+        lines.append(f"  and {len(states) - len(ids)} more: --tasks lists all")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ import json
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -421,6 +421,24 @@ class RunStore:
         sql = f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE {column}=? AND outcome IS NOT NULL"
         row = self._db.execute(sql, (name,)).fetchone()
         return None if row is None else self._session(row)
+
+    def ended_sessions(self) -> Iterator[StoredSession]:
+        """Every session with an outcome that no other session opened, in the order of their opening."""
+        sql = (
+            f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE outcome IS NOT NULL AND parent_id='' "
+            "ORDER BY rowid"
+        )
+        for row in self._db.execute(sql):
+            yield self._session(row)
+
+    def family(self, session_id: str) -> list[str]:
+        """The session and all that descend from it, in the order of their opening."""
+        sql = (
+            "WITH RECURSIVE family(id) AS (SELECT ? UNION ALL SELECT child.id FROM family "
+            "JOIN sessions AS child ON child.parent_id=family.id WHERE child.parent_id!='') "
+            "SELECT id FROM sessions WHERE id IN family ORDER BY rowid"
+        )
+        return [name for (name,) in self._db.execute(sql, (session_id,))]
 
     def close(self) -> None:
         self._db.close()

@@ -1,0 +1,49 @@
+"""Text that may be shown in a terminal, whatever it holds.
+
+What a model says, and what an exception says of itself, is anybody's bytes: an escape sequence in it would
+move the cursor, colour the screen or set the terminal's title. Here such characters become visible."""
+
+import sys
+import unicodedata
+
+_KEPT = "\n\t"
+_SEPARATORS = ("Zl", "Zp")
+"""Unicode's own line and paragraph separators break lines in some terminals."""
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    """`text` with escapes such as \\x1b or \\u202e in the places of control characters, of format characters
+    (some turn the writing direction round), of lone surrogates, and of what `encoding` lacks. New lines and
+    tabs stay."""
+    if not (text.isascii() and text.isprintable()):
+        text = "".join(map(_shown, text))
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def for_stdout(text: str) -> str:
+    """`printable` in the encoding of this process's standard output."""
+    return printable(text, getattr(sys.stdout, "encoding", None) or "utf-8")
+
+
+def _shown(character: str) -> str:
+    category = unicodedata.category(character)
+    if character in _KEPT or not (category.startswith("C") or category in _SEPARATORS):
+        return character
+    if category == "Co" or character in "\u200c\u200d":  # private use; joiners, which emoji and scripts need
+        return character
+    return character.encode("unicode_escape", "surrogatepass").decode()
+
+
+def one_line(text: str) -> str:
+    """With one space wherever there is white space."""
+    return " ".join(text.split())
+
+
+def trimmed(text: str, characters: int) -> str:
+    """At most about `characters` of it: the beginning and the end, and between them how much is left out."""
+    if len(text) <= characters:
+        return text
+    head = characters * 2 // 3
+    tail = characters - head
+    left_out = len(text) - head - tail
+    return f"{text[:head]} [... {left_out:,} characters ...] {text[-tail:]}"

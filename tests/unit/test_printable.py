@@ -1,0 +1,38 @@
+"""Text for a terminal: what would move its cursor is shown, and everything else stays."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+
+from invrl.printable import one_line, printable, trimmed
+
+
+def test_no_control_or_format_character_is_left_whatever_the_text() -> None:
+    everything = "".join(map(chr, range(0x11_0000)))
+    shown = printable(everything)
+    left = {character for character in shown if unicodedata.category(character) in ("Cc", "Cf", "Cs")}
+    assert left == {"\n", "\t", "\u200c", "\u200d"}
+    assert "\u2028" not in shown
+    assert "\u2029" not in shown
+
+
+@pytest.mark.parametrize("text", ["", "plain", "line\n\tindented", "Grüße 中文 👩‍💻 نص", "\\x1b as written"])
+def test_ordinary_text_stays_as_it_is(text: str) -> None:
+    assert printable(text) == text
+
+
+def test_a_terminal_that_lacks_a_character_is_sent_its_escape() -> None:
+    assert printable("naïve ☃\n", "ascii") == "na\\xefve \\u2603\n"
+    printable("\ud800").encode()
+
+
+def test_trimmed_keeps_both_ends_and_says_how_much_is_missing() -> None:
+    assert trimmed("short", 5) == "short"
+    text = trimmed("a" * 100 + "b" * 900 + "c" * 100, 90)
+    assert text == "a" * 60 + " [... 1,010 characters ...] " + "c" * 30
+
+
+def test_one_line_has_single_spaces() -> None:
+    assert one_line(" a\n\n b\t c ") == "a b c"
