@@ -82,14 +82,12 @@ class UnsendableTask(InvrlError):
 
 
 class IdenticalFailuresError(InvrlError):
-    """The last `count` rollouts failed in the same way, and none finished between them."""
+    """Rollouts failed in the same way, one after the other, and none finished between them."""
 
-    def __init__(self, count: int, reason: str, detail: str) -> None:
-        super().__init__(
-            f"the last {count} rollouts all failed alike ({reason}):\n{detail}\n  Fix: mend what they say, "
-            "or raise --max-identical-failures (0: the run goes on whatever fails)"
-        )
-        self.count, self.reason, self.detail = count, reason, detail
+    def __init__(self, text: str, *, fix: str) -> None:
+        super().__init__(f"{text}. Fix: {fix}")
+        self.text = text
+        self.fix = fix
 
 
 class BufferStateError(InvrlError):

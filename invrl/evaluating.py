@@ -13,8 +13,9 @@ import msgspec
 from invrl import __version__, interrupts
 from invrl.cluster import make_rollouts, start_ray, start_serving
 from invrl.config import Config
+from invrl.evaluation_failures import EvaluationFailures
 from invrl.rollout.dispatcher import first_to_fail
-from invrl.rollout.evaluate import EvalScore
+from invrl.rollout.evaluate import EvalScore, failure_note
 from invrl.run_folder import RunFolder
 
 
@@ -34,11 +35,20 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         await asyncio.gather(rollouts.start(), serving.wait_ready())
         await serving.fleet.admit()
         note("everything is up")
-        work = rollouts.evaluate(0, lambda score: note(f"{score.name}: mean reward {score.mean_reward:.3f}"))
+        failures = EvaluationFailures(
+            at_start=config.buffer.max_failures_at_start, rules=config.buffer.failure_rules(), tell=note
+        )
+        work = rollouts.evaluate(0, lambda score: note(score_note(score)), failures)
         evaluation = await first_to_fail(work, serving.watch())
         path = folder.report_path / "eval.json"
         path.write_bytes(report(config, evaluation.scores.values()))
         print(f"\n{table(evaluation.scores.values())}\n\n{path}", flush=True)
+
+
+def score_note(score: EvalScore) -> str:
+    """One line of a score as it comes, and what failed."""
+    text = f"{score.name}: mean reward {score.mean_reward:.3f}"
+    return f"{text}; {failure_note(score)}" if score.failures else text
 
 
 def report(config: Config, scores: Iterable[EvalScore]) -> bytes:

@@ -82,10 +82,18 @@ class LiveProgress(Sink):
 
 
 def _shown(values: Mapping[str, float]) -> str:
-    """The metrics of the screen, and held-out accuracies."""
-    held_out = {name: name for name in values if name.startswith("eval/") and name.endswith("/accuracy")}
-    labels = {name: label for name, label in SHOWN.items() if name in values} | held_out
-    return ", ".join(f"{label} {_number(values[name])}" for name, label in labels.items())
+    """The metrics of the screen, and held-out accuracies with the number of rollouts that failed."""
+    parts = [f"{label} {_number(values[name])}" for name, label in SHOWN.items() if name in values]
+    for name in values:
+        if name.startswith("eval/") and name.endswith("/accuracy"):
+            parts.append(f"{name} {_number(values[name])}{_failed_in(values, name.removesuffix('accuracy'))}")
+    return ", ".join(parts)
+
+
+def _failed_in(values: Mapping[str, float], score: str) -> str:
+    """Of the evaluation whose metrics begin with `score`: rollouts that failed, which score 0."""
+    failed = values.get(f"{score}failed", 0.0)
+    return f" ({failed:.0f} of {values[f'{score}samples']:.0f} rollouts failed)" if failed else ""
 
 
 def _counted(failed: Mapping[str, int]) -> str:

@@ -26,12 +26,13 @@ from invrl.checkpoints import Checkpoint, Checkpoints, first_checkpoint
 from invrl.cluster import Cluster, start_cluster, start_trainer
 from invrl.config import Config
 from invrl.errors import DeadlineError, ServerError
+from invrl.evaluation_failures import EvaluationFailures
 from invrl.fleet_updater import fleet_updater
 from invrl.loop import Learner, Parts, no_step_note, run_loop, train_values
 from invrl.metric_sinks import RunObserver, open_sinks
 from invrl.progress import open_progress
 from invrl.report import read_metrics, write_report
-from invrl.rollout.evaluate import Evaluation, failure_note, gain_interval
+from invrl.rollout.evaluate import EvalScore, Evaluation, failure_note, gain_interval
 from invrl.rollout.tasks import label_notes
 from invrl.run_folder import RunFolder, write_atomically
 from invrl.run_store import RunStore, abandon_open_sessions
@@ -141,7 +142,7 @@ async def tell_failures(
             return logger.warning("failures of rollouts are not told any more: %s", error)
         else:
             observer.failures(report.failed)
-            if text := teller.text(report):
+            for text in teller.texts(report):
                 observer.note(text)
         await asyncio.sleep(every_s)
 
@@ -202,7 +203,12 @@ class _Run:
     async def _train(self, cluster: Cluster, learner: Learner | None, done: int) -> None:
         config = self.config
         evaluates = config.rollout.eval_tasks > 0
-        before = await self._before(cluster, done) if evaluates else None
+        watch = EvaluationFailures(
+            at_start=config.buffer.max_failures_at_start,
+            rules=config.buffer.failure_rules(),
+            tell=self.observer.note,
+        )
+        before = await self._before(cluster, watch, done) if evaluates else None
         cluster.rollouts.dispatch()
         advantage = advantage_function(config.algorithm.advantage, config.algorithm.reward_deviation)
 
@@ -223,7 +229,8 @@ class _Run:
             return batch
 
         async def evaluate(version: WeightVersion) -> Mapping[str, float]:
-            evaluation = await cluster.rollouts.evaluate(version)
+            evaluation = await cluster.rollouts.evaluate(version, watch=watch)
+            self._tell_failed(evaluation)
             return await asyncio.to_thread(evaluation.values)  # its intervals are resampled
 
         parts = Parts(
@@ -234,7 +241,7 @@ class _Run:
             evaluate=evaluate if evaluates else None,
         )
         steps = config.run.num_steps
-        teller = FailureTeller(config.buffer.max_identical_failures)
+        teller = FailureTeller(config.buffer.failure_limits())
         telling = asyncio.create_task(tell_failures(cluster.buffer, teller, self.observer))
         try:
             await run_loop(parts, done=done, num_steps=steps, eval_interval=config.rollout.eval_interval)
@@ -243,12 +250,12 @@ class _Run:
             await asyncio.wait({telling})
         await cluster.rollouts.stop_dispatching()
         if before is not None and learner is not None:
-            after = await self._evaluate(cluster, steps)
+            after = await self._evaluate(cluster, watch, steps)
             await asyncio.to_thread(self._compare, before, after)
         if last := self.checkpoints.latest():
             self.observer.note(f"model: {last.hugging_face}")
 
-    async def _before(self, cluster: Cluster, done: int) -> Evaluation | None:
+    async def _before(self, cluster: Cluster, watch: EvaluationFailures, done: int) -> Evaluation | None:
         """The evaluation before the first step, made once in a run; None where it is lost."""
         path = self.folder.report_path / "evaluation-before.json"
         try:
@@ -260,18 +267,21 @@ class _Run:
         if done:
             self.observer.note(f"{path} is missing: nothing to compare the end with")
             return None
-        evaluation = await self._evaluate(cluster, 0)
+        evaluation = await self._evaluate(cluster, watch, 0)
         write_atomically(path, msgspec.json.encode(evaluation).decode())
         return evaluation
 
-    async def _evaluate(self, cluster: Cluster, step: int) -> Evaluation:
+    async def _evaluate(self, cluster: Cluster, watch: EvaluationFailures, step: int) -> Evaluation:
         self.observer.phase("evaluating", step)
-        evaluation = await cluster.rollouts.evaluate(step)
+        evaluation = await cluster.rollouts.evaluate(step, watch=watch)
+        self._tell_failed(evaluation)
+        self.observer.step(step, await asyncio.to_thread(evaluation.values))
+        return evaluation
+
+    def _tell_failed(self, evaluation: Evaluation) -> None:
         for score in evaluation.scores.values():
             if score.failures:
                 self.observer.note(f"held-out tasks, {failure_note(score)}")
-        self.observer.step(step, await asyncio.to_thread(evaluation.values))
-        return evaluation
 
     def _compare(self, before: Evaluation, after: Evaluation) -> None:
         for mode, score in after.scores.items():
@@ -280,4 +290,10 @@ class _Run:
             self.observer.note(
                 f"held-out accuracy, {mode} ({score.samples} problems): {old:.3f} -> {new:.3f}, "
                 f"gain {gain.value:+.3f}, 95 % interval [{gain.low:+.3f}, {gain.high:+.3f}]"
+                f"{_failed_of(before.scores[mode], 'before')}{_failed_of(score, 'after')}"
             )
+
+
+def _failed_of(score: EvalScore, when: str) -> str:
+    failed = sum(score.failures.values())
+    return f"; {failed} of {score.samples} rollouts failed {when}" if failed else ""

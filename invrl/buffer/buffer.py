@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
 
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.failures import FailureStreak, with_failure_reward
+from invrl.buffer.failures import FailureReport, FailureStreak, with_failure_reward
 from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
-from invrl.buffer.open_group import OpenGroup, RolloutState
+from invrl.buffer.open_group import OpenGroup, Place, RolloutState
 from invrl.buffer.policies import ZERO_VARIANCE, admission_limit
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
@@ -94,6 +94,8 @@ class Buffer:
         self.failed: Counter[str] = Counter()
         """Rollouts failed since the start, by reason; those that count with a reward are among them."""
         self.failures = FailureStreak()
+        self._first_places: set[Place] = set()
+        """Leased in this life before the first rollout failed or finished."""
         self._failure_rules = config.failure_rules()
         self._since: dict[str, Metric] = {}
         self._closed = False
@@ -301,6 +303,15 @@ class Buffer:
                 text += f"; {name}: " + ", ".join(f"{n} {reason}" for reason, n in sorted(counts.items()))
         return text + (f"; {self._source_end}" if self._source_end else "")
 
+    def failure_report(self) -> FailureReport:
+        """What has failed so far, and how many of the last failures were the same."""
+        self._first_places = {place for place in self._first_places if self._runs(place)}
+        return self.failures.report(self.failed, first_ended=not self._first_places)
+
+    def _runs(self, place: Place) -> bool:
+        group = self._in_flight.get(place.group_id)
+        return group is not None and group.awaits(place.index, place.attempt)
+
     def metrics(self) -> dict[str, Metric]:
         """Events since the last call, and how many groups and rollouts are in each state now.
         `finished_reward_mean` is over all finished rollouts, also those whose groups were dropped: a
@@ -347,17 +358,21 @@ class Buffer:
     def _hand_out(self, group: OpenGroup) -> GroupLease:
         indices = group.members(None)
         members = tuple(GroupMember(index=index, attempt=group.attempts_G[index]) for index in indices)
+        none_ended = not (self.failures.firsts or self.failures.finished_in_all)
         for index in indices:
             self._ledger.move(group, index, RolloutState.IN_FLIGHT)
             group.leased_under[index] = self.version
+            if none_ended:
+                self._first_places.add(Place(group.id, index, group.attempts_G[index]))
         return GroupLease(group_id=group.id, task=self._tasks_of[group.id], members=members)
 
     def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
         self.failed[failure] += 1
         self._count(f"rollouts_failed/{failure}")
-        self.failures.failed(failure, detail)
         rule = self._failure_rules.get(failure, "retry")
         partial = outcome.partial if isinstance(outcome, FailedRollout) else None
+        counts = isinstance(rule, float) and partial is not None
+        self.failures.failed(failure, detail, counts=counts)
         if isinstance(rule, float) and partial is not None:
             self._count(f"rollouts_counted/{failure}")
             counted = with_failure_reward(partial, failure, rule)

@@ -20,13 +20,13 @@ import msgspec
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.failures import FailureReport, shown_detail
+from invrl.buffer.failures import FailureReport
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.policies import group_filter_function
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.environment_keys import forget_keys
-from invrl.errors import BufferStateError, DeadlineError, IdenticalFailuresError
+from invrl.errors import BufferStateError, DeadlineError
 from invrl.heartbeat import Pulse, pulse
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
@@ -64,7 +64,7 @@ class BufferActor:
             group_filter=group_filter_function(config.group_filter, config.turn_reward_baseline),
             emit=lambda entry: self._entries.append(entry),
         )
-        self._max_identical = config.max_identical_failures
+        self._failure_limits = config.failure_limits()
         self._entries: list[LedgerEntry] = []
         self._writing = asyncio.Lock()
         self._life = self._seen = 0
@@ -135,9 +135,9 @@ class BufferActor:
                         await self._changed.wait()
 
     async def take(self, timeout_s: float) -> TakenBatch:
-        """Waits for a batch. Raises IdenticalFailuresError once too many rollouts in a row have failed alike;
-        DeadlineError, naming what is missing, after `timeout_s` or as soon as the task source cannot fill a
-        batch any more."""
+        """Waits for a batch. Raises IdenticalFailuresError once every rollout so far has failed for the same
+        reason, or too many in a row have failed alike; DeadlineError, naming what is missing, after
+        `timeout_s` or as soon as the task source cannot fill a batch any more."""
         start = time.monotonic()
         async with self._changed:
             while True:
@@ -242,12 +242,10 @@ class BufferActor:
 
     async def failures(self) -> FailureReport:
         """What has failed so far, and how many of the last failures were the same."""
-        return self._buffer.failures.report(self._buffer.failed)
+        return self._buffer.failure_report()
 
     def _check_failures(self) -> None:
-        report = self._buffer.failures.report(self._buffer.failed)
-        if self._max_identical and report.may_end_run and report.alike >= self._max_identical:
-            raise IdenticalFailuresError(report.alike, report.reason, shown_detail(report.detail))
+        self._failure_limits.check(self._buffer.failure_report())
 
     def _check_poller(self) -> None:
         if self._failure is not None:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator
 
+from invrl.buffer.failures import FailureLimits
 from invrl.section import COMMA_SEPARATED, Section
 from invrl.types import MAX_REWARD, FailureReason
 
@@ -44,11 +45,20 @@ class BufferConfig(Section):
         "deaths of workers, engines and environments do not count",
     )
 
+    max_failures_at_start: NonNegativeInt = Field(
+        32,
+        description="failures that end the run while no rollout has finished, all for the same reason; those "
+        "that count with a reward, and deaths of processes, are not counted; 0: no end",
+    )
+
     @field_validator("failure_reward")
     @classmethod
     def _check_failure_reward(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
         parse_failure_rules(entries)
         return entries
+
+    def failure_limits(self) -> FailureLimits:
+        return FailureLimits(identical=self.max_identical_failures, at_start=self.max_failures_at_start)
 
     def failure_rules(self) -> Mapping[FailureReason, FailureRule]:
         """The rule of each reason that is named. All other failures are tried again."""

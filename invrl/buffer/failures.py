@@ -1,16 +1,20 @@
 """Failed rollouts in the buffer: those that count with a reward, and rows of failures that are the same."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from invrl.types import FailureReason, RolloutSummary
+from invrl.errors import IdenticalFailuresError
+from invrl.types import USER_LINE, FailureReason, RolloutSummary
 
 _FIRST_TOLD = 4
 """Identical failures before the first warning, while no rollout has finished yet."""
 _LATER_TOLD = 64
 """The same once some have finished: a few bad tasks in a row need no warning."""
 _TOLD_LINES = 6
+_FRAME = '  File "'
+_INSIDE_FRAME = "    "
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-fA-F]+|ses-[0-9a-f]+|[0-9]+")
 """What differs between failures that are the same: quoted values, addresses, ids, numbers."""
 _OF_A_PROCESS = frozenset(
@@ -43,11 +47,54 @@ class FailureReport:
     reason: str = ""
     detail: str = ""
     """Of the last failure: as a rule the end of a traceback."""
+    firsts: Mapping[str, str] = field(default_factory=dict)
+    """The detail of this life's first failure of each reason."""
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    """Attempts of this life that failed without counting with a reward, by reason; deaths of processes are
+    left out."""
+    first_ended: bool = True
+    """Whether every attempt that was begun before the first failure has ended. Until then it is too early to
+    say that every attempt fails: those that fail are often faster than those that do not."""
 
     @property
     def may_end_run(self) -> bool:
         """Whether such failures end the run when there are too many of them."""
         return self.reason not in _OF_A_PROCESS
+
+    @property
+    def all_failed(self) -> int:
+        """How many attempts there were, if each of them failed for the same reason; else 0."""
+        if self.finished or not self.first_ended or len(self.attempts) != 1:
+            return 0
+        return next(iter(self.attempts.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureLimits:
+    """How many failures end a run; 0: however many there are, it goes on."""
+
+    identical: int
+    """In a row, all alike, and none finished in between."""
+    at_start: int
+    """While no rollout has finished: all of them, for the same reason."""
+
+    def check(self, report: FailureReport) -> None:
+        """Raises IdenticalFailuresError once there are too many."""
+        one_line = " ".join(line.strip() for line in told_lines(report.detail))
+        if self.at_start and report.all_failed >= self.at_start:
+            text = (
+                f"all {report.all_failed} rollouts so far failed ({report.reason}). The last one: {one_line}"
+            )
+            raise IdenticalFailuresError(
+                text,
+                fix="mend what it says, or raise --max-failures-at-start (0: no end). If it is the model's "
+                f"replies that bring it about, let them count: --failure-reward {report.reason}=0",
+            )
+        if self.identical and report.may_end_run and report.alike >= self.identical:
+            text = f"the last {report.alike} rollouts all failed alike ({report.reason}): {one_line}"
+            raise IdenticalFailuresError(
+                text, fix="mend what it says, or raise --max-identical-failures (0: no end)"
+            )
 
 
 class FailureStreak:
@@ -58,41 +105,61 @@ class FailureStreak:
         self.reason = ""
         self.detail = ""
         self.finished_in_all = 0
+        self.firsts: dict[str, str] = {}
+        self.attempts: Counter[str] = Counter()
         self._kind = ("", "")
 
-    def failed(self, reason: FailureReason, detail: str) -> None:
-        """Two failures are the same if their reasons and the last lines of their details are the same."""
+    def failed(self, reason: FailureReason, detail: str, *, counts: bool = False) -> None:
+        """Two failures are the same if their reasons and the last lines of their details are the same: where
+        user code raised, that line names the line of user code. `counts`: with a reward."""
         kind = (str(reason), _VARYING.sub("#", _last_line(detail)))
         self.count = self.count + 1 if kind == self._kind else 1
         self._kind = kind
         self.reason = str(reason)
         self.detail = detail
+        self.firsts.setdefault(str(reason), detail)
+        if not counts and reason not in _OF_A_PROCESS:
+            self.attempts[str(reason)] += 1
 
     def finished(self) -> None:
         self.count = 0
         self._kind = ("", "")
         self.finished_in_all += 1
 
-    def report(self, failed: Mapping[str, int]) -> FailureReport:
+    def report(self, failed: Mapping[str, int], *, first_ended: bool = True) -> FailureReport:
         return FailureReport(
             failed=dict(failed),
             finished=self.finished_in_all,
             alike=self.count,
             reason=self.reason,
             detail=self.detail,
+            firsts=dict(self.firsts),
+            attempts=dict(self.attempts),
+            first_ended=first_ended,
         )
 
 
 class FailureTeller:
-    """Decides when to warn that rollouts fail in the same way: early while none has finished, and again
-    whenever there are four times as many."""
+    """Decides what is told of failures: the first of each reason at once, and rows of failures in the same
+    way: early while none has finished, and again whenever there are four times as many."""
 
-    def __init__(self, max_identical: int) -> None:
-        self._max_identical = max_identical
+    def __init__(self, limits: FailureLimits) -> None:
+        self._limits = limits
         self._told = 0
+        self._told_reasons: set[str] = set()
 
-    def text(self, report: FailureReport) -> str:
-        """The warning that is due now; "" if there is none."""
+    def texts(self, report: FailureReport) -> list[str]:
+        """The warnings that are due now."""
+        texts: list[str] = []
+        for reason, detail in report.firsts.items():
+            if reason not in self._told_reasons:
+                self._told_reasons.add(reason)
+                texts.append(f"warning: the first rollout that failed ({reason}):\n{shown_detail(detail)}")
+        if row := self._row(report):
+            texts.append(row)
+        return texts
+
+    def _row(self, report: FailureReport) -> str:
         if report.alike < self._told:
             self._told = 0
         threshold = max(_LATER_TOLD if report.finished else _FIRST_TOLD, 4 * self._told)
@@ -100,18 +167,38 @@ class FailureTeller:
             return ""
         self._told = report.alike
         which = "last" if report.finished else "first"
-        ends = bool(self._max_identical) and report.may_end_run
-        end = f"the run ends at {self._max_identical}" if ends else "the run goes on"
         return (
-            f"warning: the {which} {report.alike} rollouts all failed alike ({report.reason}; {end}, "
-            f"--max-identical-failures):\n{shown_detail(report.detail)}"
+            f"warning: the {which} {report.alike} rollouts all failed alike ({report.reason}; "
+            f"{self._end(report)}):\n{shown_detail(report.detail)}"
         )
+
+    def _end(self, report: FailureReport) -> str:
+        """When such failures end the run."""
+        if not report.finished and self._limits.at_start and report.attempts.get(report.reason):
+            return f"the run ends at {self._limits.at_start}, --max-failures-at-start"
+        if self._limits.identical and report.may_end_run:
+            return f"the run ends at {self._limits.identical}, --max-identical-failures"
+        return "the run goes on"
 
 
 def shown_detail(detail: str) -> str:
-    """The last lines of a failure's detail, indented."""
-    lines = detail.strip().splitlines()[-_TOLD_LINES:] or ["(no detail)"]
-    return "\n".join(f"    {line}" for line in lines)
+    """What a failure's detail says, indented."""
+    return "\n".join(f"    {line}" for line in told_lines(detail))
+
+
+def told_lines(detail: str) -> list[str]:
+    """The last lines of a failure's detail. Where they name the line of user code, the frames of the
+    traceback before it are left to the log."""
+    lines = detail.strip().splitlines() or ["(no detail)"]
+    names_line = lines[-1].startswith(USER_LINE)
+    frames = [number for number, line in enumerate(lines) if line.startswith(_FRAME)]
+    if names_line and frames:
+        below = range(frames[-1] + 1, len(lines))
+        message = next(number for number in below if not lines[number].startswith(_INSIDE_FRAME))
+        lines = lines[message:]
+        if len(lines) > _TOLD_LINES:
+            lines = [*lines[: _TOLD_LINES - 2], "...", lines[-1]]
+    return lines[-_TOLD_LINES:]
 
 
 def _last_line(text: str) -> str:

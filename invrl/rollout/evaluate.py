@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import Protocol
 
 import numpy as np
 
@@ -100,6 +101,13 @@ class Evaluation:
         return {name: value for score in self.scores.values() for name, value in score.values().items()}
 
 
+class Watch(Protocol):
+    """Told of the rollouts of each task, by the id of their group. What it raises ends the evaluation."""
+
+    def began(self, group_id: str) -> None: ...
+    def ended(self, group_id: str, outcomes: list[Outcome]) -> None: ...
+
+
 async def evaluate(
     tasks: Sequence[Task],
     config: RolloutConfig,
@@ -110,9 +118,10 @@ async def evaluate(
     group_form: bool,
     label: str,
     set_name: str = "",
+    watch: Watch | None = None,
 ) -> EvalScore:
     """Runs every task `eval_samples_per_task` times (greedy: once). `label` makes the group ids of this
-    evaluation its own. Raises what the pool and the gateway raise; never because of a rollout."""
+    evaluation its own. Raises what the pool, the gateway and `watch` raise; never because of one rollout."""
     samples = 1 if mode == "greedy" else config.eval_samples_per_task
     sampling = Sampling(temperature=0.0 if mode == "greedy" else 1.0, max_new_tokens=config.max_new_tokens)
     room = asyncio.Semaphore(max(1, config.rollout_concurrency // samples))
@@ -127,6 +136,8 @@ async def evaluate(
         members = tuple(GroupMember(index=index, attempt=0) for index in range(samples))
         lease = GroupLease(group_id=f"eval/{label}/{mode}/{task.id}", task=task, members=members)
         async with room:
+            if watch is not None:
+                watch.began(lease.group_id)
             outcomes = await run_lease(lease)
             for attempt in range(1, _ATTEMPTS):
                 failed = [(at, one) for at, one in enumerate(outcomes) if isinstance(one, FailedRollout)]
@@ -135,6 +146,8 @@ async def evaluate(
                 members = tuple(GroupMember(index=at, attempt=attempt) for at in again)
                 for at, outcome in zip(again, await run_lease(replace(lease, members=members)), strict=True):
                     outcomes[at] = outcome
+            if watch is not None:
+                watch.ended(lease.group_id, outcomes)
         return outcomes
 
     try:

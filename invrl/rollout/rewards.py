@@ -4,13 +4,15 @@ Pure. Invariants: a reward that leaves here is a finite float within `MAX_REWARD
 that the gateway takes them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from numbers import Real
 
 import numpy as np
 
 from invrl.interfaces import RolloutResult, components_fault
 from invrl.types import MAX_NAME_LENGTH, MAX_REWARD, FailureReason
+
+_VALUE_CHARS = 80
 
 
 class Rejected(Exception):
@@ -23,7 +25,7 @@ class Rejected(Exception):
 
 def as_result(returned: object) -> RolloutResult:
     """The return value of a rollout function as a RolloutResult. A bool counts as 0 or 1; numpy
-    scalars are numbers. Raises Rejected (BAD_RETURN) naming the type seen."""
+    scalars are numbers. Raises Rejected (BAD_RETURN) naming the value, its type and the fix."""
     if isinstance(returned, RolloutResult):
         if not isinstance(returned.components, Mapping):
             detail = f"RolloutResult.components is a {type(returned.components).__name__}, not a mapping"
@@ -31,26 +33,58 @@ def as_result(returned: object) -> RolloutResult:
         return returned
     if isinstance(returned, Real | np.bool_):
         return RolloutResult(reward=returned)  # type: ignore[arg-type]
-    hint = " (a return statement is missing?)" if returned is None else ""
-    detail = f"the rollout function returned {type(returned).__name__}, not a float or RolloutResult{hint}"
+    detail = f"the rollout function returned {_shown(returned)}, not a number. Fix: {_number_fix(returned)}"
     raise Rejected(FailureReason.BAD_RETURN, detail)
 
 
-def valid_reward(value: object, name: str = "reward") -> float:
-    """`value` as a finite float. Raises Rejected (BAD_REWARD)."""
+def valid_reward(value: object, name: str = "the reward") -> float:
+    """`value` as a finite float. Raises Rejected (BAD_REWARD) naming the value, its type and the fix."""
     if value is None:
-        raise Rejected(FailureReason.BAD_REWARD, f"{name} is None and no reward function set it")
+        fix = "return a float, or RolloutResult(reward=...)"
+        raise Rejected(FailureReason.BAD_REWARD, f"{name} is None, not a number. Fix: {fix}")
     if not isinstance(value, Real | np.bool_):
-        raise Rejected(FailureReason.BAD_REWARD, f"{name} is a {type(value).__name__}, not a number")
+        detail = f"{name} is {_shown(value)}, not a number. Fix: {_number_fix(value)}"
+        raise Rejected(FailureReason.BAD_REWARD, detail)
     try:
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise Rejected(FailureReason.BAD_REWARD, f"{name} is {number}, not a finite number")
+        fix = "return a finite number; where nothing can be measured (0/0, an empty list), return 0.0"
+        raise Rejected(FailureReason.BAD_REWARD, f"{name} is {number}, not a finite number. Fix: {fix}")
     if abs(number) > MAX_REWARD:
-        raise Rejected(FailureReason.BAD_REWARD, f"{name} is {number:g}, beyond ±{MAX_REWARD:g}")
+        fix = "scale it down; 0 to 1 is usual"
+        raise Rejected(FailureReason.BAD_REWARD, f"{name} is {number:g}, beyond ±{MAX_REWARD:g}. Fix: {fix}")
     return number
+
+
+def _shown(value: object) -> str:
+    """The value, shortened, with its type."""
+    try:
+        text = repr(value)
+    except Exception:  # what an object says of itself is user code
+        text = "something that cannot be shown"
+    if len(text) > _VALUE_CHARS:
+        text = f"{text[:_VALUE_CHARS]}..."
+    return f"{text} (type {type(value).__name__})"
+
+
+def _number_fix(value: object) -> str:
+    """How to return a number instead."""
+    if value is None:
+        return "a `return` is missing, or one path ends without it; return a float on every path"
+    if isinstance(value, Awaitable):
+        return "an `await` is missing: return what it gives"
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return (
+                "return a float, such as float(str(task.label) == text.strip()); a text goes into "
+                "RolloutResult(output=text) where --reward-function-path judges it"
+            )
+        return "return float(...) of it"
+    return "return a float, or an invrl.interfaces.RolloutResult"
 
 
 def valid_components(components: Mapping[str, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from invrl import plugins
 from invrl.interfaces import Buffer
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher, Scheduler
-from invrl.rollout.evaluate import EvalScore, Evaluation, evaluate
+from invrl.rollout.evaluate import EvalScore, Evaluation, Watch, evaluate
 from invrl.rollout.session_client import DEADLINE_S, SessionClient
 from invrl.rollout.tasks import load_eval_sets
 from invrl.rollout.worker_actor import WorkerSettings
@@ -81,9 +81,15 @@ class RolloutHandle:
         """`work`'s result, or the failure of the rollout half if that comes first."""
         return await (work if self._dispatcher is None else self._dispatcher.guard(work))
 
-    async def evaluate(self, step: int, ended: Callable[[EvalScore], None] = lambda _: None) -> Evaluation:
+    async def evaluate(
+        self,
+        step: int,
+        ended: Callable[[EvalScore], None] = lambda _: None,
+        watch: Watch | None = None,
+    ) -> Evaluation:
         """Each mode on the first `eval_tasks` tasks of each set, the same ones each time; `ended` is told
-        each score as it comes. The step is part of the group ids, hence of seeds."""
+        each score as it comes, `watch` each task's rollouts. The step is part of the group ids, hence of
+        seeds."""
         config = self._config
         scores: dict[str, EvalScore] = {}
         sets = await asyncio.to_thread(load_eval_sets, config, self._seed)  # files, perhaps large ones
@@ -98,6 +104,7 @@ class RolloutHandle:
                     pool=self._pool,
                     group_form=self._group_form,
                     label=f"{step}/{name}" if name else str(step),
+                    watch=watch,
                 )
                 scores[score.name] = score
                 ended(score)

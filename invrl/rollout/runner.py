@@ -23,7 +23,8 @@ import numpy as np
 from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
 from invrl.plugins import is_group_form
 from invrl.rollout.rewards import Rejected, as_result, valid_components, valid_reward
-from invrl.types import FailureReason, Task
+from invrl.rollout.user_line import raised_at, returned_at
+from invrl.types import USER_LINE, FailureReason, Task
 
 _CANCEL_GRACE_S = 1.0
 _DROP_GRACE_S = 5.0
@@ -110,7 +111,7 @@ class Runner:
             ended = work.result()
             if isinstance(ended, list):
                 return ended
-            failure = classify(ended.error, run.endpoints)
+            failure = self._failure(ended.error, run, self._function)
         elif dropped.is_set():
             detail = f"its group was dropped; {await _cancelled(work)}"
             failure = Failure(reason=FailureReason.GROUP_DROPPED, detail=detail)
@@ -132,15 +133,29 @@ class Runner:
         return list(await asyncio.gather(*(self._score(run, each) for each in returned_G)))
 
     async def _score(self, run: _Run, returned: object) -> Outcome:
-        scored = await _contained(self._reward(run, returned))
-        return classify(scored.error, run.endpoints) if isinstance(scored, _Raised) else scored
+        """The reward of what the rollout function returned, with the reward function if there is one."""
+        function: Callable[..., Any] = self._function
+        try:
+            result = as_result(returned)
+            reward: object = result.reward
+            name = "the rollout function's reward"
+            if self._reward_function is not None:
+                function = self._reward_function
+                reward = await self._call(run, function, run.task, result)
+                name = "the reward function's reward"
+            number = valid_reward(reward, name)
+            function = self._function
+            return Scored(reward=number, components=valid_components(result.components))
+        except BaseException as error:  # as in `_contained`
+            return self._failure(error, run, function)
 
-    async def _reward(self, run: _Run, returned: object) -> Scored:
-        result = as_result(returned)
-        reward: object = result.reward
-        if self._reward_function is not None:
-            reward = await self._call(run, self._reward_function, run.task, result)
-        return Scored(reward=valid_reward(reward), components=valid_components(result.components))
+    def _failure(self, error: BaseException, run: _Run, function: Callable[..., Any]) -> Failure:
+        """Why user code failed. The last line of what is said names the line of user code."""
+        failure = classify(error, run.endpoints)
+        place = returned_at(function) if isinstance(error, Rejected) else raised_at(error, function)
+        if not place:
+            return failure
+        return Failure(reason=failure.reason, detail=f"{failure.detail.rstrip()}\n{USER_LINE}{place}")
 
     async def _call(self, run: _Run, function: Callable[..., Any], *arguments: object) -> object:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from invrl.buffer.buffer_handle import BufferHandle
-from invrl.buffer.failures import FailureReport, FailureTeller
+from invrl.buffer.failures import FailureLimits, FailureReport, FailureTeller
 from invrl.errors import DeadlineError
 from invrl.training import tell_failures
+
+LIMITS = FailureLimits(identical=128, at_start=32)
 
 
 def handle(answer: Any) -> BufferHandle:
@@ -32,7 +34,9 @@ async def test_a_cancellation_that_comes_together_with_an_answer_is_not_lost() -
         def note(self, text: str) -> None:
             pass
 
-    telling = asyncio.create_task(tell_failures(handle(answer), FailureTeller(0), Screen(), every_s=3600.0))
+    telling = asyncio.create_task(
+        tell_failures(handle(answer), FailureTeller(LIMITS), Screen(), every_s=3600.0)
+    )
     await asyncio.sleep(0)
     answer.set_result(FailureReport(failed={}, finished=0, alike=0))
     telling.cancel()

@@ -21,7 +21,7 @@ from invrl.buffer.batching import build_batch
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.failures import FailureReport, FailureTeller, with_failure_reward
+from invrl.buffer.failures import FailureLimits, FailureReport, FailureTeller, with_failure_reward
 from invrl.buffer.ledger import LedgerEntry
 from invrl.config import resolve
 from invrl.errors import ConfigError, IdenticalFailuresError
@@ -275,7 +275,9 @@ def told(number: int, text: str = "returned str, not a float") -> FailedRollout:
 
 async def actor_after(path: Path, most: int, record: Callable[[Buffer], None]) -> BufferActor:
     actor = BufferActor(
-        BufferConfig(max_identical_failures=most, max_staleness=50, group_filter="none"),
+        BufferConfig(
+            max_identical_failures=most, max_failures_at_start=0, max_staleness=50, group_filter="none"
+        ),
         RolloutConfig(rollout_batch_size=20, n_samples_per_prompt=1, rollout_max_attempts=1),
         tasks_factory=lambda: (Task(id=f"t{n}", payload={}) for n in itertools.count()),
         run_store_path=path,
@@ -299,8 +301,9 @@ async def test_a_run_whose_rollouts_all_fail_alike_ends_with_what_they_say(tmp_p
     with pytest.raises(IdenticalFailuresError) as caught:
         await asyncio.wait_for(actor.take(600.0), 120)
     text = str(caught.value)
-    assert "the last 12 rollouts all failed alike (bad_return)" in text
-    assert "    TypeError: at 0xb: no 'x11'" in text
+    assert text.startswith("the last 12 rollouts all failed alike")
+    assert "\n" not in text
+    assert "(bad_return): Traceback line 11 TypeError: at 0xb: no 'x11'" in text
     assert "--max-identical-failures" in text
     report = await actor.failures()
     assert (report.alike, report.failed, report.finished) == (12, {"bad_return": 12}, 0)
@@ -356,8 +359,12 @@ async def test_one_death_that_fails_many_rollouts_at_once_does_not_end_the_run(
     await asyncio.wait({waiting})
     report = await actor.failures()
     assert report.alike == 20
-    assert "the run goes on" in FailureTeller(12).text(report), "it is told all the same"
+    assert "the run goes on" in FailureTeller(limits(12)).texts(report)[1], "it is told all the same"
     await actor.close()
+
+
+def limits(identical: int, at_start: int = 0) -> FailureLimits:
+    return FailureLimits(identical=identical, at_start=at_start)
 
 
 def report(alike: int, finished: int = 0) -> FailureReport:
@@ -367,18 +374,112 @@ def report(alike: int, finished: int = 0) -> FailureReport:
     )
 
 
-def test_when_a_person_is_told() -> None:
-    teller = FailureTeller(128)
-    heard = [count for count in range(1, 129) if teller.text(report(count))]
+def test_when_a_person_is_told_of_a_row() -> None:
+    teller = FailureTeller(limits(128))
+    heard = [count for count in range(1, 129) if teller.texts(report(count))]
     assert heard == [4, 16, 64]
-    later = FailureTeller(128)
-    assert [count for count in range(1, 129) if later.text(report(count, finished=1))] == [64]
-    assert later.text(report(0, finished=2)) == ""
-    assert later.text(report(64, finished=2)) != "", "a new row of failures is told again"
-    text = FailureTeller(128).text(report(5))
+    later = FailureTeller(limits(128))
+    assert [count for count in range(1, 129) if later.texts(report(count, finished=1))] == [64]
+    assert later.texts(report(0, finished=2)) == []
+    assert later.texts(report(64, finished=2)) != [], "a new row of failures is told again"
+    (text,) = FailureTeller(limits(128)).texts(report(5))
     assert text.startswith("warning: the first 5 rollouts all failed alike (bad_return; the run ends at 128")
     assert text.endswith("    line 18\n    line 19")
     assert "line 13" not in text
+
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/x/invrl/rollout/runner.py", line 9, in _call
+    return await function(*arguments)
+           ^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/home/u/my_agent.py", line 9, in rollout
+    return float(task.payload["awnser"])
+                 ~~~~~~~~~~~~^^^^^^^^^^
+KeyError: 'awnser'
+at my_agent.py:9, in rollout: return float(task.payload["awnser"])"""
+
+
+def test_the_first_failure_of_each_reason_is_told_at_once_with_its_line_of_user_code() -> None:
+    teller = FailureTeller(limits(128, at_start=32))
+    one = FailureReport(failed={}, finished=0, alike=1, firsts={"exception": TRACEBACK})
+    assert teller.texts(one) == [
+        "warning: the first rollout that failed (exception):\n    KeyError: 'awnser'\n"
+        '    at my_agent.py:9, in rollout: return float(task.payload["awnser"])'
+    ]
+    assert teller.texts(one) == [], "once"
+    two = replace(one, firsts={"exception": TRACEBACK, "timeout": "no result within 300 s"})
+    (text,) = teller.texts(two)
+    assert text == "warning: the first rollout that failed (timeout):\n    no result within 300 s"
+
+
+def at_start(buffer: Buffer) -> None:
+    FailureLimits(identical=0, at_start=6).check(buffer.failure_report())
+
+
+def broken(group: str, index: int, attempt: int = 0, reason: str = "exception") -> FailedRollout:
+    one = failure(group, index, attempt)
+    return replace(one, reason=FailureReason(reason), detail=TRACEBACK)
+
+
+def leased(buffer: Buffer) -> None:
+    while buffer.lease() is not None:
+        pass
+
+
+def test_a_run_in_which_every_attempt_fails_for_one_reason_ends() -> None:
+    """Two groups of two, three attempts each."""
+    buffer = make(batch=2, group=2, attempts=3)
+    places = [("g0", 0), ("g0", 1), ("g1", 0), ("g1", 1)]
+    leased(buffer)
+    for group, index in places:
+        buffer.record(broken(group, index))
+    leased(buffer)
+    buffer.record(broken("g0", 0, 1))
+    at_start(buffer)  # five so far
+    buffer.record(broken("g1", 1, 1))
+    with pytest.raises(IdenticalFailuresError) as caught:
+        at_start(buffer)
+    assert str(caught.value).startswith("all 6 rollouts so far failed (exception). The last one: KeyError:")
+    assert 'at my_agent.py:9, in rollout: return float(task.payload["awnser"])' in str(caught.value)
+    assert "--max-failures-at-start" in str(caught.value)
+
+
+def test_it_does_not_end_before_the_slow_ones_of_the_first_attempts_have_ended() -> None:
+    """Tasks with a broken label fail at once, again and again, while the others still run."""
+    buffer = make(batch=2, group=1, attempts=100)
+    leased(buffer)
+    for attempt in range(20):
+        buffer.record(broken("g0", 0, attempt))
+        leased(buffer)
+        at_start(buffer)
+    buffer.record(broken("g1", 0))
+    with pytest.raises(IdenticalFailuresError, match="all 21 rollouts"):
+        at_start(buffer)
+
+
+@pytest.mark.parametrize("but", ["one finished", "another reason", "a worker died", "they count"])
+def test_what_keeps_a_run_going_at_its_start(but: str) -> None:
+    buffer = Buffer(
+        BufferConfig(failure_reward=("timeout=0",), group_filter="none"),
+        RolloutConfig(rollout_batch_size=8, n_samples_per_prompt=2, rollout_max_attempts=3),
+        tasks=tasks(),
+        group_filter=lambda group: None,
+    )
+    leased(buffer)
+    if but == "one finished":
+        buffer.record(summary("g7", 0))
+    elif but == "another reason":
+        buffer.record(broken("g7", 0, reason="bad_return"))
+    for group in range(8):
+        for index in range(2):
+            if but == "they count":
+                buffer.record(failing(f"g{group}", index, reason=FailureReason.TIMEOUT))
+            elif but == "a worker died":
+                buffer.record(broken(f"g{group}", index, reason="worker_died"))
+            else:
+                buffer.record(broken(f"g{group}", index))
+    at_start(buffer)
 
 
 def test_the_console_s_line_counts_failures_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,6 +487,18 @@ def test_the_console_s_line_counts_failures_by_reason(capsys: pytest.CaptureFixt
     progress.failures({"timeout": 2, "bad_return": 5})
     progress.step(1, {"rollout/reward_mean": 0.5})
     assert "step 1/3: reward 0.5, failed 7 (bad_return 5 timeout 2)" in capsys.readouterr().out
+
+
+def test_an_evaluation_line_counts_the_rollouts_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {
+        "eval/easy/greedy/accuracy": 0.0,
+        "eval/easy/greedy/failed": 16.0,
+        "eval/easy/greedy/samples": 16.0,
+    }
+    PlainProgress(3).step(2, values)
+    assert "eval/easy/greedy/accuracy 0 (16 of 16 rollouts failed)" in capsys.readouterr().out
+    PlainProgress(3).step(2, values | {"eval/easy/greedy/failed": 0.0})
+    assert "failed" not in capsys.readouterr().out
 
 
 def test_labels_that_are_missing_or_empty_are_told_before_the_run(tmp_path: Path) -> None:
