@@ -1,11 +1,16 @@
-"""A run's checkpoints: one folder per step, whole or not there.
+"""A run's checkpoints: one folder per step, whole or not there; and the newest weights by themselves.
 
     checkpoints/step-000004/   megatron/ (model, optimizer, schedule, RNG), hugging_face/ (the model),
                                buffer.json (buffer, data cursor, place in the ledger),
                                manifest.json (size and checksum of each of these files)
+    checkpoints/model-000005/  the model alone, as a Hugging Face folder with a manifest.json
 
-A checkpoint is written under another name, flushed to disk and renamed: a crash at any byte leaves the last
-whole one. It is checked against its manifest before anything of it is loaded."""
+Either is written under another name, flushed to disk and renamed: a crash at any byte leaves the last whole
+one. It is checked against its manifest before anything of it is loaded.
+
+The model of a step is saved before its optimizer's state, which is six times as large. Where that cannot be
+written (the disk is full, the memory is), `model-N` is left. It can be evaluated, served and trained anew;
+no run goes on from it: it is no checkpoint. The checkpoint of the step takes it over once that is whole."""
 
 import asyncio
 import os
@@ -15,12 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from invrl.disk import flush, flush_tree
 from invrl.errors import ConfigError, DamagedFileError
 from invrl.interfaces import Trainer
 from invrl.manifest import MANIFEST_NAME, check_manifest, write_manifest
 from invrl.run_folder import Below
 
-_PREFIX, _PARTIAL = "step-", ".partial"
+_PREFIX = "step-"
+_MODEL_PREFIX = "model-"
+_PARTIAL = ".partial"
 _DAMAGED = ".damaged"
 
 
@@ -39,9 +47,8 @@ class Checkpoint:
     @classmethod
     def at(cls, path: Path) -> Self | None:
         """The checkpoint in this folder, checked or not; None if it is not one."""
-        step = path.name.removeprefix(_PREFIX)
-        is_one = path.name.startswith(_PREFIX) and step.isdecimal() and path.is_dir()
-        return cls(step=int(step), path=path) if is_one else None
+        step = _step_in(path, _PREFIX)
+        return None if step is None else cls(step=step, path=path)
 
     def check(self) -> None:
         """Raises DamagedFileError if a file is not what was written."""
@@ -100,7 +107,7 @@ class Checkpoints:
             number += 1
             aside = checkpoint.path.with_name(f"{checkpoint.path.name}{_DAMAGED}-{number}")
         checkpoint.path.rename(aside)
-        _flush(self._folder)
+        flush(self._folder)
         return aside
 
     def begin(self, step: int) -> Checkpoint:
@@ -112,33 +119,97 @@ class Checkpoints:
 
     def commit(self, filled: Checkpoint) -> Checkpoint:
         """Writes the manifest, flushes everything, gives it its name, and removes the checkpoints that are
-        not kept."""
+        not kept, and saved models that are not newer."""
         write_manifest(filled.path)
-        for path in (*filled.path.rglob("*"), filled.path):
-            _flush(path)
+        flush_tree(filled.path)
         final = self._folder / f"{_PREFIX}{filled.step:06d}"
-        if final.exists():  # of a life that is lost
-            final.rename(final.with_name(f"{final.name}.old{_PARTIAL}"))
-        filled.path.rename(final)
-        _flush(self._folder)
-        self._clear_partial()
+        self._rename(filled.path, final)
         for old in self.all()[: -self._keep] if self._keep else ():
             shutil.rmtree(old.path)
+        self._remove_models(filled.step)
         return Checkpoint(step=filled.step, path=final)
 
     async def save(self, trainer: Trainer, step: int, snapshot: bytes | None = None) -> Checkpoint:
-        """The trainer as it is, and the buffer's `snapshot` where there is one. The disk is left to threads:
-        the caller's event loop watches processes meanwhile."""
+        """The trainer as it is, and the buffer's `snapshot` where there is one. The model comes first: it is
+        left where the rest fails. The disk is left to threads: the caller's event loop watches processes
+        meanwhile."""
+        model = await self.save_model(trainer, step)
         filling = await asyncio.to_thread(self.begin, step)
         await trainer.save_checkpoint(str(filling.megatron))
-        await trainer.export_hugging_face(str(filling.hugging_face))
+        await asyncio.to_thread(_link_model, model, filling.hugging_face)
         if snapshot is not None:
             await asyncio.to_thread(filling.buffer.write_bytes, snapshot)
         return await asyncio.to_thread(self.commit, filling)
 
+    async def save_model(self, trainer: Trainer, step: int) -> Path:
+        """The trainer's weights alone, as a Hugging Face folder; older ones of these go. Its path."""
+        final = self._folder / f"{_MODEL_PREFIX}{step:06d}"
+        partial = final.with_name(final.name + _PARTIAL)
+        await asyncio.to_thread(self._clear_partial)
+        await trainer.export_hugging_face(str(partial))
+        await asyncio.to_thread(self._publish_model, partial, final, step)
+        return final
+
+    def models(self) -> list[Path]:
+        """The models that were saved without a checkpoint, or whose checkpoint is not whole; oldest first."""
+        found = [path for path in self._folder.glob(f"{_MODEL_PREFIX}*") if model_step(path) is not None]
+        return sorted(found)
+
+    def newest_model(self) -> Path | None:
+        """The folder of the newest weights, within a checkpoint or by itself. None before the first."""
+        checkpoint = self.latest()
+        model = next(reversed(self.models()), None)
+        if model is not None and (checkpoint is None or (model_step(model) or 0) > checkpoint.step):
+            return model
+        return None if checkpoint is None else checkpoint.hugging_face
+
+    def _publish_model(self, partial: Path, final: Path, step: int) -> None:
+        write_manifest(partial)
+        flush_tree(partial)
+        self._rename(partial, final)
+        self._remove_models(step - 1)
+
+    def _rename(self, partial: Path, final: Path) -> None:
+        """One that is there already is of a life that is lost."""
+        if final.exists():
+            final.rename(final.with_name(f"{final.name}.old{_PARTIAL}"))
+        partial.rename(final)
+        flush(self._folder)
+        self._clear_partial()
+
+    def _remove_models(self, last: int) -> None:
+        """Those of this step and of earlier ones. A later one is of a life that came further."""
+        for path in self.models():
+            if (model_step(path) or 0) <= last:
+                shutil.rmtree(path)
+
     def _clear_partial(self) -> None:
-        for path in self._folder.glob(f"*{_PARTIAL}"):
+        for path in self._folder.glob(f"*{_PARTIAL}*"):
             shutil.rmtree(path)
+
+
+def model_step(path: Path) -> int | None:
+    """The step whose weights this folder holds by themselves; None for another folder."""
+    return _step_in(path, _MODEL_PREFIX)
+
+
+def _step_in(path: Path, prefix: str) -> int | None:
+    step = path.name.removeprefix(prefix)
+    is_one = path.name.startswith(prefix) and step.isdecimal() and path.is_dir()
+    return int(step) if is_one else None
+
+
+def _link_model(model: Path, to: Path) -> None:
+    """The same files under a second name, or copies where the file system has no such thing. The manifest of
+    the checkpoint describes them."""
+    to.mkdir()
+    for file in model.iterdir():
+        if file.name == MANIFEST_NAME:
+            continue
+        try:
+            os.link(file, to / file.name)
+        except OSError:
+            shutil.copyfile(file, to / file.name)
 
 
 def first_checkpoint(given: str) -> Checkpoint | None:
@@ -152,20 +223,14 @@ def first_checkpoint(given: str) -> Checkpoint | None:
 
 
 def check_served(model_folder: Path) -> None:
-    """Where `model_folder` is the hugging_face folder of a checkpoint, its files are what was written. Raises
-    ConfigError. Another model folder has no manifest, and nothing to compare with."""
-    checkpoint = model_folder.parent
-    if model_folder.name == "hugging_face" and (checkpoint / MANIFEST_NAME).exists():
-        try:
-            check_manifest(checkpoint, below=model_folder.name)
-        except DamagedFileError as error:
-            fix = "give another checkpoint of the run"
-            raise ConfigError("model.model_path", str(model_folder), str(error), fix) from error
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Where `model_folder` was saved by a run, in a checkpoint or by itself, its files are what was written.
+    Raises ConfigError. Another model folder has no manifest of ours, and nothing to compare with."""
+    within = model_folder.name == "hugging_face"
+    described = model_folder.parent if within else model_folder
+    if not (described / MANIFEST_NAME).exists() or not (within or model_step(model_folder) is not None):
+        return
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        check_manifest(described, below=model_folder.name if within else "")
+    except DamagedFileError as error:
+        fix = "give another checkpoint of the run"
+        raise ConfigError("model.model_path", str(model_folder), str(error), fix) from error

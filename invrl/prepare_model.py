@@ -5,6 +5,7 @@ stands there already is reused if it came from the same source, refused otherwis
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -44,11 +45,20 @@ def prepare(source: str, given: str, out: Path, *, dtype: Dtype) -> bool:
             _save(_fetch_gguf(given, Path(scratch)) if fetched else path, work, dtype)
             check_model_folder(work)
             (work / _RECORD).write_text(json.dumps(record))
+            _share(work)
             if not out.exists():  # another process may have been faster
                 os.rename(work, out)
     except OSError as error:
         raise ConfigError("--out", str(out), str(error), "choose a writable folder with space") from error
     return True
+
+
+def _share(work: Path) -> None:
+    """safetensors makes its files readable by their owner alone. They get the mode of a file that was opened
+    in the ordinary way, so that the umask decides."""
+    mode = stat.S_IMODE((work / _RECORD).stat().st_mode)
+    for file in work.iterdir():
+        file.chmod(mode)
 
 
 def _holds(out: Path, record: dict[str, str]) -> bool:

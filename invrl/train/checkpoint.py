@@ -13,19 +13,26 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from safetensors.torch import save_file
 
+from invrl.disk import flush, flush_tree
 from invrl.errors import TrainError
+from invrl.manifest import MANIFEST_NAME
 from invrl.train import device
 from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.model import PolicyModel
-from invrl.train.weights import export_weights
+from invrl.train.safetensors_file import write_safetensors
+from invrl.train.weights import export_weights, weight_specs
 
 # Writer and saver are one process here. Megatron's own queue starts a manager that imports torch anew,
 # which takes 20 s of CPU for the first checkpoint of each rank.
 filesystem_async._results_queue = queue.SimpleQueue()  # type: ignore[assignment]
 
-_NOT_COPIED = tuple(".safetensors .bin .gguf .pt .pth .msgpack .h5 model.safetensors.index.json".split())
+_NOT_COPIED = (
+    *(".safetensors", ".bin", ".gguf", ".pt", ".pth", ".msgpack", ".h5"),
+    "model.safetensors.index.json",
+    MANIFEST_NAME,
+)
+"""Ends of names: weights, and the checksums of another folder."""
 
 
 class Checkpoint:
@@ -80,19 +87,22 @@ def _rng_file(folder: Path) -> Path:
 def export_hugging_face(
     model: PolicyModel, config: HuggingFaceConfig, dtype: torch.dtype, source: str, path: str
 ) -> None:
-    """Weights in `dtype`; configuration, tokenizer and template copied from `source`. Appears whole."""
+    """Weights in `dtype`; configuration, tokenizer and template copied from `source`. Appears whole, and its
+    files are on disk by then. Their modes are ordinary ones, whatever those of the source are."""
     folder = Path(path)
     new = folder.with_name(folder.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     for file in Path(source).iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
-            shutil.copy(file, new / file.name)
+            shutil.copyfile(file, new / file.name)
     described = json.loads((new / "config.json").read_text())
     described.pop("torch_dtype", None)
     described["dtype"] = str(dtype).removeprefix("torch.")
     (new / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in export_weights(model, config, dtype)}
-    save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+    layout = weight_specs(model, config, dtype)
+    write_safetensors(new / "model.safetensors", layout, export_weights(model, config, dtype))
+    flush_tree(new)
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
+    flush(folder.parent)

@@ -98,6 +98,9 @@ def test_a_folder_is_rewritten_once_in_the_dtype_asked_for(tiny: Path, tmp_path:
     with safe_open(out / "model.safetensors", framework="np") as tensors:
         assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
     assert [path.name for path in out.parent.iterdir()] == ["out dir"], "nothing else is left behind"
+    opened = tmp_path / "opened as usual"
+    opened.touch()
+    assert {file.stat().st_mode for file in out.iterdir()} == {opened.stat().st_mode}
     with pytest.raises(ConfigError, match="bfloat16"):
         prepare("--from-folder", str(tiny), out, dtype="float32")
 
