@@ -17,5 +17,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def learned(folder: Path) -> Path:
     """All its steps, all checkpoints and batches kept."""
-    kept = ("--save-interval", "8", "--keep-checkpoints", "0", "--save-rollout-data")
+    kept = ("--save-interval", "4", "--keep-checkpoints", "0", "--save-rollout-data")
     return train(folder, "learned", *kept)

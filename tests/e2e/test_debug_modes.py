@@ -11,8 +11,8 @@ import pytest
 from e2e.runs import DEADLINE_S, ROOT, STEPS, invrl, steps_of, train
 from invrl.batch_file import batch_path, load_batch
 
-SAVED = 8
-"""The step of the first checkpoint. The policy still learns then; late steps have no signal."""
+INTERVAL = 4
+"""Steps between the checkpoints of the live run."""
 
 NO_SGLANG = """\
 import sys
@@ -28,6 +28,13 @@ sys.meta_path.insert(0, Refuse())
 """
 
 
+@pytest.fixture
+def saved(learned: Path) -> int:
+    """The first checkpoint whose next step moved the weights: a step of equal rewards alone proves little."""
+    moved = {row["step"]: row["train/optimizer_steps"] > 0 for row in steps_of(learned)}
+    return next(step for step in range(INTERVAL, STEPS, INTERVAL) if moved[step + 1])
+
+
 def train_metrics(row: dict[str, float]) -> dict[str, float]:
     timed = ("train/time/", "train/tokens_per_s")
     return {
@@ -37,9 +44,9 @@ def train_metrics(row: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_the_trainer_alone_repeats_a_live_run_bit_for_bit(
-    learned: Path, folder: Path, tmp_path: Path
+    learned: Path, saved: int, folder: Path, tmp_path: Path
 ) -> None:
-    """From the first checkpoint, on a Python that cannot import sglang: steps that move the weights and, once
+    """From a checkpoint, on a Python that cannot import sglang: steps that move the weights and, once
     every reply is as wanted, steps that do not."""
     (tmp_path / "sitecustomize.py").write_text(NO_SGLANG)
     alone = train(
@@ -47,15 +54,14 @@ def test_the_trainer_alone_repeats_a_live_run_bit_for_bit(
         "alone",
         "--debug-train-only",
         *("--load-rollout-data", str(learned / "rollout_data")),
-        *("--load-checkpoint", str(learned / f"checkpoints/step-{SAVED:06}")),
+        *("--load-checkpoint", str(learned / f"checkpoints/step-{saved:06}")),
         python_path=f"{tmp_path}:{ROOT}",
     )
     live = {row["step"]: train_metrics(row) for row in steps_of(learned)}
     rows = [json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()]
-    steps = range(SAVED + 1, STEPS + 1)
+    steps = range(saved + 1, STEPS + 1)
     assert [row["step"] for row in rows] == list(steps)
-    assert len(live[SAVED + 1]) > 10
-    assert live[SAVED + 1]["train/optimizer_steps"] > 0
+    assert len(live[saved + 1]) > 10
     assert {row["step"]: train_metrics(row) for row in rows} == {step: live[step] for step in steps}
     weights = "checkpoints/step-000032/hugging_face/model.safetensors"
     assert (alone / weights).read_bytes() == (learned / weights).read_bytes()
@@ -63,15 +69,15 @@ def test_the_trainer_alone_repeats_a_live_run_bit_for_bit(
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_a_step_is_made_again_with_every_token_written_out(learned: Path, folder: Path) -> None:
-    said = invrl(folder, "replay", str(learned), "--step", str(SAVED + 1))
-    result = json.loads((learned / f"replay/step-{SAVED + 1:06}/result.json").read_text())
+def test_a_step_is_made_again_with_every_token_written_out(learned: Path, saved: int, folder: Path) -> None:
+    said = invrl(folder, "replay", str(learned), "--step", str(saved + 1))
+    result = json.loads((learned / f"replay/step-{saved + 1:06}/result.json").read_text())
     assert result["differ"] == []
     assert "recorded metrics are equal bit for bit" in said
-    batch = load_batch(batch_path(learned / "rollout_data", SAVED + 1))
+    batch = load_batch(batch_path(learned / "rollout_data", saved + 1))
     rows = [
         json.loads(line)
-        for line in (learned / f"replay/step-{SAVED + 1:06}/tokens.jsonl").read_text().splitlines()
+        for line in (learned / f"replay/step-{saved + 1:06}/tokens.jsonl").read_text().splitlines()
     ]
     assert [row["ids"] for row in rows] == [sample.tokens_T.tolist() for sample in batch.samples]
     gaps = [
@@ -85,7 +91,7 @@ def test_a_step_is_made_again_with_every_token_written_out(learned: Path, folder
     assert len(gaps) == batch.total_tokens
     assert max(gaps) <= 1e-3
     assert any(row["logprob_before"] != row["logprob_after"] for row in rows), "the step changed the policy"
-    assert not (learned / f"checkpoints/step-{SAVED + 1:06}").exists()
+    assert not (learned / f"checkpoints/step-{saved + 1:06}").exists()
 
 
 @pytest.mark.timeout(DEADLINE_S)
