@@ -10,6 +10,7 @@ from pathlib import Path
 from invrl.config import Config
 from invrl.environment_keys import ENVIRONMENT_KEY, held_key
 from invrl.errors import ConfigError, InvrlError
+from invrl.rollout.config import RolloutConfig
 from invrl.rollout.tasks import load_eval_sets
 
 USER_CODE = ("rollout function", "reward function", "held-out sets", "tasks", "algorithm functions")
@@ -46,7 +47,7 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
         "model folder": lambda: check_model(config),
         "chat template": lambda: check_template(config),
         "trainable model": lambda: read_hf_config(model_path(config)).model_type,
-        "rollout function": lambda: plugins.load_rollout_function(rollout.rollout_function_path),
+        "rollout function": lambda: check_rollout_function(rollout),
         "reward function": lambda: plugins.load_reward_function(reward) if reward else "none",
         "held-out sets": lambda: check_eval_sets(config),
         "tasks": lambda: tasks.check_tasks(rollout, config.run.seed),
@@ -75,6 +76,25 @@ def check_model(config: Config) -> Path:
     check_model_folder(path)
     check_served(path)
     return path
+
+
+def check_rollout_function(rollout: RolloutConfig) -> object:
+    """The rollout function, callable as one, or a sentence where the run needs none."""
+    from invrl import plugins
+
+    if rollout.rollout_function_path:
+        return plugins.load_rollout_function(rollout.rollout_function_path)
+    if not rollout.runs_rollouts:
+        return "none: your environments lease the tasks"
+    reason = "no rollout function was given, so nothing would be trained"
+    fix = (
+        "give --rollout-function-path my_agent:rollout, your async (task, endpoint) -> reward "
+        "(rollout_fns/your_task has one to copy), or a preset that names one (--config quickstart)"
+    )
+    if rollout.external_environments:
+        reason = f"held-out tasks are run here, by a rollout function (eval_tasks is {rollout.eval_tasks})"
+        fix = "give --rollout-function-path my_agent:rollout, or --eval-tasks 0"
+    raise ConfigError("rollout.rollout_function_path", "", reason, fix)
 
 
 def check_eval_sets(config: Config) -> None:

@@ -13,7 +13,7 @@ class RolloutConfig(Section):
     """User code, tasks, sampling and the workers that run rollouts."""
 
     rollout_function_path: str = Field(
-        "rollout_fns.calculator:rollout",
+        "",
         description="module:name of the rollout function: async (task, endpoint) -> reward or RolloutResult",
     )
     external_environments: bool = Field(False, description="environments that you start lease the tasks")
@@ -45,6 +45,11 @@ class RolloutConfig(Section):
     eval_modes: Annotated[tuple[EvalMode, ...], COMMA_SEPARATED] = Field(
         ("sampled", "greedy"), min_length=1, description="'sampled' (temperature 1.0), 'greedy' once per task"
     )
+
+    @property
+    def runs_rollouts(self) -> bool:
+        """Whether our own workers run rollouts. Environments outside run those of training only."""
+        return not self.external_environments or self.eval_tasks > 0
 
 
 class EngineConfig(Section):

@@ -41,7 +41,9 @@ class RolloutHandle:
     ) -> None:
         self._config, self._seed = config, seed
         self._sessions = SessionClient(gateway_url, env_key=env_key)
-        self._group_form = plugins.is_group_form(plugins.load_rollout_function(config.rollout_function_path))
+        self._group_form = config.runs_rollouts and plugins.is_group_form(
+            plugins.load_rollout_function(config.rollout_function_path)
+        )
         paths = tuple(sys.path)
         settings = WorkerSettings(gateway_url=gateway_url, model=model, rollout=config, python_path=paths)
         self._pool = WorkerPool(

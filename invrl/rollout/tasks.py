@@ -272,9 +272,11 @@ def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ..
 
 
 def held_out_only(config: RolloutConfig) -> RolloutConfig:
-    """As `invrl eval` reads it: a task file is held out. ConfigError without exactly one place of tasks."""
-    if config.eval_sets:
-        return config
-    file = config.eval_task_file or config.task_file
-    _check_one_place(config, file)
-    return config.model_copy(update={"task_file": "", "eval_task_file": file})
+    """As `invrl eval` reads it: a task file is held out, and our own workers run the rollouts. ConfigError
+    without exactly one place of tasks."""
+    here = config.model_copy(update={"external_environments": False})
+    if here.eval_sets:
+        return here
+    file = here.eval_task_file or here.task_file
+    _check_one_place(here, file)
+    return here.model_copy(update={"task_file": "", "eval_task_file": file})

@@ -28,6 +28,8 @@ def test_a_stranger_leases_tasks_and_trains_the_model(tmp_path: Path, monkeypatc
     try:
         more = [
             "--external-environments",
+            "--rollout-function-path",
+            "",  # the environment is the agent: no function of ours runs
             "--gateway-port",
             str(port),
             "--num-steps",

@@ -26,6 +26,7 @@ from invrl.rollout.tasks import held_out_only
 from invrl.run_folder import make_run_folder
 
 SOURCE = ("--task-source-path", "rollout_fns.calculator:task_source")
+AGENT = ("--rollout-function-path", "rollout_fns.calculator:rollout")
 Edit = Callable[[Path], object]
 
 
@@ -66,7 +67,7 @@ def refused(
     def run(*flags: str, model: Path = good_model, tasks: tuple[str, ...] = SOURCE) -> dict[str, str]:
         children = set(psutil.Process().children())  # not theirs: other tests' engines may start some
         before = sorted(runs.rglob("*"))
-        given = ["train", "--model-path", str(model), "--run-root", str(runs), *tasks, *flags]
+        given = ["train", "--model-path", str(model), "--run-root", str(runs), *AGENT, *tasks, *flags]
         assert cli.main(given) == 2
         first, *lines = capsys.readouterr().err.rstrip("\n").split("\n")
         assert first == "invrl: bad input; nothing was started."
@@ -270,7 +271,7 @@ def test_a_run_folder_in_which_a_run_lives(
 ) -> None:
     """No command that writes into it starts, and the gateway's keys and the logs in it stay as they are."""
     place = ["--run-root", str(tmp_path / "runs"), "--run-name", "live"]
-    flags = ["--model-path", str(good_model), *SOURCE, *place, "--eval-tasks", "2"]
+    flags = ["--model-path", str(good_model), *AGENT, *SOURCE, *place, "--eval-tasks", "2"]
     config = resolve(*parse_flags(flags))
     if command == "eval":
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
@@ -298,7 +299,7 @@ def test_a_run_folder_of_another_configuration_or_of_nobody(
     handlers = logging.getLogger().handlers[:]
     monkeypatch.setattr(supervisor, "supervise", lambda config, folder: 0)
     runs = ("--run-root", str(tmp_path / "runs"), "--run-name", "first")
-    assert cli.main(["train", "--model-path", str(good_model), *SOURCE, *runs]) == 0
+    assert cli.main(["train", "--model-path", str(good_model), *AGENT, *SOURCE, *runs]) == 0
     logging.getLogger().handlers[:] = handlers
     block = refused("--run-name", "first", "--lr", "0.5")
     assert block["where"] == "run.run_name"

@@ -40,7 +40,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 def train(model: Path, tmp_path: Path, *more: str) -> int:
     return cli.main(
         ["train", "--model-path", str(model), "--run-root", str(tmp_path), "--run-name", "r",
-         "--task-source-path", "rollout_fns.calculator:task_source", *more]
+         "--task-source-path", "rollout_fns.calculator:task_source",
+         "--rollout-function-path", "rollout_fns.calculator:rollout", *more]
     )  # fmt: skip
 
 
@@ -171,7 +172,9 @@ def test_eval_takes_the_model_of_a_checkpoint_and_a_task_file(
     tasks, checkpoint = tmp_path / "tasks.jsonl", tmp_path / "step-000002"
     tasks.write_text('{"id": 1}\n')
     (checkpoint / "megatron").mkdir(parents=True)
-    flags = ["eval", f"--model-path={checkpoint}", "--task-file", str(tasks), "--run-root", str(tmp_path)]
+    place = ["--task-file", str(tasks), "--run-root", str(tmp_path)]
+    agent = ["--rollout-function-path", "rollout_fns.calculator:rollout"]
+    flags = ["eval", f"--model-path={checkpoint}", *place, *agent]
     assert cli.main(flags) == 2
     assert "a checkpoint without a folder hugging_face" in capsys.readouterr().err
     (checkpoint / "hugging_face").symlink_to(model)

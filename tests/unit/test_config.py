@@ -18,6 +18,7 @@ from invrl.errors import ConfigError, PluginError
 from invrl.flags import LEAVES, flag_help, parse_flags
 from invrl.gateway.config import GatewayConfig
 from invrl.rollout.sglang_client import EngineLimits
+from invrl.rollout.tasks import held_out_only
 from invrl.run_checks import USER_CODE, run_checks
 from invrl.run_folder import RunFolder, make_run_folder
 from invrl.training import run_life
@@ -242,7 +243,23 @@ def test_user_code_is_checked_by_path() -> None:
     with pytest.raises(PluginError, match="calculater"):
         make_checks(from_flags("--rollout-function-path", "rollout_fns.calculater:rollout"), USER_CODE)
     with pytest.raises(ConfigError, match="there are no tasks"):
+        make_checks(from_flags("--rollout-function-path", "rollout_fns.calculator:rollout"), USER_CODE)
+
+
+def test_a_run_without_a_rollout_function_is_refused_where_rollouts_are_run_here() -> None:
+    with pytest.raises(ConfigError) as caught:
         make_checks(resolve(), USER_CODE)
+    error = caught.value
+    assert (error.field, error.value) == ("rollout.rollout_function_path", "")
+    assert "--rollout-function-path my_agent:rollout" in error.fix
+    assert "--config quickstart" in error.fix
+
+    outside = from_flags("--external-environments")
+    assert "your environments" in str(run_checks(outside)["rollout function"]())
+    with pytest.raises(ConfigError, match="held-out tasks are run here") as caught:
+        make_checks(from_flags("--external-environments", "--eval-tasks", "4"), ("rollout function",))
+    assert "--eval-tasks 0" in caught.value.fix
+    assert held_out_only(from_flags("--external-environments", "--task-file", "t").rollout).runs_rollouts
 
 
 @pytest.mark.parametrize(
