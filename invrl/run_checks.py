@@ -71,9 +71,10 @@ def check_model(config: Config) -> Path:
     """The folder is a model's, and if a checkpoint holds it, its files are what was written."""
     from invrl.checkpoints import check_served
     from invrl.model_folder import check_model_folder
+    from invrl.train.hf_names.families import FAMILIES
 
     path = model_path(config)
-    check_model_folder(path)
+    check_model_folder(path, families=FAMILIES)
     check_served(path)
     return path
 
@@ -134,6 +135,11 @@ def check_template(config: Config) -> None:
         raise
     except Exception as error:  # templates raise what they like, the tokenizer bare Exceptions
         reason = str(error) if isinstance(error, InvrlError) else f"no conversation renders: {error!r}"
+        if gateway.chat_template_path:
+            fix = "repair it, or leave --chat-template-path out"
+            raise ConfigError(
+                "gateway.chat_template_path", gateway.chat_template_path, reason, fix
+            ) from error
         fix = "repair chat_template.jinja (or chat_template in tokenizer_config.json)"
         raise ConfigError("model.model_path", str(path), reason, fix) from error
     if not ids:
@@ -143,10 +149,14 @@ def check_template(config: Config) -> None:
 
 
 def model_path(config: Config) -> Path:
-    """Raises ConfigError if none is given."""
+    """The model's folder. Raises ConfigError if none is given, or if there is none."""
+    from invrl.model_folder import no_such_folder
+
     if not config.model.model_path:
         fix = "give --model-path FOLDER; `invrl prepare-model --help` shows how to make one"
         raise ConfigError("model.model_path", "", "no model was given", fix)
+    if not config.model.folder.is_dir():
+        raise no_such_folder("model.model_path", config.model.model_path)
     return config.model.folder
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+_ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -151,10 +152,12 @@ def _hf_config(
 ) -> dict[str, object]:
     """The fields of a published checkpoint's config.json that do not depend on widths."""
     only_here: dict[str, object] = {"mlp_bias": False}
-    if family != "llama":
+    if family == "mistral":
+        only_here = {"sliding_window": None}
+    elif family != "llama":
         only_here = {"use_sliding_window": False, "sliding_window": None}
     return only_here | {
-        "architectures": [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family] + "ForCausalLM"],
+        "architectures": [_ARCHITECTURES[family] + "ForCausalLM"],
         "model_type": family,
         "attention_bias": False,
         "attention_dropout": 0.0,

@@ -80,7 +80,7 @@ def chat_template_source(model_path: str, chat_template: str = "") -> str:
     folder = Path(model_path)
     if chat_template:
         try:
-            return SHIPPED_TEMPLATES.get(chat_template, Path(chat_template)).read_text()
+            return SHIPPED_TEMPLATES.get(chat_template, Path(chat_template).expanduser()).read_text()
         except (OSError, UnicodeDecodeError) as error:
             fix = f"give the path of a Jinja file, or a shipped template: {', '.join(SHIPPED_TEMPLATES)}"
             raise ConfigError("gateway.chat_template_path", chat_template, str(error), fix) from None
@@ -91,7 +91,11 @@ def chat_template_source(model_path: str, chat_template: str = "") -> str:
     if isinstance(template, list):  # named templates
         template = {item["name"]: item["template"] for item in template}.get("default")
     if not template:
-        raise _unfit(folder, "the folder has no chat template", "add a chat_template.jinja")
+        fix = (
+            "choose an instruct model, or give --chat-template-path FILE "
+            f"(shipped here: {', '.join(SHIPPED_TEMPLATES)})"
+        )
+        raise _unfit(folder, "the folder has no chat template", fix)
     return str(template)
 
 
@@ -177,4 +181,4 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _unfit(folder: Path, reason: str, fix: str) -> ConfigError:
-    return ConfigError("model_path", str(folder), reason, fix)
+    return ConfigError("model.model_path", str(folder), reason, fix)

@@ -70,11 +70,33 @@ def parse_hf_config(config: Mapping[str, Json]) -> HuggingFaceConfig:
     """Accepts the field names of transformers 4 and 5 (`rope_theta` or `rope_parameters`)."""
     given = {name: value for name, value in config.items() if value is not None}
     try:
-        return HuggingFaceConfig.model_validate(given | _rope(given))
+        parsed = HuggingFaceConfig.model_validate(given | _rope(given))
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise _refused(name, config.get(name), first["msg"]) from None
+    _check_window(parsed, config)
+    return parsed
+
+
+def _check_window(parsed: HuggingFaceConfig, config: Mapping[str, Json]) -> None:
+    """Attention is computed over all earlier tokens, so a window must reach over every position."""
+    family = FAMILIES[parsed.model_type]
+    if family.default_window is None:
+        return
+    window = config.get("sliding_window", family.default_window)
+    positions = parsed.max_position_embeddings
+    if window is None or (isinstance(window, int) and window >= positions):
+        return
+    reason = (
+        f"each token would attend to the last {window} only (config.json without sliding_window means "
+        f"{family.default_window}), and the trainer computes attention over all {positions} positions"
+    )
+    fix = (
+        "use a model without a window (if its authors say that this one has none, write "
+        f'"sliding_window": null into its config.json), or lower max_position_embeddings to {window}'
+    )
+    raise ConfigError("config.json: sliding_window", config.get("sliding_window"), reason, fix)
 
 
 def _rope(config: Mapping[str, Json]) -> dict[str, Json]:

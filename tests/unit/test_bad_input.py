@@ -104,6 +104,59 @@ def template(text: str) -> Edit:
 
 
 @pytest.mark.parametrize(
+    ("given", "is_hub_id"),
+    [
+        ("Qwen/Qwen3-0.6B", True),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", True),
+        ("./Qwen/Qwen3-0.6B", False),
+        ("/Qwen/Qwen3-0.6B", False),
+        ("Qwen3-0.6B", False),
+        ("a/b/c", False),
+        ("here/model", False),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "check-template", "prepare-model"])
+def test_the_id_of_a_model_on_a_hub_is_told_as_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    given: str,
+    is_hub_id: bool,
+) -> None:
+    """What has a folder before its slash is a mistyped path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    (tmp_path / "here").mkdir()
+    flags = {
+        "train": ["--model-path", given, *SOURCE],
+        "check-template": [given],
+        "prepare-model": ["--from-folder", given, "--out", "out"],
+    }
+    assert cli.main([command, *flags[command]]) == 2
+    told = capsys.readouterr().err
+    assert repr(given) in told
+    assert "no such folder" in told
+    assert ("the id of a model on a hub" in told) is is_hub_id
+    assert (f"hf download {given} --local-dir FOLDER" in told) is is_hub_id
+
+
+def test_a_model_that_a_hub_s_client_has_downloaded_is_found(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    snapshots = tmp_path / "hub" / "hub" / "models--Qwen--Qwen3-0.6B" / "snapshots"
+    for age, name in enumerate(("new", "old")):
+        (snapshots / name).mkdir(parents=True)
+        (snapshots / name / "config.json").write_text("{}")
+        os.utime(snapshots / name / "config.json", (10**9 - age, 10**9 - age))
+    block = refused("--model-path", "Qwen/Qwen3-0.6B")
+    assert "the id of a model on a hub" in block["reason"]
+    assert block["fix"].endswith(f"give {snapshots / 'new'}")
+
+
+@pytest.mark.parametrize(
     ("spoil", "reason", "fix"),
     [
         (shutil.rmtree, "no such folder", "prepare-model"),
@@ -112,12 +165,16 @@ def template(text: str) -> Edit:
         (lambda m: (m / "config.json").write_bytes(b"\xff"), "config.json is not readable", "prepare-model"),
         (lambda m: (m / "model.safetensors").unlink(), "has no model.safetensors", "prepare-model"),
         (truncated, "model.safetensors is damaged", "prepare-model"),
-        (edited("config.json", model_type="mamba"), "model_type is 'mamba'", "type llama, qwen2, qwen3"),
+        (
+            edited("config.json", model_type="mamba"),
+            "model_type is 'mamba'",
+            "type llama, mistral, qwen2, qwen3",
+        ),
         (edited("config.json", hidden_act="gelu"), "does not support it", "another model"),
         (edited("config.json", vocab_size=600), "the embedding has 512 rows", "prepare-model"),
         (lambda m: (m / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read", "prepare-model"),
         (lambda m: (m / "tokenizer_config.json").unlink(), "no tokenizer_config.json", "prepare-model"),
-        (without_template, "no chat template", "instruct model"),
+        (without_template, "no chat template", "--chat-template-path FILE (shipped here: chatml-tools)"),
         (template("{% for m in messages %}"), "Unexpected end of template", "chat_template.jinja"),
         (template("{{ raise_exception('no') }}"), "refuses this conversation", "chat_template.jinja"),
         (template("{{ '' }}"), "to nothing", "chat_template.jinja"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_model import make_tiny_model
+from tiny_model import CHAT_TEMPLATE, make_tiny_model
 
 from invrl import cli, machine_checks, supervisor
 from invrl.config import resolve
@@ -109,6 +109,9 @@ def model_json(name: str, **changes: object) -> Callable[[Plot], None]:
 
 def model_file(name: str, text: str) -> Callable[[Plot], None]:
     return lambda plot: (plot.model / name).write_text(text)
+
+
+without_template = model_json("tokenizer_config.json", chat_template=None)
 
 
 def truncated_weights(plot: Plot) -> None:
@@ -211,6 +214,22 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ("truncated weights", truncated_weights, "model folder", FAILED, "damaged", "prepare-model"),
     ("model type", model_json("config.json", model_type="mamba"), "model folder", FAILED, "'mamba'", "qwen3"),
     ("tokenizer", model_file("tokenizer.json", "{}"), "model folder", FAILED, "cannot be read", "prepare"),
+    (
+        "no template",
+        without_template,
+        "chat template",
+        FAILED,
+        "no chat template",
+        "--chat-template-path FILE (shipped here: chatml-tools)",
+    ),
+    (
+        "broken template",
+        flag(chat_template_path=__file__),
+        "chat template",
+        FAILED,
+        "refuses",
+        "--chat-template-path",
+    ),
     ("template", model_file("chat_template.jinja", "{% if %}"), "chat template", FAILED, "refuses", "jinja"),
     (
         "activation",
@@ -288,6 +307,39 @@ def test_a_planted_fault_is_found(
     assert reason in f"{finding.value} {finding.reason}"
     assert fix in finding.fix
     assert "itself raised" not in "".join(str(each) for several in found.values() for each in several)
+
+
+@pytest.mark.parametrize("template", ["chatml-tools", "own.jinja"])
+@pytest.mark.parametrize("command", ["doctor", "serve", "train", "eval", "check-template"])
+def test_a_template_that_is_given_takes_the_place_of_one_that_is_missing(
+    plot: Plot, command: str, template: str
+) -> None:
+    """In every command that looks for one."""
+    from invrl.run_checks import check_run
+
+    without_template(plot)
+    (plot.here / "own.jinja").write_text(CHAT_TEMPLATE)
+    path = template if template == "chatml-tools" else str(plot.here / template)
+    plot.flags["--chat-template-path"] = path
+    config = resolve(*parse_flags(plot.arguments))
+    match command:
+        case "doctor":
+            findings = diagnose(plot.arguments, plot.machine)
+            assert not [str(finding) for finding in findings if finding.status is FAILED]
+        case "check-template":
+            model = str(plot.model)
+            assert cli.main(["check-template", model, "--chat-template-path", path]) == 0
+            assert cli.main(["check-template", model]) == 2
+        case _:
+            check_run(config, trains=command == "train", evaluates=command == "eval")
+
+
+def test_a_trainer_alone_needs_no_template(plot: Plot) -> None:
+    without_template(plot)
+    plot.more = ("--debug-train-only", "--load-rollout-data", str(plot.here))
+    found = by_check(diagnose(plot.arguments, plot.machine))
+    assert found["model folder"][0].status is Status.OK
+    assert "chat template" not in found
 
 
 def test_a_healthy_machine_fails_nothing(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ from hypothesis import strategies as st
 from tiny_model import Family, tensor_shapes
 
 from invrl.errors import ConfigError
+from invrl.rollout import sglang_models
 from invrl.train.hf_config import parse_hf_config
 from invrl.train.hf_names.families import FAMILIES
 from invrl.train.hf_names.parameter import Fusion, join, split
 
-NAMES: list[Family] = ["llama", "qwen2", "qwen3"]
+NAMES: list[Family] = ["llama", "mistral", "qwen2", "qwen3"]
 
 
 @given(
@@ -127,6 +130,40 @@ def test_a_model_that_would_be_computed_wrongly_is_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         parse_hf_config(config(**fields))  # type: ignore[arg-type]
     assert caught.value.field == f"config.json: {named}"
+
+
+def mistral(**fields: object) -> dict[str, object]:
+    return config(model_type="mistral", **fields)
+
+
+@pytest.mark.parametrize("window", [None, 512, 4096])
+def test_a_window_that_reaches_over_all_positions_limits_nothing(window: int | None) -> None:
+    assert parse_hf_config(mistral(sliding_window=window)).model_type == "mistral"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "value"), [({"sliding_window": 511}, 511), ({"max_position_embeddings": 32768}, None)]
+)
+def test_mistral_s_sliding_window_is_refused(fields: dict[str, object], value: int | None) -> None:
+    """A config.json of Mistral's that names no window has one of 4096 in transformers."""
+    with pytest.raises(ConfigError, match="sliding_window") as caught:
+        parse_hf_config(mistral(**fields))  # type: ignore[arg-type]
+    assert caught.value.field == "config.json: sliding_window"
+    assert caught.value.value == value
+    assert "null" in caught.value.fix
+
+
+def test_a_window_that_is_not_used_is_none() -> None:
+    """Qwen2's config.json has a window and a switch that is off."""
+    given = config(model_type="qwen2", sliding_window=128, use_sliding_window=False)
+    assert parse_hf_config(given).model_type == "qwen2"  # type: ignore[arg-type]
+
+
+def test_there_is_one_list_of_families() -> None:
+    """Tests, and the classes that SGLang is shown first, have those that the trainer knows."""
+    assert sorted(FAMILIES) == sorted(NAMES) == sorted(get_args(Family))
+    shown = Path(sglang_models.__path__[0]) / "families.py"
+    assert sorted(re.findall(r"from sglang.srt.models.(\w+) import", shown.read_text())) == sorted(FAMILIES)
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:

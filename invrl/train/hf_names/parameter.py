@@ -48,6 +48,9 @@ class Family:
     """Absent where the embedding is tied."""
     qkv_bias: bool = False
     qk_norm: bool = False
+    default_window: int | None = None
+    """How far attention reaches where config.json does not mention `sliding_window`, as transformers has it;
+    None: the family has no such window."""
 
     def parameters(self, *, layers: int, tied: bool) -> list[Parameter]:
         numbered = [parameter.at(layer) for layer in range(layers) for parameter in self.layer]
