@@ -46,6 +46,9 @@ class RunConfig(Section):
     load_rollout_data: str = Field("", description="folder of saved batches, for --debug-train-only")
     load_checkpoint: str = Field("", description="RUN/checkpoints/step-N that --debug-train-only begins with")
     progress: Literal["auto", "plain", "none"] = Field("auto", description="auto: live display on a terminal")
+    log_samples: NonNegativeInt = Field(
+        1, description="rollouts of each step whose prompt, reply and reward the console shows; 0: none"
+    )
     tensorboard: bool = Field(True, description="write TensorBoard events into the run folder")
     wandb_project: str = Field("", description="project at Weights & Biases to log to; empty: none")
     wandb_mode: Literal["online", "offline"] = Field("online", description="offline: files for `wandb sync`")

@@ -10,19 +10,21 @@ is 0): versions count batches, so staleness and the ledger need no second clock.
 same weights once more, in the usual transaction."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from invrl.interfaces import Buffer, StepResult, Trainer
 from invrl.metric_sinks import Sink
 from invrl.metrics import resolve, timed
-from invrl.step_metrics import rollout_metrics, time_metrics, update_metrics
+from invrl.step_metrics import reply_metrics, rollout_metrics, time_metrics, update_metrics
 from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
 Assemble = Callable[[int, TakenBatch], TrainBatch]
 """Fetches the tokens of a step's batch from the run's store and computes advantages. It runs in a thread, so
 that gateway and fleet are watched, and rollouts dispatched, while it reads."""
+ShowSamples = Callable[[int, TakenBatch], Sequence[str]]
+"""What a person is shown of a step's rollouts; runs in a thread too."""
 Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
 """Gives the trainer's weights to the fleet as this version, in one transaction."""
 Save = Callable[[int, bytes], Awaitable[object]]
@@ -50,6 +52,7 @@ class Parts:
     observer: Sink
     learner: Learner | None
     evaluate: Evaluate | None = None
+    show_samples: ShowSamples | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
             taken = await parts.buffer.take()
         with phases.within("assemble"):
             batch = await asyncio.to_thread(parts.assemble, step, taken)
-        values = resolve(rollout_metrics(taken), "rollout/")
+        values = resolve(rollout_metrics(taken) | reply_metrics(batch), "rollout/")
         if parts.learner is None:
             await parts.buffer.advance(taken.version)
         else:
@@ -86,6 +89,9 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
             parts.observer.phase("evaluate", step)
             values |= await parts.evaluate(WeightVersion(step))
         parts.observer.step(step, values)
+        if parts.show_samples is not None:
+            for text in await asyncio.to_thread(parts.show_samples, step, taken):
+                parts.observer.note(text)
 
 
 async def _learn(

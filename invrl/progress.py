@@ -17,6 +17,8 @@ SHOWN = {
     "rollout/reward_mean": "reward",
     "rollout/reward_std": "std",
     "rollout/response_length": "tokens/rollout",
+    "rollout/truncated_share": "cut",
+    "rollout/distinct_replies": "distinct replies",
     "train/grad_norm": "grad norm",
     "time/rollout_tokens_per_s": "rollout tok/s",
     "time/train_tokens_per_s": "train tok/s",
@@ -83,7 +85,7 @@ class LiveProgress(Sink):
 
 def _shown(values: Mapping[str, float]) -> str:
     """The metrics of the screen, and held-out accuracies with the number of rollouts that failed."""
-    parts = [f"{label} {_number(values[name])}" for name, label in SHOWN.items() if name in values]
+    parts = [f"{label} {_shown_value(name, values)}" for name, label in SHOWN.items() if name in values]
     for name in values:
         if name.startswith("eval/") and name.endswith("/accuracy"):
             parts.append(f"{name} {_number(values[name])}{_failed_in(values, name.removesuffix('accuracy'))}")
@@ -94,6 +96,14 @@ def _failed_in(values: Mapping[str, float], score: str) -> str:
     """Of the evaluation whose metrics begin with `score`: rollouts that failed, which score 0."""
     failed = values.get(f"{score}failed", 0.0)
     return f" ({failed:.0f} of {values[f'{score}samples']:.0f} rollouts failed)" if failed else ""
+
+
+def _shown_value(name: str, values: Mapping[str, float]) -> str:
+    if name == "rollout/truncated_share":
+        return f"{values[name]:.0%}"
+    if name == "rollout/distinct_replies" and "rollout/rollouts" in values:
+        return f"{values[name]:.0f} of {values['rollout/rollouts']:.0f}"
+    return _number(values[name])
 
 
 def _counted(failed: Mapping[str, int]) -> str:

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from invrl.run_store import RunStore
     from invrl.samples import Change, Sample
     from invrl.transcript import SaidTurn, Transcript
+    from invrl.types import RolloutSummary
 
 _MESSAGE_CHARACTERS = 600
 _DETAIL_LINES = 6
 _BRIEF_CHARACTERS = 160
 _MODEL = "model"
+_NOTHING = "(nothing)"
 
 
 def describe_samples(
@@ -85,16 +87,17 @@ def describe_changes(found: Sequence[Change], store: RunStore, *, total: int, fu
     return for_stdout("\n\n".join(parts))
 
 
-def brief(sample: Sample, transcript: Transcript) -> str:
+def brief(summary: RolloutSummary, transcript: Transcript) -> str:
     """Three lines for the console of a run: which rollout it was, the end of its prompt, its last reply."""
-    asked = transcript.opening[-1] if transcript.opening else None
-    last = transcript.turns[-1] if transcript.turns else None
-    turns = f", {sample.num_turns} turns" if sample.num_turns > 1 else ""
-    cut = ", cut" if last is not None and last.cut else ""
-    lines = [f"  sample: task {_short(sample.task_id)}, reward {_reward(sample)}{turns}{cut}"]
-    if asked is not None:
+    turns = f", {summary.num_turns} turns" if summary.num_turns > 1 else ""
+    cut = ", cut" if summary.truncated else ""
+    failed = f", failed: {summary.failure}" if summary.failure is not None else ""
+    lines = [f"  sample: task {_short(summary.task_id)}, reward {summary.reward:.3f}{turns}{cut}{failed}"]
+    if transcript.opening:
+        asked = transcript.opening[-1]
         lines.append(f"    {asked.role}: {_short(said(asked))}")
-    lines.append(f"    {_MODEL}: {_short(said(last.reply)) or '(nothing)' if last else '(nothing)'}")
+    reply = _short(said(transcript.turns[-1].reply)) if transcript.turns else ""
+    lines.append(f"    {_MODEL}: {reply or _NOTHING}")
     return for_stdout("\n".join(lines))
 
 
@@ -167,7 +170,7 @@ def _conversation(transcript: Transcript, *, full: bool, shown_before: tuple[Mes
         else:
             for message in turn.prompt:
                 lines += _message(message.role, said(message), full=full)
-        lines += _message(f"> {_MODEL}{_ending(turn)}", said(turn.reply) or "(nothing)", full=full)
+        lines += _message(f"> {_MODEL}{_ending(turn)}", said(turn.reply) or _NOTHING, full=full)
     return lines
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from invrl.metrics import Max, Mean, Metric, Sum
-from invrl.types import RolloutSummary, TakenBatch, WeightUpdate
+from invrl.types import RolloutSummary, TakenBatch, TrainBatch, WeightUpdate
 
 
 def _ratio(pairs: Iterable[tuple[int, int]]) -> Mean:
@@ -24,6 +24,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
     """Reward, lengths, cache and staleness of the rollouts that are trained in this step.
+    `truncated_share` is the share of rollouts in which a reply ran out of tokens.
     `delivered_fraction`, `trained_fraction` and `auxiliary_fraction` are of sampled tokens.
     `later_cached_fraction` is over the prompts of every turn after the first: what the radix cache
     saved of a conversation that continues. `failed_share/<reason>` are failures that count with a reward.
@@ -60,6 +61,18 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
         values = [r.reward_components[name] for r in rollouts if name in r.reward_components]
         metrics[f"reward/{name}"] = _mean(values)
     return metrics
+
+
+def reply_metrics(batch: TrainBatch) -> dict[str, Metric]:
+    """How many of the batch's rollouts sampled different tokens, over all of its tasks: as many as there are
+    where each says something of its own, 1 where the policy has collapsed to one reply. Only trained tokens
+    count: all that a rollout sampled, but for replies that its client never got."""
+    parts: dict[str, list[bytes]] = {}
+    for sample in batch.samples:
+        trained_T = sample.tokens_T[sample.loss_mask_T]
+        parts.setdefault(sample.rollout_id, []).append(trained_T.tobytes())
+    distinct = len({tuple(of_rollout) for of_rollout in parts.values()})
+    return {"distinct_replies": Sum(distinct)}
 
 
 def update_metrics(update: WeightUpdate) -> dict[str, Metric]:

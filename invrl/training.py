@@ -36,6 +36,7 @@ from invrl.rollout.evaluate import EvalScore, Evaluation, failure_note, gain_int
 from invrl.rollout.tasks import label_notes
 from invrl.run_folder import RunFolder, write_atomically
 from invrl.run_store import RunStore, abandon_open_sessions
+from invrl.step_samples import show_samples
 from invrl.store_check import check_store, check_store_of
 from invrl.types import TakenBatch, TrainBatch, WeightVersion
 
@@ -239,6 +240,7 @@ class _Run:
             observer=self.observer,
             learner=learner,
             evaluate=evaluate if evaluates else None,
+            show_samples=partial(show_samples, self.folder.store_path, config.run.log_samples),
         )
         steps = config.run.num_steps
         teller = FailureTeller(config.buffer.failure_limits())

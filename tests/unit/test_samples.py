@@ -3,213 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import sqlite3
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-import numpy as np
 import pytest
-from test_run_folder import config
+from recorded_run import RecordedRun, record_run
 
 from invrl import cli
-from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.ledger_store import LedgerStore
-from invrl.buffer.open_group import Place, RolloutState
 from invrl.gateway.message import Message, ToolCall
-from invrl.run_folder import RunFolder, make_run_folder
-from invrl.run_store import RunStoreWriter
 from invrl.samples import likeness, read_samples, spread
 from invrl.types import (
     DropReason,
     FailedRollout,
     FailureReason,
-    FinishReason,
-    Outcome,
-    Purpose,
-    RolloutSummary,
     Sampling,
     Session,
-    Turn,
-    VersionSpan,
-    WeightVersion,
 )
-
-ENDS = {"trained": RolloutState.TRAINED, "dropped": RolloutState.DROPPED}
-
-
-@dataclass
-class Run:
-    """A run folder that is filled rollout by rollout, as gateway and buffer would."""
-
-    folder: RunFolder
-    writer: RunStoreWriter
-    ledger: LedgerStore
-    sequence: int = 0
-    opened: float = 100.0
-
-    def add(
-        self,
-        task: str,
-        reply: str | Sequence[str] | Message,
-        reward: float,
-        *,
-        step: int | None = 1,
-        index: int = 0,
-        group: str = "",
-        purpose: Purpose = "train",
-        mode: str = "greedy",
-        drop: DropReason | None = None,
-        failure: FailureReason | None = None,
-        detail: str = "",
-        ending: FinishReason = "stop",
-        version: int | None = None,
-    ) -> str:
-        """A rollout of the step; its session's id."""
-        name = f"ses-{self.sequence:04d}{index}"
-        group = group or f"g-{task}-{step}"
-        if purpose == "eval":
-            group = f"eval/{step}/{mode}/{task}"
-        version = version if version is not None else (step or 0) - (purpose == "train")
-        session = Session(
-            id=name,
-            key=f"isk-{name}",
-            base_url="",
-            task_id=task,
-            group_id=group,
-            index=index,
-            attempt=0,
-            purpose=purpose,
-            sampling=Sampling(),
-        )
-        self.opened += 1
-        self.writer.open_sessions([session], [hashlib.sha256(name.encode()).digest()], self.opened).result(60)
-        replies = [reply] if isinstance(reply, str | Message) else list(reply)
-        parent: str | None = None
-        for number, text in enumerate(replies):
-            asked = Message("user", f"What is {task}?") if not number else Message("user", "Go on.")
-            said = text if isinstance(text, Message) else Message("assistant", text)
-            turn = self._turn(f"{name}/{number}", name, parent, said, version, ending)
-            self.writer.add_turn(turn, msgspec.json.encode([asked, said])).result(60)
-            self.writer.mark_delivered(turn.id).result(60)
-            parent = turn.id
-        summary = self._summary(session, reward, len(replies), version, cut=ending == "length")
-        outcome: Outcome = summary
-        if failure is not None:
-            place = {each: getattr(summary, each) for each in ("session_id", "task_id", "group_id")}
-            outcome = FailedRollout(**place, index=index, attempt=0, reason=failure, detail=detail)
-        state = "aborted" if failure else "finished"
-        self.writer.close_session(name, state, outcome, hand_over=purpose == "train").result(60)
-        if purpose == "train":
-            self._account(task, Place(group, index, 0), name, step, drop, failure)
-        self.sequence += 10
-        return name
-
-    def _turn(
-        self, name: str, session: str, parent: str | None, said: Message, version: int, ending: FinishReason
-    ) -> Turn:
-        ids_T = np.frombuffer(repr(said).encode(), np.uint8).astype(np.int32)
-        return Turn(
-            id=name,
-            session_id=session,
-            parent_id=parent,
-            context_ids_T=np.array([1, 2], np.int32),
-            sampled_ids_T=ids_T,
-            logprobs_T=np.zeros(len(ids_T), np.float32),
-            spans=(VersionSpan(version=WeightVersion(version), start=0, end=len(ids_T)),),
-            finish_reason=ending,
-            request_digest="",
-            delivered=False,
-            temperature=1.0,
-            prompt_tokens=2,
-            cached_tokens=0,
-            fork_reason="",
-            started_at=self.opened,
-            finished_at=self.opened + len(name) / 100,
-        )
-
-    def _summary(
-        self, session: Session, reward: float, turns: int, version: int, *, cut: bool
-    ) -> RolloutSummary:
-        return RolloutSummary(
-            session_id=session.id,
-            task_id=session.task_id,
-            group_id=session.group_id,
-            index=session.index,
-            attempt=0,
-            reward=reward,
-            num_turns=turns,
-            prompt_tokens=2,
-            cached_tokens=0,
-            later_prompt_tokens=0,
-            later_cached_tokens=0,
-            sampled_tokens=9,
-            trained_tokens=9,
-            truncated=cut,
-            oldest_version=WeightVersion(version),
-            newest_version=WeightVersion(version),
-            forks=0,
-            started_at=0.0,
-            finished_at=1.0,
-        )
-
-    def _account(
-        self,
-        task: str,
-        place: Place,
-        session: str,
-        step: int | None,
-        drop: DropReason | None,
-        failure: FailureReason | None,
-    ) -> None:
-        """The ledger's entries, from the lease to the end."""
-        entries: list[LedgerEntry] = []
-
-        def move(state: RolloutState, **facts: object) -> None:
-            values = {"sequence": self.sequence + len(entries), "place": place, "task_id": task}
-            entries.append(msgspec.convert({**values, "state": state, **facts}, LedgerEntry))
-
-        move(RolloutState.IN_FLIGHT)
-        if failure is not None:
-            move(RolloutState.DROPPED, reason=DropReason.REPLACED, failure=failure, session_id=session)
-        else:
-            move(RolloutState.FINISHED, session_id=session)
-            if drop is not None:
-                move(RolloutState.DROPPED, reason=drop)
-            elif step is not None:
-                move(RolloutState.GROUPED)
-                move(RolloutState.TAKEN, batch_id=step - 1)
-                move(RolloutState.TRAINED, batch_id=step - 1)
-        self.ledger.write(entries)
-
-    def samples(self, *flags: str) -> int:
-        return cli.main(["samples", str(self.folder.path), *flags])
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    folder = make_run_folder(config(tmp_path, "run"))
-    writer = RunStoreWriter(folder.store_path)
-    ledger = LedgerStore(folder.store_path)
-    ledger.begin(parent=0, step=0, sequence=0)
-    return Run(folder, writer, ledger)
+def run(tmp_path: Path) -> RecordedRun:
+    return record_run(tmp_path)
 
 
-def shown(run: Run, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    assert run.samples(*flags) == 0
+def shown(run: RecordedRun, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert cli.main(["samples", str(run.folder.path), *flags]) == 0
     return capsys.readouterr().out
 
 
-def refused(run: Run, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    assert run.samples(*flags) == 2
+def refused(run: RecordedRun, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert cli.main(["samples", str(run.folder.path), *flags]) == 2
     return capsys.readouterr().err
 
 
 def test_the_last_step_is_shown_with_prompt_reply_reward_and_what_else_is_known(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("1+1", "old news", 0.0, step=1)
     run.add("2+2", ["let me think", "four"], 0.25, step=2, index=0)
@@ -227,7 +56,7 @@ def test_the_last_step_is_shown_with_prompt_reply_reward_and_what_else_is_known(
 
 
 def test_a_run_that_goes_on_is_shown_too_and_nothing_of_it_is_changed(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("1+1", "2", 1.0, step=None)  # finished, its group is not complete
     run.writer.open_sessions([_open_session()], [b"hash"], 7.0).result(60)
@@ -260,7 +89,7 @@ def _open_session() -> Session:
 
 
 def test_worst_and_best_go_by_reward_and_take_one_of_each_task_first(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for index in range(3):
         run.add("a", f"a{index}", 0.0, index=index)
@@ -274,7 +103,7 @@ def test_worst_and_best_go_by_reward_and_take_one_of_each_task_first(
 
 
 def test_a_held_out_task_that_changed_is_shown_before_and_after(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step, steady, learnt, reworded in ((0, "6", "9", "it is 7"), (4, "6", "8", "seven")):
         run.add("3+3", steady, 1.0, step=step, purpose="eval")
@@ -294,7 +123,7 @@ def test_a_held_out_task_that_changed_is_shown_before_and_after(
 
 
 def test_a_training_task_changed_between_its_first_group_and_its_last_one_also_if_that_was_dropped(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for index in range(2):
         run.add("solved", "no idea", float(index == 1), step=1, index=index, group="g0")
@@ -309,7 +138,7 @@ def test_a_training_task_changed_between_its_first_group_and_its_last_one_also_i
 
 
 def test_what_was_not_trained_is_counted_and_shown_when_asked_for(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("a", "trained one", 0.5)
     run.add("b", "same as ever", 1.0, step=None, drop=DropReason.ZERO_VARIANCE)
@@ -319,7 +148,7 @@ def test_what_was_not_trained_is_counted_and_shown_when_asked_for(
     assert "dropped: zero_variance" in out
 
 
-def test_failures_are_shown_with_what_they_say(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_shown_with_what_they_say(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     run.add("a", "fine", 0.5)
     run.add(
         "b",
@@ -338,7 +167,7 @@ def test_failures_are_shown_with_what_they_say(run: Run, capsys: pytest.CaptureF
 
 
 def test_control_characters_of_the_model_never_reach_the_terminal(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b]0;title\x07\x1b[2Jred\r\x9bK\u202egnirts\u2028\ttab\nline two"
     calls = (ToolCall("c1", "run\x1b[1m", '{"a": "\x08"}'),)
@@ -354,7 +183,7 @@ def test_control_characters_of_the_model_never_reach_the_terminal(
 
 
 def test_long_texts_are_trimmed_in_their_middle_unless_all_is_wanted(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "begin " + "x" * 50_000 + " end"
     run.add("a", text, 1.0)
@@ -366,7 +195,7 @@ def test_long_texts_are_trimmed_in_their_middle_unless_all_is_wanted(
     assert text in shown(run, capsys, "--full")
 
 
-def test_json_has_every_fact_and_every_word(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_fact_and_every_word(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     text = "y" * 10_000
     name = run.add("a", ["one", text], 0.5, ending="length")
     (row,) = json.loads(shown(run, capsys, "--json"))
@@ -377,7 +206,9 @@ def test_json_has_every_fact_and_every_word(run: Run, capsys: pytest.CaptureFixt
     assert row["turns"][0]["prompt"][0]["content"] == "What is a?"
 
 
-def test_an_unknown_step_or_task_is_told_what_there_is(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_step_or_task_is_told_what_there_is(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (1, 2, 3):
         run.add("sum-of-two", "x", 0.5, step=step)
     run.add("held", "x", 0.5, step=0, purpose="eval")
@@ -403,17 +234,19 @@ def test_an_unknown_step_or_task_is_told_what_there_is(run: Run, capsys: pytest.
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
-    run: Run, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str
+    run: RecordedRun, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str
 ) -> None:
     run.add("a", "x", 0.5)
     assert told in refused(run, capsys, *flags)
 
 
-def test_a_run_in_which_nothing_has_ended_says_so(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_which_nothing_has_ended_says_so(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "no rollout has ended in it so far" in refused(run, capsys)
 
 
-def test_what_a_lost_life_trained_is_not_of_the_step(run: Run) -> None:
+def test_what_a_lost_life_trained_is_not_of_the_step(run: RecordedRun) -> None:
     run.add("a", "lost", 0.0, step=1, group="g0")
     run.ledger.begin(parent=1, step=0, sequence=0)
     run.sequence = 100
@@ -423,7 +256,7 @@ def test_what_a_lost_life_trained_is_not_of_the_step(run: Run) -> None:
     assert (second.rollout_id, second.state, second.step) == (again, "trained", 1)
 
 
-def test_a_failure_that_counts_has_the_reward_of_the_run(run: Run) -> None:
+def test_a_failure_that_counts_has_the_reward_of_the_run(run: RecordedRun) -> None:
     run.add("a", "x", 0.5)
     with_partial = FailedRollout(
         session_id="ses-late",
@@ -433,7 +266,7 @@ def test_a_failure_that_counts_has_the_reward_of_the_run(run: Run) -> None:
         attempt=0,
         reason=FailureReason.TIMEOUT,
         detail="late",
-        partial=run._summary(_open_session(), 0.0, 1, 0, cut=False),
+        partial=run.summary(_open_session(), 0.0, 1, 0, cut=False),
     )
     run.writer.open_sessions([_open_session()], [b"hash"], 7.0).result(60)
     run.writer.close_session("ses-open", "aborted", with_partial, hand_over=True).result(60)
@@ -442,7 +275,7 @@ def test_a_failure_that_counts_has_the_reward_of_the_run(run: Run) -> None:
     assert [one.reward for one in read_samples(run.folder.store_path, {})] == [0.5, None]
 
 
-def test_spread_is_even_and_keeps_both_ends(run: Run) -> None:
+def test_spread_is_even_and_keeps_both_ends(run: RecordedRun) -> None:
     for index in range(10):
         run.add("a", "x", 0.0, index=index)
     samples = read_samples(run.folder.store_path, {})
@@ -459,7 +292,7 @@ def test_likeness_is_1_for_equal_texts_alone() -> None:
 
 
 def test_the_ledger_lists_the_tasks_and_shows_one_by_its_id(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(25):
         run.add(f"task-{number}", "x", 0.5)

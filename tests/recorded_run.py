@@ -1,0 +1,188 @@
+"""A run folder that tests fill rollout by rollout, with what was said in each: as gateway and buffer would."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from invrl.buffer.ledger import LedgerEntry
+from invrl.buffer.ledger_store import LedgerStore
+from invrl.buffer.open_group import Place, RolloutState
+from invrl.config import Source, resolve
+from invrl.gateway.message import Message
+from invrl.run_folder import RunFolder, make_run_folder
+from invrl.run_store import RunStoreWriter
+from invrl.types import (
+    DropReason,
+    FailedRollout,
+    FailureReason,
+    FinishReason,
+    Outcome,
+    Purpose,
+    RolloutSummary,
+    Sampling,
+    Session,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
+
+
+@dataclass
+class RecordedRun:
+    """The folder, and the two writers of its store."""
+
+    folder: RunFolder
+    writer: RunStoreWriter
+    ledger: LedgerStore
+    sequence: int = 0
+    opened: float = 100.0
+
+    def add(
+        self,
+        task: str,
+        reply: str | Sequence[str] | Message,
+        reward: float,
+        *,
+        step: int | None = 1,
+        index: int = 0,
+        group: str = "",
+        purpose: Purpose = "train",
+        mode: str = "greedy",
+        drop: DropReason | None = None,
+        failure: FailureReason | None = None,
+        detail: str = "",
+        ending: FinishReason = "stop",
+        version: int | None = None,
+    ) -> str:
+        """A rollout of the step; its session's id."""
+        name = f"ses-{self.sequence:04d}{index}"
+        group = group or f"g-{task}-{step}"
+        if purpose == "eval":
+            group = f"eval/{step}/{mode}/{task}"
+        version = version if version is not None else (step or 0) - (purpose == "train")
+        session = Session(
+            id=name,
+            key=f"isk-{name}",
+            base_url="",
+            task_id=task,
+            group_id=group,
+            index=index,
+            attempt=0,
+            purpose=purpose,
+            sampling=Sampling(),
+        )
+        self.opened += 1
+        self.writer.open_sessions([session], [hashlib.sha256(name.encode()).digest()], self.opened).result(60)
+        replies = [reply] if isinstance(reply, str | Message) else list(reply)
+        parent: str | None = None
+        for number, text in enumerate(replies):
+            asked = Message("user", f"What is {task}?") if not number else Message("user", "Go on.")
+            said = text if isinstance(text, Message) else Message("assistant", text)
+            turn = self._turn(f"{name}/{number}", name, parent, said, version, ending)
+            self.writer.add_turn(turn, msgspec.json.encode([asked, said])).result(60)
+            self.writer.mark_delivered(turn.id).result(60)
+            parent = turn.id
+        summary = self.summary(session, reward, len(replies), version, cut=ending == "length")
+        outcome: Outcome = summary
+        if failure is not None:
+            place = {each: getattr(summary, each) for each in ("session_id", "task_id", "group_id")}
+            outcome = FailedRollout(**place, index=index, attempt=0, reason=failure, detail=detail)
+        state = "aborted" if failure else "finished"
+        self.writer.close_session(name, state, outcome, hand_over=purpose == "train").result(60)
+        if purpose == "train":
+            self._account(task, Place(group, index, 0), name, step, drop, failure)
+        self.sequence += 10
+        return name
+
+    def _turn(
+        self, name: str, session: str, parent: str | None, said: Message, version: int, ending: FinishReason
+    ) -> Turn:
+        ids_T = np.frombuffer(repr(said).encode(), np.uint8).astype(np.int32)
+        return Turn(
+            id=name,
+            session_id=session,
+            parent_id=parent,
+            context_ids_T=np.array([1, 2], np.int32),
+            sampled_ids_T=ids_T,
+            logprobs_T=np.zeros(len(ids_T), np.float32),
+            spans=(VersionSpan(version=WeightVersion(version), start=0, end=len(ids_T)),),
+            finish_reason=ending,
+            request_digest="",
+            delivered=False,
+            temperature=1.0,
+            prompt_tokens=2,
+            cached_tokens=0,
+            fork_reason="",
+            started_at=self.opened,
+            finished_at=self.opened + len(name) / 100,
+        )
+
+    def summary(
+        self, session: Session, reward: float, turns: int, version: int, *, cut: bool
+    ) -> RolloutSummary:
+        return RolloutSummary(
+            session_id=session.id,
+            task_id=session.task_id,
+            group_id=session.group_id,
+            index=session.index,
+            attempt=0,
+            reward=reward,
+            num_turns=turns,
+            prompt_tokens=2,
+            cached_tokens=0,
+            later_prompt_tokens=0,
+            later_cached_tokens=0,
+            sampled_tokens=9,
+            trained_tokens=9,
+            truncated=cut,
+            oldest_version=WeightVersion(version),
+            newest_version=WeightVersion(version),
+            forks=0,
+            started_at=0.0,
+            finished_at=1.0,
+        )
+
+    def _account(
+        self,
+        task: str,
+        place: Place,
+        session: str,
+        step: int | None,
+        drop: DropReason | None,
+        failure: FailureReason | None,
+    ) -> None:
+        """The ledger's entries, from the lease to the end."""
+        entries: list[LedgerEntry] = []
+
+        def move(state: RolloutState, **facts: object) -> None:
+            values = {"sequence": self.sequence + len(entries), "place": place, "task_id": task}
+            entries.append(msgspec.convert({**values, "state": state, **facts}, LedgerEntry))
+
+        move(RolloutState.IN_FLIGHT)
+        if failure is not None:
+            move(RolloutState.DROPPED, reason=DropReason.REPLACED, failure=failure, session_id=session)
+        else:
+            move(RolloutState.FINISHED, session_id=session)
+            if drop is not None:
+                move(RolloutState.DROPPED, reason=drop)
+            elif step is not None:
+                move(RolloutState.GROUPED)
+                move(RolloutState.TAKEN, batch_id=step - 1)
+                move(RolloutState.TRAINED, batch_id=step - 1)
+        self.ledger.write(entries)
+
+
+def record_run(root: Path) -> RecordedRun:
+    """An empty one in its first life, at `root`/run."""
+    config = resolve(Source(name="test", tables={"run": {"run_root": str(root), "run_name": "run"}}))
+    folder = make_run_folder(config)
+    writer = RunStoreWriter(folder.store_path)
+    ledger = LedgerStore(folder.store_path)
+    ledger.begin(parent=0, step=0, sequence=0)
+    return RecordedRun(folder, writer, ledger)

@@ -1,0 +1,165 @@
+"""What the console tells of a step's replies: some of them, how many are cut, and how many are distinct."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recorded_run import record_run
+from stored_rollouts import finish, summary_of
+from test_loop import EmptyBatches, Notes
+
+from invrl.loop import Parts, run_loop
+from invrl.progress import PlainProgress
+from invrl.run_store import RunStore, RunStoreWriter
+from invrl.step_metrics import reply_metrics
+from invrl.step_samples import chosen_rollouts, show_samples
+from invrl.types import (
+    Group,
+    GroupLease,
+    GroupMember,
+    RolloutSummary,
+    TakenBatch,
+    Task,
+    TrainBatch,
+    TrainSample,
+    WeightVersion,
+)
+
+
+def taken(groups: int = 4, members: int = 8) -> TakenBatch:
+    made = []
+    for number in range(groups):
+        places = tuple(GroupMember(index=index, attempt=0) for index in range(members))
+        lease = GroupLease(group_id=f"g{number}", task=Task(id=f"task-{number}", payload={}), members=places)
+        rollouts = tuple(summary_of(lease, index=index, attempt=0, version=0) for index in range(members))
+        made.append(Group(id=lease.group_id, task_id=lease.task.id, rollouts_G=rollouts))
+    return TakenBatch(batch_id=0, version=WeightVersion(0), groups=tuple(made))
+
+
+def row(rollout: str, prompt: list[int], reply: list[int]) -> TrainSample:
+    tokens_T = np.array(prompt + reply, np.int32)
+    mask_T = np.array([False] * len(prompt) + [True] * len(reply))
+    return TrainSample(
+        tokens_T=tokens_T,
+        loss_mask_T=mask_T,
+        rollout_logprobs_T=np.zeros(len(tokens_T), np.float32),
+        versions_T=np.where(mask_T, 0, -1).astype(np.int32),
+        reward=0.0,
+        temperature=1.0,
+        group_id="g",
+        rollout_id=rollout,
+        attempt=0,
+        turn_ids=(),
+    )
+
+
+def batch(*rows: TrainSample) -> TrainBatch:
+    advantages = tuple(np.zeros(len(one.tokens_T), np.float32) for one in rows)
+    return TrainBatch(
+        batch_id=0, version=WeightVersion(0), samples=rows, advantages=advantages, total_tokens=1
+    )
+
+
+def distinct(*rows: TrainSample) -> float:
+    return reply_metrics(batch(*rows))["distinct_replies"].value()
+
+
+def test_a_collapsed_policy_has_one_distinct_reply_whatever_it_was_asked() -> None:
+    assert distinct(*(row(f"r{number}", [number, 7], [1, 2]) for number in range(80))) == 1
+    assert distinct(*(row(f"r{number}", [9], [1, number]) for number in range(80))) == 80
+    assert distinct() == 0
+
+
+def test_a_rollout_of_several_rows_is_one_reply() -> None:
+    """Branches and turns count with their rollout: what it said altogether."""
+    one = (row("a", [9], [1]), row("a", [9, 1, 3], [2]))
+    same = (row("b", [8], [1]), row("b", [8, 1, 3], [2]))
+    other = (row("c", [8], [1]), row("c", [8, 1, 3], [4]))
+    assert distinct(*one) == distinct(*one, *same) == 1
+    assert distinct(*one, *same, *other) == 2
+    assert distinct(row("a", [9], [1]), row("a", [9], [2])) == 1
+    assert distinct(row("a", [9], [1, 2]), row("b", [9], [1]), row("b", [9, 1], [2])) == 2
+
+
+def test_the_step_line_tells_cut_replies_and_distinct_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"rollout/reward_mean": 1.0, "rollout/truncated_share": 0.975, "rollout/distinct_replies": 1.0}
+    PlainProgress(3).step(2, values | {"rollout/rollouts": 80.0})
+    assert "reward 1, cut 98%, distinct replies 1 of 80" in capsys.readouterr().out
+
+
+def test_samples_are_of_several_groups_and_in_each_step_of_other_members() -> None:
+    of_step = [chosen_rollouts(taken(), 4, step) for step in range(3)]
+    assert [[one.group_id for one in chosen] for chosen in of_step] == [["g0", "g1", "g2", "g3"]] * 3
+    assert [{one.index for one in chosen} for chosen in of_step] == [{0}, {1}, {2}]
+    assert len(chosen_rollouts(taken(1, 3), 9, 5)) == 3
+    assert chosen_rollouts(taken(), 0, 5) == []
+    assert chosen_rollouts(taken(0), 2, 5) == []
+
+
+def test_a_sample_is_shown_with_task_reward_prompt_and_reply(tmp_path: Path) -> None:
+    run = record_run(tmp_path)
+    name = run.add("7*6", ["thinking\n\tof it", "42 \x1b[2J" + "!" * 5_000], 0.5, ending="length")
+    stored = RunStore(run.folder.store_path).closed_session(name)
+    assert stored is not None
+    assert isinstance(stored.outcome, RolloutSummary)
+    group = Group(id="g-7*6-1", task_id="7*6", rollouts_G=(stored.outcome,))
+    of_step = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
+    (text,) = show_samples(run.folder.store_path, 3, 1, of_step)
+    head, asked, reply = text.splitlines()
+    assert head == "  sample: task 7*6, reward 0.500, 2 turns, cut"
+    assert asked == "    user: What is 7*6?"
+    assert reply.startswith("    model: 42 \\x1b[2J!!!")
+    assert len(reply) < 250
+
+
+def test_a_store_that_cannot_be_read_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.sqlite"
+    path.write_text("no database" * 1000)
+    with caplog.at_level(logging.ERROR):
+        assert show_samples(path, 1, 7, taken()) == []
+    assert "the samples of step 7 cannot be shown" in caplog.text
+
+
+def test_a_rollout_without_a_word_is_shown_as_that(tmp_path: Path) -> None:
+    store = RunStoreWriter(tmp_path / "run.sqlite")
+    for rollout in _rollouts(taken(1, 1)):
+        finish(store, rollout)
+    (text,) = show_samples(tmp_path / "run.sqlite", 1, 1, taken(1, 1))
+    assert text.endswith("    model: (nothing)")
+
+
+def _rollouts(of: TakenBatch) -> list[RolloutSummary]:
+    return [rollout for group in of.groups for rollout in group.rollouts_G]
+
+
+async def test_the_loop_shows_them_after_the_line_of_their_step() -> None:
+    told: list[str] = []
+
+    class Observer(Notes):
+        def note(self, text: str) -> None:
+            told.append(text)
+
+        def step(self, step: int, values: object) -> None:
+            told.append(f"step {step}")
+
+    def assemble(step: int, of_step: TakenBatch) -> TrainBatch:
+        return batch()
+
+    def show(step: int, of_step: TakenBatch) -> list[str]:
+        return [f"sample {number} of step {step}" for number in (1, 2)]
+
+    parts = Parts(
+        buffer=EmptyBatches(), assemble=assemble, observer=Observer(), learner=None, show_samples=show
+    )
+    await run_loop(parts, done=0, num_steps=2)
+    assert told == [
+        "step 1",
+        "sample 1 of step 1",
+        "sample 2 of step 1",
+        "step 2",
+        "sample 1 of step 2",
+        "sample 2 of step 2",
+    ]
