@@ -1,4 +1,4 @@
-"""A run folder that tests fill rollout by rollout, with what was said in each: as gateway and buffer would."""
+"""A run folder that tests fill rollout by rollout with what was said in each, as gateway and buffer would."""
 
 from __future__ import annotations
 
