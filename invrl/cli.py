@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import logging
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -16,8 +15,9 @@ from types import ModuleType
 from invrl import interrupts, lifeline
 from invrl.config import Config, ModelConfig, load_resolved, nearest, resolve
 from invrl.environment_keys import hold_keys
-from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError, InvrlError
+from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError
 from invrl.flags import flag_help, parse_flags, take_value
+from invrl.headline import headline
 from invrl.lifeline import NoteKind
 from invrl.private_file import make_private
 from invrl.ray_setup import prepare_ray
@@ -128,7 +128,7 @@ def _driving(folder: RunFolder) -> Iterator[Config]:
 
 @contextmanager
 def _reported(folder: RunFolder) -> Iterator[None]:
-    """A run's failure is one line here and a traceback in the driver's log."""
+    """A run's failure is two lines here, and the whole of it is in the driver's log."""
     interrupts.catch()
     try:
         yield
@@ -139,10 +139,8 @@ def _reported(folder: RunFolder) -> Iterator[None]:
             lifeline.tell(NoteKind.FINAL)
         lifeline.tell(NoteKind.REPORTED)
         logging.getLogger(__name__).exception("the run failed")
-        kind = "" if isinstance(error, InvrlError) else f"{type(error).__name__}: "
-        print(f"invrl: the run failed: {kind}{error}\n  log: {folder.log_path('driver')}", file=sys.stderr)
-        if not isinstance(error, InvrlError):  # not one of ours: where it happened helps
-            traceback.print_exc(limit=-3)
+        reason, where = headline(error).lines(folder.log_path("driver"))
+        print(f"invrl: the run failed: {reason}\n{where}", file=sys.stderr)
         raise _Failed from error
 
 

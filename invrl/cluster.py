@@ -4,6 +4,7 @@ trainer ranks load. Everything is ended in reverse order on return, error and Ct
 kernel (PR_SET_PDEATHSIG), by Ray and by the guardian. Called by `training.py` and `serving.py`."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import ray
 
 from invrl import lifeline
@@ -49,6 +51,8 @@ T = TypeVar("T")
 _GATEWAY_START_S = 120.0
 _WATCH_EVERY_S = 1.0
 _RAY_END_S = 60.0
+_SURE_TO_FAIL_AGAIN = (ValueError, TypeError, ImportError, PermissionError)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +207,8 @@ async def start_trainer(config: Config, folder: RunFolder) -> AsyncIterator[Trai
 @contextmanager
 def start_ray(config: Config, logs: Path) -> Iterator[None]:
     """A local Ray behind a token (`ray_setup.py`), or the one that RAY_ADDRESS names; no other is looked for,
-    such as one whose address an earlier program left in a file. Raises ServerError where it does not come up;
-    then nothing of it is left.
+    such as one whose address an earlier program left in a file. One of our own is started again where it does
+    not come up, `run.ray_start_attempts` times in all. Raises ServerError; then nothing of it is left.
 
     TERM is the command line's: Ray's C++ sets a handler over it, and the default before it ends its
     processes."""
@@ -216,24 +220,11 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
     inside.utils.set_sigterm_handler = lambda _: None  # its own ends the process from within our loop
     os.register_at_fork(after_in_child=os.setpgrp)  # a signal to our group is not for Ray's processes
     with ExitStack() as stack:
-        own: dict[str, Any] = (
-            {} if elsewhere else {"address": "local", "_temp_dir": stack.enter_context(ray_folder(logs))}
-        )
         try:
-            # Ray reads its token once, so that it need not stay in the environment.
-            with lifeline.blocked("the start of Ray"), key_in_environment(RAY_TOKEN):
-                ray.init(
-                    **own,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.WARNING,
-                    runtime_env=runtime_env,
-                )
-        except Exception as error:
-            where = f"the one at RAY_ADDRESS={os.environ['RAY_ADDRESS']}" if elsewhere else "one of our own"
-            failure = f"Ray ({where}) did not start: {error}"
-            _shut_ray_down(after=f"{failure}; and ")  # half of it may have started
-            raise ServerError(failure) from error
+            if elsewhere:
+                _init_ray(runtime_env=runtime_env)
+            else:
+                stack.enter_context(_ray_of_our_own(logs, config.run.ray_start_attempts))
         finally:
             take_back()
         stack.callback(_shut_ray_down)
@@ -244,6 +235,61 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
             client = inside.worker.global_worker.gcs_client
             stack.enter_context(watched_ray(node, client, heartbeat_timeout_s=config.run.heartbeat_timeout_s))
         yield
+
+
+@contextmanager
+def _ray_of_our_own(logs: Path, attempts: int) -> Iterator[None]:
+    """A local Ray, and the folder that it is started in. Ray waits 30 s for its raylet, whatever it is told,
+    and a busy machine may take longer: so a start that failed is tried again, in another folder."""
+    for attempt in range(1, attempts + 1):
+        with ExitStack() as stack:
+            folder = stack.enter_context(ray_folder(logs))
+            try:
+                _init_ray(address="local", _temp_dir=folder)
+            except ServerError as error:
+                _end_processes_naming(folder)
+                if attempt == attempts or isinstance(error.__cause__, _SURE_TO_FAIL_AGAIN):
+                    raise
+                logger.warning("%s", error, exc_info=True)
+                print(
+                    f"warning: {error}; it is started again (start {attempt + 1} of {attempts})", flush=True
+                )
+                continue
+            yield
+            return
+
+
+def _init_ray(**own: Any) -> None:
+    """`ray.init` with these arguments of its own. Raises ServerError, with what Ray raised as its cause."""
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        # Ray reads its token once, so that it need not stay in the environment.
+        with lifeline.blocked("the start of Ray"), key_in_environment(RAY_TOKEN):
+            ray.init(
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                **own,
+            )
+    except Exception as error:
+        where = f"the one at RAY_ADDRESS={address}" if address else "one of our own"
+        failure = f"Ray ({where}) did not start: {_first_sentences(error)}"
+        _shut_ray_down(after=f"{failure}; and ")  # half of it may have started
+        raise ServerError(failure) from error
+
+
+def _first_sentences(error: Exception) -> str:
+    """What Ray says, without the logs that it may append."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+def _end_processes_naming(folder: str) -> None:
+    """Ray forgets the processes of a start that failed. Each of them has its folder on its command line."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(folder in argument for argument in process.cmdline()):
+                process.kill()
 
 
 def _shut_ray_down(after: str = "") -> None:

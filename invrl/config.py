@@ -40,6 +40,9 @@ class RunConfig(Section):
     heartbeat_timeout_s: float = Field(
         30.0, gt=0, description="a process that has not answered for this long counts as dead"
     )
+    ray_start_attempts: PositiveInt = Field(
+        4, description="times that a run's own Ray is started until it is up"
+    )
     save_rollout_data: bool = Field(False, description="write every training batch to RUN/rollout_data")
     debug_rollout_only: bool = Field(False, description="no trainer; every batch goes to RUN/rollout_data")
     debug_train_only: bool = Field(False, description="the trainer alone, on --load-rollout-data")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.errors import DeadlineError, ServerError
@@ -73,6 +73,8 @@ class BufferHandle:
         try:
             async with asyncio.timeout(timeout_s):
                 return await reply
+        except RayTaskError as error:
+            raise error.cause from error  # whose text is a traceback of Ray's
         except TimeoutError as error:
             raise DeadlineError(f"the buffer actor to answer {name}()", time.monotonic() - start) from error
         except (RayActorError, OutOfMemoryError) as error:

@@ -85,11 +85,10 @@ class FailureLimits:
             text = (
                 f"all {report.all_failed} rollouts so far failed ({report.reason}). The last one: {one_line}"
             )
-            raise IdenticalFailuresError(
-                text,
-                fix="mend what it says, or raise --max-failures-at-start (0: no end). If it is the model's "
-                f"replies that bring it about, let them count: --failure-reward {report.reason}=0",
-            )
+            fix = "mend what it says, or raise --max-failures-at-start (0: no end)"
+            if report.reason == FailureReason.EXCEPTION:
+                fix += "; if the model's replies bring it about, let it count: --failure-reward exception=0"
+            raise IdenticalFailuresError(text, fix=fix)
         if self.identical and report.may_end_run and report.alike >= self.identical:
             text = f"the last {report.alike} rollouts all failed alike ({report.reason}): {one_line}"
             raise IdenticalFailuresError(

@@ -132,7 +132,7 @@ class TrainHandle:
             # A rank that died is the cause; the errors of those that waited for it follow from that.
             errors = {at: waits[at].exception() for at in failed}
             at = next((at for at, error in errors.items() if isinstance(error, RayActorError)), failed[0])
-            raise _cause(errors[at], f"trainer rank {at} failed in {method}")
+            raise _cause(errors[at], f"trainer rank {at} failed in {method}") from errors[at]
         if pending:
             raise DeadlineError(f"{len(pending)} of {len(calls)} trainer ranks to finish {method}", timeout_s)
         return [wait.result() for wait in waits]
@@ -144,9 +144,12 @@ def _may_follow(error: BaseException | None) -> bool:
 
 
 def _cause(error: BaseException | None, what: str) -> Exception:
-    """The rank's own error if it is an InvrlError, else a TrainError that quotes it."""
+    """The rank's own error if it is an InvrlError, else a TrainError that says what it was."""
     if killed := killed_for_memory(error, what.partition(" failed in ")[0]):
         return TrainError(killed)
     if isinstance(error, RayTaskError):
-        return error.cause if isinstance(error.cause, InvrlError) else TrainError(f"{what}: {error}")
+        cause: Exception = error.cause
+        if isinstance(cause, InvrlError):
+            return cause
+        return TrainError(f"{what}: {type(cause).__name__}: {cause}")
     return TrainError(f"{what}: {error!r}")

@@ -109,3 +109,64 @@ def test_a_stopped_actor_does_not_silence_the_raylet(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == "the raylet answers beside a stopped actor"
     assert "DEADLINE_EXCEEDED" in lines, "a raylet that is stopped itself does not answer"
+
+
+LATE_ONCE = """
+import sys
+from pathlib import Path
+from invrl.ray_setup import prepare_ray
+
+prepare_ray()
+import psutil, ray
+from invrl.cluster import start_ray
+from invrl.config import load_resolved
+from invrl.errors import ServerError
+from invrl.run_folder import RunFolder
+
+services = ray._private.services
+answer = services.get_node
+late = int(sys.argv[2])
+raylets = []
+
+def get_node(*arguments):
+    global late
+    if late:
+        late -= 1
+        for child in psutil.Process().children(recursive=True):
+            if "raylet/raylet" in " ".join(child.cmdline()):
+                raylets.append(child)
+        raise Exception("The current node timed out during startup.\\nlogs\\nof Ray")
+    return answer(*arguments)
+
+services.get_node = get_node
+folder = RunFolder(path=Path(sys.argv[1]))
+try:
+    with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
+        print("up:", len(ray.nodes()), "node", flush=True)
+except ServerError as error:
+    print("refused:", error)
+_, alive = psutil.wait_procs(raylets, timeout=60)
+print("raylets of the starts that failed:", len(raylets), "alive:", len(alive), flush=True)
+"""
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_start_of_ray_that_times_out_is_tried_again_with_the_reason(tmp_path: Path, late: int) -> None:
+    """As on a busy machine: the raylet runs, and is not heard of in time."""
+    tables = {"run": {"run_root": str(tmp_path), "run_name": "run", "ray_start_attempts": 2}}
+    folder = make_run_folder(resolve(Source(name="test", tables=tables)))
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", LATE_ONCE, str(folder.path), str(late)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    told = "Ray (one of our own) did not start: The current node timed out during startup"
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"warning: {told}; it is started again (start 2 of 2)"
+    assert lines[1] == ("up: 1 node" if late == 1 else f"refused: {told}")
+    assert lines[2] == f"raylets of the starts that failed: {late} alive: 0"

@@ -1,0 +1,80 @@
+"""An error on the terminal is two lines, whatever Ray and other processes have said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from invrl.errors import DamagedFileError, IdenticalFailuresError, InvrlError, ServerError, TrainError
+from invrl.headline import headline
+
+LOG = Path("/runs/a/logs/driver.log")
+OF_RAY = "\n".join(
+    ["Traceback (most recent call last):", *(f'  File "x{n}.py", line {n}' for n in range(100))]
+)
+
+
+def lines(error: BaseException) -> list[str]:
+    found = headline(error).lines(LOG)
+    assert len(found) == 2
+    assert not any("\n" in line or "\x1b" in line for line in found)
+    return found
+
+
+def test_what_an_actor_raised_is_told_without_ray_s_traceback() -> None:
+    cause = IdenticalFailuresError("all 32 rollouts so far failed", fix="mend what it says")
+    wrapped = RayTaskError("\x1b[36mray::BufferActor.take()\x1b[39m", OF_RAY, cause).as_instanceof_cause()
+    assert isinstance(wrapped, InvrlError)
+    assert len(str(wrapped).splitlines()) > 100
+    assert lines(wrapped) == ["all 32 rollouts so far failed", f"  fix: mend what it says; log: {LOG}"]
+
+
+def test_the_last_fix_is_the_error_s_own() -> None:
+    error = IdenticalFailuresError("all failed: returned 'x'. Fix: return a float. at a.py:1", fix="mend it")
+    assert lines(error) == [
+        "all failed: returned 'x'. Fix: return a float. at a.py:1",
+        f"  fix: mend it; log: {LOG}",
+    ]
+
+
+def test_an_error_of_a_library_in_an_actor() -> None:
+    wrapped = RayTaskError("take()", OF_RAY, KeyError("no such field")).as_instanceof_cause()
+    assert lines(wrapped) == ["KeyError: 'no such field'", f"  log: {LOG}"]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ServerError("the port is taken"), "the port is taken"),
+        (
+            ServerError("engine-0 ended with code 1. Last lines of e.log:\na\nRuntimeError: no memory\nb"),
+            "engine-0 ended with code 1. Last lines of e.log: RuntimeError: no memory",
+        ),
+        (
+            ServerError("engine-0 ended with code -9. Last lines of e.log:\nloading\nloaded"),
+            "engine-0 ended with code -9. Last lines of e.log: loaded",
+        ),
+        (
+            TrainError("trainer rank 0 failed: RuntimeError: a\n  b"),
+            "trainer rank 0 failed: RuntimeError: a b",
+        ),
+    ],
+)
+def test_one_of_ours_is_one_line(error: InvrlError, told: str) -> None:
+    assert lines(error) == [told, f"  log: {LOG}"]
+
+
+def test_a_fix_stands_with_the_log() -> None:
+    error = DamagedFileError(Path("/runs/a/run.sqlite"), "it is gone", "begin a new run")
+    assert lines(error) == ["/runs/a/run.sqlite: it is gone", f"  fix: begin a new run; log: {LOG}"]
+
+
+def test_a_bug_of_ours_says_where() -> None:
+    try:
+        {}["x"]
+    except KeyError as error:
+        (told, _) = lines(error)
+    assert told.startswith("KeyError: 'x' (")
+    assert "test_headline.py:" in told
