@@ -17,14 +17,18 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
 from invrl.disk import flush, flush_tree
 from invrl.errors import ConfigError, DamagedFileError
 from invrl.interfaces import Trainer
 from invrl.manifest import MANIFEST_NAME, check_manifest, write_manifest
 from invrl.run_folder import Below
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _PREFIX = "step-"
 _MODEL_PREFIX = "model-"
@@ -63,6 +67,8 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int = 0) -> None:
         self._folder = folder
         self._keep = keep
+        self.saved_step: int | None = None
+        """Of the newest weights that this object has saved, whatever became of their checkpoint."""
 
     def all(self) -> list[Checkpoint]:
         """Oldest first."""
@@ -113,9 +119,9 @@ class Checkpoints:
     def begin(self, step: int) -> Checkpoint:
         """An empty folder to fill; it is no checkpoint before `commit`."""
         self._clear_partial()
-        partial = Checkpoint(step=step, path=self._folder / f"{_PREFIX}{step:06d}{_PARTIAL}")
-        partial.path.mkdir(parents=True)
-        return partial
+        filling = Checkpoint(step=step, path=self._folder / f"{_PREFIX}{step:06d}{_PARTIAL}")
+        filling.path.mkdir(parents=True)
+        return filling
 
     def commit(self, filled: Checkpoint) -> Checkpoint:
         """Writes the manifest, flushes everything, gives it its name, and removes the checkpoints that are
@@ -134,21 +140,28 @@ class Checkpoints:
         left where the rest fails. The disk is left to threads: the caller's event loop watches processes
         meanwhile."""
         model = await self.save_model(trainer, step)
-        filling = await asyncio.to_thread(self.begin, step)
+        filling = await _in_thread(self.begin, step)
         await trainer.save_checkpoint(str(filling.megatron))
-        await asyncio.to_thread(_link_model, model, filling.hugging_face)
+        await _in_thread(_link_model, model, filling.hugging_face)
         if snapshot is not None:
-            await asyncio.to_thread(filling.buffer.write_bytes, snapshot)
-        return await asyncio.to_thread(self.commit, filling)
+            await _in_thread(filling.buffer.write_bytes, snapshot)
+        return await _in_thread(self.commit, filling)
 
     async def save_model(self, trainer: Trainer, step: int) -> Path:
         """The trainer's weights alone, as a Hugging Face folder; older ones of these go. Its path."""
         final = self._folder / f"{_MODEL_PREFIX}{step:06d}"
-        partial = final.with_name(final.name + _PARTIAL)
-        await asyncio.to_thread(self._clear_partial)
-        await trainer.export_hugging_face(str(partial))
-        await asyncio.to_thread(self._publish_model, partial, final, step)
+        unfinished = final.with_name(final.name + _PARTIAL)
+        await _in_thread(self._clear_partial)
+        await trainer.export_hugging_face(str(unfinished))
+        await _in_thread(self._publish_model, unfinished, final, step)
         return final
+
+    def model_of(self, step: int) -> Path:
+        """Where the weights of a step are that was saved, in its checkpoint or by themselves."""
+        checkpoint = Checkpoint(step=step, path=self._folder / f"{_PREFIX}{step:06d}")
+        if checkpoint.path.exists():
+            return checkpoint.hugging_face
+        return self._folder / f"{_MODEL_PREFIX}{step:06d}"
 
     def models(self) -> list[Path]:
         """The models that were saved without a checkpoint, or whose checkpoint is not whole; oldest first."""
@@ -163,17 +176,18 @@ class Checkpoints:
             return model
         return None if checkpoint is None else checkpoint.hugging_face
 
-    def _publish_model(self, partial: Path, final: Path, step: int) -> None:
-        write_manifest(partial)
-        flush_tree(partial)
-        self._rename(partial, final)
+    def _publish_model(self, unfinished: Path, final: Path, step: int) -> None:
+        write_manifest(unfinished)
+        flush_tree(unfinished)
+        self._rename(unfinished, final)
+        self.saved_step = step
         self._remove_models(step - 1)
 
-    def _rename(self, partial: Path, final: Path) -> None:
+    def _rename(self, unfinished: Path, final: Path) -> None:
         """One that is there already is of a life that is lost."""
         if final.exists():
             final.rename(final.with_name(f"{final.name}.old{_PARTIAL}"))
-        partial.rename(final)
+        unfinished.rename(final)
         flush(self._folder)
         self._clear_partial()
 
@@ -186,6 +200,18 @@ class Checkpoints:
     def _clear_partial(self) -> None:
         for path in self._folder.glob(f"*{_PARTIAL}*"):
             shutil.rmtree(path)
+
+
+async def _in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Beside the event loop. A cancellation waits for the thread, which would go on all the same: whoever
+    cancelled may write into the same folder next."""
+    loop = asyncio.get_running_loop()
+    working = loop.run_in_executor(None, partial(work, *arguments, **named))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait({working})
+        raise
 
 
 def model_step(path: Path) -> int | None:

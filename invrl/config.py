@@ -34,7 +34,13 @@ class RunConfig(Section):
     run_root: str = Field("runs", description="folder that run folders are made in")
     num_steps: PositiveInt = Field(100, description="training batches, one weight version each")
     seed: NonNegativeInt = Field(0, description="seed of task order, shuffles and initial values")
-    save_interval: NonNegativeInt = Field(0, description="steps between checkpoints; 0: after the last only")
+    save_interval: NonNegativeInt = Field(0, description="steps between checkpoints; 0: by save_interval_s")
+    save_interval_s: float = Field(
+        300.0,
+        ge=0,
+        description="seconds between checkpoints, more where saving would take over 5 % of the time; 0: none "
+        "before the last step",
+    )
     keep_checkpoints: NonNegativeInt = Field(2, description="newest checkpoints that stay; 0: all")
     max_restarts: NonNegativeInt = Field(0, description="times in a row that a failed run resumes by itself")
     heartbeat_timeout_s: float = Field(

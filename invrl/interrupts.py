@@ -28,6 +28,7 @@ class _State:
     received = itertools.count(1)
     interrupted = False
     cleans_up = False
+    more_s = 0.0
     task: asyncio.Task[Any] | None = None
 
 
@@ -86,7 +87,8 @@ def _interrupt(_number: int, _frame: object) -> None:
         if not (_State.cleans_up or task.done()):
             task.get_loop().call_soon_threadsafe(task.cancel)
     elif nth == 2:
-        _say(f"ending; what is left after {DEADLINE_S:g} s is killed (at once: kill -9 {os.getpid()})")
+        allowed_s = DEADLINE_S + _State.more_s
+        _say(f"ending; what is left after {allowed_s:g} s is killed (at once: kill -9 {os.getpid()})")
 
 
 def catch(handler: Any = _interrupt) -> None:
@@ -96,9 +98,19 @@ def catch(handler: Any = _interrupt) -> None:
             signal.signal(number, handler)
 
 
+def allow_more(seconds: float) -> None:
+    """What is done now before the end may take so long; the deadline is put off by it."""
+    _State.more_s += seconds
+
+
 def _end_late() -> None:
     """The kernel and the guardian then end what this process started."""
-    time.sleep(DEADLINE_S)
+    allowed_s = DEADLINE_S
+    slept_s = 0.0
+    while slept_s < allowed_s:
+        time.sleep(allowed_s - slept_s)
+        slept_s = allowed_s
+        allowed_s = DEADLINE_S + _State.more_s
     try:
         tasks = asyncio.all_tasks(_State.task.get_loop()) if _State.task else ()
         left = []
@@ -106,7 +118,7 @@ def _end_late() -> None:
             with contextlib.suppress(psutil.Error):  # a zombie has no command
                 left.append(" ".join(child.cmdline()[1:3]))
         waits = ", ".join([*(str(task.get_coro()) for task in tasks), *left])
-        _say(f"killed, {DEADLINE_S:g} s after the interrupt; it waited for {waits}, and its threads were in")
+        _say(f"killed, {slept_s:g} s after the interrupt; it waited for {waits}, and its threads were in")
         faulthandler.dump_traceback()
     finally:
         os._exit(1)

@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 from invrl.interfaces import Buffer, StepResult, Trainer
 from invrl.metric_sinks import Sink
 from invrl.metrics import resolve, timed
-from invrl.step_metrics import reply_metrics, rollout_metrics, time_metrics, update_metrics
+from invrl.save_schedule import SaveSchedule
+from invrl.step_metrics import (
+    CHECKPOINT_PHASE,
+    reply_metrics,
+    rollout_metrics,
+    time_metrics,
+    update_metrics,
+)
 from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
 Assemble = Callable[[int, TakenBatch], TrainBatch]
@@ -35,12 +42,13 @@ Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """Makes a new version for the fleet. `save` is called each `save_interval` steps (0: never), and last."""
+    """Makes a new version for the fleet. `save` is called when the schedule says so, and after the last
+    step."""
 
     trainer: Trainer
     sync: Sync
     save: Save
-    save_interval: int = 0
+    schedule: SaveSchedule = field(default_factory=SaveSchedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,8 @@ class _Phases:
 
 async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> None:
     """Steps `done` + 1 to `num_steps`; with a learner, step n makes version n."""
+    if parts.learner is not None:
+        parts.learner.schedule.begin()
     for step in range(done + 1, num_steps + 1):
         phases = _Phases(parts.observer, step)
         with phases.within("rollout"):
@@ -100,7 +110,6 @@ async def _learn(
     """Train, sync, checkpoint. The buffer's snapshot is taken before it admits work for the new version;
     the checkpoint is written while that work goes on. After the last step nothing more is admitted."""
     step, version = phases.step, WeightVersion(phases.step)
-    saves = last or bool(learner.save_interval and step % learner.save_interval == 0)
     with phases.within("train"):
         result = await learner.trainer.train(batch)
         if note := no_step_note(step, result):
@@ -108,12 +117,14 @@ async def _learn(
         await parts.buffer.trained(taken.batch_id)
     with phases.within("sync"):
         update = await learner.sync(version)
+        saves = last or learner.schedule.is_due(step)
         snapshot = await parts.buffer.snapshot(version) if saves else None
         if not last:
             await parts.buffer.advance(version)
     if snapshot is not None:
-        with phases.within("checkpoint"):
+        with phases.within(CHECKPOINT_PHASE):
             await learner.save(step, snapshot)
+        learner.schedule.saved(phases.seconds[CHECKPOINT_PHASE])
     return {**train_values(result), **resolve(update_metrics(update), "sync/")}
 
 

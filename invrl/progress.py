@@ -23,6 +23,7 @@ SHOWN = {
     "time/rollout_tokens_per_s": "rollout tok/s",
     "time/train_tokens_per_s": "train tok/s",
     "time/step_s": "s/step",
+    "time/checkpoint_s": "s/checkpoint",
 }
 """The metrics on the screen; all of them are in metrics.jsonl."""
 Mode = Literal["auto", "plain", "none"]

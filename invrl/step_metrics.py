@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from invrl.metrics import Max, Mean, Metric, Sum
 from invrl.types import RolloutSummary, TakenBatch, TrainBatch, WeightUpdate
 
+CHECKPOINT_PHASE = "checkpoint"
+"""The loop's name of the phase in which a checkpoint is written."""
+
 
 def _ratio(pairs: Iterable[tuple[int, int]]) -> Mean:
     """Of the sums of part and whole."""
@@ -87,12 +90,13 @@ def update_metrics(update: WeightUpdate) -> dict[str, Metric]:
 
 
 def time_metrics(seconds: Mapping[str, float], taken: TakenBatch, trained_tokens: float) -> dict[str, Metric]:
-    """Seconds per phase of the step, and tokens per second of either half. Rollout tokens/s is over
+    """Seconds per phase of the step, and tokens per second of either half. `step_s` is without the
+    checkpoint, which few steps write: `checkpoint_s` stands beside it. Rollout tokens/s is over
     the wall time from the first to the last turn of the batch, so it also holds when rollouts overlap
     training; train tokens/s counts trained tokens over the train phase."""
     rollouts = [r for group in taken.groups for r in group.rollouts_G]
     metrics: dict[str, Metric] = {f"{phase}_s": Sum(value) for phase, value in seconds.items()}
-    metrics["step_s"] = Sum(sum(seconds.values()))
+    metrics["step_s"] = Sum(sum(value for phase, value in seconds.items() if phase != CHECKPOINT_PHASE))
     if rollouts:
         wall = max(r.finished_at for r in rollouts) - min(r.started_at for r in rollouts)
         metrics["rollout_tokens_per_s"] = Mean(sum(r.sampled_tokens for r in rollouts), max(wall, 1e-9))

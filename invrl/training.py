@@ -28,20 +28,26 @@ from invrl.config import Config
 from invrl.errors import DeadlineError, ServerError
 from invrl.evaluation_failures import EvaluationFailures
 from invrl.fleet_updater import fleet_updater
+from invrl.last_weights import save_last_weights
 from invrl.loop import Learner, Parts, no_step_note, run_loop, train_values
 from invrl.metric_sinks import RunObserver, open_sinks
 from invrl.progress import open_progress
 from invrl.report import read_metrics, write_report
+from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluate import EvalScore, Evaluation, failure_note, gain_interval
 from invrl.rollout.tasks import label_notes
 from invrl.run_folder import RunFolder, write_atomically
 from invrl.run_store import RunStore, abandon_open_sessions
+from invrl.save_schedule import SaveSchedule
 from invrl.step_samples import show_samples
 from invrl.store_check import check_store, check_store_of
+from invrl.train.train_handle import TrainHandle
 from invrl.types import TakenBatch, TrainBatch, WeightVersion
 
 logger = logging.getLogger(__name__)
 _FAILURES_EVERY_S = 1.0
+_SAVE_AFTER_INTERRUPT_S = 120.0
+"""For the batch that the trainer is at, and for the weights after it."""
 
 
 def run_life(config: Config, folder: RunFolder) -> None:
@@ -100,12 +106,19 @@ async def _train_only(
     async with start_trainer(config, folder) as trainer:
         if begin:
             await trainer.load_checkpoint(str(begin.megatron))
-        for step in steps:
-            observer.phase("train", step)
-            result = await trainer.train(load_batch(batch_path(data, step)))
-            if note := no_step_note(step, result):
-                observer.note(note)
-            observer.step(step, train_values(result))
+        try:
+            for step in steps:
+                observer.phase("train", step)
+                result = await trainer.train(load_batch(batch_path(data, step)))
+                if note := no_step_note(step, result):
+                    observer.note(note)
+                observer.step(step, train_values(result))
+        except asyncio.CancelledError:
+            interrupts.allow_more(_SAVE_AFTER_INTERRUPT_S)
+            await save_last_weights(
+                trainer, checkpoints, begun_at=done, within_s=_SAVE_AFTER_INTERRUPT_S, note=observer.note
+            )
+            raise
         end = steps[-1] if steps else done
         observer.phase("checkpoint", end)
         last = await checkpoints.save(trainer, end)
@@ -182,9 +195,30 @@ class _Run:
                 key = f'$INVRL_ENV_KEY, or "env_key" in {self.folder.path}/private/gateway.json'
                 where = f"{cluster.serving.settings.url}/tasks/lease"
                 self.observer.note(f"environments lease tasks at {where}; key: {key}")
-            await cluster.guard(self._train(cluster, learner, begin.step if begin else 0))
+            done = begin.step if begin else 0
+            try:
+                await cluster.guard(self._train(cluster, learner, done))
+            except (Exception, asyncio.CancelledError) as error:
+                if cluster.trainer is not None:
+                    interrupted = isinstance(error, asyncio.CancelledError)
+                    await self._save_last(cluster.trainer, done, interrupted=interrupted)
+                raise
             await cluster.buffer.close()
         write_atomically(self.folder.finished_path, steps)
+
+    async def _save_last(self, trainer: TrainHandle, done: int, *, interrupted: bool) -> None:
+        """`done`: the step that this life began with."""
+        within_s = self.config.train.train_step_timeout_s
+        if interrupted:
+            within_s = min(within_s, _SAVE_AFTER_INTERRUPT_S)
+            interrupts.allow_more(within_s)
+        saving = save_last_weights(
+            trainer, self.checkpoints, begun_at=done, within_s=within_s, note=self.observer.note
+        )
+        try:
+            await first_to_fail(saving, trainer.watch())
+        except ServerError as error:  # a rank that does not answer any more
+            self.observer.note(f"the newest weights could not be saved: {error}")
 
     async def _learner(self, cluster: Cluster, begin: Checkpoint | None) -> Learner | None:
         """The trainer, at the checkpoint's step, and the fleet with its weights."""
@@ -198,8 +232,13 @@ class _Run:
         await sync(version)
         await cluster.buffer.advance(version)
 
-        save, interval = partial(self.checkpoints.save, trainer), self.config.run.save_interval
-        return Learner(trainer=trainer, sync=sync, save=save, save_interval=interval)
+        run = self.config.run
+        return Learner(
+            trainer=trainer,
+            sync=sync,
+            save=partial(self.checkpoints.save, trainer),
+            schedule=SaveSchedule(steps=run.save_interval, seconds=run.save_interval_s),
+        )
 
     async def _train(self, cluster: Cluster, learner: Learner | None, done: int) -> None:
         config = self.config

@@ -2,8 +2,8 @@
 without Ray, `train_actor.py` is its shell.
 
 Invariant: every rank makes the same calls in the same order (they meet in collectives); only `logprobs`,
-`layout`, `stage` and `export_hugging_face` are one rank's own. `device.prepare()` runs before Megatron
-is imported, so the imports that need it are inside."""
+`layout`, `stage`, `batches_trained` and `export_hugging_face` are one rank's own. `device.prepare()` runs
+before Megatron is imported, so the imports that need it are inside."""
 
 import os
 import socket
@@ -54,6 +54,7 @@ class TrainRank:
         dtype: torch.dtype = getattr(torch, settings.train.train_dtype)
         options = parse_megatron_options(settings.megatron)
         self._settings = settings
+        self._batches = 0
         self._config = read_hf_config(settings.model_path)
         train = settings.train
         algorithm = settings.algorithm
@@ -87,7 +88,13 @@ class TrainRank:
 
     def train(self, shard: Shard) -> StepResult:
         """One batch. Raises TrainError; then no weight has changed since the last mini-batch."""
-        return self._step.run(shard)
+        result = self._step.run(shard)
+        self._batches += 1
+        return result
+
+    def batches_trained(self) -> int:
+        """Whole ones since the start. Calls are made one at a time, so none is under way."""
+        return self._batches
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Log-prob of each prompt's token t >= 1 given those before it, at temperature 1: [T-1] each."""

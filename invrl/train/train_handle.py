@@ -97,6 +97,10 @@ class TrainHandle:
     async def load_checkpoint(self, path: str) -> None:
         await self._all("load_checkpoint", [path] * len(self._actors))
 
+    async def batches_trained(self) -> int:
+        """Since the start; asked after the batch that is under way."""
+        return await self._first("batches_trained")
+
     async def export_hugging_face(self, path: str) -> None:
         await self._first("export_hugging_face", path)
 

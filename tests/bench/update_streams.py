@@ -129,7 +129,7 @@ def main() -> None:
             **{"run-root": folder, "run-name": "run", "num-steps": 1000, "gateway-port": port},
             **{"rollout-function-path": "bench.update_streams:rollout", "max-new-tokens": TOKENS},
             **{"engine-max-total-tokens": 400_000, "sglang-max-running-requests": STREAMS + 200},
-            **{"max-open-sessions": 2 * STREAMS, "save-interval": 0},
+            **{"max-open-sessions": 2 * STREAMS, "save-interval-s": 0},
         }
         command = [sys.executable, "-m", "invrl.cli", "train"]
         command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]

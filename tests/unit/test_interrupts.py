@@ -212,3 +212,39 @@ def test_a_signal_just_before_the_loop_waits_ends_the_wait() -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
         loop.close()
+
+
+TWO_SLEEPS = """
+import threading, types
+passed = threading.Event()
+again = threading.Event()
+def sleep(seconds, slept=[]):
+    slept.append(seconds)
+    if len(slept) == 1:
+        passed.wait()
+    else:
+        again.set()
+        threading.Event().wait()
+interrupts.time = types.SimpleNamespace(sleep=sleep)
+"""
+
+
+def test_what_is_done_before_the_end_may_put_the_deadline_off(start: Start) -> None:
+    """The deadline passes while the work that asked for more time goes on: it is waited for once more."""
+    program = start(
+        """
+    try:
+        await work()
+    except asyncio.CancelledError:
+        interrupts.allow_more(600)
+        passed.set()
+        again.wait()
+        say("saved")
+        raise""",
+        before=f"exec({TWO_SLEEPS!r})",
+        deadline=0.01,
+    )
+    program.says("up")
+    program.interrupt(signal.SIGINT)
+    program.says("saved")
+    assert program.end()[0] == 130

@@ -11,7 +11,9 @@ import pytest
 from invrl.interfaces import StepResult
 from invrl.loop import Learner, Parts, run_loop
 from invrl.metric_sinks import Sink
-from invrl.metrics import Max, Metric
+from invrl.metrics import Max, Metric, resolve
+from invrl.save_schedule import SaveSchedule
+from invrl.step_metrics import time_metrics
 from invrl.types import GroupLease, Outcome, TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
 
@@ -115,3 +117,63 @@ async def test_a_batch_is_assembled_beside_the_event_loop() -> None:
     await asyncio.sleep(0)
     watching = asyncio.create_task(watch())
     await asyncio.gather(loop, watching)
+
+
+class Clock:
+    """Goes on only when it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"steps": 2}, [2, 4, 5]),
+        ({"seconds": 30.0}, [3, 5]),
+        ({}, [5]),
+    ],
+)
+async def test_checkpoints_come_by_the_schedule_and_last(
+    schedule: dict[str, float], expected: list[int]
+) -> None:
+    """A step takes 10 s."""
+    clock = Clock()
+    saved: list[int] = []
+
+    async def sync(version: WeightVersion) -> WeightUpdate:
+        clock.now += 10.0
+        return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
+
+    async def save(step: int, snapshot: bytes) -> None:
+        saved.append(step)
+
+    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
+        return TrainBatch(
+            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=(), total_tokens=0
+        )
+
+    observer = Notes()
+    learner = Learner(
+        trainer=FixedSteps([1] * 5),
+        sync=sync,
+        save=save,
+        schedule=SaveSchedule(
+            steps=int(schedule.get("steps", 0)), seconds=schedule.get("seconds", 0.0), clock=clock
+        ),
+    )
+    parts = Parts(buffer=EmptyBatches(), assemble=assemble, observer=observer, learner=learner)
+    await run_loop(parts, done=0, num_steps=5)
+    assert saved == expected
+    assert [step for step, row in observer.rows.items() if "time/checkpoint_s" in row] == expected
+
+
+def test_the_time_of_a_step_is_without_its_checkpoint() -> None:
+    taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=())
+    seconds = {"rollout": 4.0, "train": 2.0, "sync": 1.0, "checkpoint": 20.0}
+    values = resolve(time_metrics(seconds, taken, 10.0), "time/")
+    assert values["time/step_s"] == 7.0
+    assert values["time/checkpoint_s"] == 20.0

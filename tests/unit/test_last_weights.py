@@ -1,0 +1,133 @@
+"""A run that ends before its last step leaves its newest weights, and says where they are."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from invrl.checkpoints import Checkpoints, check_served
+from invrl.errors import TrainError
+from invrl.last_weights import save_last_weights
+
+
+class EndedTrainer:
+    """Has trained so many batches; its weights are their number."""
+
+    def __init__(self, batches: int, *, dead: bool = False) -> None:
+        self._batches = batches
+        self._dead = dead
+        self.busy: asyncio.Event | None = None
+
+    async def batches_trained(self) -> int:
+        if self.busy is not None:
+            await self.busy.wait()
+        if self._dead:
+            raise TrainError("trainer rank 0 died\nand a traceback")
+        return self._batches
+
+    async def export_hugging_face(self, path: str) -> None:
+        Path(path).mkdir()
+        (Path(path) / "model.safetensors").write_text(str(self._batches))
+
+    async def save_checkpoint(self, path: str) -> None:
+        Path(path).mkdir()
+        (Path(path) / "state").write_text(str(self._batches))
+
+
+async def ended(
+    trainer: EndedTrainer, checkpoints: Checkpoints, *, begun_at: int = 0, within_s: float = 120.0
+) -> list[str]:
+    notes: list[str] = []
+    await save_last_weights(
+        cast(Any, trainer), checkpoints, begun_at=begun_at, within_s=within_s, note=notes.append
+    )
+    return notes
+
+
+async def test_weights_without_a_checkpoint_are_saved(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    *_, where = await ended(EndedTrainer(5), checkpoints)
+    model = tmp_path / "model-000005"
+    assert (model / "model.safetensors").read_text() == "5"
+    check_served(model)
+    assert f"model of step 5: {model}" in where
+    assert "there is no checkpoint to go on from" in where
+
+
+async def test_steps_count_from_the_checkpoint_that_the_life_began_with(tmp_path: Path) -> None:
+    before = Checkpoints(tmp_path)
+    await before.save(cast(Any, EndedTrainer(4)), 4, b"")
+    *_, where = await ended(EndedTrainer(3), Checkpoints(tmp_path), begun_at=4)
+    assert (tmp_path / "model-000007" / "model.safetensors").read_text() == "3"
+    assert "a run goes on from step 4" in where
+
+
+async def test_what_is_saved_already_is_only_named(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    saved = await checkpoints.save(cast(Any, EndedTrainer(5)), 5, b"")
+    (where,) = await ended(EndedTrainer(5), checkpoints)
+    assert str(saved.hugging_face) in where
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005"]
+
+
+async def test_nothing_is_said_where_nothing_was_learnt(tmp_path: Path) -> None:
+    assert await ended(EndedTrainer(0), Checkpoints(tmp_path), begun_at=4) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_lost_lifes_model_of_the_same_step_is_not_taken_for_ours(tmp_path: Path) -> None:
+    await ended(EndedTrainer(6), Checkpoints(tmp_path))
+    await ended(EndedTrainer(2), Checkpoints(tmp_path), begun_at=4)
+    assert (tmp_path / "model-000006" / "model.safetensors").read_text() == "2"
+
+
+async def test_a_dead_trainer_is_told_in_one_line_with_what_is_saved(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    await checkpoints.save_model(cast(Any, EndedTrainer(3)), 3)
+    reason, where = await ended(EndedTrainer(4, dead=True), checkpoints)
+    assert reason == "the newest weights could not be saved: trainer rank 0 died"
+    assert str(tmp_path / "model-000003") in where
+
+
+async def test_a_batch_under_way_is_waited_for(tmp_path: Path) -> None:
+    trainer = EndedTrainer(5)
+    trainer.busy = asyncio.Event()
+    saving = asyncio.create_task(ended(trainer, Checkpoints(tmp_path)))
+    await asyncio.sleep(0)
+    assert not saving.done()
+    trainer.busy.set()
+    await saving
+    assert (tmp_path / "model-000005").is_dir()
+
+
+async def test_but_not_for_ever(tmp_path: Path) -> None:
+    trainer = EndedTrainer(5)
+    trainer.busy = asyncio.Event()
+    (reason,) = await ended(trainer, Checkpoints(tmp_path), within_s=0.0)
+    assert reason == "the newest weights could not be saved: not within 0 s"
+
+
+async def test_an_interrupt_during_the_commit_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread goes on: whoever cancelled finds the folder as it will stay."""
+    checkpoints = Checkpoints(tmp_path)
+    loop = asyncio.get_running_loop()
+    commit = checkpoints.commit
+    saving: asyncio.Task[object] | None = None
+
+    def interrupted(filled: Any) -> Any:
+        assert saving is not None
+        loop.call_soon_threadsafe(saving.cancel)
+        return commit(filled)
+
+    monkeypatch.setattr(checkpoints, "commit", interrupted)
+    saving = asyncio.create_task(checkpoints.save(cast(Any, EndedTrainer(5)), 5, b""))
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+    (where,) = await ended(EndedTrainer(5), checkpoints)
+    assert str(tmp_path / "step-000005" / "hugging_face") in where
