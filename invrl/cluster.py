@@ -100,13 +100,30 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
         )
         stack.push_async_callback(fleet.stop)
         started = asyncio.create_task(fleet.start())
-        stack.callback(started.cancel)
+        stack.push_async_callback(_cancelled, started)
         await asyncio.sleep(0)  # its processes exist now and load while the caller starts others
         with closing(ReservedPort()) as reserved:  # until the gateway listens there
             settings = _gateway_settings(config, folder, fleet, free_port=reserved.number, env_key=env_key)
             gateway = GatewayServer(settings, folder=folder.path / "private", log=folder.log_path("gateway"))
         stack.callback(gateway.stop)
         yield Serving(fleet=fleet, gateway=gateway, settings=settings, started=started)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Returns once it has ended, however it did."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def all_started(*starts: Awaitable[None]) -> None:
+    """Awaits all at once. The first failure cancels the others, and is raised once they have ended."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _gateway_settings(
@@ -164,7 +181,7 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
         if trainer is not None:
             stack.callback(trainer.stop)
             starts.append(trainer.start())
-        await asyncio.gather(*starts)
+        await all_started(*starts)
         yield Cluster(serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts)
 
 

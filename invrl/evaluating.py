@@ -3,7 +3,6 @@
 Engines, router, gateway and rollout workers are those of training. Invariant: `report/eval.json` is written
 once every set is measured; every process has ended when `run_evaluation` returns. Called by `cli.py`."""
 
-import asyncio
 import time
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -11,7 +10,7 @@ from importlib.metadata import version
 import msgspec
 
 from invrl import __version__, interrupts
-from invrl.cluster import make_rollouts, start_ray, start_serving
+from invrl.cluster import all_started, make_rollouts, start_ray, start_serving
 from invrl.config import Config
 from invrl.evaluation_failures import EvaluationFailures
 from invrl.rollout.dispatcher import first_to_fail
@@ -32,7 +31,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         stack.enter_context(start_ray(config, folder.ray_logs_path))
         rollouts = make_rollouts(config, serving)
         stack.push_async_callback(rollouts.stop)
-        await asyncio.gather(rollouts.start(), serving.wait_ready())
+        await all_started(rollouts.start(), serving.wait_ready())
         await serving.fleet.admit()
         note("everything is up")
         failures = EvaluationFailures(

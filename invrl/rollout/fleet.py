@@ -101,8 +101,8 @@ class Fleet:
             names = [f"engine-{index}" for index in range(self._config.num_engines)]
             self.engines = {name: self._launch(name) for name in names}
             async with asyncio.TaskGroup() as starts:
-                for name in names:
-                    starts.create_task(self._ready(name))
+                for name, engine in self.engines.items():
+                    starts.create_task(self._ready(name, engine))
             await self._in_thread(self.router.wait_ready)
         except ExceptionGroup as errors:
             await self.stop()
@@ -316,8 +316,8 @@ class Fleet:
         receiver = RECEIVERS[self._carrier](name, client, deadline_s=self._weight_sync_timeout_s)
         return Engine(server=server, client=client, receiver=receiver)
 
-    async def _ready(self, name: str) -> None:
-        self.engines[name] = await self._started(name, self.engines[name])
+    async def _ready(self, name: str, engine: Engine) -> None:
+        self.engines[name] = await self._started(name, engine)
 
     async def _started(self, name: str, engine: Engine) -> Engine:
         """`engine` once it is up, or another one under the name where its port was taken by a stranger.

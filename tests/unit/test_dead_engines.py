@@ -526,3 +526,20 @@ async def test_stopping_while_it_starts_ends_everything_without_a_complaint(
         await starting
     assert all(server.stopped for server in FakeServer.made[3:])
     assert caplog.records == []
+
+
+async def test_stopping_before_any_start_was_waited_for_ends_everything_without_a_complaint(
+    fleet: Fleet, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    """As a run does it whose Ray did not start: the engines' processes exist, and nobody has waited yet."""
+    monkeypatch.setattr(FakeServer, "may_be_ready", threading.Event())
+    second = Fleet(EngineConfig(num_engines=3), tiny_model, tmp_path)
+    starting = asyncio.create_task(second.start())
+    await asyncio.sleep(0)
+    assert len(FakeServer.made) == 6
+    starting.cancel()
+    await second.stop()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert all(server.stopped for server in FakeServer.made[3:])
+    assert caplog.records == []
