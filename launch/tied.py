@@ -50,6 +50,7 @@ def _follow(command: list[str], caller: int, on_our_death: signal.Signals) -> in
     child = subprocess.Popen(command, preexec_fn=in_child)
     kill_at = float("inf")
     while child.poll() is None:
+        reap_adopted(child.pid)
         if os.getppid() != caller and kill_at == float("inf"):
             child.terminate()
             kill_at = time.monotonic() + ORPHAN_GRACE_S
@@ -88,6 +89,15 @@ def reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def reap_adopted(command: int) -> None:
+    """Collect children that have ended, but the command: its exit code is for whoever waits for it."""
+    while True:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None or ended.si_pid == command:
+            return
+        os.waitpid(ended.si_pid, 0)
 
 
 def descendants() -> list[int]:

@@ -179,6 +179,16 @@ def test_tied_ends_orphans_when_the_command_ends(end: str, tmp_path: Path) -> No
     assert still_running(processes(pids), within_s=0) == []
 
 
+def test_tied_collects_orphans_that_end_before_the_command_does(tmp_path: Path) -> None:
+    """A long run leaves many: each would keep its entry in the process table until the run's end."""
+    orphan = f"(setsid sh -c 'echo $$ > {tmp_path}/pid; exit 3' &)"
+    written = f"until [ -s {tmp_path}/pid ]; do sleep 0.05; done"
+    collected = (
+        f"for i in $(seq 600); do [ -e /proc/$(cat {tmp_path}/pid) ] || exit 7; sleep 0.1; done; exit 4"
+    )
+    assert run([*TIED, "bash", "-c", f"{orphan}; {written}; {collected}"], cwd=tmp_path).returncode == 7
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_tied_passes_signals_on_once(number: signal.Signals, tmp_path: Path) -> None:
     code = f"""
