@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from invrl import interrupts, lifeline
+from invrl.command_settings import settings_of
 from invrl.config import Config, ModelConfig, load_resolved, nearest, resolve
 from invrl.environment_keys import hold_keys
 from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError
@@ -71,7 +72,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if command is None:
             raise ConfigError("command line", name, "no such command", nearest(name, COMMANDS))
         if {"-h", "--help"} & set(rest):
-            flags = "\n\n" + flag_help() if name in TAKE_CONFIG else ""
+            flags = "\n\n" + flag_help(name) if name in TAKE_CONFIG else ""
             print(f"invrl {name}: {inspect.getdoc(command)}{flags}")
         else:
             command(rest)
@@ -94,11 +95,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         return FAILURE_EXIT
 
 
-def _checked(arguments: Sequence[str], *, trains: bool, evaluates: bool = False) -> Config:
+def _checked(arguments: Sequence[str], *, command: str = "train") -> Config:
     """Configuration of a command that starts processes, after every check that needs none."""
     from invrl.run_checks import check_run
 
-    config = resolve(*parse_flags(arguments))
+    trains, evaluates = command == "train", command == "eval"
+    config = resolve(*parse_flags(arguments, command=command), settings_of(command).source())
     if evaluates:
         from invrl.rollout.tasks import held_out_only
 
@@ -190,7 +192,7 @@ def _train(arguments: Sequence[str]) -> None:
     from invrl import supervisor
     from invrl.machine_checks import look, memory_warning
 
-    config = _checked(arguments, trains=True)
+    config = _checked(arguments)
     if warning := memory_warning(config, look()):
         print(f"invrl: warning: {warning}", file=sys.stderr)
     with hold_run_folder(config, "train") as folder:
@@ -216,7 +218,7 @@ def _serve(arguments: Sequence[str]) -> None:
     example:
       invrl serve --model-path MODEL --gateway-port 8000
     """
-    config = _checked(arguments, trains=False)
+    config = _checked(arguments, command="serve")
     # No supervisor: it starts no Ray, and what it starts the kernel ends with it (or its guardian does).
     with hold_run_folder(config, "serve") as folder:
         _log_into(folder)
@@ -240,7 +242,7 @@ def _eval(arguments: Sequence[str]) -> None:
     """
     from invrl import supervisor
 
-    config = _checked(arguments, trains=False, evaluates=True)
+    config = _checked(arguments, command="eval")
     with hold_run_folder(config, "eval") as folder:
         _log_into(folder)
         if code := supervisor.supervise_once(config, folder, EVALUATION_COMMAND):
@@ -484,7 +486,7 @@ def _soak(arguments: Sequence[str]) -> None:
     own, flags = _own_flags(arguments, ("--minutes", "--out"))
 
     def ready() -> Ready:  # the drivers that it starts hold the folder
-        config = _checked(flags, trains=True)
+        config = _checked(flags)
         folder = make_run_folder(config)
         _log_into(folder)
         return config, folder

@@ -142,7 +142,7 @@ def _gateway_settings(
         "router_api_key": fleet.router.api_key,
         "env_key": env_key or f"env-{secrets.token_urlsafe(24)}",
         "model_path": str(config.model.folder),
-        "model_name": config.model.folder.name,
+        "model_name": config.model.name,
         "store_path": str(folder.store_path),
         "leases": config.rollout.external_environments,
         "sampling_seed": config.run.seed if config.engine.seeded_sampling else None,

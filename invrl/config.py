@@ -75,6 +75,15 @@ class ModelConfig(Section):
         given = Path(self.model_path).expanduser().absolute()
         return inner if (inner := given / "hugging_face").is_dir() else given
 
+    @property
+    def name(self) -> str:
+        """What agents call it: a run's checkpoint by the run's name, any other model by its folder's."""
+        checkpoint = self.folder.parent if self.folder.name == "hugging_face" else self.folder
+        run = checkpoint.parent.parent
+        if checkpoint.parent.name == "checkpoints" and (run / "config.resolved.toml").is_file():
+            return run.name
+        return checkpoint.name
+
 
 class WeightSyncConfig(Section):
     """How new weights reach the engines, and what proves that they are there."""

@@ -11,10 +11,16 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from invrl.command_settings import settings_of
 from invrl.config import SECTIONS, UPSTREAM, Scalar, Source, nearest, read_toml
 from invrl.errors import ConfigError
 
 CONFIG_FLAG = "--config"
+_PACKAGE_HELP = {
+    "sglang": "SGLang's ServerArgs, for example --sglang-chunked-prefill-size 512",
+    "router": "sglang-router's arguments, for example --router-policy manual",
+    "megatron": "fields of its Transformer-, DistributedDataParallel- and OptimizerConfig",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +48,13 @@ _LEAF_OF = {leaf.flag: leaf for leaf in LEAVES}
 _LEAF_OF |= {"--no-" + leaf.flag[2:]: leaf for leaf in LEAVES if leaf.is_switch}
 
 
-def parse_flags(arguments: Sequence[str], mistakes: list[ConfigError] | None = None) -> tuple[Source, ...]:
-    """The sources a command line names: its TOML file, if any, then its flags. Raises ConfigError for an
-    unknown flag (with the nearest valid one), a missing or a stray value; given `mistakes`, all of them go
-    there, and what is wrong is left out."""
+def parse_flags(
+    arguments: Sequence[str], mistakes: list[ConfigError] | None = None, *, command: str = "train"
+) -> tuple[Source, ...]:
+    """The sources that the command line of `command` names: its TOML file, if any, then its flags. The file
+    may set anything. Raises ConfigError for an unknown flag (with the nearest valid one), for one that means
+    nothing to this command, for a missing or a stray value; given `mistakes`, all of them go there, and what
+    is wrong is left out."""
     tables: dict[str, dict[str, Scalar]] = {}
     files: list[Source] = []
     rest = list(arguments)
@@ -59,14 +68,19 @@ def parse_flags(arguments: Sequence[str], mistakes: list[ConfigError] | None = N
                 read = flag == leaf.flag if leaf.is_switch else take_value(flag, given, rest)
                 while leaf.takes_several and rest and not rest[0].startswith("--"):
                     read = f"{read},{rest.pop(0)}"
+                if not settings_of(command).uses(leaf.table, leaf.key):
+                    raise _of_no_use(flag, command)
                 tables.setdefault(leaf.table, {})[leaf.key] = read
             elif flag == CONFIG_FLAG:
                 files.append(read_toml(Path(take_value(flag, given, rest)).expanduser()))
             elif package := next((name for name in UPSTREAM if flag.startswith(f"--{name}-")), ""):
                 key = flag.removeprefix(f"--{package}-").replace("-", "_")
-                tables.setdefault(package, {})[key] = _upstream_value(given, rest)
+                read = _upstream_value(given, rest)
+                if package not in settings_of(command).packages:
+                    raise _of_no_use(flag, command)
+                tables.setdefault(package, {})[key] = read
             else:
-                raise _unknown(flag, given, rest)
+                raise _unknown(flag, given, rest, command)
         except ConfigError as error:
             if mistakes is None:
                 raise
@@ -74,9 +88,16 @@ def parse_flags(arguments: Sequence[str], mistakes: list[ConfigError] | None = N
     return (*files, Source(name="command line", tables=tables))
 
 
-def _unknown(flag: str, given: str | None, rest: list[str]) -> ConfigError:
+def _of_no_use(flag: str, command: str) -> ConfigError:
+    reason = f"it means nothing to `invrl {command}`, which does not train"
+    fix = f"leave it out; `invrl {command} --help` lists what it takes"
+    return ConfigError("command line", flag, reason, fix)
+
+
+def _unknown(flag: str, given: str | None, rest: list[str], command: str) -> ConfigError:
     """For a flag that is none, which takes what looks like its value with it, or for a stray value."""
-    fix = nearest(flag, [*_LEAF_OF, CONFIG_FLAG])
+    own = [name for name, leaf in _LEAF_OF.items() if settings_of(command).uses(leaf.table, leaf.key)]
+    fix = nearest(flag, [*own, CONFIG_FLAG])
     if not flag.startswith("--"):
         return ConfigError("command line", flag, "no flag takes this", fix)
     if given is None and rest and not rest[0].startswith("--"):
@@ -106,24 +127,24 @@ def _upstream_value(given: str | None, rest: list[str]) -> Scalar:
     return given
 
 
-def flag_help() -> str:
-    """Every flag, by section, with its default."""
+def flag_help(command: str = "train") -> str:
+    """Every flag of the command, by section, with its default."""
+    settings = settings_of(command)
     lines = [
         "sources:",
         *_entry(f"{CONFIG_FLAG} FILE", "TOML file; its tables are the sections below, flags win over it"),
     ]
     for table, section in SECTIONS.items():
+        leaves = [leaf for leaf in LEAVES if leaf.table == table and settings.uses(table, leaf.key)]
+        if not leaves:
+            continue
         lines += ["", f"[{table}] {(section.__doc__ or '').strip().splitlines()[0]}"]
-        for leaf in (leaf for leaf in LEAVES if leaf.table == table):
+        for leaf in leaves:
             names = f"{leaf.flag}, --no-{leaf.flag[2:]}" if leaf.is_switch else f"{leaf.flag} {_kind(leaf)}"
             lines += _entry(names, f"{leaf.info.description} (default: {leaf.info.default!r})")
-    lines += [
-        "",
-        "options of other packages (checked against the installed version):",
-        *_entry("--sglang-*", "SGLang's ServerArgs, for example --sglang-chunked-prefill-size 512"),
-        *_entry("--router-*", "sglang-router's arguments, for example --router-policy manual"),
-        *_entry("--megatron-*", "fields of its Transformer-, DistributedDataParallel- and OptimizerConfig"),
-    ]
+    lines += ["", "options of other packages (checked against the installed version):"]
+    for package in settings.packages:
+        lines += _entry(f"--{package}-*", _PACKAGE_HELP[package])
     return "\n".join(lines)
 
 

@@ -43,7 +43,7 @@ def welcome(serving: Serving, session: Session) -> str:
     """What a stranger needs to point an agent at us."""
     url, model = serving.settings.url, serving.settings.model_name
     return f"""
-serving {model}; Ctrl-C ends it
+serving {model} ({serving.settings.model_path}); Ctrl-C ends it
 
   OPENAI_BASE_URL={session.base_url}
   OPENAI_API_KEY={session.key}

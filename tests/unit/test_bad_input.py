@@ -20,6 +20,7 @@ import pytest
 from tiny_model import make_tiny_model
 
 from invrl import cli, supervisor
+from invrl.command_settings import settings_of
 from invrl.config import resolve
 from invrl.flags import parse_flags
 from invrl.rollout.tasks import held_out_only
@@ -328,8 +329,10 @@ def test_a_run_folder_in_which_a_run_lives(
 ) -> None:
     """No command that writes into it starts, and the gateway's keys and the logs in it stay as they are."""
     place = ["--run-root", str(tmp_path / "runs"), "--run-name", "live"]
-    flags = ["--model-path", str(good_model), *AGENT, *SOURCE, *place, "--eval-tasks", "2"]
-    config = resolve(*parse_flags(flags))
+    flags = ["--model-path", str(good_model), *place]
+    if command != "serve":
+        flags += [*AGENT, *SOURCE, "--eval-tasks", "2"]
+    config = resolve(*parse_flags(flags, command=command), settings_of(command).source())
     if command == "eval":
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     folder = make_run_folder(config)

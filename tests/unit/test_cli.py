@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sys
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +15,13 @@ import pytest
 from tiny_model import make_tiny_model
 
 from invrl import cli, flags, supervisor
-from invrl.config import Config, load_resolved
-from invrl.errors import ServerError
+from invrl.command_settings import settings_of
+from invrl.config import Config, ModelConfig, Source, load_resolved, resolve
+from invrl.errors import ConfigError, ServerError
 from invrl.run_folder import RunFolder
 
 Work = Callable[[Config, RunFolder], None]
+TRAIN_ONLY = {"train", "algorithm", "buffer", "weight_sync"}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,9 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main([name, "--help"]) == 0
     out = capsys.readouterr().out
     assert "example" in out or "usage" in out
-    assert all(leaf.flag in out for leaf in flags.LEAVES) == (name in cli.TAKE_CONFIG)
+    shown = set(re.findall(r"--[a-z0-9-]+", out.partition("sources:")[2]))
+    own = {leaf.flag for leaf in flags.LEAVES if settings_of(name).uses(leaf.table, leaf.key)}
+    assert {leaf.flag for leaf in flags.LEAVES} & shown == (own if name in cli.TAKE_CONFIG else set())
     assert max(map(len, out.splitlines())) <= 112
 
 
@@ -76,6 +82,15 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) ->
         (["prepare-model", "--gguf", "/no/such", "--out", "/tmp/x"], "no such file"),
         (["prepare-model", "--gguf", "a", "--out", "x", "--dtype", "int4"], "bfloat16 or float32"),
         (["eval", "--model-path", "/no/such"], "no tasks"),
+        (["serve", "--model-path", "/no/such", "--lr", "1e-5"], "invrl serve --help"),
+        (["serve", "--model-path", "/no/such", "--num-steps=3"], "it means nothing to `invrl serve`"),
+        (["serve", "--model-path", "/no/such", "--megatron-fp16"], "it means nothing to `invrl serve`"),
+        (["serve", "--model-path", "/no/such", "--no-train-auxiliary-roots"], "it means nothing"),
+        (
+            ["eval", "--model-path", "/no/such", "--rollout-batch-size", "4"],
+            "it means nothing to `invrl eval`",
+        ),
+        (["eval", "--model-path", "/no/such", "--eval-taks", "4"], "did you mean --eval-tasks?"),
         (["report"], "run folder"),
         (["report", "/no/such"], "no steps"),
     ],
@@ -133,6 +148,54 @@ def test_a_failed_run_is_exit_code_1_and_names_its_log(
     assert str(log) in err
     assert "Traceback" not in err
     assert "Traceback" in log.read_text()
+
+
+def test_serve_and_eval_show_what_they_use_and_no_more() -> None:
+    for command in ("serve", "eval"):
+        uses = settings_of(command).uses
+        assert uses("model", "model_path")
+        assert uses("run", "run_name")
+        assert uses("gateway", "chat_template_path")
+        assert uses("engine", "num_engines")
+        assert not uses("run", "num_steps")
+        assert not any(uses(leaf.table, leaf.key) for leaf in flags.LEAVES if leaf.table in TRAIN_ONLY)
+    assert settings_of("serve").uses("rollout", "temperature")
+    assert not settings_of("serve").uses("rollout", "rollout_function_path")
+    assert settings_of("eval").uses("rollout", "rollout_function_path")
+    assert settings_of("eval").uses("rollout", "eval_samples_per_task")
+    assert all(settings_of("train").uses(leaf.table, leaf.key) for leaf in flags.LEAVES)
+
+
+@pytest.mark.parametrize(
+    ("command", "limits"),
+    [
+        ("serve", ["--max-open-sessions", "1", "--session-ttl-s", "1"]),
+        ("eval", ["--rollout-timeout-s", "100000", "--session-ttl-s", "100000"]),
+    ],
+)
+def test_a_limit_contradicts_no_setting_that_the_command_does_not_have(
+    command: str, limits: list[str]
+) -> None:
+    with pytest.raises(ConfigError):
+        resolve(*flags.parse_flags(limits))  # it does in training
+    own = settings_of(command)
+    config = resolve(*flags.parse_flags(limits, command=command), own.source())
+    for table, values in own.neutral.items():
+        assert not any(own.uses(table, key) for key in values)
+    assert resolve(Source(name="again", tables=tomllib.loads(config.to_toml()))) == config
+
+
+def test_a_checkpoint_is_called_after_its_run(tmp_path: Path) -> None:
+    def name(path: Path) -> str:
+        return ModelConfig(model_path=str(path)).name
+
+    checkpoint = tmp_path / "runs" / "capitals" / "checkpoints" / "step-000012"
+    (checkpoint / "hugging_face").mkdir(parents=True)
+    assert name(checkpoint) == "step-000012", "not in a run's folder"
+    (tmp_path / "runs" / "capitals" / "config.resolved.toml").write_text("")
+    assert name(checkpoint) == "capitals"
+    assert name(checkpoint / "hugging_face") == "capitals"
+    assert name(tmp_path / "models" / "smollm2") == "smollm2"
 
 
 def test_an_interrupt_is_exit_code_130(model: Path, tmp_path: Path, cluster: types.ModuleType) -> None:
