@@ -9,6 +9,7 @@ InvrlError
 ├── SessionError           refused by the gateway; carries the HTTP status and a machine-readable code
 ├── UnsendableTask         a task that JSON does not carry, for an environment that is sent JSON
 ├── IdenticalFailuresError rollouts in a row failed in the same way, and none finished: going on is of no use
+├── FilteredOutError       the group filter drops everything: the run ends as a finished one does
 ├── BufferStateError       a transition the buffer's state machine does not have
 ├── TrainError             the trainer cannot go on (non-finite loss, a layout Megatron gets wrong, ...)
 └── WeightSyncError        an update that did not commit; engines are on the old version, or out
@@ -88,6 +89,11 @@ class IdenticalFailuresError(InvrlError):
         super().__init__(f"{text}. Fix: {fix}")
         self.text = text
         self.fix = fix
+
+
+class FilteredOutError(InvrlError):
+    """No batch comes together, because the group filter drops every group: the task is solved, or out of
+    reach. The loop ends the run in order."""
 
 
 class BufferStateError(InvrlError):

@@ -150,7 +150,8 @@ class Buffer(Protocol):
         ...
 
     async def take(self) -> TakenBatch:
-        """The next batch of whole groups within the staleness bound. DeadlineError names what is missing."""
+        """The next batch of whole groups within the staleness bound. DeadlineError names what is missing;
+        FilteredOutError says that the group filter drops everything."""
         ...
 
     async def trained(self, batch_id: int) -> None: ...

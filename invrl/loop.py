@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from invrl.errors import FilteredOutError
 from invrl.interfaces import Buffer, StepResult, Trainer
 from invrl.metric_sinks import Sink
 from invrl.metrics import resolve, timed
@@ -78,14 +79,23 @@ class _Phases:
             yield
 
 
-async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> None:
-    """Steps `done` + 1 to `num_steps`; with a learner, step n makes version n."""
+async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> int:
+    """Steps `done` + 1 to `num_steps`; with a learner, step n makes version n. Returns the last step made:
+    an earlier one where the group filter leaves nothing to train on, which is told, and then the model of
+    that step is saved."""
     if parts.learner is not None:
         parts.learner.schedule.begin()
+    saved = done
     for step in range(done + 1, num_steps + 1):
         phases = _Phases(parts.observer, step)
-        with phases.within("rollout"):
-            taken = await parts.buffer.take()
+        try:
+            with phases.within("rollout"):
+                taken = await parts.buffer.take()
+        except FilteredOutError as reason:
+            _tell_early_end(parts.observer, step - 1, num_steps, reason)
+            if parts.learner is not None and step - 1 > saved:
+                await _save_early(parts.buffer, parts.learner, phases, step - 1)
+            return step - 1
         with phases.within("assemble"):
             batch = await asyncio.to_thread(parts.assemble, step, taken)
         values = resolve(rollout_metrics(taken) | reply_metrics(batch), "rollout/")
@@ -93,6 +103,8 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
             await parts.buffer.advance(taken.version)
         else:
             values |= await _learn(parts, parts.learner, taken, batch, phases, last=step == num_steps)
+            if CHECKPOINT_PHASE in phases.seconds:
+                saved = step
         values |= resolve(await parts.buffer.metrics(), "buffer/")
         values |= resolve(time_metrics(phases.seconds, taken, batch.total_tokens), "time/")
         if parts.evaluate is not None and eval_interval and step % eval_interval == 0 and step < num_steps:
@@ -102,6 +114,22 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
         if parts.show_samples is not None:
             for text in await asyncio.to_thread(parts.show_samples, step, taken):
                 parts.observer.note(text)
+    return max(done, num_steps)
+
+
+def _tell_early_end(observer: Sink, made: int, num_steps: int, reason: FilteredOutError) -> None:
+    observer.note(
+        f"the run ends after step {made} of {num_steps}: {reason}.\n"
+        "    To go on: other tasks under another --run-name, a larger --max-filtered-batches, or "
+        "--filtered-out train"
+    )
+
+
+async def _save_early(buffer: Buffer, learner: Learner, phases: _Phases, made: int) -> None:
+    """The checkpoint of the last step made, with no batch out."""
+    snapshot = await buffer.snapshot(WeightVersion(made))
+    with phases.within(CHECKPOINT_PHASE):
+        await learner.save(made, snapshot)
 
 
 async def _learn(

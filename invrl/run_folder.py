@@ -219,7 +219,8 @@ def _check_configuration(folder: RunFolder, config: Config) -> None:
 
 _MAY_CHANGE = (
     *("run_root", "run_name", "num_steps", "progress", "log_samples", "tensorboard"),
-    *("max_restarts", "save_interval", "save_interval_s", "keep_checkpoints"),
+    *("max_restarts", "save_interval", "save_interval_s", "keep_checkpoints", "ray_start_attempts"),
+    *("max_identical_failures", "max_failures_at_start", "max_filtered_batches", "filtered_out"),
 )
 """Settings of a run that may differ when it goes on: none changes what a step computes."""
 

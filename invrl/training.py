@@ -20,6 +20,7 @@ import msgspec
 from invrl import interrupts
 from invrl.algorithms.advantages import advantage_function
 from invrl.batch_file import batch_path, load_batch, put_lost_aside, save_batch, saved_steps
+from invrl.beginning import beginning_of
 from invrl.buffer.batching import build_batch
 from invrl.buffer.failures import FailureReport, FailureTeller
 from invrl.checkpoints import Checkpoint, Checkpoints, first_checkpoint
@@ -39,6 +40,7 @@ from invrl.rollout.tasks import label_notes
 from invrl.run_folder import RunFolder, write_atomically
 from invrl.run_store import RunStore, abandon_open_sessions
 from invrl.save_schedule import SaveSchedule
+from invrl.silence import Activity, Deadlines, tell_silence
 from invrl.step_samples import show_samples
 from invrl.store_check import check_store, check_store_of
 from invrl.train.train_handle import TrainHandle
@@ -63,7 +65,8 @@ def run_life(config: Config, folder: RunFolder) -> None:
         if aside:
             findings.append(f"batches of a lost life are renamed: {', '.join(path.name for path in aside)}")
     display = open_progress(config.run.progress, config.run.num_steps)
-    observer = RunObserver([*open_sinks(folder, config, done=done), display])
+    activity = Activity()
+    observer = RunObserver([*open_sinks(folder, config, done=done), activity, display])
     observer.note(f"run folder {folder.path}")
     if not config.run.debug_rollout_only:
         for sentence in config.algorithm.without_effect():
@@ -81,7 +84,7 @@ def run_life(config: Config, folder: RunFolder) -> None:
                 loaded.check()  # outside of an event loop an interrupt ends it at once
             interrupts.run(_train_only(config, folder, checkpoints, observer, loaded))
         else:
-            interrupts.run(_Run(config, folder, checkpoints, observer).run(begin))
+            interrupts.run(_Run(config, folder, checkpoints, observer, activity).run(begin))
     finally:
         observer.close()
         if read_metrics(folder.metrics_path):
@@ -169,17 +172,16 @@ class _Run:
     folder: RunFolder
     checkpoints: Checkpoints
     observer: RunObserver
+    activity: Activity
 
     async def run(self, begin: Checkpoint | None) -> None:
         """From the checkpoint `begin`, which is whole; None: from the start."""
-        steps = str(self.config.run.num_steps)
-        finished = self.folder.finished_path.exists() and self.folder.finished_path.read_text() == steps
-        if begin and finished and begin.step >= self.config.run.num_steps:
-            return self.observer.note(f"the run has made its {steps} steps: raise --num-steps to go on")
+        beginning = beginning_of(self.folder, begin, num_steps=self.config.run.num_steps)
+        self.observer.note(beginning.text)
+        if beginning.finished:
+            return
         started = time.monotonic()
         self.observer.phase("starting", 0)
-        if begin:
-            self.observer.note(f"going on from the checkpoint of step {begin.step}")
         self.folder.finished_path.unlink(missing_ok=True)
         snapshot = begin.buffer.read_bytes() if begin else None
         if begin and snapshot is not None:
@@ -197,14 +199,14 @@ class _Run:
                 self.observer.note(f"environments lease tasks at {where}; key: {key}")
             done = begin.step if begin else 0
             try:
-                await cluster.guard(self._train(cluster, learner, done))
+                made = await cluster.guard(self._train(cluster, learner, done))
             except (Exception, asyncio.CancelledError) as error:
                 if cluster.trainer is not None:
                     interrupted = isinstance(error, asyncio.CancelledError)
                     await self._save_last(cluster.trainer, done, interrupted=interrupted)
                 raise
             await cluster.buffer.close()
-        write_atomically(self.folder.finished_path, steps)
+        write_atomically(self.folder.finished_path, str(made))
 
     async def _save_last(self, trainer: TrainHandle, done: int, *, interrupted: bool) -> None:
         """`done`: the step that this life began with."""
@@ -240,7 +242,18 @@ class _Run:
             schedule=SaveSchedule(steps=run.save_interval, seconds=run.save_interval_s),
         )
 
-    async def _train(self, cluster: Cluster, learner: Learner | None, done: int) -> None:
+    async def _train(self, cluster: Cluster, learner: Learner | None, done: int) -> int:
+        """The last step made."""
+        telling = asyncio.create_task(
+            tell_silence(cluster.buffer, self.activity, self.observer, _deadlines(self.config))
+        )
+        try:
+            return await self._train_and_evaluate(cluster, learner, done)
+        finally:
+            telling.cancel()
+            await asyncio.wait({telling})
+
+    async def _train_and_evaluate(self, cluster: Cluster, learner: Learner | None, done: int) -> int:
         config = self.config
         evaluates = config.rollout.eval_tasks > 0
         watch = EvaluationFailures(
@@ -285,16 +298,19 @@ class _Run:
         teller = FailureTeller(config.buffer.failure_limits())
         telling = asyncio.create_task(tell_failures(cluster.buffer, teller, self.observer))
         try:
-            await run_loop(parts, done=done, num_steps=steps, eval_interval=config.rollout.eval_interval)
+            made = await run_loop(
+                parts, done=done, num_steps=steps, eval_interval=config.rollout.eval_interval
+            )
         finally:
             telling.cancel()
             await asyncio.wait({telling})
         await cluster.rollouts.stop_dispatching()
         if before is not None and learner is not None:
-            after = await self._evaluate(cluster, watch, steps)
+            after = await self._evaluate(cluster, watch, made)
             await asyncio.to_thread(self._compare, before, after)
         if last := self.checkpoints.latest():
             self.observer.note(f"model: {last.hugging_face}")
+        return made
 
     async def _before(self, cluster: Cluster, watch: EvaluationFailures, done: int) -> Evaluation | None:
         """The evaluation before the first step, made once in a run; None where it is lost."""
@@ -333,6 +349,16 @@ class _Run:
                 f"gain {gain.value:+.3f}, 95 % interval [{gain.low:+.3f}, {gain.high:+.3f}]"
                 f"{_failed_of(before.scores[mode], 'before')}{_failed_of(score, 'after')}"
             )
+
+
+def _deadlines(config: Config) -> Deadlines:
+    return Deadlines(
+        rollout_timeout_s=config.rollout.rollout_timeout_s,
+        filtered_out=config.buffer.filtered_out,
+        external_environments=config.rollout.external_environments,
+        lease_timeout_s=config.gateway.lease_timeout_s,
+        session_idle_timeout_s=config.gateway.session_idle_timeout_s,
+    )
 
 
 def _failed_of(score: EvalScore, when: str) -> str:

@@ -33,6 +33,7 @@ from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, Place, RolloutState
 from invrl.buffer.policies import ZERO_VARIANCE, admission_limit
 from invrl.buffer.snapshot import BufferSnapshot
+from invrl.buffer.wait_report import FilteredRow, WaitingGroup, WaitReport, shown_rewards
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter
 from invrl.metrics import Mean, Metric, Sum, merge
@@ -54,6 +55,8 @@ from invrl.types import (
     WeightVersion,
 )
 
+_NO_TOKENS = "no_trained_tokens"
+"""The reason to drop a group that is never the filter's."""
 _WORD_CHARS = 64
 """The longest reason that a group filter may give."""
 
@@ -77,6 +80,10 @@ class Buffer:
         self._tasks = tasks
         self._source_end = ""
         self._filter = group_filter
+        self._filter_name = config.group_filter
+        self._filtered_limit = config.max_filtered_batches * self._batch_size
+        self._trains_filtered = config.filtered_out == "train"
+        self._filtered = FilteredRow()
         self._ledger = Ledger(emit)
         self._tasks_of: dict[str, Task] = {}
         """Of the groups that are not taken, by their ids."""
@@ -98,6 +105,9 @@ class Buffer:
         """Leased in this life before the first rollout failed or finished."""
         self._failure_rules = config.failure_rules()
         self._since: dict[str, Metric] = {}
+        self._complete_since_take = 0
+        self._dropped_before_take: Counter[str] = Counter()
+        self._failed_before_take: Counter[str] = Counter()
         self._closed = False
 
     # ------------------------------------------------------------------ work out, outcomes in
@@ -192,6 +202,9 @@ class Buffer:
             group.passed_over = True
         self._batch = batch
         self._batches_taken += 1
+        self._complete_since_take = 0
+        self._dropped_before_take = Counter(self.dropped)
+        self._failed_before_take = Counter(self.failed)
         return batch
 
     def takeable(self) -> list[Group]:
@@ -261,6 +274,8 @@ class Buffer:
         self.version = snapshot.version
         self._groups_leased, self._batches_taken = snapshot.groups_leased, snapshot.batches_taken
         self.dropped, self.failed = Counter(snapshot.dropped), Counter(snapshot.failed)
+        self._dropped_before_take = Counter(snapshot.dropped)
+        self._failed_before_take = Counter(snapshot.failed)
         self._ledger.counts, self._ledger.sequence = Counter(snapshot.counts), snapshot.sequence
         in_flight, ready = copy.deepcopy((snapshot.in_flight, snapshot.ready))
         self._in_flight, self._ready = {g.id: g for g in in_flight}, {g.id: g for g in ready}
@@ -291,6 +306,43 @@ class Buffer:
     def can_fill(self) -> bool:
         """Whether a batch can still come together."""
         return not self._source_end or len(self._ready) + len(self._in_flight) >= self._batch_size
+
+    @property
+    def filtered_out(self) -> str:
+        """Why the run is to end: the filter has dropped as many groups in a row as it may. "" until then."""
+        if self._trains_filtered or not self._past_filtered_limit():
+            return ""
+        return (
+            f"the group filter {self._filter_name} has dropped {self._filtered.length} groups in a row "
+            f"({shown_rewards(self._filtered.by_rewards)}), so there is nothing to train on"
+        )
+
+    def _past_filtered_limit(self) -> bool:
+        return bool(self._filtered_limit) and self._filtered.length >= self._filtered_limit
+
+    def wait_report(self) -> WaitReport:
+        """What the next batch waits for. Nothing in it says how long."""
+        in_flight = (
+            WaitingGroup(
+                group_id=group.id,
+                task_id=group.task_id,
+                missing=self._group_size - len(group.finished),
+                size=self._group_size,
+            )
+            for group in self._in_flight.values()
+        )
+        return WaitReport(
+            wanted=self._batch_size,
+            ready=len(self._ready),
+            in_flight=tuple(in_flight),
+            complete=self._complete_since_take,
+            dropped=dict(self.dropped - self._dropped_before_take),
+            failed=dict(self.failed - self._failed_before_take),
+            filter_name=self._filter_name,
+            filtered_rewards=dict(self._filtered.by_rewards),
+            filtered_limit=self._filtered_limit,
+            source_end=self._source_end,
+        )
 
     def __str__(self) -> str:
         """What a batch waits for, as the message of a deadline says it."""
@@ -392,7 +444,15 @@ class Buffer:
             self._replacements.append(group.id)
 
     def _complete(self, group: OpenGroup) -> None:
+        self._complete_since_take += 1
         word = self._verdict(group)
+        if word is not None and word != _NO_TOKENS:
+            self._filtered.dropped(group.group())
+            if self._trains_filtered and self._past_filtered_limit():
+                self._count("groups_unfiltered")
+                word = None
+        elif word is None:
+            self._filtered.kept()
         if word is None:
             del self._in_flight[group.id]
             self._ready[group.id] = group
@@ -406,7 +466,7 @@ class Buffer:
         """The filter's reason to drop the group, None to keep it. A filter that raises drops the group and is
         counted: that is bad data, not a crash."""
         if group.versions() is None:
-            return "no_trained_tokens"
+            return _NO_TOKENS
         try:
             word = self._filter(group.group())
         except (Exception, SystemExit) as error:

@@ -25,8 +25,9 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.policies import group_filter_function
 from invrl.buffer.snapshot import BufferSnapshot
+from invrl.buffer.wait_report import WaitReport
 from invrl.environment_keys import forget_keys
-from invrl.errors import BufferStateError, DeadlineError
+from invrl.errors import BufferStateError, DeadlineError, FilteredOutError
 from invrl.heartbeat import Pulse, pulse
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
@@ -76,6 +77,8 @@ class BufferActor:
         self._ledger = LedgerStore(run_store_path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._poll_interval_s = poll_interval_s
         self._trains_all_roots = trains_all_roots
+        self._leased_at: dict[str, float] = {}
+        """When rollouts of a group in flight were last leased, on the monotonic clock."""
         self._next_look = 0.0
         """At suspects of staleness: when it is due, on the monotonic clock."""
         self._poller: asyncio.Task[None] | None = None
@@ -111,6 +114,8 @@ class BufferActor:
     async def lease(self) -> GroupLease | None:
         self._check_poller()
         lease = self._buffer.lease()
+        if lease is not None:
+            self._leased_at[lease.group_id] = time.monotonic()
         if lease is None and not self._buffer.can_fill:
             await self._notify()
         return lease
@@ -136,8 +141,9 @@ class BufferActor:
 
     async def take(self, timeout_s: float) -> TakenBatch:
         """Waits for a batch. Raises IdenticalFailuresError once every rollout so far has failed for the same
-        reason, or too many in a row have failed alike; DeadlineError, naming what is missing, after
-        `timeout_s` or as soon as the task source cannot fill a batch any more."""
+        reason, or too many in a row have failed alike; FilteredOutError once the group filter has dropped as
+        many groups in a row as it may; DeadlineError, naming what is missing, after `timeout_s` or as soon
+        as the task source cannot fill a batch any more."""
         start = time.monotonic()
         async with self._changed:
             while True:
@@ -146,6 +152,8 @@ class BufferActor:
                 await self._drop_groups_without_tokens()
                 if (batch := self._buffer.take()) is not None:
                     return batch
+                if reason := self._buffer.filtered_out:
+                    raise FilteredOutError(reason)
                 waited = time.monotonic() - start
                 if waited >= timeout_s or not self._buffer.can_fill:
                     raise DeadlineError(f"a batch of {self._buffer}", waited)
@@ -243,6 +251,17 @@ class BufferActor:
     async def failures(self) -> FailureReport:
         """What has failed so far, and how many of the last failures were the same."""
         return self._buffer.failure_report()
+
+    async def waiting(self) -> WaitReport:
+        """What the next batch waits for, and since when; the group that was leased first comes first."""
+        report = self._buffer.wait_report()
+        now = time.monotonic()
+        self._leased_at = {
+            group.group_id: self._leased_at.get(group.group_id, now) for group in report.in_flight
+        }
+        timed = [replace(one, since_s=now - self._leased_at[one.group_id]) for one in report.in_flight]
+        timed.sort(key=lambda group: -group.since_s)
+        return replace(report, in_flight=tuple(timed))
 
     def _check_failures(self) -> None:
         self._failure_limits.check(self._buffer.failure_report())

@@ -52,6 +52,7 @@ class BufferHandle:
     advance = _call(BufferActor.advance)
     metrics = _call(BufferActor.metrics)
     failures = _call(BufferActor.failures)
+    waiting = _call(BufferActor.waiting)
     close = _call(BufferActor.close)
 
     async def start(self, snapshot: bytes | None = None) -> None:

@@ -12,6 +12,7 @@ from invrl.types import MAX_REWARD, FailureReason
 
 RewardBaseline = Literal["depth", "group"]
 RewardUse = Literal["replace", "add"]
+FilteredOut = Literal["end", "train"]
 
 
 FailureRule = float | Literal["retry", "drop"]
@@ -25,6 +26,16 @@ class BufferConfig(Section):
     max_staleness: NonNegativeInt = Field(0, description="versions a trained token may lag the trainer's")
     over_sampling_groups: NonNegativeInt = Field(0, description="groups in place of those filtered out")
     group_filter: str = Field("nonzero_variance", description="this filter, 'none', or module:name")
+    max_filtered_batches: NonNegativeInt = Field(
+        16,
+        description="batches' worth of groups in a row that the group filter may drop (as it does once a "
+        "task is solved) before --filtered-out; 0: any number",
+    )
+    filtered_out: FilteredOut = Field(
+        "end",
+        description="what then: end: the run ends, its model saved; train: groups are taken as they come, "
+        "until the filter keeps one again",
+    )
     turn_reward_baseline: RewardBaseline = Field(
         "depth",
         description="a turn's or branch's own reward is compared with the group's at the same depth, or all",

@@ -1,0 +1,77 @@
+"""What a batch that is waited for waits for: counts since the batch before it was taken. Made by `buffer.py`;
+what knows of time is added by `buffer_actor.py`."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from invrl.types import Group
+
+_SHOWN = 3
+"""Kinds of rewards that are named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingGroup:
+    """A group of which rollouts are still out."""
+
+    group_id: str
+    task_id: str
+    missing: int
+    """Rollouts that have not ended."""
+    size: int
+    since_s: float = 0.0
+    """Seconds since rollouts of it were last leased."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitReport:
+    wanted: int
+    """Groups in a batch."""
+    ready: int
+    in_flight: tuple[WaitingGroup, ...]
+    complete: int
+    """Groups whose rollouts have all finished since the last batch was taken; dropped ones are among them."""
+    dropped: Mapping[str, int]
+    """Groups dropped since then, by reason."""
+    failed: Mapping[str, int]
+    """Rollouts failed since then, by reason."""
+    filter_name: str
+    filtered_rewards: Mapping[str, int]
+    """Groups that the filter dropped in a row until now, by what their rewards were."""
+    filtered_limit: int
+    """Groups in a row that it may drop; 0: any number."""
+    source_end: str = ""
+    """Why no more tasks come; "" while they do."""
+
+    @property
+    def filtered_in_row(self) -> int:
+        return sum(self.filtered_rewards.values())
+
+
+@dataclass(slots=True)
+class FilteredRow:
+    """The groups that the filter dropped since it last kept one, by what their rewards were."""
+
+    by_rewards: Counter[str] = field(default_factory=Counter)
+
+    def dropped(self, group: Group) -> None:
+        rewards = {rollout.reward for rollout in group.rollouts_G}
+        low, high = min(rewards), max(rewards)
+        text = f"all {low:g}" if low == high else f"{low:g} to {high:g}"
+        self.by_rewards[text] += 1
+
+    def kept(self) -> None:
+        self.by_rewards.clear()
+
+    @property
+    def length(self) -> int:
+        return self.by_rewards.total()
+
+
+def shown_rewards(by_rewards: Mapping[str, int]) -> str:
+    """As "rewards: 60 x all 1, 4 x all 0", the most frequent first; what is left out is counted."""
+    ordered = sorted(by_rewards.items(), key=lambda item: -item[1])
+    parts = [f"{count} x {text}" for text, count in ordered[:_SHOWN]]
+    rest = sum(count for _, count in ordered[_SHOWN:])
+    return "rewards: " + ", ".join([*parts, f"{rest} x others"] if rest else parts)

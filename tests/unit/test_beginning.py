@@ -1,0 +1,39 @@
+"""What a repeated command says: anew, from a checkpoint, or finished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from invrl.beginning import beginning_of
+from invrl.checkpoints import Checkpoint
+from invrl.run_folder import RunFolder
+
+
+@pytest.mark.parametrize(
+    ("step", "ended", "store", "told", "finished"),
+    [
+        (None, None, False, "a new run of 8 steps", False),
+        (None, None, True, "ended before its first checkpoint: it starts anew, from step 0", False),
+        (6, None, True, "going on from the checkpoint of step 6 of 8", False),
+        (6, "6", True, "going on from the checkpoint of step 6 of 8; it had ended after step 6", False),
+        (4, "4", True, "going on from the checkpoint of step 4 of 8; it had ended after step 4", False),
+        (8, "8", True, "the run is finished: it has made its 8 steps. To go on raise --num-steps", True),
+        (8, None, True, "going on from the checkpoint of step 8 of 8", False),
+        (9, "9", True, "the run is finished", True),
+        (8, "not a number", True, "going on from the checkpoint of step 8", False),
+    ],
+)
+def test_what_a_life_says_that_it_begins_from(
+    tmp_path: Path, step: int | None, ended: str | None, store: bool, told: str, finished: bool
+) -> None:
+    folder = RunFolder(path=tmp_path)
+    if ended is not None:
+        folder.finished_path.write_text(ended)
+    if store:
+        folder.store_path.touch()
+    begin = None if step is None else Checkpoint(step=step, path=tmp_path / f"step-{step:06d}")
+    beginning = beginning_of(folder, begin, num_steps=8)
+    assert told in beginning.text
+    assert beginning.finished is finished

@@ -1,0 +1,260 @@
+"""A task that is solved, or out of reach: the group filter drops every group. The run says so, and ends with
+its model saved or trains what there is."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+from test_buffer_examples import failure, lease_all, summary, tasks
+from test_loop import EmptyBatches, FixedSteps, Notes
+
+from invrl.buffer.buffer import Buffer
+from invrl.buffer.buffer_actor import BufferActor
+from invrl.buffer.config import BufferConfig
+from invrl.buffer.policies import group_filter_function
+from invrl.errors import FilteredOutError
+from invrl.loop import Learner, Parts, run_loop
+from invrl.metrics import resolve
+from invrl.rollout.config import RolloutConfig
+from invrl.save_schedule import SaveSchedule
+from invrl.silence import SAID_EVERY_S, Activity, Deadlines, silence_text, tell_silence
+from invrl.types import TakenBatch, Task, TrainBatch, WeightUpdate, WeightVersion
+
+ROLLOUT = RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2)
+DEADLINES = Deadlines(rollout_timeout_s=300.0, filtered_out="end")
+
+
+def config(filtered_out: str = "end", batches: int = 3) -> BufferConfig:
+    return BufferConfig.model_validate({"max_filtered_batches": batches, "filtered_out": filtered_out})
+
+
+def buffer_of(buffer_config: BufferConfig) -> Buffer:
+    return Buffer(
+        buffer_config,
+        ROLLOUT,
+        tasks=tasks(),
+        group_filter=group_filter_function(buffer_config.group_filter),
+    )
+
+
+def finish(buffer: Buffer, *rewards: tuple[float, float]) -> None:
+    """Groups that are leased now end with these rewards."""
+    for pair in rewards:
+        leased = lease_all(buffer)
+        group = leased[0].group_id if leased else next(iter(buffer._in_flight))
+        for index, reward in enumerate(pair):
+            version = buffer.version
+            buffer.record(summary(group, index, reward=reward, oldest=version, newest=version))
+
+
+def test_so_many_equal_groups_in_a_row_end_the_run() -> None:
+    buffer = buffer_of(config())
+    finish(buffer, *[(1.0, 1.0)] * 5)
+    assert buffer.filtered_out == ""
+    finish(buffer, (0.0, 0.0))
+    assert buffer.filtered_out == (
+        "the group filter nonzero_variance has dropped 6 groups in a row (rewards: 5 x all 1, 1 x all 0), so "
+        "there is nothing to train on"
+    )
+
+
+def test_a_group_that_is_kept_begins_the_row_anew() -> None:
+    buffer = buffer_of(config())
+    finish(buffer, *[(1.0, 1.0)] * 5, (0.0, 1.0), *[(1.0, 1.0)] * 5)
+    assert buffer.filtered_out == ""
+    assert buffer.wait_report().filtered_in_row == 5
+    assert buffer.wait_report().ready == 1
+
+
+def test_train_takes_groups_as_they_come_until_one_is_kept_again() -> None:
+    buffer = buffer_of(config("train"))
+    finish(buffer, *[(1.0, 1.0)] * 5)
+    assert buffer.take() is None
+    finish(buffer, (1.0, 1.0), (1.0, 1.0))
+    batch = buffer.take()
+    assert batch is not None
+    assert [[one.reward for one in group.rollouts_G] for group in batch.groups] == [[1.0, 1.0], [1.0, 1.0]]
+    assert resolve(buffer.metrics())["groups_unfiltered"] == 2
+    assert buffer.filtered_out == ""
+    buffer.trained(batch.batch_id)
+    buffer.advance(WeightVersion(1))
+    finish(buffer, (0.0, 1.0), (1.0, 1.0))
+    assert buffer.wait_report().ready == 1, "the filter is back"
+
+
+def test_without_a_limit_it_goes_on_for_ever() -> None:
+    buffer = buffer_of(config(batches=0))
+    finish(buffer, *[(1.0, 1.0)] * 100)
+    assert buffer.filtered_out == ""
+
+
+async def test_whoever_waits_for_a_batch_is_told(tmp_path: Path) -> None:
+    actor = BufferActor(
+        config(),
+        ROLLOUT,
+        tasks_factory=lambda: (Task(id=f"t{n}", payload={}) for n in itertools.count()),
+        run_store_path=tmp_path / "run.sqlite",
+        poll_interval_s=0.001,
+    )
+    await actor.start()
+    waiting = asyncio.create_task(actor.take(600.0))
+    for _ in range(6):
+        lease = await actor.lease()
+        assert lease is not None
+        for index in range(2):
+            await actor.record(summary(lease.group_id, index, reward=1.0))
+    with pytest.raises(FilteredOutError, match="dropped 6 groups in a row"):
+        await waiting
+    await actor.close()
+
+
+class FiltersOut(EmptyBatches):
+    """After so many batches, nothing is left to train on."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self._batches = batches
+
+    async def take(self) -> TakenBatch:
+        if len(self.versions) == self._batches:
+            raise FilteredOutError("the group filter has dropped 64 groups in a row")
+        return await super().take()
+
+
+@pytest.mark.parametrize(
+    ("batches", "interval", "saved"), [(3, 0, [3]), (3, 3, [3]), (3, 2, [2, 3]), (0, 0, [])]
+)
+async def test_the_loop_ends_with_the_model_of_its_last_step_saved_once(
+    batches: int, interval: int, saved: list[int]
+) -> None:
+    observer, buffer, written = Notes(), FiltersOut(batches), list[int]()
+
+    async def sync(version: WeightVersion) -> WeightUpdate:
+        return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
+
+    async def save(step: int, snapshot: bytes) -> None:
+        written.append(step)
+
+    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
+        return TrainBatch(
+            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=(), total_tokens=0
+        )
+
+    learner = Learner(
+        trainer=FixedSteps([1] * 9), sync=sync, save=save, schedule=SaveSchedule(steps=interval)
+    )
+    parts = Parts(buffer=buffer, assemble=assemble, observer=observer, learner=learner)
+    assert await run_loop(parts, done=0, num_steps=9) == batches
+    assert written == saved
+    (note,) = observer.notes
+    reason = "the group filter has dropped 64 groups in a row"
+    assert note.startswith(f"the run ends after step {batches} of 9: {reason}.\n    To go on")
+
+
+# ------------------------------------------------------------------ what is said meanwhile
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_every_half_minute_without_a_step_something_is_due() -> None:
+    clock = Clock()
+    activity = Activity(clock)
+    said: list[float] = []
+    for second in range(200):
+        clock.now = 100.0 + second
+        if second == 100:
+            activity.step(1, {})
+        if activity.due():
+            said.append(second)
+    assert said == [30, 60, 90, 130, 160, 190]
+    assert SAID_EVERY_S == 30
+
+
+def waiting(buffer: Buffer, deadlines: Deadlines = DEADLINES) -> str:
+    clock = Clock()
+    activity = Activity(clock)
+    activity.phase("rollout", 7)
+    clock.now += 62.0
+    return silence_text(activity, buffer.wait_report(), deadlines)
+
+
+def test_a_solved_task_is_said_to_be_one_with_what_to_set() -> None:
+    buffer = buffer_of(config())
+    finish(buffer, *[(1.0, 1.0)] * 4)
+    text = waiting(buffer)
+    assert text.startswith("step 7: rollout for 62 s: 0 of 2 groups ready, ")
+    assert "4 finished since the last batch, dropped: 4 zero_variance, 0 rollouts failed" in text
+    assert "the filter nonzero_variance dropped the last 4 groups (rewards: 4 x all 1)." in text
+    assert "the task is solved, or out of reach" in text
+    assert (
+        "after 6 in a row the run ends with its model saved (--max-filtered-batches, --filtered-out end)"
+    ) in text
+
+
+def test_failures_and_the_rollouts_that_are_out_are_named() -> None:
+    buffer = buffer_of(config())
+    lease_all(buffer)
+    buffer.record(failure("g0", 0))
+    text = waiting(buffer)
+    assert "1 rollouts failed (1 exception)" in text
+    assert "no group came through: failures are told above" in text
+    assert "group g0 (task t0) waits longest: 2 of 2 rollouts are out" in text
+    assert "a rollout has failed after --rollout-timeout-s 300" in text
+    outside = Deadlines(
+        rollout_timeout_s=300.0,
+        filtered_out="end",
+        external_environments=True,
+        lease_timeout_s=60.0,
+        session_idle_timeout_s=900.0,
+    )
+    text = waiting(buffer, outside)
+    assert "they are your environments' to lease and to end" in text
+    assert "--lease-timeout-s 60" in text
+    assert "--session-idle-timeout-s 900" in text
+
+
+def test_another_phase_is_said_with_its_time() -> None:
+    clock = Clock()
+    activity = Activity(clock)
+    activity.phase("checkpoint", 3)
+    clock.now += 31.0
+    assert silence_text(activity, None, DEADLINES) == "step 3: checkpoint for 31 s"
+
+
+async def test_the_buffer_is_asked_while_rollouts_are_waited_for() -> None:
+    clock = Clock()
+    activity = Activity(clock)
+    activity.phase("rollout", 1)
+    noted = asyncio.Event()
+    notes: list[str] = []
+
+    class Screen:
+        def note(self, text: str) -> None:
+            notes.append(text)
+            noted.set()
+
+    class Asked:
+        async def waiting(self):
+            return buffer_of(config()).wait_report()
+
+    telling = asyncio.create_task(tell_silence(Asked(), activity, Screen(), DEADLINES, every_s=0.0))
+    try:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert notes == []
+        clock.now += 30.0
+        async with asyncio.timeout(600):
+            await noted.wait()
+    finally:
+        telling.cancel()
+        await asyncio.wait({telling})
+    assert notes[0].startswith("step 1: rollout for 30 s: 0 of 2 groups ready")
