@@ -48,6 +48,9 @@ class Activity(Sink):
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._quiet_since = self._clock()
 
+    def something_was_said(self) -> None:
+        self._quiet_since = self._clock()
+
     @property
     def phase_s(self) -> float:
         return self._clock() - self.phase_began
@@ -80,6 +83,7 @@ async def tell_silence(
     every_s: float = _LOOK_EVERY_S,
 ) -> None:
     """Until the buffer has died, of which the loop's own call tells the user."""
+    activity.something_was_said()  # that everything is up
     while True:
         if activity.due():
             report = None

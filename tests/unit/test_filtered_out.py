@@ -233,6 +233,7 @@ def test_another_phase_is_said_with_its_time() -> None:
 async def test_the_buffer_is_asked_while_rollouts_are_waited_for() -> None:
     clock = Clock()
     activity = Activity(clock)
+    clock.now += 155.0  # until everything was up
     activity.phase("rollout", 1)
     noted = asyncio.Event()
     notes: list[str] = []
