@@ -1,4 +1,4 @@
-"""Where phases and a step's numbers go. Invariant: a sink that fails is logged once and left out, and one
+"""Where phases and a step's numbers go. Invariant: a sink that fails is told once and left out, and one
 that is slow or hangs is not waited for; neither stops training. Called by the driver (`training.py`) with
 what `metrics.resolve` makes. wandb and mlflow are imported only where a setting asks for them."""
 
@@ -207,9 +207,13 @@ class RunObserver(Sink):
         for sink in list(self._sinks):
             try:
                 tell(sink)
-            except Exception:
-                logger.exception("%s failed and is left out from now on", sink)
+            except Exception as error:
                 self._sinks.remove(sink)
+                logger.exception("%s failed and is left out from now on", sink)
+                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                self.note(
+                    f"warning: {sink} logs nothing from now on: {reason} (logs/driver.log has the rest)"
+                )
 
 
 def open_sinks(folder: RunFolder, config: Config, *, done: int = 0) -> list[Sink]:
@@ -236,6 +240,8 @@ def check_trackers(run: RunConfig) -> None:
         if value and (spec is None or spec.origin is None):  # no origin: a folder of that name, no package
             reason, fix = f"the package {package} is not installed", f"pip install {package}"
             raise ConfigError(f"run.{field}", value, reason, fix)
+    if run.mlflow_tracking_uri:
+        _check_mlflow(run.mlflow_tracking_uri)
     if run.wandb_project and run.wandb_mode == "online":
         import wandb
 
@@ -248,3 +254,22 @@ def check_trackers(run: RunConfig) -> None:
             reason = "there is no API key for Weights & Biases"
             fix = "set WANDB_API_KEY, run `wandb login`, or give --wandb-mode offline"
             raise ConfigError("run.wandb_mode", run.wandb_mode, reason, fix)
+
+
+def _check_mlflow(uri: str) -> None:
+    """MLflow can log there, as far as can be known without asking a server. It takes anything for a folder
+    and fails when it is first written to: folders it does not write to any more, and mlflow-skinny has no
+    database. Raises ConfigError."""
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    try:
+        MlflowClient(tracking_uri=uri)
+    except (MlflowException, ImportError) as error:
+        reason = f"MLflow would log nothing there: {str(error).strip().partition('. ')[0]}"
+        fix = (
+            "give the http:// address of a tracking server (`mlflow server`, of the package mlflow); or "
+            "sqlite:///FILE, which needs the package mlflow too (mlflow-skinny has no databases); or set "
+            "MLFLOW_ALLOW_FILE_STORE=true for a folder"
+        )
+        raise ConfigError("run.mlflow_tracking_uri", uri, reason, fix) from error

@@ -196,7 +196,11 @@ sinks.close()
 print("closed")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+    told = "warning: Hanging logs nothing from now on: waited 0.1 s for Hanging to take its last 2 rows"
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert first.startswith(told)
+    assert last == "closed"
     assert "Hanging" in done.stderr
 
 
@@ -319,6 +323,34 @@ def test_trackers_without_a_key_or_with_a_password_are_refused(monkeypatch: pyte
     with pytest.raises(ConfigError, match="holds a password") as caught:
         check_trackers(configured(mlflow_tracking_uri="https://me:s3cret@host/x").run)
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", ["some/path", "file:///some/path", "sqlite:///mlflow.db"])
+def test_an_mlflow_store_that_would_log_nothing_is_refused_with_what_to_give_instead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uri: str
+) -> None:
+    """The package in use is mlflow-skinny, without the packages of databases."""
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="MLflow would log nothing there") as caught:
+        check_trackers(configured(mlflow_tracking_uri=uri).run)
+    assert caught.value.value == uri
+    assert "http://" in caught.value.fix
+    assert "MLFLOW_ALLOW_FILE_STORE=true" in caught.value.fix
+    assert list(tmp_path.iterdir()) == []
+    check_trackers(configured(mlflow_tracking_uri="http://127.0.0.1:1").run)
+
+
+def test_a_sink_that_fails_is_told_on_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+    class Full(Sink):
+        def step(self, step: int, values: Mapping[str, float]) -> None:
+            raise OSError("no space left\nmore")
+
+    observer = RunObserver([Full()])
+    observer.step(1, {})
+    observer.step(2, {})
+    told = "warning: Full logs nothing from now on: no space left (logs/driver.log has the rest)\n"
+    assert capsys.readouterr().out == told
 
 
 def test_trackers_are_checked_before_a_run_starts() -> None:
