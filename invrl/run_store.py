@@ -304,6 +304,26 @@ class RunStoreWriter:
             self._patient.execute(f"PRAGMA busy_timeout={int(1000 * self._busy_timeout_s)}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SilentSession:
+    """An open session, and the seconds since its last turn, or since it was opened if it has none."""
+
+    session_id: str
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitsOutside:
+    """What a run waits for that environments are to do which it did not start."""
+
+    offered: int
+    """Rollouts that no environment has leased."""
+    leased: int
+    """Those that one has leased, and opened no session for."""
+    sessions: tuple[SilentSession, ...]
+    """Of the group that waits longest, those that are open; the most silent first."""
+
+
 class RunStore:
     """The readers' side, for other processes than the gateway (and for tests)."""
 
@@ -393,6 +413,25 @@ class RunStore:
             "AND group_id=? AND purpose='train' AND parent_id=''"
         )
         return [self._session(row).session for row in self._db.execute(sql, (group_id,)).fetchall()]
+
+    def waits_outside(self, group_id: str, now: float) -> WaitsOutside:
+        """What environments that we do not start hold of the run's leases, and the sessions of this group
+        that they have not ended. `now`: Unix seconds."""
+        counts = "SELECT COUNT(*) - COUNT(taken_at), COUNT(taken_at) FROM leases"
+        offered, leased = self._db.execute(counts).fetchone()
+        sessions = (
+            "SELECT sessions.id, MAX(opened_at, COALESCE(MAX(turns.finished_at), 0)) FROM sessions "
+            "LEFT JOIN turns ON turns.session_id=sessions.id WHERE state='open' AND purpose='train' "
+            "AND sessions.parent_id='' AND group_id=? GROUP BY sessions.id ORDER BY 2"
+        )
+        return WaitsOutside(
+            offered=offered,
+            leased=leased,
+            sessions=tuple(
+                SilentSession(session_id=session_id, silent_s=now - last)
+                for session_id, last in self._db.execute(sessions, (group_id,))
+            ),
+        )
 
     def sampled_so_far(self, group_ids: Sequence[str]) -> list[SampledSoFar]:
         """Of the running rollouts of these groups that have a turn to train: one that is committed, was

@@ -12,10 +12,12 @@ from typing import Protocol
 from invrl.buffer.wait_report import WaitReport, shown_rewards
 from invrl.errors import DeadlineError, ServerError
 from invrl.metric_sinks import Sink
+from invrl.run_store import WaitsOutside
 
 logger = logging.getLogger(__name__)
 SAID_EVERY_S = 30.0
 _LOOK_EVERY_S = 1.0
+_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +26,6 @@ class Deadlines:
 
     rollout_timeout_s: float
     filtered_out: str
-    external_environments: bool = False
     lease_timeout_s: float = 0.0
     session_idle_timeout_s: float = 0.0
 
@@ -161,16 +162,34 @@ def _longest(report: WaitReport, deadlines: Deadlines) -> str:
         f"group {first.group_id} (task {first.task_id}) waits longest: {first.missing} of {first.size} "
         f"rollouts are out, for {first.since_s:.0f} s"
     )
-    if deadlines.external_environments:
-        idle = f"--session-idle-timeout-s {deadlines.session_idle_timeout_s:g}"
-        if not deadlines.session_idle_timeout_s:
-            idle = "never (--session-idle-timeout-s 0)"
-        return (
-            f"{text}; they are your environments' to lease and to end. One that leased a task and opened no "
-            f"session has failed after --lease-timeout-s {deadlines.lease_timeout_s:g}, one that makes no "
-            f"call counts as gone after {idle}"
-        )
+    if report.outside is not None:
+        return f"{text}. {_outside(report.outside, deadlines)}"
     return f"{text}; a rollout has failed after --rollout-timeout-s {deadlines.rollout_timeout_s:g}"
+
+
+def _outside(outside: WaitsOutside, deadlines: Deadlines) -> str:
+    """Whom the run waits for, where it is not us who run rollouts."""
+    parts: list[str] = []
+    if outside.offered:
+        parts.append(
+            f"{outside.offered} rollouts are on offer (POST /tasks/lease) and nobody has leased them"
+        )
+    if outside.leased:
+        parts.append(
+            f"{outside.leased} are leased and have no session; such a lease is void after --lease-timeout-s "
+            f"{deadlines.lease_timeout_s:g}"
+        )
+    if outside.sessions:
+        silent = ", ".join(f"{one.session_id} for {one.silent_s:.0f} s" for one in outside.sessions[:_SHOWN])
+        more = f" and {len(outside.sessions) - _SHOWN} more" if len(outside.sessions) > _SHOWN else ""
+        gone = f"an environment that makes no call for {deadlines.session_idle_timeout_s:g} s counts as gone"
+        if not deadlines.session_idle_timeout_s:
+            gone = "an environment may be silent for as long as its session lasts"
+        parts.append(
+            f"environments that have not ended their sessions, with the time since their last turn: {silent}"
+            f"{more}; {gone} (--session-idle-timeout-s)"
+        )
+    return "; ".join(parts) or "their environments have ended them, and the outcomes are on their way"
 
 
 def _counts(by_reason: Mapping[str, int]) -> str:

@@ -355,7 +355,6 @@ def _deadlines(config: Config) -> Deadlines:
     return Deadlines(
         rollout_timeout_s=config.rollout.rollout_timeout_s,
         filtered_out=config.buffer.filtered_out,
-        external_environments=config.rollout.external_environments,
         lease_timeout_s=config.gateway.lease_timeout_s,
         session_idle_timeout_s=config.gateway.session_idle_timeout_s,
     )

@@ -31,7 +31,7 @@ from invrl.errors import BufferStateError, DeadlineError, FilteredOutError
 from invrl.heartbeat import Pulse, pulse
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
-from invrl.run_store import RunStore
+from invrl.run_store import RunStore, WaitsOutside
 from invrl.types import DroppedGroup, GroupLease, Outcome, TakenBatch, Task, WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ class BufferActor:
         self._entries: list[LedgerEntry] = []
         self._writing = asyncio.Lock()
         self._life = self._seen = 0
+        self._store_path = run_store_path
+        self._external = rollout.external_environments
         self._outbox = RunStore(run_store_path)
         self._tokens = RunStore(run_store_path)
         """A connection of its own: the poller's is in use in its thread."""
@@ -261,7 +263,15 @@ class BufferActor:
         }
         timed = [replace(one, since_s=now - self._leased_at[one.group_id]) for one in report.in_flight]
         timed.sort(key=lambda group: -group.since_s)
-        return replace(report, in_flight=tuple(timed))
+        outside = None
+        if self._external and timed:
+            outside = await asyncio.to_thread(self._waits_outside, timed[0].group_id)
+        return replace(report, in_flight=tuple(timed), outside=outside)
+
+    def _waits_outside(self, group_id: str) -> WaitsOutside:
+        """By a connection of its own: the others are in use in their threads."""
+        with contextlib.closing(RunStore(self._store_path)) as store:
+            return store.waits_outside(group_id, time.time())
 
     def _check_failures(self) -> None:
         self._failure_limits.check(self._buffer.failure_report())

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from invrl.run_store import WaitsOutside
 from invrl.types import Group
 
 _SHOWN = 3
@@ -43,6 +44,8 @@ class WaitReport:
     """Groups in a row that it may drop; 0: any number."""
     source_end: str = ""
     """Why no more tasks come; "" while they do."""
+    outside: WaitsOutside | None = None
+    """Where environments that we do not start run the rollouts."""
 
     @property
     def filtered_in_row(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,14 @@ from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.policies import group_filter_function
 from invrl.errors import FilteredOutError
+from invrl.lease_store import LeaseStore
 from invrl.loop import Learner, Parts, run_loop
 from invrl.metrics import resolve
 from invrl.rollout.config import RolloutConfig
+from invrl.run_store import RunStoreWriter, SilentSession, WaitsOutside
 from invrl.save_schedule import SaveSchedule
 from invrl.silence import SAID_EVERY_S, Activity, Deadlines, silence_text, tell_silence
-from invrl.types import TakenBatch, Task, TrainBatch, WeightUpdate, WeightVersion
+from invrl.types import Sampling, Session, TakenBatch, Task, TrainBatch, WeightUpdate, WeightVersion
 
 ROLLOUT = RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2)
 DEADLINES = Deadlines(rollout_timeout_s=300.0, filtered_out="end")
@@ -209,17 +213,76 @@ def test_failures_and_the_rollouts_that_are_out_are_named() -> None:
     assert "no group came through: failures are told above" in text
     assert "group g0 (task t0) waits longest: 2 of 2 rollouts are out" in text
     assert "a rollout has failed after --rollout-timeout-s 300" in text
-    outside = Deadlines(
-        rollout_timeout_s=300.0,
-        filtered_out="end",
-        external_environments=True,
-        lease_timeout_s=60.0,
-        session_idle_timeout_s=900.0,
+
+
+def outside_text(outside: WaitsOutside, idle_s: float = 900.0) -> str:
+    buffer = buffer_of(config())
+    lease_all(buffer)
+    clock = Clock()
+    activity = Activity(clock)
+    activity.phase("rollout", 1)
+    deadlines = Deadlines(
+        rollout_timeout_s=300.0, filtered_out="end", lease_timeout_s=60.0, session_idle_timeout_s=idle_s
     )
-    text = waiting(buffer, outside)
-    assert "they are your environments' to lease and to end" in text
-    assert "--lease-timeout-s 60" in text
-    assert "--session-idle-timeout-s 900" in text
+    return silence_text(activity, replace(buffer.wait_report(), outside=outside), deadlines)
+
+
+def test_it_is_said_which_outside_environment_is_waited_for_since_when_and_until_when() -> None:
+    silent = SilentSession(session_id="ses-00ab", silent_s=80.4)
+    text = outside_text(WaitsOutside(offered=0, leased=0, sessions=(silent,)))
+    assert "group g0 (task t0) waits longest: 2 of 2 rollouts are out" in text
+    assert "with the time since their last turn: ses-00ab for 80 s; an environment that makes no call" in text
+    assert "for 900 s counts as gone (--session-idle-timeout-s)" in text
+    endless = outside_text(WaitsOutside(offered=0, leased=0, sessions=(silent,) * 6), idle_s=0.0)
+    assert "and 2 more; an environment may be silent for as long as its session lasts" in endless
+    nobody = outside_text(WaitsOutside(offered=8, leased=2, sessions=()))
+    assert "8 rollouts are on offer (POST /tasks/lease) and nobody has leased them; 2 are leased" in nobody
+    assert "void after --lease-timeout-s 60" in nobody
+    assert "on their way" in outside_text(WaitsOutside(offered=0, leased=0, sessions=()))
+
+
+async def test_the_buffer_finds_the_silent_environment_in_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "run.sqlite"
+    rollout = ROLLOUT.model_copy(update={"external_environments": True})
+    actor = BufferActor(
+        config(),
+        rollout,
+        tasks_factory=lambda: (Task(id=f"t{n}", payload={}) for n in itertools.count()),
+        run_store_path=path,
+        poll_interval_s=0.001,
+    )
+    await actor.start()
+    leases = LeaseStore(path)
+    first, second = await actor.lease(), await actor.lease()
+    assert first is not None
+    assert second is not None
+    leases.offer(first)
+    leases.offer(second)
+    assert leases.take(time.time()) == first
+    writer = RunStoreWriter(path)
+    session = Session(
+        id="ses-silent",
+        key="k",
+        base_url="",
+        task_id=first.task.id,
+        group_id=first.group_id,
+        index=0,
+        attempt=0,
+        purpose="train",
+        sampling=Sampling(),
+    )
+    opened_at = time.time() - 95.0
+    await asyncio.wrap_future(writer.open_sessions([session], [b"h"], opened_at, leased=True))
+    report = await actor.waiting()
+    assert report.outside is not None
+    assert (report.outside.offered, report.outside.leased) == (2, 1)
+    (silent,) = report.outside.sessions
+    assert silent.session_id == "ses-silent"
+    assert silent.silent_s >= 95.0
+    assert report.in_flight[0].group_id == first.group_id
+    writer.close()
+    leases.close()
+    await actor.close()
 
 
 def test_another_phase_is_said_with_its_time() -> None:
