@@ -175,7 +175,7 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
         stack.enter_context(start_ray(config, folder.ray_logs_path))
         trainer = None if config.run.debug_rollout_only else _make_trainer(config)
         buffer = _make_buffer(config, folder)
-        rollouts = make_rollouts(config, serving, buffer)
+        rollouts = make_rollouts(config, folder, serving, buffer)
         stack.push_async_callback(rollouts.stop)
         starts = [buffer.start(snapshot), rollouts.start(), serving.wait_ready()]
         if trainer is not None:
@@ -185,7 +185,9 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
         yield Cluster(serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts)
 
 
-def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None = None) -> RolloutHandle:
+def make_rollouts(
+    config: Config, folder: RunFolder, serving: Serving, buffer: BufferHandle | None = None
+) -> RolloutHandle:
     """Workers and what gives them rollouts; without a buffer it only evaluates."""
     offers = None
     if buffer is not None and config.rollout.external_environments:
@@ -206,6 +208,7 @@ def make_rollouts(config: Config, serving: Serving, buffer: BufferHandle | None 
         model=serving.settings.model_name,
         seed=config.run.seed,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+        logs=folder.logs_path,
     )
 
 

@@ -29,11 +29,11 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
     async with interrupts.CleanUp() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
         stack.enter_context(start_ray(config, folder.ray_logs_path))
-        rollouts = make_rollouts(config, serving)
+        rollouts = make_rollouts(config, folder, serving)
         stack.push_async_callback(rollouts.stop)
         await all_started(rollouts.start(), serving.wait_ready())
         await serving.fleet.admit()
-        note("everything is up")
+        note(f"everything is up; what your agent prints: {folder.printed_by_agents}")
         failures = EvaluationFailures(
             at_start=config.buffer.max_failures_at_start, rules=config.buffer.failure_rules(), tell=note
         )

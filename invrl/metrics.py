@@ -33,6 +33,17 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
+class Min:
+    least: float
+
+    def __add__(self, other: "Min") -> "Min":
+        return Min(min(self.least, other.least))
+
+    def value(self) -> float:
+        return self.least
+
+
+@dataclass(frozen=True, slots=True)
 class Max:
     most: float
 
@@ -43,7 +54,7 @@ class Max:
         return self.most
 
 
-Metric = Mean | Sum | Max
+Metric = Mean | Sum | Min | Max
 Metrics = Mapping[str, Metric]
 
 

@@ -122,13 +122,20 @@ class RunFolder:
         torn = content[-1:] not in (b"", b"\n")
         return max(0, len(content.splitlines()) - rows - torn)
 
+    logs_path = Below("logs")
+
     @property
     def ray_logs_path(self) -> Path:
-        """What Ray's processes and its workers have printed, user code too: a folder per start of Ray."""
-        return self.path / "logs" / "ray"
+        """What Ray's processes have printed, and user code of buffer and trainer, by start of Ray."""
+        return self.logs_path / "ray"
+
+    @property
+    def printed_by_agents(self) -> str:
+        """The files that user code of the rollout workers prints into (`rollout/worker_log.py`)."""
+        return f"{self.logs_path}/rollout-worker-*.log"
 
     def log_path(self, process: str) -> Path:
-        return self.path / "logs" / f"{process}.log"
+        return self.logs_path / f"{process}.log"
 
 
 def check_run_folder(config: Config) -> None:
@@ -179,7 +186,7 @@ def _find_or_create(config: Config) -> RunFolder:
 
 def _furnish(folder: RunFolder, config: Config) -> None:
     try:
-        for sub in (folder.path / "logs", folder.checkpoints_path, folder.report_path):
+        for sub in (folder.logs_path, folder.checkpoints_path, folder.report_path):
             sub.mkdir(exist_ok=True)
         write_atomically(folder.config_path, config.to_toml())
     except OSError as error:

@@ -68,7 +68,10 @@ def summary_line(total: Sequence[Sample], store: RunStore, where: str) -> str:
 
 def describe_changes(found: Sequence[Change], store: RunStore, *, total: int, full: bool) -> str:
     """Each task's prompt once, and what was said before and after."""
-    parts = [f"{_count(total, 'task')} changed between the first and the last time that they were run"]
+    parts = [
+        f"{_count(total, 'task')} changed between the first and the last time that they were run "
+        "(held-out ones count once per mode)"
+    ]
     for change in found:
         of = f"held out ({change.evaluation})" if change.evaluation else "training"
         lines = [

@@ -5,7 +5,7 @@ trainer's own (`train/`) and the buffer's (`buffer/`) come from them. Called by 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from invrl.metrics import Max, Mean, Metric, Sum
+from invrl.metrics import Max, Mean, Metric, Min, Sum
 from invrl.types import RolloutSummary, TakenBatch, TrainBatch, WeightUpdate
 
 CHECKPOINT_PHASE = "checkpoint"
@@ -38,6 +38,8 @@ def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {
         "reward_mean": _mean(rewards),
         "reward_std": Mean(_deviation(rewards)),
+        "reward_min": Min(min(rewards, default=0.0)),
+        "reward_max": Max(max(rewards, default=0.0)),
         "group_reward_std": _mean([_deviation([r.reward for r in g.rollouts_G]) for g in taken.groups]),
         "groups": Sum(len(taken.groups)),
         "rollouts": Sum(len(rollouts)),

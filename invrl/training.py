@@ -33,7 +33,7 @@ from invrl.last_weights import save_last_weights
 from invrl.loop import Learner, Parts, no_step_note, run_loop, train_values
 from invrl.metric_sinks import RunObserver, open_sinks
 from invrl.progress import open_progress
-from invrl.report import read_metrics, write_report
+from invrl.report import has_curve, read_metrics, write_report
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluate import EvalScore, Evaluation, failure_note, gain_interval
 from invrl.rollout.tasks import label_notes
@@ -87,7 +87,7 @@ def run_life(config: Config, folder: RunFolder) -> None:
             interrupts.run(_Run(config, folder, checkpoints, observer, activity).run(begin))
     finally:
         observer.close()
-        if read_metrics(folder.metrics_path):
+        if has_curve(read_metrics(folder.metrics_path)):
             print(f"reward curve: {write_report(folder.path)}", flush=True)
         print(f"run folder: {folder.path}", flush=True)
 
@@ -197,6 +197,8 @@ class _Run:
                 key = f'$INVRL_ENV_KEY, or "env_key" in {self.folder.path}/private/gateway.json'
                 where = f"{cluster.serving.settings.url}/tasks/lease"
                 self.observer.note(f"environments lease tasks at {where}; key: {key}")
+            else:
+                self.observer.note(f"what your agent prints: {self.folder.printed_by_agents}")
             done = begin.step if begin else 0
             try:
                 made = await cluster.guard(self._train(cluster, learner, done))

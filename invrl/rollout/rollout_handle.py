@@ -7,6 +7,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from invrl import plugins
@@ -25,7 +26,8 @@ _STUCK_MARGIN_S = 10.0
 
 class RolloutHandle:
     """`model` is the name agents send. Without a buffer there are evaluations only; with `offers`,
-    environments that we do not start run what it leases."""
+    environments that we do not start run what it leases. `logs`: the folder for what workers print; None: Ray
+    has it."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class RolloutHandle:
         model: str,
         seed: int,
         heartbeat_timeout_s: float = 30.0,
+        logs: Path | None = None,
     ) -> None:
         self._config, self._seed = config, seed
         self._sessions = SessionClient(gateway_url, env_key=env_key)
@@ -52,6 +55,7 @@ class RolloutHandle:
                 settings,
                 concurrency=config.rollout_concurrency,
                 heartbeat_timeout_s=heartbeat_timeout_s,
+                logs=logs,
             ),
             self._sessions,
             size=config.rollout_workers,

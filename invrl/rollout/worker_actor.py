@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -29,6 +30,7 @@ from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Outcome, Runner
 from invrl.rollout.session_client import SessionClient, is_refusal
+from invrl.rollout.worker_log import WorkerLog
 from invrl.types import FailureReason, Session, Task
 from invrl.types import Outcome as SessionOutcome
 
@@ -46,6 +48,8 @@ class WorkerSettings:
     rollout: RolloutConfig
     python_path: tuple[str, ...] = ()
     """The driver's sys.path: what imports there imports here."""
+    log_path: Path | None = None
+    """Where what the worker prints goes; None: where Ray puts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,8 @@ class RolloutWorker:
     async def ready(self) -> None:
         """Loads the user's functions. Raises PluginError."""
         start_guardian()
+        if self._settings.log_path is not None:  # before user code is imported, which may print
+            WorkerLog(self._settings.log_path).take_output()
         config, paths = self._settings.rollout, self._settings.python_path
         sys.path.extend(path for path in paths if path not in sys.path)
         function = plugins.load_rollout_function(config.rollout_function_path)

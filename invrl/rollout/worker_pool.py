@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,6 +22,7 @@ from invrl.heartbeat import Heartbeat, beat_of, remote_with_beat
 from invrl.ray_memory import killed_for_memory
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerReply, WorkerSettings
+from invrl.rollout.worker_log import log_name
 from invrl.types import FailureReason, Outcome
 
 _log = logging.getLogger(__name__)
@@ -36,13 +38,21 @@ class WorkerDied(Exception):
 
 class RayWorker:
     """One worker's process: a Ray actor, for `concurrency` rollouts of training and as many of an evaluation
-    beside them. `name` is what messages call it. Once ready, it is killed when it has not answered for
-    `heartbeat_timeout_s`. Calls raise WorkerDied, TimeoutError, and what the worker raises."""
+    beside them. `name` is what messages call it, and its log in the folder `logs`. Once ready, it is killed
+    when it has not answered for `heartbeat_timeout_s`. Calls raise WorkerDied, TimeoutError, and what the
+    worker raises."""
 
     def __init__(
-        self, settings: WorkerSettings, name: str, *, concurrency: int, heartbeat_timeout_s: float = 30.0
+        self,
+        settings: WorkerSettings,
+        name: str,
+        *,
+        concurrency: int,
+        heartbeat_timeout_s: float = 30.0,
+        logs: Path | None = None,
     ) -> None:
         self.name = name
+        self._log = None if logs is None else logs / log_name(name)
         self._death = ""
         self._heart = Heartbeat(name, lambda: beat_of(self._actor), timeout_s=heartbeat_timeout_s)
         self._watch: asyncio.Task[None] | None = None
@@ -55,7 +65,7 @@ class RayWorker:
                 max_task_retries=0,
                 max_concurrency=2 * concurrency + 8,
             )
-            .remote(settings)
+            .remote(replace(settings, log_path=self._log))
         )
 
     async def ready(self, deadline_s: float) -> None:
@@ -84,6 +94,10 @@ class RayWorker:
         if self._watch is not None:
             self._watch.cancel()
         ray.kill(self._actor)
+        if self._log is not None:
+            with contextlib.suppress(OSError):
+                if not self._log.stat().st_size:
+                    self._log.unlink()  # many may die without a word
 
     async def _answer(self, ref: Any, deadline_s: float) -> Any:
         try:

@@ -40,6 +40,9 @@ async def rollout(task: Task, endpoint: Endpoint) -> object:
         return {"reward": 1.0}
     if does == "exit":
         os._exit(13)
+    if does == "print and exit":
+        print("before the end")
+        os._exit(13)
     if does == "tell":
         print(f"the key is {endpoint.api_key}")
         Path(task.payload["file"]).write_text(endpoint.api_key)

@@ -135,7 +135,12 @@ def tasks_that(*behaviours: str) -> list[Task]:
 
 @asynccontextmanager
 async def rollouts(
-    stack: Stack, first: list[Task], function: str = "rollout", max_staleness: int = 1, **changes: object
+    stack: Stack,
+    first: list[Task],
+    function: str = "rollout",
+    max_staleness: int = 1,
+    logs: Path | None = None,
+    **changes: object,
 ) -> AsyncIterator[tuple[RolloutHandle, BufferHandle]]:
     """The rollout half, leasing `first` and then good tasks without end."""
 
@@ -170,6 +175,7 @@ async def rollouts(
         env_key=ENV_KEY,
         model="tiny",
         seed=0,
+        logs=logs,
     )
     try:
         await handle.start()
@@ -299,9 +305,11 @@ async def test_a_key_that_is_told_reaches_neither_the_store_nor_a_log(
     stack: Stack, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told = tmp_path / "key"
+    logs = tmp_path / "logs"
+    logs.mkdir()
     tells = [Task(id="tells", payload={"does": "tell", "file": str(told)})]
     with caplog.at_level("DEBUG"):
-        async with rollouts(stack, tells, rollout_max_attempts=1) as (handle, buffer):
+        async with rollouts(stack, tells, rollout_max_attempts=1, logs=logs) as (handle, buffer):
             await batches(stack, handle, buffer, range(1, 2))
             await until_ended(stack, tells, rollouts_each=GROUP)
     key = told.read_text()
@@ -309,12 +317,29 @@ async def test_a_key_that_is_told_reaches_neither_the_store_nor_a_log(
     details = {outcome.detail for outcome in own_ends(stack.outcomes()["tells"])}
     assert details
     assert all("cannot reach" in detail and "(session key)" in detail for detail in details)
+    # What it prints is in the run folder.
+    assert "the key is (session key)\n" in (logs / "rollout-worker-0.log").read_text()
     for file in stack.store_path.parent.rglob("*"):
         if file.is_file() and file != told:
             assert key.encode() not in file.read_bytes(), file
     assert key not in caplog.text
     shown = capfd.readouterr()
     assert key not in shown.out + shown.err
+
+
+async def test_what_a_worker_printed_before_it_died_is_kept_and_one_that_said_nothing_leaves_no_file(
+    stack: Stack, tmp_path: Path
+) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    exits = [Task(id="exits", payload={"does": "print and exit"})]
+    async with rollouts(stack, exits, logs=logs, rollout_max_attempts=1) as (handle, buffer):
+        await batches(stack, handle, buffer, range(1, 2))
+        await until_ended(stack, exits, rollouts_each=GROUP)
+        assert handle._pool.replaced >= 1
+    printed = {file.name: file.read_text() for file in logs.iterdir()}
+    assert printed["rollout-worker-0.log"].startswith("before the end\n")
+    assert all("before the end\n" in text for text in printed.values())
 
 
 async def test_sync_functions_and_their_hangs(stack: Stack) -> None:
