@@ -20,6 +20,7 @@ from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError
 from invrl.flags import flag_help, parse_flags, take_value
 from invrl.headline import headline
 from invrl.lifeline import NoteKind
+from invrl.printable import printable
 from invrl.private_file import make_private
 from invrl.ray_setup import prepare_ray
 from invrl.run_folder import RunFolder, hold_run_folder, make_run_folder
@@ -142,7 +143,8 @@ def _reported(folder: RunFolder) -> Iterator[None]:
         lifeline.tell(NoteKind.REPORTED)
         logging.getLogger(__name__).exception("the run failed")
         reason, where = headline(error).lines(folder.log_path("driver"))
-        print(f"invrl: the run failed: {reason}\n{where}", file=sys.stderr)
+        # User code's exceptions may be in it.
+        print(printable(f"invrl: the run failed: {reason}\n{where}"), file=sys.stderr)
         raise _Failed from error
 
 

@@ -13,6 +13,7 @@ from invrl import __version__, interrupts
 from invrl.cluster import all_started, make_rollouts, start_ray, start_serving
 from invrl.config import Config
 from invrl.evaluation_failures import EvaluationFailures
+from invrl.printable import for_stdout
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluate import EvalScore, failure_note
 from invrl.run_folder import RunFolder
@@ -23,7 +24,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
     began = time.monotonic()
 
     def note(text: str) -> None:
-        print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
+        print(for_stdout(f"[{time.monotonic() - began:6.1f} s] {text}"), flush=True)
 
     note(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}")
     async with interrupts.CleanUp() as stack:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invrl.errors import ConfigError, DeadlineError
+from invrl.printable import for_stdout
 from invrl.run_folder import RunFolder, write_atomically
 
 if TYPE_CHECKING:
@@ -195,9 +196,10 @@ class RunObserver(Sink):
         self._each(lambda sink: sink.failures(failed))
 
     def note(self, text: str) -> None:
-        """A line that stays on the screen: where the run folder is, an evaluation's result."""
+        """A line that stays on the screen: where the run folder is, an evaluation's result. What models and
+        exceptions say may be in it, so control characters are shown as escapes."""
         with contextlib.suppress(OSError):  # the terminal may be gone, or the pipe's reader
-            print(text, flush=True)
+            print(for_stdout(text), flush=True)
 
     def close(self) -> None:
         self._each(lambda sink: sink.close())

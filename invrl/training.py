@@ -87,9 +87,20 @@ def run_life(config: Config, folder: RunFolder) -> None:
             interrupts.run(_Run(config, folder, checkpoints, observer, activity).run(begin))
     finally:
         observer.close()
-        if has_curve(read_metrics(folder.metrics_path)):
-            print(f"reward curve: {write_report(folder.path)}", flush=True)
+        if picture := _drawn_report(folder):
+            print(f"reward curve: {picture}", flush=True)
         print(f"run folder: {folder.path}", flush=True)
+
+
+def _drawn_report(folder: RunFolder) -> Path | None:
+    """The picture, if there is anything to draw. What goes wrong with it is logged: it says nothing of the
+    run."""
+    try:
+        if has_curve(read_metrics(folder.metrics_path)):
+            return write_report(folder.path)
+    except Exception:
+        logger.exception("the report cannot be drawn")
+    return None
 
 
 async def _train_only(

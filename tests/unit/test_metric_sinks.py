@@ -414,6 +414,13 @@ def test_who_looks_from_outside_sees_the_phase(tmp_path: Path) -> None:
     }
 
 
+def test_a_note_moves_no_cursor_whatever_user_code_says(capsys: pytest.CaptureFixture[str]) -> None:
+    RunObserver([]).note("the first failure: \x1b[2J\x1b]0;title\x07 \ud800\n  of user code")
+    assert capsys.readouterr().out == (
+        "the first failure: \\x1b[2J\\x1b]0;title\\x07 \\ud800\n  of user code\n"
+    )
+
+
 def test_a_note_to_a_terminal_that_is_gone_never_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object, **__: object) -> None:
         raise BrokenPipeError

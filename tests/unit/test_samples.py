@@ -134,7 +134,7 @@ def test_a_training_task_changed_between_its_first_group_and_its_last_one_also_i
     out = shown(run, capsys, "--changed")
     assert "task solved, training: reward 0.500 -> 1.000 (+0.500)" in out
     assert "dropped: zero_variance" in out
-    assert "once" not in out
+    assert "task once" not in out
 
 
 def test_what_was_not_trained_is_counted_and_shown_when_asked_for(
