@@ -13,7 +13,7 @@ from pathlib import Path
 from invrl.config import Config, Source, resolve
 from invrl.errors import ConfigError
 from invrl.flags import parse_flags
-from invrl.machine_checks import MACHINE_CHECKS, Doubt, Machine
+from invrl.machine_checks import MACHINE_CHECKS, Doubt, Machine, packages_missing
 from invrl.run_checks import run_checks
 from invrl.run_folder import check_run_folder
 
@@ -68,6 +68,8 @@ def _examine(name: str, check: Callable[[], object]) -> Finding:
         return Finding(check=name, status=Status.OK, value=shown)
     except ConfigError as error:
         return _found(name, error)
+    except ImportError as error:
+        return _found(name, packages_missing(error))
     except Exception as error:  # a check that breaks must not hide the others
         reason = f"the check itself raised {type(error).__name__}: {error}"
         return Finding(check=name, status=Status.FAILED, value="?", reason=reason, fix="report this line")

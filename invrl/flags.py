@@ -6,7 +6,6 @@ import contextlib
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -14,8 +13,13 @@ from pydantic.fields import FieldInfo
 from invrl.command_settings import settings_of
 from invrl.config import SECTIONS, UPSTREAM, Scalar, Source, nearest, read_toml
 from invrl.errors import ConfigError
+from invrl.preset_files import configuration_file, preset_names
 
 CONFIG_FLAG = "--config"
+_CONFIG_HELP = (
+    "TOML file; its tables are the sections below, flags win over it. Or a preset by its name: "
+    + ", ".join(preset_names())
+)
 _PACKAGE_HELP = {
     "sglang": "SGLang's ServerArgs, for example --sglang-chunked-prefill-size 512",
     "router": "sglang-router's arguments, for example --router-policy manual",
@@ -72,7 +76,7 @@ def parse_flags(
                     raise _of_no_use(flag, command)
                 tables.setdefault(leaf.table, {})[leaf.key] = read
             elif flag == CONFIG_FLAG:
-                files.append(read_toml(Path(take_value(flag, given, rest)).expanduser()))
+                files.append(read_toml(configuration_file(take_value(flag, given, rest))))
             elif package := next((name for name in UPSTREAM if flag.startswith(f"--{name}-")), ""):
                 key = flag.removeprefix(f"--{package}-").replace("-", "_")
                 read = _upstream_value(given, rest)
@@ -132,7 +136,7 @@ def flag_help(command: str = "train") -> str:
     settings = settings_of(command)
     lines = [
         "sources:",
-        *_entry(f"{CONFIG_FLAG} FILE", "TOML file; its tables are the sections below, flags win over it"),
+        *_entry(f"{CONFIG_FLAG} FILE", _CONFIG_HELP),
     ]
     for table, section in SECTIONS.items():
         leaves = [leaf for leaf in LEAVES if leaf.table == table and settings.uses(table, leaf.key)]

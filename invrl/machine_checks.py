@@ -16,10 +16,10 @@ import psutil
 from invrl import ray_memory, run_checks
 from invrl.config import Config
 from invrl.errors import ConfigError
+from invrl.installation import REQUIREMENTS, install_command
 
 _GB = 1e9
 _RAY_DEADLINE_S = 5.0
-_REQUIREMENTS = Path(__file__).parents[1] / "launch" / "requirements"
 
 
 class Doubt(ConfigError):
@@ -79,17 +79,17 @@ def _memory(cgroup: Path) -> tuple[int, int]:
 def _python(config: Config, machine: Machine) -> str:
     text = ".".join(map(str, machine.python))
     if not (3, 11) <= machine.python < (3, 13):
-        fix = "make .venv anew with launch/install.sh"
+        fix = "make a virtual environment with Python 3.11 or 3.12 (launch/install.sh of a checkout does it)"
         raise ConfigError("python", text, "invrl needs 3.11 or 3.12", fix)
     return text
 
 
-def _packages(config: Config, machine: Machine) -> str:
-    """Against pyproject.toml, and the pins beside it where the sources are at hand."""
+def check_packages(config: Config, machine: Machine) -> str:
+    """Against what invrl declares, and the pins of what it needs without their dependencies."""
     from packaging.requirements import Requirement
 
     device = "gpu" if machine.gpus else "cpu"
-    file = _REQUIREMENTS / f"nodeps{'-gpu' if machine.gpus else ''}.txt"
+    file = REQUIREMENTS / f"nodeps{'-gpu' if machine.gpus else ''}.txt"
     pins = [line for line in file.read_text().splitlines() if line[:1] not in "#-"] if file.is_file() else []
     needs = [Requirement(line) for line in (*(importlib.metadata.requires("invrl") or ()), *pins)]
     needs = [need for need in needs if not need.marker or need.marker.evaluate({"extra": device})]
@@ -102,9 +102,17 @@ def _packages(config: Config, machine: Machine) -> str:
         elif not need.specifier.contains(have, prereleases=True):
             wrong.append(f"{need.name} is {have}, not {need.specifier}")
     if wrong:
-        fix = "run launch/install.sh"
+        fix = f"run: {install_command(gpu=machine.gpus > 0)}"
         raise ConfigError("packages", "; ".join(wrong), "not what invrl was made for", fix)
     return f"{len(needs)} as required"
+
+
+def packages_missing(error: ImportError) -> ConfigError:
+    """For what could not be imported where it was needed."""
+    from invrl.rollout.engine_server import count_gpus
+
+    reason = "a package that invrl needs cannot be imported"
+    return ConfigError("packages", str(error), reason, f"run: {install_command(gpu=count_gpus() > 0)}")
 
 
 def _installed(package: str) -> str:
@@ -115,7 +123,7 @@ def _installed(package: str) -> str:
 def _gpu(config: Config, machine: Machine) -> str:
     if machine.nvidia and not machine.gpus:
         reason = f"there is an NVIDIA driver, and torch {machine.torch} uses no GPU"
-        fix = "INVRL_DEVICE=gpu launch/install.sh, or look at CUDA_VISIBLE_DEVICES"
+        fix = f"run: {install_command(gpu=True)}; or look at CUDA_VISIBLE_DEVICES"
         raise Doubt("gpu", "CPU", reason, fix)
     return f"{machine.gpus} GPUs" if machine.gpus else f"none: CPU, torch {machine.torch}"
 
@@ -220,7 +228,7 @@ def _ray(config: Config, machine: Machine) -> str:
 
 MACHINE_CHECKS: dict[str, Callable[[Config, Machine], str]] = {
     "python": _python,
-    "packages": _packages,
+    "packages": check_packages,
     "gpu": _gpu,
     "cpus": _cpus,
     "memory": check_memory,

@@ -21,7 +21,11 @@ _TRAINS_ALONE = ("model folder", "trainable model", "trackers", "saved batches",
 
 
 def check_run(config: Config, *, trains: bool = False, evaluates: bool = False) -> None:
-    """Raises ConfigError for the first thing that a run with these settings could not start with."""
+    """Raises ConfigError for the first thing that a run with these settings could not start with. Packages
+    come first: the other checks may need one that is missing."""
+    from invrl.machine_checks import check_packages, look
+
+    check_packages(config, look())
     left_out = set[str]() if trains else {*_TRAINS} - {*(_EVALUATES if evaluates else ())}
     for name, check in run_checks(config).items():
         if name not in left_out:
@@ -133,6 +137,10 @@ def check_template(config: Config) -> None:
         choose_parsers(*("none" if name == "auto" else name for name in named), template="").preload()
     except ConfigError:
         raise
+    except ImportError as error:  # transformers looks for jinja2 when it renders
+        from invrl.machine_checks import packages_missing
+
+        raise packages_missing(error) from error
     except Exception as error:  # templates raise what they like, the tokenizer bare Exceptions
         reason = str(error) if isinstance(error, InvrlError) else f"no conversation renders: {error!r}"
         if gateway.chat_template_path:

@@ -18,7 +18,12 @@ from invrl.gateway.message import Message, Prompt, Tool, ToolCall
 from invrl.gateway.rendering import LARGE_TEXT, PromptTooLong, Renderer, Template
 from invrl.gateway.token_bound import TokenBound, token_bound
 
-SHIPPED_TEMPLATES = {"chatml-tools": Path(__file__).parent / "templates" / "chatml_tools.jinja"}
+_TEMPLATES = Path(__file__).parent / "templates"
+SHIPPED_TEMPLATES = {
+    "chatml-tools": _TEMPLATES / "chatml_tools.jinja",
+    "chatml-tools-short": _TEMPLATES
+    / "chatml_tools_short.jinja",  # for models that lose a long prompt's thread
+}
 """Chat templates that can be given by their names."""
 
 

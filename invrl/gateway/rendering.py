@@ -156,6 +156,8 @@ class Renderer:
         """As the template shows it. SessionError 400 if it refuses."""
         try:
             return self._template(prompt, add_generation_prompt=add_generation_prompt)
+        except ImportError:  # jinja2 is missing: no fault of the template or the conversation
+            raise
         except Exception as error:  # templates raise what they like, mostly jinja2.TemplateError
             reason = f"the model's chat template refuses this conversation: {error}"
             raise SessionError(reason, status=400, code="invalid_messages") from error

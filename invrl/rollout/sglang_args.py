@@ -307,7 +307,8 @@ def sglang_parser() -> _Parser:
         from sglang.srt.server_args import ServerArgs
     except ImportError as error:
         reason = f"sglang cannot be imported ({error})"
-        raise ConfigError("--sglang-*", "", reason, "run launch/test.sh") from error
+        fix = "`invrl doctor` names the packages that are missing, and the command that installs them"
+        raise ConfigError("--sglang-*", "", reason, fix) from error
     return _parser(ServerArgs.add_cli_args)
 
 

@@ -175,7 +175,11 @@ def test_a_model_that_a_hub_s_client_has_downloaded_is_found(
         (edited("config.json", vocab_size=600), "the embedding has 512 rows", "prepare-model"),
         (lambda m: (m / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read", "prepare-model"),
         (lambda m: (m / "tokenizer_config.json").unlink(), "no tokenizer_config.json", "prepare-model"),
-        (without_template, "no chat template", "--chat-template-path FILE (shipped here: chatml-tools)"),
+        (
+            without_template,
+            "no chat template",
+            "--chat-template-path FILE (shipped here: chatml-tools, chatml-tools-short)",
+        ),
         (template("{% for m in messages %}"), "Unexpected end of template", "chat_template.jinja"),
         (template("{{ raise_exception('no') }}"), "refuses this conversation", "chat_template.jinja"),
         (template("{{ '' }}"), "to nothing", "chat_template.jinja"),

@@ -220,7 +220,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "chat template",
         FAILED,
         "no chat template",
-        "--chat-template-path FILE (shipped here: chatml-tools)",
+        "--chat-template-path FILE (shipped here: chatml-tools, chatml-tools-short)",
     ),
     (
         "broken template",
