@@ -106,6 +106,7 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
             settings = _gateway_settings(config, folder, fleet, free_port=reserved.number, env_key=env_key)
             gateway = GatewayServer(settings, folder=folder.path / "private", log=folder.log_path("gateway"))
         stack.callback(gateway.stop)
+        stack.push_async_callback(gateway.tell_the_end)
         yield Serving(fleet=fleet, gateway=gateway, settings=settings, started=started)
 
 
@@ -159,6 +160,11 @@ class Cluster:
     buffer: BufferHandle
     rollouts: RolloutHandle
 
+    def end_outside(self) -> None:
+        """Tells environments that we do not start, if the run has any, that it is over."""
+        if self.serving.settings.leases:
+            self.serving.gateway.end_run()
+
     async def guard(self, work: Awaitable[T]) -> T:
         """`work`'s result, or the failure of whatever else the run is made of if that comes first."""
         guarded = first_to_fail(self.rollouts.guard(work), self.serving.watch())
@@ -182,7 +188,14 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
             stack.callback(trainer.stop)
             starts.append(trainer.start())
         await all_started(*starts)
-        yield Cluster(serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts)
+        cluster = Cluster(serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts)
+        try:
+            yield cluster
+        except BaseException as error:
+            # After a failure the next life may go on, and environments are to ask again.
+            if isinstance(error, asyncio.CancelledError) or not config.run.max_restarts:
+                cluster.end_outside()
+            raise
 
 
 def make_rollouts(

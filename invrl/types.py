@@ -209,6 +209,8 @@ class FailureReason(StrEnum):
     ENVIRONMENT_GONE = "environment_gone"
     GROUP_DROPPED = "group_dropped"
     """Nobody waits for it any more: its group was dropped while it ran, and it was cancelled."""
+    RUN_ENDED = "run_ended"
+    """The run ended while it ran."""
     CONTEXT = "context"
     """A prompt did not fit the model's context, and the agent went on no further."""
     LIMIT = "limit"

@@ -78,9 +78,11 @@ def make_app(
     place: WorkerPlace | None = None,
     on_shutdown: Callable[[], Awaitable[object]],
     ending: Callable[[], bool] = lambda: False,
+    run_ended: Callable[[], bool] = lambda: False,
 ) -> FastAPI:
     """`place`: which of the gateway's workers this is. What it holds in the store goes on. `on_shutdown` runs
-    after the last request; `ending` says whether the server takes no more of them, which ends what waits."""
+    after the last request; `ending` says whether the server takes no more of them, which ends what waits.
+    `run_ended`: whether the run that environments lease tasks of is over."""
     peers, reader = Peers(place or WorkerPlace()), RunStore(Path(settings.store_path))
     registry = _registry(settings, peers.place, reader)
     turns = Turns(
@@ -99,7 +101,7 @@ def make_app(
     if settings.leases:
         leases = LeaseStore(Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     parts = {"registry": registry, "turns": turns, "store": store, "leases": leases}
-    lifecycle = Lifecycle(**parts, sampling=sampling, policy=settings)
+    lifecycle = Lifecycle(**parts, sampling=sampling, policy=settings, run_ended=run_ended)
     lag = LoopLag()
 
     @contextlib.asynccontextmanager
@@ -128,7 +130,9 @@ def make_app(
 
     spoken = _add_agent_routes(app, registry, turns, settings)
     env_key = settings.env_key.get_secret_value()
-    routes = SessionRoutes(env_key=env_key, lifecycle=lifecycle, metrics=metrics, ending=ending)
+    routes = SessionRoutes(
+        env_key=env_key, model=settings.model_name, lifecycle=lifecycle, metrics=metrics, ending=ending
+    )
     bounded = bounded_route(
         authorize=routes.authorize,
         limit=min(settings.max_body_bytes, _SESSION_BODY_BYTES),

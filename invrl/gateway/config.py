@@ -35,6 +35,9 @@ class SessionPolicy(Section):
     train_auxiliary_roots: bool = Field(
         True, description="train conversations beside a session's main one (titles, summaries, parallel ones)"
     )
+    end_grace_s: NonNegativeFloat = Field(
+        5.0, description="seconds for which outside environments are told that the run has ended"
+    )
     lease_timeout_s: PositiveFloat = Field(60.0, description="until a lease without a session is void")
     generate_timeout_s: PositiveFloat = Field(600.0, description="deadline of one generation")
 

@@ -5,12 +5,14 @@
 Invariant: the sockets are of the process that holds `GatewayServer`, so what connects while the gateway is
 dead waits for its successor. Importing this module loads no tokenizer and no web framework."""
 
+import asyncio
 import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -48,6 +50,8 @@ class GatewayServer:
         self._watch = SilenceWatch(self._heartbeats, [SUPERVISOR], timeout_s=settings.heartbeat_timeout_s)
         self._hung_workers_told = [0] * workers
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
+        self._told_until = 0.0
+        """Monotonic seconds; in the past where nobody is told that the run has ended."""
         self.process = self._start()
 
     @property
@@ -73,6 +77,16 @@ class GatewayServer:
             self.process.check_alive()
         _log.warning("the gateway died and is started again, see %s", self._log_file)
         self.process = self._start()
+
+    def end_run(self) -> None:
+        """From now on environments that we do not start are told that the run has ended: who asks for a task,
+        and who calls a session, whose rollout nobody waits for any more."""
+        self._heartbeats.end_run()
+        self._told_until = time.monotonic() + self._settings.end_grace_s
+
+    async def tell_the_end(self) -> None:
+        """Before `stop`: waits until environments have had time to hear of it, if `end_run` was called."""
+        await asyncio.sleep(max(0.0, self._told_until - time.monotonic()))
 
     def stop(self) -> None:
         self.process.stop()

@@ -28,10 +28,13 @@ def serve(
     parsers: Parsers,
     place: WorkerPlace,
     sockets: list[socket.socket],
+    *,
     beat: Callable[[], None],
+    run_ended: Callable[[], bool],
 ) -> None:
     """Runs until SIGTERM (blocked by who calls, awaited from here on); every accepted turn is committed when
-    this returns. `beat` is called again and again, as long as the event loop runs."""
+    this returns. `beat` is called again and again, as long as the event loop runs. `run_ended`: whether
+    outside environments are to be told so."""
     # uvicorn raises the signal that ended it once more, for the handler that was there before its own. (With
     # SIG_IGN the kernel would forget one that came while it was blocked.)
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -61,6 +64,7 @@ def serve(
                 place=place,
                 on_shutdown=engine.close,
                 ending=lambda: server.should_exit,
+                run_ended=run_ended,
             ),
             access_log=False,
             log_level="warning",

@@ -3,6 +3,7 @@
 The supervisor and each worker's event loop count up a number of their own. The supervisor looks at the
 workers' numbers, and the process that started the gateway at the supervisor's. A number that stands still for
 `heartbeat_timeout_s` means that its process is stopped or hung: it is killed, and replaced like a dead one.
+The page also tells the workers that the run has ended.
 Invariant: silence counts only while the watcher itself runs, so a machine that was suspended, or a watcher
 that was, accuses nobody."""
 
@@ -29,18 +30,26 @@ def beat_interval_s(timeout_s: float) -> float:
 
 class HeartbeatPage:
     """Two uint64 for the supervisor and for each of `workers` workers: its beats, and how often it was killed
-    because they stopped. `file`: open file of `HeartbeatPage.create`, which processes inherit."""
+    because they stopped; and one more, which is not 0 once the run has ended. `file`: open file of
+    `HeartbeatPage.create`, which processes inherit."""
 
     def __init__(self, file: int, *, workers: int) -> None:
         self._places = workers + 1
-        self._words = memoryview(mmap.mmap(file, 2 * _WORD_BYTES * self._places)).cast("Q")
+        self._words = memoryview(mmap.mmap(file, _page_bytes(workers))).cast("Q")
 
     @staticmethod
     def create(*, workers: int) -> int:
         """An open file for the page, all numbers 0."""
         file = os.memfd_create("invrl-gateway-heartbeats")
-        os.ftruncate(file, 2 * _WORD_BYTES * (workers + 1))
+        os.ftruncate(file, _page_bytes(workers))
         return file
+
+    def end_run(self) -> None:
+        """For good: the next run has another page."""
+        self._words[-1] = 1
+
+    def run_has_ended(self) -> bool:
+        return self._words[-1] != 0
 
     def beat(self, place: int) -> None:
         self._words[place] += 1
@@ -59,6 +68,10 @@ class HeartbeatPage:
     def hung(self, place: int) -> int:
         """How often a process in this place was killed because it was silent."""
         return self._words[self._places + place]
+
+
+def _page_bytes(workers: int) -> int:
+    return _WORD_BYTES * (2 * (workers + 1) + 1)
 
 
 class SilenceWatch:

@@ -9,6 +9,7 @@ import logging
 import sqlite3
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from invrl.errors import SessionError
@@ -36,6 +37,8 @@ class Lifecycle:
     policy: SessionPolicy
     leases: LeaseStore | None = None
     """Where training sessions need a lease: in runs whose environments lease tasks."""
+    run_ended: Callable[[], bool] = lambda: False
+    """Whether nobody waits for the rollouts of such environments any more."""
     tokens: Counter[str] = field(default_factory=Counter, init=False)
     """Sampled, delivered and trained ones, over closed sessions."""
 
@@ -52,8 +55,11 @@ class Lifecycle:
 
     async def open(self, group: Opening) -> list[SessionRecord]:
         """All members or none; the same request again gets the same sessions. SessionError 429 when they do
-        not fit, 400 where tokens sampled so could not be trained, 409 for places that are not leased."""
+        not fit, 400 where tokens sampled so could not be trained, 409 for places that are not leased, 410
+        once the run has ended."""
         training = group.purpose == "train"
+        if training and self.run_ended():
+            raise SessionError("the run has ended", status=410, code="run_ended")
         if training and (group.sampling.temperature <= 0 or group.sampling.top_p != 1):
             reason = (
                 "training needs temperature > 0 and top_p = 1: the log-probs of other samplings are not "
@@ -138,6 +144,7 @@ class Lifecycle:
         overdue = self.registry.expired(now)
         ending = [self._expire(record) for record in overdue]
         ending += [self._give_up(record) for record in self._forsaken(now) if record not in overdue]
+        ending += [self._cut_off(record) for record in self._left_over()]
         for error in await asyncio.gather(*ending, return_exceptions=True):
             if isinstance(error, Exception):  # the next round tries again
                 _log.error("cannot expire a session", exc_info=error)
@@ -161,6 +168,16 @@ class Lifecycle:
             f"for longer between two calls sends POST /sessions/{record.session.id}/heartbeat)"
         )
         await self.abort(record, FailureReason.ENVIRONMENT_GONE, detail, state="expired")
+
+    def _left_over(self) -> list[SessionRecord]:
+        """Training sessions that outlived the run, without those that end with their parents."""
+        if not self.run_ended():
+            return []
+        records = self.registry.open_records()
+        return [one for one in records if one.session.purpose == "train" and one.parent is None]
+
+    async def _cut_off(self, record: SessionRecord) -> None:
+        await self.abort(record, FailureReason.RUN_ENDED, "the run has ended")
 
     async def _expire(self, record: SessionRecord) -> None:
         if record.state == "unrewarded" and record.reward is None:

@@ -8,7 +8,7 @@ import contextlib
 import hmac
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,8 @@ class SessionRoutes:
 
     env_key: str
     """It opens; a session's own key acts on that session."""
+    model: str
+    """The name that clients call the model by."""
     lifecycle: Lifecycle
     metrics: Callable[[bool], Awaitable[Mapping[str, object]]]
     """True: those of all workers."""
@@ -59,20 +61,30 @@ class SessionRoutes:
         return api
 
     async def lease_task(self, request: Request, body: bodies.LeaseBody) -> bodies.Leased:
+        """A task with the members of its group to run, for each of which a session is to be opened. Waits up
+        to `wait_s` for one. `ended`: the run is over, and the environment may end too."""
         self._check_environment(request)
         leases = self.lifecycle.leases
         if leases is None:
             reason = "this run's tasks are not leased: it needs external_environments"
             raise SessionError(reason, status=409, code="no_leases")
         end = time.monotonic() + body.wait_s
-        while (lease := await asyncio.to_thread(leases.take, time.time())) is None:
+        while not self.lifecycle.run_ended():
+            lease = await asyncio.to_thread(leases.take, time.time())
+            if lease is not None:
+                lease_timeout_s = self.lifecycle.policy.lease_timeout_s
+                given = bodies.Lease(
+                    **msgspec.to_builtins(lease), model=self.model, lease_timeout_s=lease_timeout_s
+                )
+                return bodies.Leased(lease=given, ended=False)
             if time.monotonic() >= end or self.ending() or await request.is_disconnected():
-                return bodies.Leased(lease=None)
+                break
             await asyncio.sleep(_LEASE_POLL_S)
-        given = {**msgspec.to_builtins(lease), "lease_timeout_s": self.lifecycle.policy.lease_timeout_s}
-        return bodies.Leased(lease=bodies.Lease(**given))
+        return bodies.Leased(lease=None, ended=self.lifecycle.run_ended())
 
     async def open_sessions(self, request: Request, body: bodies.OpenBody) -> bodies.Opened:
+        """A session for each member, all of them or none. The same request again, with the same `request_id`,
+        gets the same sessions."""
         self._check_environment(request)
         group = Opening(
             task_id=body.task_id,
@@ -84,13 +96,15 @@ class SessionRoutes:
             request_id=body.request_id,
         )
         records = await self.lifecycle.open(group)
-        return bodies.Opened(sessions=[record.session for record in records])
+        return self._opened(records)
 
     async def open_child(self, request: Request, session_id: str, body: bodies.ChildBody) -> bodies.Opened:
+        """A session for a sub-agent, with a key and a base URL of its own: a list of one. `parent_id` is the
+        session's that was asked for it; limits are the parent's, or lower ones."""
         parent = self._session(request, session_id)
         limits = _within(parent.session.limits, body.limits)
         child = await self.lifecycle.open_child(parent, limits, body.request_id)
-        return bodies.Opened(sessions=[child.session])
+        return self._opened([child])
 
     async def reward_session(
         self, request: Request, session_id: str, body: bodies.RewardBody
@@ -134,6 +148,7 @@ class SessionRoutes:
         names = bodies.SessionView.model_fields
         shown = {name: getattr(part, name) for part in parts for name in names if hasattr(part, name)}
         shown |= {
+            "model": self.model,
             "children": [child.session.id for child in record.children],
             "overridden": sorted(record.overridden),
             "turns": await self.lifecycle.turns.overview(record),
@@ -145,6 +160,10 @@ class SessionRoutes:
     async def show_metrics(self, request: Request) -> dict[str, Any]:
         self._check_environment(request)
         return dict(await self.metrics(request.query_params.get("worker") != "own"))
+
+    def _opened(self, records: Sequence[SessionRecord]) -> bodies.Opened:
+        opened = [bodies.OpenedSession.of(record.session, self.model) for record in records]
+        return bodies.Opened(sessions=opened)
 
     def authorize(self, request: Request) -> None:
         """Before the body is read. SessionError 401 unless the request carries a key for its route; 404 where

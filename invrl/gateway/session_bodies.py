@@ -1,5 +1,6 @@
 """What the session API takes and answers, as types: requests are checked by them, OpenAPI shows them."""
 
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -91,8 +92,22 @@ class LeaseBody(Section):
     wait_s: Annotated[Number, Field(ge=0, le=60)] = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedSession(Session):
+    """All that a client needs is here: `base_url`, `key` and `model`."""
+
+    model: str
+    """What clients name in their requests."""
+
+    @classmethod
+    def of(cls, session: Session, model: str) -> "OpenedSession":
+        return cls(**{one.name: getattr(session, one.name) for one in fields(session)}, model=model)
+
+
 class Opened(BaseModel):
-    sessions: list[Session]
+    """The sessions, in the order of the members that they were opened for; a child is the only one."""
+
+    sessions: list[OpenedSession]
 
 
 class Rewarded(BaseModel):
@@ -125,11 +140,14 @@ class Lease(BaseModel):
     task: dict[str, Any]
     """`id`, `payload`, `label`, `split`, as the task source gave them."""
     members: list[GroupMember]
+    model: str
+    """What clients name in their requests; each session says it too."""
     lease_timeout_s: float
 
 
 class Leased(BaseModel):
-    lease: Lease | None = Field(description="null: there is no task now, ask again")
+    lease: Lease | None = Field(description="null: there is no task now; ask again, unless the run has ended")
+    ended: bool = Field(description="the run has ended: there will be no task any more")
 
 
 class ChangeLine(BaseModel):
@@ -172,6 +190,7 @@ class SessionView(BaseModel):
     sampling: Sampling
     limits: SessionLimits
     parent_id: str
+    model: str
     state: SessionState
     reward: float | None
     components: dict[str, float]

@@ -262,6 +262,8 @@ class SessionRegistry:
             dropped = _why_dropped(record)
             if dropped:
                 raise unauthorized(f"the session is {record.state}: {dropped}", code="group_dropped")
+            if _outlived_the_run(record):
+                raise SessionError("the run has ended", status=410, code="run_ended")
             raise unauthorized(f"the session is {record.state}", code=code)
         return record
 
@@ -283,6 +285,8 @@ class SessionRegistry:
             if dropped:
                 reason = f"session {record.session.id} is {state}: {dropped}"
                 raise SessionError(reason, status=409, code="group_dropped")
+            if _outlived_the_run(record):
+                raise SessionError("the run has ended", status=410, code="run_ended")
             raise SessionError(f"session {record.session.id} is {state}", status=409, code=code)
         if reward.turn:
             record.turn_rewards[reward.turn] = reward
@@ -369,6 +373,11 @@ def _why_dropped(record: SessionRecord) -> str:
     if isinstance(outcome, FailedRollout) and outcome.reason is FailureReason.GROUP_DROPPED:
         return outcome.detail
     return ""
+
+
+def _outlived_the_run(record: SessionRecord) -> bool:
+    outcome = record.outcome
+    return isinstance(outcome, FailedRollout) and outcome.reason is FailureReason.RUN_ENDED
 
 
 def unauthorized(message: str, code: str = "invalid_api_key") -> SessionError:

@@ -70,7 +70,17 @@ def supervise(
             sockets = [listener, *own[number : number + 1]]
             beat = partial(heartbeats.beat, worker_place(number))
             watch.start_over(worker_place(number))
-            running[_fork(partial(serve, settings, renderer, parsers, place, sockets, beat))] = number
+            work = partial(
+                serve,
+                settings,
+                renderer,
+                parsers,
+                place,
+                sockets,
+                beat=beat,
+                run_ended=heartbeats.run_has_ended,
+            )
+            running[_fork(work)] = number
         received = signal.sigtimedwait(signals, beat_interval_s(timeout_s))
         if received is not None and received.si_signo == signal.SIGTERM:
             break

@@ -1,6 +1,6 @@
 """An environment that invrl does not start: a program of its own, plain HTTP, no import of invrl.
 
-`python outside.py URL KEY MODEL LOG` waits for the gateway, leases tasks until it is gone, and writes one
+`python outside.py URL KEY LOG` waits for the gateway, leases tasks until the run has ended, and writes one
 JSON line per session. The first lease is let run out. Each rollout has a child session, and its second turn a
 reward of its own.
 """
@@ -22,8 +22,8 @@ def call(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
         return json.load(answer)
 
 
-def ask(session: dict[str, Any], model: str, messages: list[dict[str, str]]) -> tuple[str, str]:
-    body = {"model": model, "messages": messages}
+def ask(session: dict[str, Any], messages: list[dict[str, str]]) -> tuple[str, str]:
+    body = {"model": session["model"], "messages": messages}
     answer = call(session["base_url"] + "/chat/completions", session["key"], body)
     return answer["choices"][0]["message"]["content"], answer["id"].removeprefix("chatcmpl-")
 
@@ -32,14 +32,14 @@ def even(text: str) -> float:
     return sum(ord(letter) % 2 == 0 for letter in text) / max(len(text), 1)
 
 
-def rollout(base: str, session: dict[str, Any], model: str, prompt: str) -> dict[str, Any]:
+def rollout(base: str, session: dict[str, Any], prompt: str) -> dict[str, Any]:
     own = f"{base}/sessions/{session['id']}"
     messages = [{"role": "user", "content": prompt}]
-    first, _ = ask(session, model, messages)
+    first, _ = ask(session, messages)
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
-    second, turn = ask(session, model, messages)
+    second, turn = ask(session, messages)
     [child] = call(own + "/children", session["key"], {})["sessions"]
-    ask(child, model, [{"role": "user", "content": "a child"}])
+    ask(child, [{"role": "user", "content": "a child"}])
     call(own + "/reward", session["key"], {"reward": even(second), "turn": turn, "components": {"late": 1.0}})
     return call(own + "/finish", session["key"], {"reward": even(first) + even(second)})
 
@@ -55,12 +55,12 @@ def wait_for(url: str) -> None:
     sys.exit(f"no answer from {url}")
 
 
-def main(base: str, key: str, model: str, log: str) -> None:
+def main(base: str, key: str, log: str) -> None:
     wait_for(base + "/health")
     let_go = False
     with open(log, "a", buffering=1) as out:
-        while True:
-            lease = call(base + "/tasks/lease", key, {"wait_s": 10})["lease"]
+        while not (answer := call(base + "/tasks/lease", key, {"wait_s": 10}))["ended"]:
+            lease = answer["lease"]
             if lease is None:
                 continue
             place = {"group_id": lease["group_id"], "members": lease["members"]}
@@ -71,16 +71,13 @@ def main(base: str, key: str, model: str, log: str) -> None:
             opening = {"task_id": lease["task"]["id"], **place, "request_id": json.dumps(place)}
             try:
                 for session in call(base + "/sessions", key, opening)["sessions"]:
-                    ended = rollout(base, session, model, lease["task"]["payload"]["prompt"])
+                    ended = rollout(base, session, lease["task"]["payload"]["prompt"])
                     out.write(json.dumps(ended) + "\n")
             except urllib.error.HTTPError as refused:
                 code = json.load(refused)["error"]["code"]
-                if code not in ("group_dropped", "not_leased"):
+                if code not in ("group_dropped", "not_leased", "run_ended"):
                     raise
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except (urllib.error.URLError, ConnectionError) as over:
-        print(f"the gateway is gone: {over!r}")
+    main(*sys.argv[1:])

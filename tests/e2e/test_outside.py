@@ -22,7 +22,7 @@ KEY = "env-of-the-outside-test"
 def test_a_stranger_leases_tasks_and_trains_the_model(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("INVRL_ENV_KEY", KEY)
     port, log, run = free_port(), tmp_path / "outside.jsonl", tmp_path / "run"
-    place = [f"http://127.0.0.1:{port}", KEY, "model", str(log)]
+    place = [f"http://127.0.0.1:{port}", KEY, str(log)]
     command = [sys.executable, str(Path(__file__).parent / "outside.py"), *place]
     stranger = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": ""})
     try:
@@ -38,7 +38,7 @@ def test_a_stranger_leases_tasks_and_trains_the_model(tmp_path: Path, monkeypatc
         ]
         more += ["--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--lease-timeout-s", "10"]
         out = invrl(tmp_path, "train", *flags(tmp_path, "run"), *more)
-        assert stranger.wait(60) == 0
+        assert stranger.wait(60) == 0, "it was told that the run has ended, and met no closed connection"
     finally:
         stranger.kill()
     assert f":{port}/tasks/lease" in out

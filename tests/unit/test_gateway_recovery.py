@@ -14,6 +14,7 @@ from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 
 from invrl.gateway.rendering import Renderer
+from invrl.gateway.session_bodies import OpenedSession
 from invrl.lease_store import LeaseStore
 from invrl.process import RestartLimit
 from invrl.run_store import abandon_open_sessions
@@ -195,7 +196,7 @@ async def test_a_family_comes_back_with_its_limits_and_rewards(life: Life):
     async def child_of(gateway: Running, parent: Session, name: str) -> Session:
         body = {"request_id": name, "limits": {"max_turns": 1}}
         answer = await gateway.env(f"/sessions/{parent.id}/children", body, key=parent.key)
-        return Session(**answer.json()["sessions"][0])
+        return OpenedSession(**answer.json()["sessions"][0])
 
     async def refused(gateway: Running, session: Session) -> str:
         with pytest.raises(openai.PermissionDeniedError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +91,7 @@ async def running(
     renderer: Renderer,
     parsers: Parsers | None = None,
     place: WorkerPlace | None = None,
+    run_ended: Callable[[], bool] = lambda: False,
     **changes,
 ) -> AsyncIterator[Running]:
     parsers = parsers or Parsers()
@@ -125,6 +126,7 @@ async def running(
             store=store,
             place=place,
             on_shutdown=client.close,
+            run_ended=run_ended,
         )
         served = {"http": CorkedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
         config = uvicorn.Config(app, port=settings.gateway_port, log_level="warning", **served)

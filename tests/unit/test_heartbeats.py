@@ -49,6 +49,18 @@ def silent_after(watch: SilenceWatch, clock: Clock, seconds: float, *, step_s: f
     return found
 
 
+def test_the_end_of_the_run_is_told_beside_the_beats(page: HeartbeatPage):
+    assert not page.run_has_ended()
+    for place in (SUPERVISOR, *PLACES):
+        page.beat(place)
+        page.count_hung(place)
+    assert not page.run_has_ended()
+    page.end_run()
+    assert page.run_has_ended()
+    assert [page.beats(place) for place in (SUPERVISOR, *PLACES)] == [1, 1, 1]
+    assert [page.hung(place) for place in PLACES] == [1, 1]
+
+
 def test_only_who_stops_beating_is_silent_and_not_before_its_time(page: HeartbeatPage):
     watch, clock = watched(page)
     for place in PLACES:

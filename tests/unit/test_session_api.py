@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ from invrl.flags import parse_flags
 from invrl.gateway import lifecycle
 from invrl.gateway.conversation import Conversation
 from invrl.gateway.rendering import Renderer
-from invrl.gateway.session_bodies import Opened, Rewarded, SessionView
+from invrl.gateway.session_bodies import Opened, OpenedSession, Rewarded, SessionView
 from invrl.gateway.sessions import SessionRecord
 from invrl.gateway.turns import Turns
 from invrl.lease_store import LeaseStore
@@ -331,7 +332,7 @@ async def test_what_becomes_of_a_session_past_its_time(
 async def child_of(gateway: Running, parent: Session, **body: object) -> Session:
     answer = await post(gateway, f"/sessions/{parent.id}/children", body, key=parent.key)
     assert answer.status_code == 201, answer.text
-    return Session(**answer.json()["sessions"][0])
+    return OpenedSession(**answer.json()["sessions"][0])
 
 
 async def test_children_train_with_their_parent_under_their_own_rewards(gateway: Running):
@@ -532,7 +533,7 @@ async def test_an_environment_leases_a_task_and_opens_its_sessions_once(
         store = LeaseStore(tmp_path / "run.db")
         task = Task(id="t7", payload={"question": "6*7?"}, label="42", split="train")
         members = (GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2))
-        assert (await post(gateway, "/tasks/lease", {})).json() == {"lease": None}
+        assert (await post(gateway, "/tasks/lease", {})).json() == {"lease": None, "ended": False}
         waiting = asyncio.create_task(post(gateway, "/tasks/lease", {"wait_s": 20}))
         await asyncio.sleep(0.05)
         opening = {"task_id": "t7", "group_id": "g3", "members": [{"index": 1, "attempt": 2}, {"index": 0}]}
@@ -544,6 +545,7 @@ async def test_an_environment_leases_a_task_and_opens_its_sessions_once(
             "group_id": "g3",
             "task": {"id": "t7", "payload": {"question": "6*7?"}, "label": "42", "split": "train"},
             "members": [{"index": 0, "attempt": 0}, {"index": 1, "attempt": 2}],
+            "model": "tiny",
             "lease_timeout_s": 60.0,
         }
         for wrong in ({"group_id": "g4"}, {"members": [{"index": 2}]}, {"task_id": "t8"}):
@@ -570,6 +572,110 @@ async def test_leasing_needs_the_environment_key_and_a_run_that_leases(gateway: 
     [session] = await gateway.open()
     assert code(await post(gateway, "/tasks/lease", {}, key=session.key)) == (401, "invalid_api_key")
     assert code(await post(gateway, "/tasks/lease", {})) == (409, "no_leases")
+
+
+def lease_of(group_id: str) -> GroupLease:
+    task = Task(id="t7", payload={"question": "6*7?"}, label="42", split="train")
+    return GroupLease(group_id=group_id, task=task, members=(GroupMember(index=0, attempt=0),))
+
+
+async def test_who_opens_a_session_need_not_know_the_model_s_name(gateway: Running):
+    """Sessions, children and a retry's answer all carry what a client needs."""
+    opening = {"task_id": "t", "group_id": "g", "members": [{"index": 0}], "request_id": "r"}
+    [session] = (await post(gateway, "/sessions", opening)).json()["sessions"]
+    assert (await post(gateway, "/sessions", opening)).json()["sessions"] == [session]
+    own = f"/sessions/{session['id']}"
+    [child] = (await post(gateway, own + "/children", {}, key=session["key"])).json()["sessions"]
+    assert child["parent_id"] == session["id"]
+    for one in (session, child):
+        client = openai.AsyncOpenAI(base_url=one["base_url"], api_key=one["key"], max_retries=0)
+        assert one["model"] in [model.id async for model in client.models.list()]
+        answer = await client.chat.completions.create(model=one["model"], messages=[ASK])
+        assert answer.model == one["model"]
+    assert (await gateway.env(own)).json()["model"] == session["model"] == "tiny"
+
+
+async def test_the_end_of_a_run_is_an_answer(tmp_path: Path, model: Path, renderer: Renderer):
+    """To who waits for a task, who asks later, and who is in the middle of a rollout."""
+    over = threading.Event()
+    async with running(tmp_path, model, renderer, leases=True, run_ended=over.is_set) as gateway:
+        store = LeaseStore(tmp_path / "run.db")
+        store.offer(lease_of("g1"))
+        assert (await post(gateway, "/tasks/lease", {})).json()["lease"]["group_id"] == "g1"
+        [session] = await gateway.open(task_id="t7", group_id="g1")
+        [evaluated] = await gateway.open(task_id="t8", group_id="e1", purpose="eval")
+        child = await child_of(gateway, session)
+        await chat(gateway, session)
+        waiting = asyncio.create_task(post(gateway, "/tasks/lease", {"wait_s": 60}))
+        store.offer(lease_of("g2"))
+        assert (await waiting).json()["lease"]["group_id"] == "g2"
+        waiting = asyncio.create_task(post(gateway, "/tasks/lease", {"wait_s": 60}))
+        over.set()
+        assert (await waiting).json() == {"lease": None, "ended": True}
+        store.offer(lease_of("g3"))
+        assert (await post(gateway, "/tasks/lease", {"wait_s": 60})).json() == {"lease": None, "ended": True}
+        late = {"task_id": "t7", "group_id": "g2", "members": [{"index": 0}]}
+        assert code(await post(gateway, "/sessions", late)) == (410, "run_ended")
+
+        async def ended() -> bool:
+            return (await gateway.env(f"/sessions/{session.id}")).json()["state"] == "aborted"
+
+        async with asyncio.timeout(60):
+            while not await ended():
+                await asyncio.sleep(0.01)
+        for one in (session, child):
+            with pytest.raises(openai.APIStatusError) as refused:
+                await chat(gateway, one)
+            assert code(refused.value.response) == (410, "run_ended")
+        own = f"/sessions/{session.id}"
+        assert code(await post(gateway, own + "/reward", {"reward": 1.0})) == (410, "run_ended")
+        outcome = await gateway.finish(session)
+        assert isinstance(outcome, FailedRollout)
+        assert outcome.reason is FailureReason.RUN_ENDED
+        await chat(gateway, evaluated)
+        assert isinstance(await gateway.finish(evaluated), RolloutSummary), "evaluations go on"
+        store.close()
+
+
+async def test_the_readme_s_environment_ends_with_the_run(
+    tmp_path: Path, model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+):
+    """Its program as it stands, with an agent that is well once, then raises, then meets the end."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    _, _, after = readme.partition("## Environments that you start yourself")
+    program = after.partition("```python\n")[2].partition("```")[0]
+    over = threading.Event()
+    seen: list[str] = []
+    async with running(tmp_path, model, renderer, leases=True, run_ended=over.is_set) as gateway:
+        store = LeaseStore(tmp_path / "run.db")
+        for number in range(3):
+            store.offer(lease_of(f"g{number}"))
+
+        def my_agent(base_url: str, key: str, model_name: str, payload: dict[str, str]) -> float:
+            seen.append(payload["question"])
+            client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
+            client.chat.completions.create(model=model_name, messages=[ASK])
+            if len(seen) == 2:
+                raise ValueError("a bug")
+            if len(seen) == 3:
+                over.set()
+                while True:  # until it is refused
+                    client.chat.completions.create(model=model_name, messages=[ASK])
+            return 1.0
+
+        monkeypatch.setenv("INVRL_ENV_KEY", ENV_KEY)
+        assert "http://127.0.0.1:8000" in program
+        compiled = compile(program.replace("http://127.0.0.1:8000", gateway.url), "README.md", "exec")
+        await asyncio.to_thread(exec, compiled, {"my_agent": my_agent})
+        outcomes = [outcome for _, outcome in gateway.store.outbox_after(0)]
+        store.close()
+    assert seen == ["6*7?"] * 3
+    good, bad, late = outcomes
+    assert isinstance(good, RolloutSummary)
+    assert isinstance(bad, FailedRollout)
+    assert isinstance(late, FailedRollout)
+    assert (good.reward, bad.reason, late.reason) == (1.0, FailureReason.ABORTED, FailureReason.RUN_ENDED)
+    assert "a bug" in bad.detail
 
 
 # ------------------------------------------------------------------ bad input
