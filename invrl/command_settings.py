@@ -10,9 +10,9 @@ from invrl.rollout.config import RolloutConfig
 
 _RUN = frozenset({"run_name", "run_root", "seed", "heartbeat_timeout_s"})
 _TRAINING_GATEWAY = frozenset(
-    {"train_auxiliary_roots", "lease_timeout_s", "reward_deadline_s", "late_reward"}
+    {"train_auxiliary_roots", "lease_timeout_s", "reward_deadline_s", "late_reward", "end_grace_s"}
 )
-"""Of the gateway: what becomes of rewards and leases."""
+"""Of the gateway: what becomes of rewards and leases, and of who leases at the end."""
 _TRAINING_ROLLOUTS = frozenset(
     {
         *("external_environments", "rollout_batch_size", "n_samples_per_prompt", "rollout_max_attempts"),
