@@ -18,6 +18,7 @@ from invrl.buffer.config import BufferConfig
 from invrl.config_checks import check
 from invrl.errors import ConfigError
 from invrl.gateway.config import GatewayConfig
+from invrl.near_names import meant_setting, nearest_setting
 from invrl.rollout.config import EngineConfig, RolloutConfig
 from invrl.section import Section
 from invrl.train.config import TrainConfig
@@ -152,8 +153,11 @@ def read_toml(path: Path) -> Source:
         raise ConfigError("--config", str(path), str(error), "give a readable TOML file") from error
     for table, entries in document.items():
         if not isinstance(entries, dict):
-            home = next((name for name, section in SECTIONS.items() if table in section.model_fields), "")
-            fix = f"move it to table [{home}]" if home else f"write [{table}] and its keys below"
+            fix = f"write [{table}] and its keys below"
+            if home := _table_of(table):
+                fix = f"move it to table [{home}]"
+            elif meant := meant_setting(table):
+                fix = f"write it as {meant}, in table [{_table_of(meant)}]"
             raise ConfigError(f"{table} in {path}", entries, "a table is expected", fix)
     return Source(name=str(path), tables=document)
 
@@ -182,13 +186,27 @@ def _refuse(error: ValidationError, layers: Sequence[Source]) -> NoReturn:
     others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
     reason, fix = first["msg"], "give a string, a number or a boolean"
     if first["type"] == "extra_forbidden":
-        reason, fix = f"no such {'key' if key else 'table'}", nearest(key or table, known)
-        if home := next((name for name, section in SECTIONS.items() if key in section.model_fields), ""):
-            fix = f"move it to table [{home}]"
+        reason = f"no such {'key' if key else 'table'}"
+        fix = _key_fix(key, table) if key else nearest(table, known)
     elif info := known.get(key):
         fix = f"set {key}: {info.description} (default: {info.default!r})"
     reason = f"{reason} (from {origin}){others}"
     raise ConfigError(f"{table}.{key}" if key else table, first["input"], reason, fix) from error
+
+
+def _key_fix(key: str, table: str) -> str:
+    """For a key that is none of its table."""
+    if home := _table_of(key):
+        return f"move it to table [{home}]"
+    meant = meant_setting(key)
+    if meant and _table_of(meant) != table:
+        return f"did you mean {meant}, in table [{_table_of(meant)}]?"
+    return nearest_setting(key, SECTIONS[table].model_fields)
+
+
+def _table_of(key: str) -> str:
+    """The table that a setting stands in; "" for none of ours."""
+    return next((name for name, section in SECTIONS.items() if key in section.model_fields), "")
 
 
 def load_resolved(path: Path) -> Config:

@@ -11,8 +11,9 @@ from typing import Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from invrl.command_settings import settings_of
-from invrl.config import SECTIONS, UPSTREAM, Scalar, Source, nearest, read_toml
+from invrl.config import SECTIONS, UPSTREAM, Scalar, Source, read_toml
 from invrl.errors import ConfigError
+from invrl.near_names import nearest_setting
 from invrl.preset_files import configuration_file, preset_names
 
 CONFIG_FLAG = "--config"
@@ -101,7 +102,7 @@ def _of_no_use(flag: str, command: str) -> ConfigError:
 def _unknown(flag: str, given: str | None, rest: list[str], command: str) -> ConfigError:
     """For a flag that is none, which takes what looks like its value with it, or for a stray value."""
     own = [name for name, leaf in _LEAF_OF.items() if settings_of(command).uses(leaf.table, leaf.key)]
-    fix = nearest(flag, [*own, CONFIG_FLAG])
+    fix = nearest_setting(flag, [*own, CONFIG_FLAG])
     if not flag.startswith("--"):
         return ConfigError("command line", flag, "no flag takes this", fix)
     if given is None and rest and not rest[0].startswith("--"):

@@ -288,7 +288,7 @@ async def test_a_lease_that_waits_while_the_gateway_ends_gets_no_task(
             answer = await lease
     finally:
         await (ended or asyncio.to_thread(server.stop))
-    assert (answer.status_code, answer.json()) == (200, {"lease": None})
+    assert (answer.status_code, answer.json()) == (200, {"lease": None, "ended": False})
 
 
 async def test_many_sessions_at_once_never_mix(http: httpx.AsyncClient, store: RunStore):

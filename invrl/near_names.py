@@ -1,0 +1,124 @@
+"""The setting that a wrong name stands for: by its spelling, or by what other trainers call it. Pure."""
+
+import difflib
+from collections.abc import Iterable
+
+_FOREIGN_NAMES: dict[str, str] = {
+    "model_path": "model model_name model_id model_name_or_path base_model pretrain pretrained hf_checkpoint",
+    "task_file": (
+        "dataset datasets dataset_name dataset_path data data_path data_file train_data train_file"
+        " train_files prompt_data prompts tasks"
+    ),
+    "eval_task_file": "eval_dataset eval_data eval_file val_data val_file val_files test_data test_file",
+    "eval_sets": "eval_datasets eval_prompt_data",
+    "rollout_function_path": "agent agent_path env environment rollout rollout_fn rollout_function workflow",
+    "reward_function_path": (
+        "reward reward_fn reward_func reward_funcs reward_function reward_path custom_rm_path"
+    ),
+    "lr": "learning_rate actor_lr step_size",
+    "lr_warmup_steps": "warmup warmup_steps num_warmup_steps warmup_ratio",
+    "lr_decay_style": "lr_scheduler lr_scheduler_type scheduler",
+    "clip_grad": "max_grad_norm grad_clip gradient_clipping grad_norm_clip",
+    "rollout_batch_size": (
+        "batch_size train_batch_size global_batch_size per_device_train_batch_size prompts_per_step"
+        " groups_per_batch"
+    ),
+    "n_samples_per_prompt": (
+        "n num_generations num_samples n_samples group_size num_return_sequences samples_per_prompt"
+        " rollouts_per_example"
+    ),
+    "steps_per_batch": (
+        "mini_batch_size ppo_mini_batch_size num_mini_batches num_iterations ppo_epochs updates_per_batch"
+    ),
+    "max_tokens_per_microbatch": (
+        "micro_batch_size per_device_batch_size gradient_accumulation_steps max_tokens_per_gpu"
+    ),
+    "num_steps": (
+        "epochs num_epochs num_train_epochs total_epochs max_steps steps total_steps train_steps"
+        " total_training_steps num_rollout iterations"
+    ),
+    "max_new_tokens": (
+        "max_tokens max_completion_length max_completion_tokens max_response_length max_response_len"
+        " max_output_tokens max_length generate_max_len"
+    ),
+    "engine_max_total_tokens": "context_length max_context_length max_model_len max_seq_len max_seq_length",
+    "temperature": "temp sampling_temperature rollout_temperature",
+    "algorithm_preset": "algorithm algo preset trainer",
+    "advantage": "advantage_estimator adv_estimator",
+    "policy_loss": "loss loss_fn loss_type loss_function",
+    "aggregation": "loss_agg_mode loss_aggregation",
+    "kl_coef": "beta kl kl_beta kl_coeff kl_loss_coef init_kl_coef kl_weight",
+    "eps_clip_low": "epsilon clip_range cliprange clip_eps clip_ratio eps_clip epsilon_low",
+    "eps_clip_high": "epsilon_high clip_ratio_high clip_higher",
+    "max_staleness": "off_policy off_policy_steps max_off_policy_steps async_level staleness",
+    "num_engines": "num_gpus n_gpus gpus tensor_parallel_size num_replicas replicas",
+    "data_parallel_size": "world_size dp_size nproc_per_node num_processes",
+    "train_dtype": "dtype bf16 fp16 precision mixed_precision",
+    "run_name": "name exp_name experiment experiment_name run_id",
+    "run_root": "output output_dir out_dir save_dir log_dir logdir default_root_dir ckpt_dir checkpoint_dir",
+    "save_interval": "save_steps save_freq save_every checkpoint_interval ckpt_interval",
+    "keep_checkpoints": "save_total_limit max_ckpt_num max_checkpoints",
+    "eval_interval": "eval_steps eval_freq eval_every test_freq val_interval",
+    "eval_tasks": "eval_size num_eval eval_batch_size num_eval_examples",
+    "rollout_concurrency": "concurrency max_concurrency max_concurrent num_workers parallelism",
+    "rollout_timeout_s": "timeout rollout_timeout",
+    "gateway_port": "port",
+    "gateway_host": "host address",
+    "wandb_project": "wandb report_to use_wandb wandb_name project project_name",
+    "mlflow_tracking_uri": "mlflow tracking_uri",
+    "chat_template_path": "chat_template template",
+    "seed": "random_seed rng_seed",
+    "max_restarts": "retries max_retries auto_resume",
+}
+"""Our setting: the names by which well-known trainers call it, or what one would set for their purpose."""
+_OURS = {foreign: ours for ours, names in _FOREIGN_NAMES.items() for foreign in names.split()}
+_SHORTEST_WORD = 5
+"""Letters of a word that says something: "max", "num" and "path" stand in too many names."""
+_MOST_SHOWN = 3
+
+
+def nearest_setting(name: str, names: Iterable[str]) -> str:
+    """The settings, or flags, that a wrong name may stand for, as a fix."""
+    near = near_settings(name, names)
+    return f"did you mean {' or '.join(near)}?" if near else "see --help for the valid names"
+
+
+def meant_setting(name: str) -> str:
+    """What the setting of that name is called here; "" if no trainer is known to have one."""
+    return _OURS.get(_plain(name), "")
+
+
+def near_settings(name: str, names: Iterable[str]) -> list[str]:
+    """Of the valid `names`, the nearest first: what the wrong one means elsewhere, or else the one that is
+    spelt almost like it, or else those that share words with it, or else the one that is spelt most like it.
+    None if nothing is near."""
+    valid = {_plain(one): one for one in names}
+    wanted = _plain(name)
+    meant = _OURS.get(wanted) or _meant_by_misspelt(wanted, valid)
+    if meant in valid:
+        return [valid[meant]]
+    near = (
+        difflib.get_close_matches(wanted, list(valid), n=1, cutoff=0.75)
+        or _sharing_words(wanted, valid)
+        or difflib.get_close_matches(wanted, list(valid), n=1, cutoff=0.6)
+    )
+    return [valid[plain] for plain in near]
+
+
+def _sharing_words(wanted: str, valid: Iterable[str]) -> list[str]:
+    """Those that share most words with it, the one that is spelt most like it first."""
+    words = {word for word in wanted.split("_") if len(word) >= _SHORTEST_WORD}
+    shared = {plain: len(words & set(plain.split("_"))) for plain in valid}
+    most = max(shared.values(), default=0)
+    best = [plain for plain, count in shared.items() if most and count == most]
+    return difflib.get_close_matches(wanted, best, n=_MOST_SHOWN, cutoff=0.0)
+
+
+def _meant_by_misspelt(wanted: str, valid: Iterable[str]) -> str:
+    """Our name for the other trainers' name that `wanted` is spelt like, if no valid one is more like it."""
+    close = difflib.get_close_matches(wanted, [*valid, *_OURS], n=1, cutoff=0.8)
+    return _OURS.get(close[0], "") if close else ""
+
+
+def _plain(name: str) -> str:
+    return name.lower().removeprefix("--").replace("-", "_")

@@ -1,0 +1,44 @@
+"""What a wrong name of a setting is answered with."""
+
+from __future__ import annotations
+
+import pytest
+
+from invrl.config import SECTIONS
+from invrl.near_names import _FOREIGN_NAMES, meant_setting, near_settings
+
+OURS = [name for section in SECTIONS.values() for name in section.model_fields]
+
+
+def test_the_table_leads_to_settings_that_there_are_and_hides_none():
+    assert set(_FOREIGN_NAMES) <= set(OURS)
+    foreign = [name for names in _FOREIGN_NAMES.values() for name in names.split()]
+    assert len(foreign) == len(set(foreign)), "a name has one meaning"
+    assert not set(foreign) & set(OURS)
+
+
+@pytest.mark.parametrize("ours", sorted(_FOREIGN_NAMES))
+def test_every_foreign_name_is_answered_with_ours(ours: str):
+    for foreign in _FOREIGN_NAMES[ours].split():
+        assert meant_setting(foreign) == ours
+        assert near_settings(
+            "--" + foreign.replace("_", "-"), [f"--{name.replace('_', '-')}" for name in OURS]
+        ) == [f"--{ours.replace('_', '-')}"]
+
+
+def test_a_meaning_that_the_command_does_not_take_is_not_suggested():
+    assert near_settings("--learning-rate", ["--seed", "--gateway-port"]) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("--tempratur", "--temperature"),
+        ("--Learning-Rate", "--lr"),
+        ("--gradient-cliping", "--clip-grad"),
+        ("--rollout-batch-sise", "--rollout-batch-size"),
+        ("--timeout-of-the-session", "--session-idle-timeout-s"),
+    ],
+)
+def test_by_spelling_of_ours_or_theirs_and_by_words(wrong: str, near: str):
+    assert near in near_settings(wrong, [f"--{name.replace('_', '-')}" for name in OURS])
