@@ -192,10 +192,10 @@ def test_tied_collects_orphans_that_end_before_the_command_does(tmp_path: Path) 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_tied_passes_signals_on_once(number: signal.Signals, tmp_path: Path) -> None:
     code = f"""
-import signal, time
+import os, signal, time
 got = []
-signal.signal({int(number)}, lambda *_: got.append(print("got it", flush=True)))
-print("ready", flush=True)
+signal.signal({int(number)}, lambda *_: got.append(os.write(1, b"got it\\n")))
+os.write(1, b"ready\\n")
 while not got:
     time.sleep(0.02)
 time.sleep(0.3)

@@ -169,8 +169,22 @@ def test_guardians_of_earlier_lives_are_gone(start: Start) -> None:
 import psutil
 from invrl.guardian import start_guardian
 start_guardian()
-family = psutil.Process(os.getppid()).children(recursive=True)
-say(sum("invrl.guardian" in process.cmdline() for process in family))
+
+def watched():
+    "The driver that each guardian watches. A program that is just being started has no command line yet."
+    found = []
+    for process in psutil.Process(os.getppid()).children(recursive=True):
+        try:
+            command = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        if "invrl.guardian" in command:
+            found.append(int(command[-2]))
+    return found
+
+while os.getpid() not in watched():
+    time.sleep(0.01)
+say(len(watched()))
 lifeline.tell(NoteKind.REPORTED)
 os.kill(os.getpid(), signal.SIGKILL)"""
     _, out, _ = end(start(body, restarts=3))
