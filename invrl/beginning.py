@@ -18,6 +18,9 @@ def beginning_of(folder: RunFolder, begin: Checkpoint | None, *, num_steps: int)
     """`begin`: the newest whole checkpoint, None without one."""
     ended_after = _ended_after(folder)
     if begin is None:
+        if ended_after is not None:
+            text = f"the run ended after step {ended_after} without a checkpoint: it starts anew, from step 0"
+            return Beginning(text=text)
         if folder.store_path.exists():
             text = f"the run in {folder.path} ended before its first checkpoint: it starts anew, from step 0"
             return Beginning(text=text)

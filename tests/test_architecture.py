@@ -20,7 +20,7 @@ VOCABULARY = {"types", "errors"}
 SEAMS = {
     "interfaces", "metrics", "section", "process", "plugins", "private_file", "environment_keys",
     "weight_sync", "guardian", "heartbeat", "group_store", "ray_memory", "weight_arena", "weight_buckets",
-    "cpu_stand_ins", "run_store", "lease_store", "model_folder", "disk", "manifest",
+    "cpu_stand_ins", "run_store", "lease_store", "model_folder", "disk", "manifest", "user_line",
 }  # fmt: skip
 PACKAGES = {"train", "rollout", "gateway", "buffer", "algorithms"}
 LAYERS: list[tuple[str, set[str]]] = [

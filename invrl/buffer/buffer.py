@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
 
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.failures import FailureReport, FailureStreak, with_failure_reward
+from invrl.buffer.failures import GROUP_FILTER, FailureReport, FailureStreak, with_failure_reward
 from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, Place, RolloutState
 from invrl.buffer.policies import ZERO_VARIANCE, admission_limit
@@ -40,6 +40,7 @@ from invrl.metrics import Mean, Metric, Sum, merge
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     MAX_REWARD,
+    USER_LINE,
     DroppedGroup,
     DropReason,
     FailedRollout,
@@ -54,6 +55,7 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
+from invrl.user_line import raised_at, said_by
 
 _NO_TOKENS = "no_trained_tokens"
 """The reason to drop a group that is never the filter's."""
@@ -404,7 +406,9 @@ class Buffer:
         except StopIteration:
             self._source_end = "the task source has ended"
         except Exception as error:
-            self._source_end = f"the task source raised {type(error).__name__}: {error}"
+            place = raised_at(error)
+            where = f" ({USER_LINE}{place})" if place else ""
+            self._source_end = f"the task source raised {said_by(error)}{where}"
         return None
 
     def _hand_out(self, group: OpenGroup) -> GroupLease:
@@ -447,7 +451,7 @@ class Buffer:
         self._complete_since_take += 1
         word = self._verdict(group)
         if word is not None and word != _NO_TOKENS:
-            self._filtered.dropped(group.group())
+            self._filtered.dropped(group.group(), word)
             if self._trains_filtered and self._past_filtered_limit():
                 self._count("groups_unfiltered")
                 word = None
@@ -470,6 +474,8 @@ class Buffer:
         try:
             word = self._filter(group.group())
         except (Exception, SystemExit) as error:
+            told = f"{said_by(error)}\n{USER_LINE}{raised_at(error, self._filter)}"
+            self.failures.firsts.setdefault(GROUP_FILTER, told)
             return f"filter_raised_{type(error).__name__}"
         if word is None:
             return None

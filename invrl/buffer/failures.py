@@ -12,6 +12,8 @@ _FIRST_TOLD = 4
 """Identical failures before the first warning, while no rollout has finished yet."""
 _LATER_TOLD = 64
 """The same once some have finished: a few bad tasks in a row need no warning."""
+GROUP_FILTER = "group_filter"
+"""Among the first failures by reason: an exception of the group filter."""
 _TOLD_LINES = 6
 _FRAME = '  File "'
 _INSIDE_FRAME = "    "
@@ -153,7 +155,10 @@ class FailureTeller:
         for reason, detail in report.firsts.items():
             if reason not in self._told_reasons:
                 self._told_reasons.add(reason)
-                texts.append(f"warning: the first rollout that failed ({reason}):\n{shown_detail(detail)}")
+                what = "the group filter failed, and its groups are dropped"
+                if reason != GROUP_FILTER:
+                    what = f"the first rollout that failed ({reason})"
+                texts.append(f"warning: {what}:\n{shown_detail(detail)}")
         if row := self._row(report):
             texts.append(row)
         return texts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from invrl.run_store import WaitsOutside
-from invrl.types import Group
+from invrl.types import DropReason, Group
 
 _SHOWN = 3
 """Kinds of rewards that are named."""
@@ -58,11 +58,12 @@ class FilteredRow:
 
     by_rewards: Counter[str] = field(default_factory=Counter)
 
-    def dropped(self, group: Group) -> None:
+    def dropped(self, group: Group, word: str) -> None:
+        """`word`: the filter's reason."""
         rewards = {rollout.reward for rollout in group.rollouts_G}
         low, high = min(rewards), max(rewards)
         text = f"all {low:g}" if low == high else f"{low:g} to {high:g}"
-        self.by_rewards[text] += 1
+        self.by_rewards[text if word == DropReason.ZERO_VARIANCE else f"{text}, {word}"] += 1
 
     def kept(self) -> None:
         self.by_rewards.clear()

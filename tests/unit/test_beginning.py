@@ -16,6 +16,7 @@ from invrl.run_folder import RunFolder
     [
         (None, None, False, "a new run of 8 steps", False),
         (None, None, True, "ended before its first checkpoint: it starts anew, from step 0", False),
+        (None, "8", True, "the run ended after step 8 without a checkpoint: it starts anew", False),
         (6, None, True, "going on from the checkpoint of step 6 of 8", False),
         (6, "6", True, "going on from the checkpoint of step 6 of 8; it had ended after step 6", False),
         (4, "4", True, "going on from the checkpoint of step 4 of 8; it had ended after step 4", False),

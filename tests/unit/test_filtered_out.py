@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from test_loop import EmptyBatches, FixedSteps, Notes
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.failures import FailureLimits, FailureTeller
 from invrl.buffer.policies import group_filter_function
 from invrl.errors import FilteredOutError
 from invrl.lease_store import LeaseStore
@@ -25,7 +27,7 @@ from invrl.rollout.config import RolloutConfig
 from invrl.run_store import RunStoreWriter, SilentSession, WaitsOutside
 from invrl.save_schedule import SaveSchedule
 from invrl.silence import SAID_EVERY_S, Activity, Deadlines, silence_text, tell_silence
-from invrl.types import Sampling, Session, TakenBatch, Task, TrainBatch, WeightUpdate, WeightVersion
+from invrl.types import Group, Sampling, Session, TakenBatch, Task, TrainBatch, WeightUpdate, WeightVersion
 
 ROLLOUT = RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2)
 DEADLINES = Deadlines(rollout_timeout_s=300.0, filtered_out="end")
@@ -93,6 +95,47 @@ def test_without_a_limit_it_goes_on_for_ever() -> None:
     buffer = buffer_of(config(batches=0))
     finish(buffer, *[(1.0, 1.0)] * 100)
     assert buffer.filtered_out == ""
+
+
+def test_a_filter_with_a_bug_is_told_at_once_with_its_line() -> None:
+    def misspelt(group: Group) -> str | None:
+        return {"keep": None}["kep"]
+
+    buffer = Buffer(config(), ROLLOUT, tasks=tasks(), group_filter=misspelt)
+    finish(buffer, *[(0.0, 1.0)] * 6)
+    told = FailureTeller(FailureLimits(identical=128, at_start=32)).texts(buffer.failure_report())
+    assert len(told) == 1
+    first, error, place = told[0].splitlines()
+    assert first == "warning: the group filter failed, and its groups are dropped:"
+    assert error == "    KeyError: 'kep'"
+    assert "test_filtered_out.py:" in place
+    assert place.endswith('in misspelt: return {"keep": None}["kep"]')
+    assert "rewards: 6 x 0 to 1, filter_raised_KeyError" in buffer.filtered_out
+
+
+def test_an_error_that_cannot_be_shown_is_data_too() -> None:
+    class Unshowable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def raising(group: Group) -> str | None:
+        raise Unshowable
+
+    buffer = Buffer(config(), ROLLOUT, tasks=tasks(), group_filter=raising)
+    finish(buffer, (0.0, 1.0))
+    assert "a Unshowable that cannot be shown" in buffer.failure_report().firsts["group_filter"]
+
+
+def test_a_task_source_with_a_bug_names_its_line() -> None:
+    def broken() -> Iterator[Task]:
+        yield Task(id="t", payload={})
+        raise KeyError("no such file")
+
+    buffer = Buffer(config(), ROLLOUT, tasks=broken(), group_filter=lambda group: None)
+    lease_all(buffer)
+    text = silence_text(Activity(), buffer.wait_report(), DEADLINES)
+    assert "no more tasks come: the task source raised KeyError: 'no such file' (at " in text
+    assert 'in broken: raise KeyError("no such file"))' in text
 
 
 async def test_whoever_waits_for_a_batch_is_told(tmp_path: Path) -> None:

@@ -19,22 +19,31 @@ _BRINGERS = tuple(
     str(Path(folder).resolve())
     for folder in {
         *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        str(Path(__file__).parents[1]),
+        str(Path(__file__).parent),
     }
 )
 """Folders of Python, of installed packages and of this package."""
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
-def raised_at(error: BaseException, function: Callable[..., Any]) -> str:
+def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """The innermost line of user code that the error passed through, as "FILE:LINE, in NAME: TEXT"; "" if
-    there is none. Of a group of exceptions, the line of the first one in it."""
-    own_file = _file_of(function)
+    there is none. Of a group of exceptions, the line of the first one in it. `function`: the user's that was
+    called, where it is known."""
+    own_file = _file_of(function) if function is not None else ""
     for each in _innermost_first(error):
         found = _last_user_line(each.__traceback__, own_file)
         if found:
             return found
     return ""
+
+
+def said_by(error: BaseException) -> str:
+    """Its type and its message, which user code may fail to give."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"a {type(error).__name__} that cannot be shown"
 
 
 def returned_at(function: Callable[..., Any]) -> str:
