@@ -3,29 +3,26 @@
 Any number of data-parallel ranks can load a checkpoint. Called by `rank.py`, after `device.prepare()`."""
 
 import json
-import queue
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
 
 from invrl.disk import flush, flush_tree
 from invrl.errors import TrainError
 from invrl.manifest import MANIFEST_NAME
 from invrl.train import device
+from invrl.train.checkpoint_writer import LateTensors, TensorByTensor, gather_late
 from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.model import PolicyModel
 from invrl.train.safetensors_file import write_safetensors
 from invrl.train.weights import export_weights, weight_specs
-
-# Writer and saver are one process here. Megatron's own queue starts a manager that imports torch anew,
-# which takes 20 s of CPU for the first checkpoint of each rank.
-filesystem_async._results_queue = queue.SimpleQueue()  # type: ignore[assignment]
 
 _NOT_COPIED = (
     *(".safetensors", ".bin", ".gguf", ".pt", ".pth", ".msgpack", ".h5"),
@@ -41,10 +38,16 @@ class Checkpoint:
     def __init__(
         self, model: PolicyModel, optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler
     ) -> None:
-        self._model, self._optimizer, self._schedule = model, optimizer, schedule
+        self._model = model
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._late = LateTensors()
+        for part in optimizer.chained_optimizers:
+            if isinstance(part, DistributedOptimizer):
+                gather_late(part, self._late)
 
     def save(self, path: str) -> None:
-        """All ranks together. Raises TrainError if the folder holds something."""
+        """All ranks together. Raises TrainError if the folder holds something or cannot be written."""
         folder = Path(path)
         if torch.distributed.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +55,12 @@ class Checkpoint:
         if any(folder.iterdir()):
             raise TrainError(f"{folder} is not empty: a checkpoint is not written over another")
         torch.distributed.barrier()
-        dist_checkpointing.save(self._state(is_loading=False), str(folder))
+        self._late.clear()
+        try:
+            dist_checkpointing.save(self._state(is_loading=False), str(folder), TensorByTensor(self._late))
+        except CheckpointException as error:  # a BaseException, and only rank 0's names the cause
+            causes = [str(cause) for cause, _ in error.failures.values()] or ["another rank failed"]
+            raise TrainError(f"the checkpoint {folder} could not be written: {causes[0]}") from error
         (folder / "rng").mkdir(exist_ok=True)
         torch.save(device.random_state(), _rng_file(folder))
         torch.distributed.barrier()

@@ -11,6 +11,8 @@ weights of every optimizer step, by Hugging Face name, so that a test can comput
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -248,6 +250,29 @@ class RankProcess:
 
     def load(self, path: str) -> None:
         self._rank.load_checkpoint(path)
+
+    def growth(self, given: tuple[str, str]) -> int:
+        """Bytes by which this process and its children were larger than before, at most, during a call."""
+        method, argument = given
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        before = resident("VmRSS")
+        children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        getattr(self, method)(argument)
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        assert ended == children, f"{method} started a process"
+        return resident("VmHWM") - before
+
+    def limit_files(self, size: int | None) -> None:
+        """No file grows beyond so many bytes, as on a full disk."""
+        if size is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def resident(name: str) -> int:
+    """Bytes, as the kernel counts them for this process."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
 
 
 _RENEW, _CLOSED = 0, 1

@@ -207,6 +207,45 @@ def test_a_checkpoint_is_loaded_by_another_number_of_ranks(
     assert gap < BOUND, name
 
 
+def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    """Most parameters lie on one rank or the other, some on both."""
+    pair = pool.build(model, ranks=2, train=settings())
+    pair.train(BATCHES[0], steps=2)
+    pair.each("save", str(tmp_path / "saved"))
+    pair.train(BATCHES[2], steps=2)
+    expected = pair.weights()
+    resumed = pool.build(model, ranks=2, train=settings())
+    resumed.each("load", str(tmp_path / "saved"))
+    resumed.train(BATCHES[2], steps=2)
+    weights = resumed.weights()
+    assert all(np.array_equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saving_takes_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path, ranks: int) -> None:
+    """Megatron's own saver copies the optimizer's state two or three times, and forks its writers."""
+    model = make_tiny_model(tmp_path / "model", layers=12, hidden=256, heads=4, kv_heads=4)
+    state = 3 * (model / "model.safetensors").stat().st_size  # float32, as master weights and moments are
+    trainer = pool.build(model, ranks=ranks, train=settings(train_dtype="bfloat16"))
+    trainer.train(BATCHES[0])
+    for method in ("export", "save"):
+        folders = [str(tmp_path / method)] * ranks
+        if method == "export":
+            folders = [str(tmp_path / f"{method}-{rank}") for rank in range(ranks)]
+        grown = trainer.call("growth", [(method, folder) for folder in folders])
+        assert max(grown) < state / 4, method
+
+
+def test_a_full_disk_fails_on_every_rank(pool: RankPool, model: Path, tmp_path: Path) -> None:
+    """Only the first rank writes: the second one is not left waiting for it."""
+    pair = pool.build(model, ranks=2, train=settings())
+    pair.train(BATCHES[0])
+    pair.call("limit_files", [20_000, None])
+    with pytest.raises(TrainError, match=r"could not be written: .*File too large"):
+        pair.each("save", str(tmp_path / "saved"))
+    assert not (tmp_path / "saved" / "metadata.json").exists(), "what is not whole is no checkpoint"
+
+
 def test_a_checkpoint_is_never_written_over_another_nor_read_from_nothing(
     pool: RankPool, model: Path, tmp_path: Path
 ) -> None:
