@@ -161,13 +161,16 @@ def _kept_free(machine: Machine) -> float:
 
 
 def check_memory(config: Config, machine: Machine) -> str:
-    """An engine is 1.5 GB and its weights twice; a rank 1 GB, and for each bfloat16 weight 18 bytes of
-    float32 weights, gradients and moments; the arena has two slots; the rest of the run is 2 GB. On a GPU
-    engines and ranks hold theirs elsewhere, and pass through memory once. The last part of the
+    """An engine is 1.5 GB and its weights twice; the arena has two slots; the rest of the run is 2 GB. A rank
+    is 1 GB, and 20 bytes for each bfloat16 weight: the weight, float32 gradient, master weight and moments,
+    and what a step computes. Saving a checkpoint adds a tensor or two, as it is written tensor by tensor.
+    Where several ranks share the optimizer's state, each holds all of it once while it loads one: 24 bytes.
+    On a GPU engines and ranks hold theirs elsewhere, and pass through memory once. The last part of the
     machine's memory is not the run's: when it is touched, by whomever, Ray kills ranks and workers."""
     weights = _weight_bytes(config)
     engines, ranks = config.engine.num_engines, config.train.data_parallel_size
-    on_cpu = engines * (1.5 * _GB + 2 * weights) + ranks * (_GB + 10 * weights)
+    per_rank = _GB + (10 if ranks == 1 else 12) * weights
+    on_cpu = engines * (1.5 * _GB + 2 * weights) + ranks * per_rank
     need = 2 * _GB + 2 * weights + (weights * (engines + ranks) if machine.gpus else on_cpu)
     margin = _kept_free(machine)
     value = (
@@ -188,15 +191,28 @@ def check_memory(config: Config, machine: Machine) -> str:
 
 
 def _disk(config: Config, machine: Machine) -> str:
-    """A checkpoint holds float32 weights and two moments, and the model once more: 7 times bfloat16."""
+    """A checkpoint holds the model twice, for Megatron and for Hugging Face, float32 weights and two moments:
+    8 times bfloat16. One is written beside those that are kept (`keep_checkpoints` 0: every one, and nobody
+    knows how many)."""
     root = Path(config.run.run_root).expanduser().absolute()
     while not root.is_dir() and root != root.parent:
         root = root.parent
-    free, need = psutil.disk_usage(str(root)).free, 7 * _weight_bytes(config) + _GB
-    value = f"{free / _GB:.1f} GB free at {root}, about {need / _GB:.1f} GB per checkpoint"
-    if free < need:
+    free = psutil.disk_usage(str(root)).free
+    checkpoint = 8 * _weight_bytes(config)
+    folders = (config.run.keep_checkpoints or 1) + 1
+    need = folders * checkpoint + _GB
+    value = (
+        f"{free / _GB:.1f} GB free at {root}, about {checkpoint / _GB:.1f} GB per checkpoint and "
+        f"{need / _GB:.1f} GB for {folders} of them"
+    )
+    if free < checkpoint + _GB:
         fix = "free some, or give another --run-root"
         raise ConfigError("run.run_root", value, "the disk would fill", fix)
+    if free < need:
+        fix = "free some, give another --run-root, or lower --keep-checkpoints"
+        raise Doubt(
+            "run.run_root", value, "the disk may fill: a checkpoint is written beside those kept", fix
+        )
     return value
 
 

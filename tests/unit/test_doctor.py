@@ -202,6 +202,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ("far too little", fact(memory_bytes=5 * 10**9), "memory", FAILED, "would be killed", "smaller model"),
     ("little memory", fact(memory_bytes=7 * 10**9), "memory", WARNING, "may not be enough", "end other"),
     ("full disk", endless_weights, "disk", FAILED, "would fill", "--run-root"),
+    ("crowded disk", flag(keep_checkpoints="2000000000"), "disk", WARNING, "may fill", "--keep-checkpoints"),
     ("no /dev/shm", fact(shared_memory_bytes=10**6), "shared memory", FAILED, "64 MB", "--shm-size"),
     ("small /dev/shm", fact(shared_memory_bytes=10**8), "shared memory", WARNING, "Ray's", "--shm-size"),
     ("Ray is down", closed_ray, "ray", FAILED, "no Ray can be reached", "ray start --head"),
