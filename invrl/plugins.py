@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TypeVar, cast
 
 from invrl.errors import PluginError
@@ -43,16 +44,24 @@ def load_plugin(
     path: str, field: str, protocol: type[Plugin], built_ins: Mapping[str, Plugin] | None = None
 ) -> Plugin:
     """The built-in of that name, or the callable at `module:name` (dots after the colon reach into objects),
-    checked against the parameters of `protocol.__call__`. `field`: the setting. Raises PluginError."""
+    checked against the parameters of `protocol.__call__`. A file below the working directory may stand for
+    its module: `my_agent.py:name`. `field`: the setting. Raises PluginError."""
     if path in (names := dict(built_ins or {})):
         return names[path]
     refused = partial(PluginError, field, path)
     module_name, colon, attribute = path.partition(":")
+    file = module_name if colon and _is_file_path(module_name) else ""
+    if file:
+        module_name = _module_of_file(file, attribute, refused)
     if not (colon and all(part.isidentifier() for part in f"{module_name}.{attribute}".split("."))):
         reason = "neither a built-in name nor module:name" if names else "not of the form module:name"
-        valid = f"{', '.join(names)}, or module:name" if names else "module:name"
+        form = _form_of(path)
+        valid = f"{', '.join(names)}, or {form}" if names else form
         raise refused(reason, _suggest(path, names, valid))
     target = _import(module_name, refused)
+    if file and not Path(file).expanduser().samefile(getattr(target, "__file__", None) or os.devnull):
+        reason = f"Python finds another {module_name} first, in {getattr(target, '__file__', 'itself')}"
+        raise refused(reason, "rename the file")
     for part in attribute.split("."):
         if not hasattr(target, part):
             public = [name for name in dir(target) if not name.startswith("_")]
@@ -61,6 +70,40 @@ def load_plugin(
         target = getattr(target, part)
     _check_call(target, attribute, protocol, refused)
     return cast(Plugin, target)
+
+
+def _is_file_path(text: str) -> bool:
+    return text.endswith(".py") or "/" in text
+
+
+def _module_of_file(file: str, attribute: str, refused: Refused) -> str:
+    """The module's name by which Python imports the file from the working directory. PluginError where there
+    is no such file, or where it has no such name."""
+    here = Path.cwd()
+    path = (here / Path(file).expanduser()).resolve()
+    if not path.is_file():
+        siblings = [str(Path(file).parent / near.name) for near in path.parent.glob("*.py")]
+        fix = _suggest(file, siblings, "give the file, or the module as Python imports it")
+        raise refused(f"there is no file {str(path)!r}", fix)
+    if path.suffix != ".py" or not path.stem.isidentifier():
+        raise refused(f"{path.name!r} is no name of a Python module", "rename it, to my_agent.py for example")
+    inside = path.is_relative_to(here.resolve())
+    parts = path.relative_to(here.resolve()).with_suffix("").parts if inside else ()
+    if parts and all(part.isidentifier() for part in parts):
+        return ".".join(parts)
+    reason = f"modules are imported from {here} and the Python path, and the file is below {path.parent}"
+    fix = f"start from {path.parent}, or add it to PYTHONPATH, and write {path.stem}:{attribute}"
+    raise refused(reason, fix)
+
+
+def _form_of(path: str) -> str:
+    """How an import path without a colon would be written: its last part may be the function's name."""
+    module_name, dot, name = path.removesuffix(".py").replace("/", ".").rpartition(".")
+    plausible = all(part.isidentifier() for part in f"{module_name}.{name}".split("."))
+    if path.endswith(".py") or not dot or not plausible:
+        file = path.removesuffix(".py")
+        return f"{file}:NAME, with the name of a function in it" if file.isidentifier() else "module:name"
+    return f"{module_name}:{name}"
 
 
 def _import(module_name: str, refused: Refused) -> object:

@@ -245,7 +245,9 @@ def _id_text(value: Json, field: str, file: str, line: int) -> str:
     raise ConfigError(field, file, reason, _ID_FIX)
 
 
-_SET, _SOURCE = re.compile(r"([\w.-]{1,64})=(.+)"), re.compile(r"[\w.]+:\w+")
+_SET = re.compile(r"([\w.-]{1,64})=(.+)")
+_SOURCE = re.compile(r"[\w.]+:\w+|.+\.py:\w+")
+"""An import path, by module or by file; anything else is a file of tasks."""
 
 
 def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ...]]:

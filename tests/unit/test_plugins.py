@@ -9,6 +9,7 @@ import pytest
 
 from invrl.algorithms.advantages import ADVANTAGES, advantage_function
 from invrl.algorithms.surrogates import SURROGATES, surrogate_function
+from invrl.buffer.policies import group_filter_function
 from invrl.errors import ConfigError, PluginError
 from invrl.interfaces import GroupFilter, TaskSource
 from invrl.plugins import (
@@ -17,6 +18,8 @@ from invrl.plugins import (
     load_reward_function,
     load_rollout_function,
 )
+from invrl.rollout.config import RolloutConfig
+from invrl.rollout.tasks import load_eval_sets
 
 GOOD = """
 import functools
@@ -57,6 +60,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "__init__.py").write_text("")
     (tmp_path / "my_package" / "rewards.py").write_text("def exact(task, result): return 1.0\n")
+    (tmp_path / "my-agent.py").write_text("")
+    (tmp_path / "json.py").write_text("")
+    (tmp_path / "my_notes.txt").write_text("")
     (tmp_path / "raises.py").write_text("import os\n\n1 / 0\n")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
     (tmp_path / "needs.py").write_text("import a_library_nobody_has\n")
@@ -79,6 +85,42 @@ def test_rollout_functions_that_fit(here: Path, name: str) -> None:
     assert is_group_form(function) == (name == "judged")
 
 
+@pytest.mark.parametrize("form", ["my_agent.py", "./my_agent.py", "{here}/my_agent.py", "~/my_agent.py"])
+def test_a_file_stands_for_its_module(here: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    path = form.format(here=here)
+    function = load_rollout_function(f"{path}:rollout")
+    assert function is load_rollout_function("my_agent:rollout"), "the same module, imported once"
+
+
+def test_a_file_stands_for_its_module_in_every_setting(here: Path) -> None:
+    (here / "my_package" / "rewards.py").write_text((here / "my_agent.py").read_text())
+    file = "my_package/rewards.py"
+    assert load_reward_function(f"{file}:reward").__module__ == "my_package.rewards"
+    assert list(load_plugin(f"{file}:tasks", "task_source_path", TaskSource)("train", 0)) == []
+    assert group_filter_function(f"{file}:keep", "depth")(None) is None  # type: ignore[arg-type]
+    assert callable(advantage_function(f"{file}:advantage"))
+    assert callable(surrogate_function(f"{file}:loss"))
+    (here / "my_package" / "held_out.py").write_text(
+        "from invrl.types import Task\n\n"
+        "def hard(split, seed): yield Task(id='t', payload={}, label='x', split=split)\n"
+    )
+    config = RolloutConfig(eval_sets=("a=my_package/held_out.py:hard",), eval_tasks=1)
+    assert [task.id for task in load_eval_sets(config, 0)["a"]] == ["t"]
+
+
+def test_a_file_elsewhere_is_told_how_to_be_reached(
+    here: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "other_agent.py").write_text("async def rollout(task, endpoint): return 1.0\n")
+    with pytest.raises(PluginError) as caught:
+        load_rollout_function(f"{elsewhere}/other_agent.py:rollout")
+    assert str(elsewhere) in caught.value.reason
+    assert "PYTHONPATH" in caught.value.fix
+    assert caught.value.fix.endswith("other_agent:rollout")
+
+
 def test_the_other_plug_points(here: Path) -> None:
     assert load_reward_function("my_agent:reward").__name__ == "reward"  # type: ignore[attr-defined]
     assert callable(load_reward_function("my_package.rewards:exact"))
@@ -97,9 +139,18 @@ def test_built_in_names_come_first() -> None:
     ("path", "reason", "fix"),
     [
         ("", "not of the form module:name", "module:name"),
-        ("my_agent", "not of the form module:name", "module:name"),
+        ("my_agent", "not of the form module:name", "my_agent:NAME"),
         ("my_agent:", "not of the form module:name", "module:name"),
-        ("my/agent.py:rollout", "not of the form module:name", "module:name"),
+        ("my_agent.py", "not of the form module:name", "my_agent:NAME"),
+        ("my_agent.rollout", "not of the form module:name", "my_agent:rollout"),
+        ("my_package.rewards.exact", "not of the form module:name", "my_package.rewards:exact"),
+        ("my/agent.py:rollout", "there is no file", "as Python imports it"),
+        ("my_agnet.py:rollout", "there is no file", "did you mean 'my_agent.py'"),
+        ("my_agent.py:rolout", "my_agent has no 'rolout'", "did you mean 'rollout'"),
+        ("my_agent.py:", "not of the form module:name", "module:name"),
+        ("my-agent.py:rollout", "no name of a Python module", "rename it"),
+        ("./json.py:rollout", "Python finds another json first", "rename the file"),
+        ("./my_notes.txt:rollout", "no name of a Python module", "rename it"),
         ("my_agnet:rollout", "no module 'my_agnet'", "did you mean 'my_agent'"),
         ("my_package.reward:exact", "no module 'my_package.reward'", "did you mean 'my_package.rewards'"),
         ("nowhere_at_all_xyz.deep:f", "no module 'nowhere_at_all_xyz'", "as Python imports it"),
