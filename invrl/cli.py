@@ -20,6 +20,7 @@ from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError
 from invrl.flags import flag_help, parse_flags, take_value
 from invrl.headline import headline
 from invrl.lifeline import NoteKind
+from invrl.next_commands import describe_next
 from invrl.printable import printable
 from invrl.private_file import make_private
 from invrl.ray_setup import prepare_ray
@@ -184,10 +185,10 @@ def _train(arguments: Sequence[str]) -> None:
     """train a model with rollouts of your own program
 
     examples:
-      invrl train --config launch/configs/quickstart.toml --model-path MODEL
+      invrl train --config quickstart --model-path MODEL
       invrl train --model-path MODEL --rollout-function-path my_agent:rollout --task-file tasks.jsonl \\
           --num-steps 50 --lr 1e-5
-      invrl train --config launch/configs/calculator_async.toml --model-path MODEL --max-staleness 2
+      invrl train --config calculator_async --model-path MODEL --max-staleness 2
 
     The run folder (--run-root/--run-name) holds the resolved configuration, metrics.jsonl, TensorBoard
     events, the run's store, logs, checkpoints and the report."""
@@ -199,7 +200,11 @@ def _train(arguments: Sequence[str]) -> None:
         print(f"invrl: warning: {warning}", file=sys.stderr)
     with hold_run_folder(config, "train") as folder:
         _log_into(folder)
-        if code := supervisor.supervise(config, folder):
+        code = supervisor.supervise(config, folder)
+        if code != USAGE_EXIT and (text := describe_next(config, folder, finished=not code)):
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                print(text, flush=True)
+        if code:
             raise _Failed(code)
 
 
@@ -238,7 +243,7 @@ def _eval(arguments: Sequence[str]) -> None:
     intervals) and writes report/eval.json into the run folder.
 
     examples:
-      invrl eval --model-path MODEL --config launch/configs/quickstart.toml --eval-samples-per-task 8
+      invrl eval --model-path MODEL --config quickstart --eval-samples-per-task 8
       invrl eval --model-path runs/a/checkpoints/step-000012 --rollout-function-path my_agent:rollout \\
           --eval-sets easy=easy.jsonl,hard=my_tasks:hard --eval-modes sampled
     """
@@ -267,7 +272,7 @@ def _doctor(arguments: Sequence[str]) -> None:
     did. --json prints a list of {check, status, value, reason, fix}.
 
     example:
-      invrl doctor --config launch/configs/quickstart.toml --model-path MODEL
+      invrl doctor --config quickstart --model-path MODEL
     """
     from invrl.doctor import diagnose, write_report
     from invrl.machine_checks import look

@@ -1,0 +1,113 @@
+"""What a run prints when its command ends: commands whose paths and flags are real."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from invrl import cli, next_commands, supervisor
+from invrl.config import Config, Source, resolve
+from invrl.flags import parse_flags
+from invrl.next_commands import describe_next
+from invrl.run_folder import RunFolder, make_run_folder
+
+AGENT = "rollout_fns.calculator:rollout"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    run = {"run_root": str(tmp_path / "my runs"), "run_name": "capitals"}
+    return resolve(Source(name="test", tables={"run": run, "rollout": {"rollout_function_path": AGENT}}))
+
+
+@pytest.fixture
+def folder(config: Config) -> RunFolder:
+    return make_run_folder(config)
+
+
+def save(folder: RunFolder, step: int) -> Path:
+    checkpoint = folder.checkpoints_path / f"step-{step:06d}"
+    (checkpoint / "hugging_face").mkdir(parents=True)
+    (checkpoint / "megatron").mkdir()
+    return checkpoint
+
+
+def by_name(text: str) -> dict[str, list[str]]:
+    """Words of each command without its program, by the command's name."""
+    first, *lines = text.splitlines()
+    assert first == "next:"
+    words = [shlex.split(line, comments=True) for line in lines]
+    assert not any("invrl" not in w[0] and "tensorboard" not in w[0] and "python" not in w[0] for w in words)
+    rest = [w[3:] if w[1] == "-m" else w[1:] for w in words]
+    return {"tensorboard" if w[0] == "--logdir" else w[0]: w if w[0] == "--logdir" else w[1:] for w in rest}
+
+
+def test_the_end_of_a_run_names_what_to_do_with_it(config: Config, folder: RunFolder) -> None:
+    save(folder, 4)
+    newest = save(folder, 12)
+    folder.store_path.write_bytes(b"")
+    folder.tensorboard_path.mkdir()
+    commands = by_name(describe_next(config, folder, finished=True))
+    assert list(commands) == ["serve", "eval", "samples", "tensorboard"]
+    assert set(commands) - {"tensorboard"} <= set(cli.COMMANDS)
+    assert commands["serve"] == ["--model-path", str(newest)]
+    assert commands["samples"] == [str(folder.path)]
+    assert commands["tensorboard"] == ["--logdir", str(folder.tensorboard_path)]
+    served = resolve(*parse_flags(commands["serve"], command="serve"))
+    assert served.model.name == "capitals"
+    measured = resolve(*parse_flags(commands["eval"], command="eval"))
+    assert measured.rollout.rollout_function_path == AGENT
+    assert measured.run.run_name == "capitals-eval", (
+        "a folder of its own: the run's holds another configuration"
+    )
+    assert measured.model.folder == newest / "hugging_face"
+
+
+def test_a_run_that_was_ended_is_gone_on_with(config: Config, folder: RunFolder) -> None:
+    text = describe_next(config, folder, finished=False)
+    assert list(by_name(text)) == ["resume"], "nothing else is there"
+    assert "there is no checkpoint yet" in text
+    save(folder, 4)
+    (folder.checkpoints_path / "model-000006").mkdir()  # what an interrupt saves
+    text = describe_next(config, folder, finished=False)
+    assert "go on from step 4" in text
+    commands = by_name(text)
+    assert commands["resume"] == [str(folder.path)]
+    assert commands["serve"][1].endswith("model-000006")
+    served = resolve(*parse_flags(commands["serve"], command="serve"))
+    assert served.model.name == "capitals"
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, "samples"), (130, "resume"), (1, "resume"), (2, "")])
+def test_train_prints_them_whatever_ended_it(
+    config: Config,
+    folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    said: str,
+) -> None:
+    folder.store_path.write_bytes(b"")
+    monkeypatch.setattr(cli, "_checked", lambda arguments: config)
+    monkeypatch.setattr(cli, "_log_into", lambda folder: None)
+    monkeypatch.setattr("invrl.machine_checks.memory_warning", lambda config, machine: "")
+    monkeypatch.setattr(supervisor, "supervise", lambda config, folder: code)
+    assert cli.main(["train"]) == code
+    out = capsys.readouterr().out
+    assert ("next:" in out) == bool(said)
+    assert said in out
+
+
+def test_a_program_is_named_as_a_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = tmp_path / "venv" / "bin"
+    beside.mkdir(parents=True)
+    for name in ("python", "invrl"):
+        (beside / name).write_text("#!/bin/sh\n")
+        (beside / name).chmod(0o755)
+    monkeypatch.setattr(next_commands.sys, "executable", str(beside / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert next_commands._program("invrl") == (str(beside / "invrl"),)
+    monkeypatch.setenv("PATH", str(beside))
+    assert next_commands._program("invrl") == ("invrl",)
