@@ -1,4 +1,4 @@
-"""The page rollout_fns/your_task/README.md: its code runs, its settings are taken, its files are those shown."""
+"""The page rollout_fns/your_task/README.md: its code runs, its files are those beside it."""
 
 from __future__ import annotations
 
