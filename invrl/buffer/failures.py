@@ -54,6 +54,8 @@ class FailureReport:
     attempts: Mapping[str, int] = field(default_factory=dict)
     """Attempts of this life that failed without counting with a reward, by reason; deaths of processes are
     left out."""
+    counted: int = 0
+    """Attempts of this life that failed and count with a reward."""
     first_ended: bool = True
     """Whether every attempt that was begun before the first failure has ended. Until then it is too early to
     say that every attempt fails: those that fail are often faster than those that do not."""
@@ -64,11 +66,12 @@ class FailureReport:
         return self.reason not in _OF_A_PROCESS
 
     @property
-    def all_failed(self) -> int:
-        """How many attempts there were, if each of them failed for the same reason; else 0."""
-        if self.finished or not self.first_ended or len(self.attempts) != 1:
-            return 0
-        return next(iter(self.attempts.values()))
+    def only_reason(self) -> str:
+        """The reason for which every attempt so far has failed; "" where there is another reason, a success
+        or a failure that counts with a reward, or where it is too early to say."""
+        if self.finished or self.counted or not self.first_ended or len(self.attempts) != 1:
+            return ""
+        return next(iter(self.attempts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +85,16 @@ class FailureLimits:
 
     def check(self, report: FailureReport) -> None:
         """Raises IdenticalFailuresError once there are too many."""
-        one_line = " ".join(line.strip() for line in told_lines(report.detail))
-        if self.at_start and report.all_failed >= self.at_start:
-            text = (
-                f"all {report.all_failed} rollouts so far failed ({report.reason}). The last one: {one_line}"
-            )
+        reason = report.only_reason
+        if self.at_start and reason and report.attempts[reason] >= self.at_start:
+            text = f"all {report.attempts[reason]} rollouts so far failed ({reason}). The first one: "
             fix = "mend what it says, or raise --max-failures-at-start (0: no end)"
-            if report.reason == FailureReason.EXCEPTION:
+            if reason == FailureReason.EXCEPTION:
                 fix += "; if the model's replies bring it about, let it count: --failure-reward exception=0"
-            raise IdenticalFailuresError(text, fix=fix)
+            raise IdenticalFailuresError(text + _in_one_line(report.firsts[reason]), fix=fix)
         if self.identical and report.may_end_run and report.alike >= self.identical:
-            text = f"the last {report.alike} rollouts all failed alike ({report.reason}): {one_line}"
+            said = _in_one_line(report.detail)
+            text = f"the last {report.alike} rollouts all failed alike ({report.reason}): {said}"
             raise IdenticalFailuresError(
                 text, fix="mend what it says, or raise --max-identical-failures (0: no end)"
             )
@@ -108,6 +110,7 @@ class FailureStreak:
         self.finished_in_all = 0
         self.firsts: dict[str, str] = {}
         self.attempts: Counter[str] = Counter()
+        self.counted = 0
         self._kind = ("", "")
 
     def failed(self, reason: FailureReason, detail: str, *, counts: bool = False) -> None:
@@ -119,7 +122,9 @@ class FailureStreak:
         self.reason = str(reason)
         self.detail = detail
         self.firsts.setdefault(str(reason), detail)
-        if not counts and reason not in _OF_A_PROCESS:
+        if counts:
+            self.counted += 1
+        elif reason not in _OF_A_PROCESS:
             self.attempts[str(reason)] += 1
 
     def finished(self) -> None:
@@ -136,6 +141,7 @@ class FailureStreak:
             detail=self.detail,
             firsts=dict(self.firsts),
             attempts=dict(self.attempts),
+            counted=self.counted,
             first_ended=first_ended,
         )
 
@@ -203,6 +209,10 @@ def told_lines(detail: str) -> list[str]:
         if len(lines) > _TOLD_LINES:
             lines = [*lines[: _TOLD_LINES - 2], "...", lines[-1]]
     return lines[-_TOLD_LINES:]
+
+
+def _in_one_line(detail: str) -> str:
+    return " ".join(line.strip() for line in told_lines(detail))
 
 
 def _last_line(text: str) -> str:

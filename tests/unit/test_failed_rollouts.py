@@ -440,7 +440,7 @@ def test_a_run_in_which_every_attempt_fails_for_one_reason_ends() -> None:
     buffer.record(broken("g1", 1, 1))
     with pytest.raises(IdenticalFailuresError) as caught:
         at_start(buffer)
-    assert str(caught.value).startswith("all 6 rollouts so far failed (exception). The last one: KeyError:")
+    assert str(caught.value).startswith("all 6 rollouts so far failed (exception). The first one: KeyError:")
     assert 'at my_agent.py:9, in rollout: return float(task.payload["awnser"])' in str(caught.value)
     assert "--max-failures-at-start" in str(caught.value)
 
@@ -458,7 +458,21 @@ def test_it_does_not_end_before_the_slow_ones_of_the_first_attempts_have_ended()
         at_start(buffer)
 
 
-@pytest.mark.parametrize("but", ["one finished", "another reason", "a worker died", "they count"])
+def test_the_reason_is_the_one_that_all_failed_for_though_a_worker_died_last() -> None:
+    buffer = make(batch=4, group=2, attempts=3)
+    leased(buffer)
+    for group in range(3):
+        for index in range(2):
+            buffer.record(broken(f"g{group}", index))
+    buffer.record(broken("g3", 0, reason="worker_died"))
+    buffer.record(broken("g3", 1, reason="worker_died"))
+    with pytest.raises(IdenticalFailuresError, match=r"^all 6 rollouts so far failed \(exception\)"):
+        at_start(buffer)
+
+
+@pytest.mark.parametrize(
+    "but", ["one finished", "another reason", "a worker died", "they count", "one counts"]
+)
 def test_what_keeps_a_run_going_at_its_start(but: str) -> None:
     buffer = Buffer(
         BufferConfig(failure_reward=("timeout=0",), group_filter="none"),
@@ -469,6 +483,8 @@ def test_what_keeps_a_run_going_at_its_start(but: str) -> None:
     leased(buffer)
     if but == "one finished":
         buffer.record(summary("g7", 0))
+    elif but == "one counts":
+        buffer.record(failing("g7", 0, reason=FailureReason.TIMEOUT))
     elif but == "another reason":
         buffer.record(broken("g7", 0, reason="bad_return"))
     for group in range(8):
