@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -261,12 +260,6 @@ class RankProcess:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         assert ended == children, f"{method} started a process"
         return resident("VmHWM") - before
-
-    def limit_files(self, size: int | None) -> None:
-        """No file grows beyond so many bytes, as on a full disk."""
-        if size is not None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def resident(name: str) -> int:

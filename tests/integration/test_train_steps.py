@@ -236,16 +236,6 @@ def test_saving_takes_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path
         assert max(grown) < state / 4, method
 
 
-def test_a_full_disk_fails_on_every_rank(pool: RankPool, model: Path, tmp_path: Path) -> None:
-    """Only the first rank writes: the second one is not left waiting for it."""
-    pair = pool.build(model, ranks=2, train=settings())
-    pair.train(BATCHES[0])
-    pair.call("limit_files", [20_000, None])
-    with pytest.raises(TrainError, match=r"could not be written: .*File too large"):
-        pair.each("save", str(tmp_path / "saved"))
-    assert not (tmp_path / "saved" / "metadata.json").exists(), "what is not whole is no checkpoint"
-
-
 def test_a_checkpoint_is_never_written_over_another_nor_read_from_nothing(
     pool: RankPool, model: Path, tmp_path: Path
 ) -> None:
