@@ -445,7 +445,7 @@ def _samples(arguments: Sequence[str]) -> None:
                                     [--worst | --best | --changed | --failed] [-n N] [--full] [--json]
       --step N    the rollouts that step N trained (0: the evaluation before training); 'all': every rollout
                   of the run, dropped and failed ones too. Default: the last step; 'all' with --task, --failed
-      --task ID   of one task (`invrl ledger RUN_FOLDER` lists them)
+      --task ID   of one task, in all epochs (`invrl ledger RUN_FOLDER` lists them)
       --worst     the lowest rewards first; --best: the highest
       --changed   the tasks that changed most between the first and the last time that they were run, which
                   is before and after training for held-out tasks: first by how far the mean reward moved,

@@ -224,20 +224,32 @@ def by_reward(samples: Sequence[Sample], limit: int, *, best: bool) -> list[Samp
     return ordered[:limit] if limit else ordered
 
 
-def changes(samples: Iterable[Sample], store: RunStore) -> list[Change]:
+def first_ids(task_ids: Iterable[str]) -> dict[str, str]:
+    """By the id of each task, the id that it had when it came first: a task that comes back, in a later epoch
+    say, has its number behind it (`10`, `10@1`, `10@2`)."""
+    ids = set(task_ids)
+    found = dict[str, str]()
+    for each in ids:
+        before, _, number = each.rpartition("@")
+        found[each] = before if before in ids and number.isdecimal() else each
+    return found
+
+
+def changes(samples: Sequence[Sample], store: RunStore) -> list[Change]:
     """The tasks that changed between their first and their last time, the largest change first: by how far
     their mean reward moved, and where it moved as far, by how little of what was said is alike.
 
     A time of a held-out task is an evaluation; only the same set and mode are compared. A time of a training
-    task is a group of it, whatever became of the group. Both times must be of different weights. Tasks
-    without two such times are left out, and those with equal rewards and the same words. At each time the
-    rollout whose reward is nearest to the mean speaks for all."""
+    task is a group of it, whatever became of the group, also in a later epoch. Both times must be of
+    different weights. Tasks without two such times are left out, and those with equal rewards and the same
+    words. At each time the rollout whose reward is nearest to the mean speaks for all."""
+    names = first_ids(one.task_id for one in samples)
     times: dict[tuple[str, str], dict[object, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for one in samples:
         if one.reward is None or one.newest_version is None or one.purpose == "serve":
             continue
         time = one.step if one.purpose == "eval" else one.group_id
-        times[one.task_id, one.evaluation][time].append(one)
+        times[names[one.task_id], one.evaluation][time].append(one)
     found: list[Change] = []
     for (task_id, evaluation), of_task in times.items():
         groups = sorted(of_task.values(), key=_when)

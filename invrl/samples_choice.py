@@ -7,7 +7,7 @@ from typing import Literal
 from invrl.config import nearest
 from invrl.errors import ConfigError
 from invrl.run_store import RunStore
-from invrl.samples import Sample, by_reward, changes, evaluated_steps, spread, trained_steps
+from invrl.samples import Sample, by_reward, changes, evaluated_steps, first_ids, spread, trained_steps
 from invrl.samples_view import changes_json, describe_changes, describe_samples, samples_json
 
 Order = Literal["", "worst", "best", "changed", "failed"]
@@ -114,7 +114,8 @@ def answer(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> s
 def _of_task(query: SamplesQuery, samples: Sequence[Sample]) -> list[Sample]:
     if query.task is None:
         return list(samples)
-    of_task = [one for one in samples if one.task_id == query.task]
+    names = first_ids(one.task_id for one in samples)
+    of_task = [one for one in samples if query.task in (one.task_id, names[one.task_id])]
     if not of_task:
         tasks = {one.task_id for one in samples}
         reason = f"no rollout of it has ended; the run has those of {len(tasks)} tasks"

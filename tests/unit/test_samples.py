@@ -137,6 +137,20 @@ def test_a_training_task_changed_between_its_first_group_and_its_last_one_also_i
     assert "task once" not in out
 
 
+def test_a_task_that_comes_back_in_a_later_epoch_is_the_same_task(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.add("10", "no idea", 0.0, step=1, group="g0")
+    run.add("10@1", "even", 1.0, step=2, group="g5", version=1)
+    run.add("me@1", "a name with a number", 0.0, step=2, group="g6", version=1)
+    assert "task 10, training: reward 0.000 -> 1.000 (+1.000)" in shown(run, capsys, "--changed")
+    both = shown(run, capsys, "--task", "10")
+    assert "no idea" in both
+    assert "even" in both
+    assert "no idea" not in shown(run, capsys, "--task", "10@1")
+    assert "a name with a number" in shown(run, capsys, "--task", "me@1")
+
+
 def test_what_was_not_trained_is_counted_and_shown_when_asked_for(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
