@@ -344,6 +344,7 @@ def _make_trainer(config: Config) -> TrainHandle:
         master_addr="127.0.0.1",  # all ranks are on this machine so far
         store_key=random_key(),
         model_path=str(config.model.folder),
+        chat_template=_given_template(config),
         train=config.train,
         algorithm=config.algorithm,
         weight_dtype=config.engine.engine_dtype,
@@ -359,6 +360,15 @@ def _make_trainer(config: Config) -> TrainHandle:
         step_timeout_s=config.train.train_step_timeout_s,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
     )
+
+
+def _given_template(config: Config) -> str:
+    """The chat template that the run uses in place of the model's own; "" for none."""
+    if not config.gateway.chat_template_path:
+        return ""
+    from invrl.gateway.model_folder import chat_template_source  # loads the tokenizers' library
+
+    return chat_template_source("", config.gateway.chat_template_path)
 
 
 def _make_buffer(config: Config, folder: RunFolder) -> BufferHandle:

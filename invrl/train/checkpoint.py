@@ -93,10 +93,18 @@ def _rng_file(folder: Path) -> Path:
 
 
 def export_hugging_face(
-    model: PolicyModel, config: HuggingFaceConfig, dtype: torch.dtype, source: str, path: str
+    model: PolicyModel,
+    config: HuggingFaceConfig,
+    dtype: torch.dtype,
+    source: str,
+    path: str,
+    *,
+    chat_template: str = "",
 ) -> None:
-    """Weights in `dtype`; configuration, tokenizer and template copied from `source`. Appears whole, and its
-    files are on disk by then. Their modes are ordinary ones, whatever those of the source are."""
+    """Weights in `dtype`; configuration, tokenizer and template copied from `source`, but for a
+    `chat_template`, which takes the place of its own: who serves the model finds the one that it was trained
+    with. Appears whole, and its files are on disk by then. Their modes are ordinary ones, whatever those of
+    the source are."""
     folder = Path(path)
     new = folder.with_name(folder.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
@@ -104,6 +112,8 @@ def export_hugging_face(
     for file in Path(source).iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             shutil.copyfile(file, new / file.name)
+    if chat_template:  # this file is read before the template in tokenizer_config.json
+        (new / "chat_template.jinja").write_text(chat_template)
     described = json.loads((new / "config.json").read_text())
     described.pop("torch_dtype", None)
     described["dtype"] = str(dtype).removeprefix("torch.")

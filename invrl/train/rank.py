@@ -128,11 +128,15 @@ class TrainRank:
         self._checkpoint.load(path)
 
     def export_hugging_face(self, path: str) -> None:
-        """A folder that plain transformers loads: weights in the training dtype, the rest as it came."""
+        """A folder that plain transformers loads: weights in the training dtype, the chat template
+        that the run uses, the rest as it came."""
         from invrl.train.checkpoint import export_hugging_face
 
         dtype: torch.dtype = getattr(torch, self._settings.train.train_dtype)
-        export_hugging_face(self._model, self._config, dtype, self._settings.model_path, path)
+        settings = self._settings
+        export_hugging_face(
+            self._model, self._config, dtype, settings.model_path, path, chat_template=settings.chat_template
+        )
 
 
 def _join(settings: RankSettings, port: int, listener: socket.socket | None) -> None:

@@ -27,6 +27,8 @@ class RankSettings:
     master_addr: str
     store_key: str = field(repr=False)
     model_path: str
+    chat_template: str = ""
+    """The Jinja text that the run uses in place of the model's own; "": the model's."""
     train: TrainConfig
     algorithm: AlgorithmConfig
     weight_dtype: str

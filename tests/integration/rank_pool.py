@@ -64,6 +64,7 @@ class RankPool:
         train: TrainConfig | None = None,
         algorithm: AlgorithmConfig | None = None,
         megatron: dict[str, Any] | None = None,
+        chat_template: str = "",
     ) -> Trainer:
         """Trainer ranks over `model`; those built before them are gone."""
         while len(self._processes) < ranks:
@@ -84,6 +85,7 @@ class RankPool:
                         master_addr="127.0.0.1",
                         store_key=store_key,
                         model_path=str(model),
+                        chat_template=chat_template,
                         train=train,
                         algorithm=algorithm or AlgorithmConfig(),
                         weight_dtype=train.train_dtype,

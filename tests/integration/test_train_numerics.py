@@ -10,11 +10,12 @@ import pytest
 import torch
 from rank_pool import RankPool
 from safetensors.torch import load_file
-from tiny_model import PAD_ID, Family, make_tiny_model
+from tiny_model import CHAT_TEMPLATE, PAD_ID, Family, make_tiny_model
 from train_reference import Reference, random_batch, relative, worst
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.gateway.model_folder import chat_template_source
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 from invrl.train.packing import mini_batches
@@ -155,6 +156,18 @@ def test_what_was_loaded_is_exported(pool: RankPool, tmp_path: Path, family: Fam
     assert staged == {name: checksum(tensor) for name, tensor in source.items()}
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
     assert not any(info.values()), info
+
+
+@pytest.mark.parametrize("given", ["", "{{ messages[0].content }}"])
+def test_a_saved_model_has_the_template_that_it_was_trained_with(
+    pool: RankPool, tmp_path: Path, given: str
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    pool.build(model, train=EXACT, chat_template=given).each("export", str(tmp_path / "exported"))
+    expected = given or CHAT_TEMPLATE
+    assert chat_template_source(str(tmp_path / "exported")) == expected
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template == expected
+    assert chat_template_source(str(model)) == CHAT_TEMPLATE, "the source is left alone"
 
 
 def test_recomputation_changes_nothing(pool: RankPool, tmp_path: Path) -> None:
