@@ -26,10 +26,12 @@ settings.load_profile("any machine")  # a busy one must not fail what is right
 
 
 def pytest_configure() -> None:
-    """A script's background jobs ignore interrupts, and so does what they start: tests interrupt what they
-    start, so it must not inherit that."""
+    """A script's background jobs ignore interrupts, what `nohup` starts the end of its terminal, and so does
+    all that they start. Tests send these signals to what they start, so it must not inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # no program that is started inherits a handler
 
 
 @pytest.fixture(scope="session")
