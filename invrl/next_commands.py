@@ -1,5 +1,7 @@
-"""What a person can do with a run whose command has ended, as commands to copy: every path is absolute and
-there, so they work from any folder."""
+"""What a person can do with a run whose command has ended, as commands to copy.
+
+Every path in them is absolute and there. The run's configuration may name tasks and code relative to the
+folder that it was started in, so that folder is named too."""
 
 import shlex
 import shutil
@@ -30,7 +32,7 @@ def next_commands(config: Config, folder: RunFolder, *, finished: bool) -> list[
 def describe_next(config: Config, folder: RunFolder, *, finished: bool) -> str:
     """A heading and a line for each; empty where there is nothing to do."""
     commands = next_commands(config, folder, finished=finished)
-    return "\n".join(["next:", *map(str, commands)]) if commands else ""
+    return "\n".join([f"next (in {Path.cwd()}):", *map(str, commands)]) if commands else ""
 
 
 def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[NextCommand]:

@@ -37,7 +37,7 @@ def save(folder: RunFolder, step: int) -> Path:
 def by_name(text: str) -> dict[str, list[str]]:
     """Words of each command without its program, by the command's name."""
     first, *lines = text.splitlines()
-    assert first == "next:"
+    assert first == f"next (in {Path.cwd()}):", "tasks and code may be given relative to it"
     words = [shlex.split(line, comments=True) for line in lines]
     assert not any("invrl" not in w[0] and "tensorboard" not in w[0] and "python" not in w[0] for w in words)
     rest = [w[3:] if w[1] == "-m" else w[1:] for w in words]
@@ -96,7 +96,7 @@ def test_train_prints_them_whatever_ended_it(
     monkeypatch.setattr(supervisor, "supervise", lambda config, folder: code)
     assert cli.main(["train"]) == code
     out = capsys.readouterr().out
-    assert ("next:" in out) == bool(said)
+    assert ("next (in " in out) == bool(said)
     assert said in out
 
 
