@@ -359,10 +359,16 @@ class _Run:
             gain = gain_interval(before.scores[mode], score)
             old, new = (one.scores[mode].accuracy.value for one in (before, after))
             self.observer.note(
-                f"held-out accuracy, {mode} ({score.samples} problems): {old:.3f} -> {new:.3f}, "
+                f"held-out accuracy, {mode} ({_size_of(score)}): {old:.3f} -> {new:.3f}, "
                 f"gain {gain.value:+.3f}, 95 % interval [{gain.low:+.3f}, {gain.high:+.3f}]"
                 f"{_failed_of(before.scores[mode], 'before')}{_failed_of(score, 'after')}"
             )
+
+
+def _size_of(score: EvalScore) -> str:
+    """Of what an accuracy is the mean: each task may have been tried several times."""
+    tasks = f"{len(score.task_ids):,} tasks"
+    return tasks if score.samples == len(score.task_ids) else f"{tasks}, {score.samples:,} samples"
 
 
 def _deadlines(config: Config) -> Deadlines:
