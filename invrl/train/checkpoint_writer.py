@@ -9,7 +9,8 @@ memory where one rank has it all.
 
 Invariant: all ranks gather the same tensors in the same order, also where the disk of one has failed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -194,7 +195,10 @@ class _Writer(FileSystemWriterAsync):
         storage: Any = self._plan.storage_data
         name = f"{storage.prefix}0{DEFAULT_SUFFIX}"
         waiting: dict[int, list[tuple[WriteItem, torch.Tensor]]] = {}
-        with (Path(self.checkpoint_dir) / name).open("wb") as stream:
+        stream: Any = None
+        with self._fault_kept():
+            stream = (Path(self.checkpoint_dir) / name).open("wb")
+        try:
             write = partial(self._write, stream, name)
             for item in self._plan.items:
                 data = self._planner.resolve_data(item)
@@ -208,13 +212,26 @@ class _Writer(FileSystemWriterAsync):
                     assert whole is not None, f"{item.index.fqn} is another rank's"
                     offset = whole.storage_offset() + stand_in.storage_offset()
                     write(item, whole.as_strided(stand_in.size(), stand_in.stride(), offset))
+        finally:
+            if stream is not None:
+                with self._fault_kept():
+                    stream.close()  # what is in the buffer meets a full disk here
         assert not waiting, f"{len(waiting)} tensors stand for nothing"
 
+    @contextmanager
+    def _fault_kept(self) -> Iterator[None]:
+        """The first failure is this rank's result. It is not raised: other ranks would be left waiting."""
+        try:
+            yield
+        except Exception as error:
+            if self._fault is None:
+                self._fault = _disk_error(error) or error
+
     def _write(self, stream: Any, name: str, item: WriteItem, data: Any) -> None:
-        """Once something has failed nothing more is written, but other ranks are not left waiting."""
+        """Once something has failed nothing more is written."""
         if self._fault is not None:
             return
-        try:
+        with self._fault_kept():
             if item.type != WriteItemType.BYTE_IO:
                 data = data.detach().cpu()
                 if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes all of a storage
@@ -222,8 +239,6 @@ class _Writer(FileSystemWriterAsync):
             transforms: Any = self.transforms
             written = _write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
             self._results.append(written)
-        except Exception as error:
-            self._fault = _disk_error(error) or error
 
 
 def _disk_error(error: BaseException) -> OSError | None:

@@ -1,0 +1,63 @@
+"""A rank whose disk fails still gathers with the others, and says what failed."""
+
+from __future__ import annotations
+
+import errno
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from invrl.train.checkpoint_writer import LateTensors, _Writer
+
+
+class Planner:
+    """Each item is a few bytes."""
+
+    def resolve_data(self, item: WriteItem) -> io.BytesIO:
+        return io.BytesIO(b"state")
+
+
+def write(folder: Path) -> tuple[list[str], Any]:
+    """What was gathered, and the results, or the failure, of a rank with one item."""
+    gathered: list[str] = []
+
+    def gather() -> torch.Tensor | None:
+        gathered.append("here")
+        return None
+
+    late = LateTensors()
+    late.stand_in(4, gather)
+    writer = _Writer(folder, late)
+    item = WriteItem(MetadataIndex("state"), WriteItemType.BYTE_IO)
+    planner: Any = Planner()
+    writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), planner)
+    work, *_ = writer.get_save_function_and_args()
+    work()
+    return gathered, writer.retrieve_write_results()
+
+
+def test_what_is_here_is_written_before_what_is_gathered(tmp_path: Path) -> None:
+    gathered, results = write(tmp_path)
+    assert gathered == ["here"]
+    assert [one.size_in_bytes for one in results] == [5]
+    assert (tmp_path / "__0_0.distcp").read_bytes() == b"state"
+
+
+def test_a_file_that_cannot_be_made_is_this_rank_s_result(tmp_path: Path) -> None:
+    gathered, (error, _) = write(tmp_path / "missing")
+    assert gathered == ["here"]
+    assert isinstance(error, FileNotFoundError)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_disk_that_is_full_when_the_file_is_closed_is_this_rank_s_result(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
+    gathered, (error, _) = write(tmp_path)
+    assert gathered == ["here"]
+    assert error.errno == errno.ENOSPC
