@@ -47,13 +47,9 @@ def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[
         path = model.parent if model.name == "hugging_face" else model
         yield NextCommand(arguments=(*invrl, "serve", "--model-path", str(path)), purpose="talk to the model")
         if config.rollout.rollout_function_path:
-            yield NextCommand(
-                arguments=(
-                    *(*invrl, "eval", "--model-path", str(path), "--config", str(folder.config_path)),
-                    *("--run-root", str(folder.path.parent), "--run-name", f"{folder.path.name}-eval"),
-                ),
-                purpose="measure it",
-            )
+            measured = ("--model-path", str(path), "--config", str(folder.config_path))
+            place = ("--run-root", str(folder.path.parent), "--run-name", f"{folder.path.name}-eval")
+            yield NextCommand(arguments=(*invrl, "eval", *measured, *place), purpose="measure it")
     if folder.store_path.exists():
         yield NextCommand(arguments=(*invrl, "samples", run), purpose="read what it said")
     if folder.tensorboard_path.exists():

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from crash_at import CrashAt
 from test_run_folder import config
 
 from invrl.batch_file import batch_path, load_batch, save_batch, saved_steps
@@ -57,26 +58,15 @@ def test_a_crash_at_any_call_of_the_commit_leaves_a_whole_one(
     """Step 4 is written over a step 4 of a lost life; the crash comes at the n-th flush or rename."""
     write(Checkpoints(tmp_path), 2, "two")
     write(Checkpoints(tmp_path), 4, "old four")
-    calls = 0
-
-    def crashing(real):
-        def call(*arguments):
-            nonlocal calls
-            calls += 1
-            if calls == crash_at:
-                raise KeyboardInterrupt
-            return real(*arguments)
-
-        return call
-
-    monkeypatch.setattr("os.fsync", crashing(__import__("os").fsync))
-    monkeypatch.setattr(Path, "rename", crashing(Path.rename))
+    crash = CrashAt(crash_at)
+    monkeypatch.setattr("os.fsync", crash.within(os.fsync))
+    monkeypatch.setattr(Path, "rename", crash.within(Path.rename))
     try:
         write(Checkpoints(tmp_path), 4, "new four")
     except KeyboardInterrupt:
         pass
     else:
-        assert calls < crash_at
+        assert crash.calls < crash_at
     latest = Checkpoints(tmp_path).latest()
     assert latest is not None
     texts = {latest.buffer.read_text(), (latest.megatron / "weights").read_text()}

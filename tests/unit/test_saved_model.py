@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from crash_at import CrashAt
 
 from invrl.checkpoints import Checkpoints, check_served, first_checkpoint
 from invrl.errors import ConfigError, TrainError
@@ -124,27 +125,16 @@ async def test_a_crash_at_any_call_leaves_a_whole_model(
     await Checkpoints(tmp_path).save_model(trainer("two"), 2)
     await Checkpoints(tmp_path).save_model(trainer("old four"), 4)
     await Checkpoints(tmp_path).save_model(trainer("five"), 5)
-    calls = 0
-
-    def crashing(real):
-        def call(*arguments):
-            nonlocal calls
-            calls += 1
-            if calls == crash_at:
-                raise KeyboardInterrupt
-            return real(*arguments)
-
-        return call
-
-    monkeypatch.setattr("os.fsync", crashing(os.fsync))
-    monkeypatch.setattr(Path, "rename", crashing(Path.rename))
-    monkeypatch.setattr("shutil.rmtree", crashing(shutil.rmtree))
+    crash = CrashAt(crash_at)
+    monkeypatch.setattr("os.fsync", crash.within(os.fsync))
+    monkeypatch.setattr(Path, "rename", crash.within(Path.rename))
+    monkeypatch.setattr("shutil.rmtree", crash.within(shutil.rmtree))
     try:
         await Checkpoints(tmp_path).save_model(trainer("new four"), 4)
     except KeyboardInterrupt:
         pass
     else:
-        assert calls < crash_at
+        assert crash.calls < crash_at
     assert Checkpoints(tmp_path).newest_model() == tmp_path / "model-000005"
     for model in Checkpoints(tmp_path).models():
         check_served(model)
