@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -120,14 +121,14 @@ def test_no_fitting_python_is_a_readable_error(project: Path) -> None:
 def test_this_environment_is_what_the_constraints_say() -> None:
     from importlib.metadata import distributions
 
+    # Only what is installed: a test that imports setuptools leaves its vendored packages on sys.path.
+    installed = distributions(path=[sysconfig.get_path("purelib")])
     pins = dict(
         line.strip().split("==")
         for line in (ROOT / "launch" / "requirements" / "constraints.txt").read_text().splitlines()
         if "==" in line and not line.startswith("#")
     )
-    have = {
-        d.metadata["Name"].lower().replace("_", "-").replace(".", "-"): d.version for d in distributions()
-    }
+    have = {d.metadata["Name"].lower().replace("_", "-").replace(".", "-"): d.version for d in installed}
     wrong = {name: have[name] for name in pins.keys() & have.keys() if have[name].split("+")[0] != pins[name]}
     assert wrong == {}
 
