@@ -1,5 +1,5 @@
 """Metrics are values that know their own reduction: ranks and micro-batches return them, `merge`
-adds them up, `resolve` makes floats. `timed` measures phases. Sinks are elsewhere (`metric_sinks.py`)."""
+adds them up, `resolve` makes floats. `timed` measures phases. Sinks are elsewhere (`observe/sinks.py`)."""
 
 import contextlib
 import time

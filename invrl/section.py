@@ -1,5 +1,5 @@
 """The base of every configuration section: frozen, unknown keys refused. Sections are declared beside
-their owners and composed in `config.py`; all of it imports without torch or ray."""
+their owners and composed in `run/config.py`; all of it imports without torch or ray."""
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 

@@ -13,10 +13,11 @@ import numpy as np
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.open_group import Place, RolloutState
-from invrl.config import Source, resolve
-from invrl.gateway.message import Message
-from invrl.run_folder import RunFolder, make_run_folder
-from invrl.run_store import RunStoreWriter
+from invrl.gateway.types import Message
+from invrl.run.config import Source, resolve
+from invrl.run.folder import make_run_folder
+from invrl.store.run_folder import RunFolder
+from invrl.store.run_store import RunStoreWriter
 from invrl.types import (
     DropReason,
     FailedRollout,

@@ -28,11 +28,11 @@ import psutil
 
 from invrl.buffer.ledger_store import check_lineage, read_ledger, read_lives
 from invrl.buffer.open_group import RolloutState
-from invrl.config import Config
-from invrl.environment_keys import held_keys
 from invrl.errors import BufferStateError, ConfigError, DeadlineError, InvrlError, ServerError
-from invrl.run_folder import RunFolder
-from invrl.run_store import RunStore
+from invrl.host.environment_keys import held_keys
+from invrl.run.config import Config
+from invrl.store.run_folder import RunFolder
+from invrl.store.run_store import RunStore
 from invrl.types import RolloutSummary
 
 ROLES = {
@@ -41,9 +41,9 @@ ROLES = {
     "trainer": "ray::TrainActor",
     "buffer": "ray::BufferActor",
     "worker": "ray::RolloutWorker",
-    "gateway": "invrl.gateway.gateway_server",
-    "router": "invrl.rollout.launch_router",
-    "engine": "invrl.rollout.launch_sglang",
+    "gateway": "invrl.gateway.server.gateway_server",
+    "router": "invrl.engines.launch_router",
+    "engine": "invrl.engines.launch_sglang",
     "raylet": "src/ray/raylet/raylet",
     "gcs": "src/ray/gcs/gcs_server",
 }

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterable, Callable
 import msgspec
 import numpy as np
 
-from invrl.rollout.sglang_client import GenerateChunk, GenerateEnd, GenerateResult
+from invrl.engines.sglang_client import GenerateChunk, GenerateEnd, GenerateResult
 
 
 async def collect(

@@ -15,28 +15,31 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted(ROOT.glob("invrl/**/*.py"))
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 
-# Imports run one way, downwards: a module may import its own layer's and lower layers' modules.
-VOCABULARY = {"types", "errors"}
-SEAMS = {
-    "interfaces", "metrics", "section", "process", "plugins", "private_file", "environment_keys",
-    "weight_sync", "guardian", "heartbeat", "group_store", "ray_memory", "weight_arena", "weight_buckets",
-    "cpu_stand_ins", "run_store", "lease_store", "model_folder", "disk", "manifest", "user_line",
-}  # fmt: skip
-PACKAGES = {"train", "rollout", "gateway", "buffer", "algorithms"}
-LAYERS: list[tuple[str, set[str]]] = [
-    ("vocabulary", VOCABULARY),
-    ("seams", SEAMS),
-    ("packages", PACKAGES),
-    ("composition", set()),  # every other module: config, loop, sinks, ...
-    ("cluster", {"cluster"}),
-    ("fleet_updater", {"fleet_updater"}),
-    ("commands", {"training", "serving", "replay", "evaluating"}),
-    ("cli", {"cli"}),
+# Imports run one way. `root` stands for the modules of `invrl/` itself, which every package may import. A
+# section of settings (`config.py`) is a leaf that everybody may import too.
+MAY_IMPORT: dict[str, set[str]] = {
+    "root": set(),
+    "host": set(),
+    "algorithms": set(),
+    "store": {"host"},
+    "weights": {"host"},
+    "engines": {"host", "weights"},
+    "train": {"host", "store", "weights", "algorithms"},
+    "buffer": {"host", "store", "algorithms"},
+    "rollout": {"host", "store"},
+    "gateway": {"host", "store", "engines.sglang_client"},
+    "observe": {"host", "store", "buffer", "gateway.types"},
+}
+MAY_IMPORT["run"] = set(MAY_IMPORT)
+MAY_IMPORT["cli"] = set(MAY_IMPORT)
+INSIDE_THE_GATEWAY: list[set[str]] = [
+    {"types", "config"},
+    {"registry"},
+    {"rendering", "turns"},
+    {"dialects", "sessions"},
+    {"server"},
 ]
-STRANGERS = {"train", "rollout", "gateway", "buffer"}
-"""Packages that never import each other ..."""
-SHARED = {"invrl.rollout.sglang_client"}
-"""... but for the client of the engines, which the gateway shares with the rollout half."""
+"""From the bottom to the top: a package imports what stands below it."""
 
 
 def name_of(path: Path) -> str:
@@ -45,9 +48,16 @@ def name_of(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
-def layer_of(top: str) -> int:
-    named = [index for index, (_, members) in enumerate(LAYERS) if top in members]
-    return named[0] if named else next(i for i, (name, _) in enumerate(LAYERS) if name == "composition")
+def package_of(module: str) -> str:
+    """`train.model` -> `train`; `types` -> `root`."""
+    package, _, rest = module.partition(".")
+    if rest or (ROOT / "invrl" / package).is_dir():
+        return package
+    return "root"
+
+
+def floor_in_the_gateway(part: str) -> int:
+    return next(index for index, parts in enumerate(INSIDE_THE_GATEWAY) if part in parts)
 
 
 @cache
@@ -83,19 +93,42 @@ def test_a_file_is_named_by_its_noun_and_says_its_role(path: Path) -> None:
         assert len(docstring or "") > 20, "a module docstring says role, invariant, who calls it"
 
 
+MODULES = {name_of(path): path for path in SOURCES}
+
+
+def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
+    """Our own modules that a file imports at run time, without `invrl.`, and the line."""
+    for name, line, for_types_only in imports_of(path):
+        if not for_types_only:
+            inner = name.removeprefix("invrl").removeprefix(".")
+            yield (inner if inner in MODULES else inner.rpartition(".")[0]), line
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_imports_run_downwards(path: Path) -> None:
-    top = name_of(path).split(".")[0]
-    for imported, line, for_types_only in imports_of(path):
-        target = [*imported.split("."), ""][1]
-        if for_types_only or not target or target == top:
+def test_a_package_imports_only_what_it_may(path: Path) -> None:
+    package = package_of(name_of(path))
+    for target, line in imported_modules(path):
+        is_settings = target.endswith(".config") and target != "run.config"
+        if package_of(target) in {package, "root"} or is_settings or not target:
             continue
-        # A section of settings is a leaf wherever it stands.
-        if imported.startswith(f"invrl.{target}.config."):
-            continue
-        assert layer_of(target) <= layer_of(top), f"line {line}: {top} may not import {imported}"
-        if top in STRANGERS and target in STRANGERS:
-            assert imported.rpartition(".")[0] in SHARED, f"line {line}: {top} may not import {imported}"
+        assert {package_of(target), target} & MAY_IMPORT[package], f"line {line}: {package} imports {target}"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("invrl/gateway/**/*.py")), ids=name_of)
+def test_the_packages_of_the_gateway_import_downwards(path: Path) -> None:
+    parts = name_of(path).split(".")
+    if len(parts) == 1:
+        return
+    for target, line in imported_modules(path):
+        if target.startswith("gateway.") and target.split(".")[1] != parts[1]:
+            floors = floor_in_the_gateway(target.split(".")[1]), floor_in_the_gateway(parts[1])
+            assert floors[0] <= floors[1], f"line {line}: gateway.{parts[1]} imports {target}"
+
+
+def test_every_package_says_what_lives_in_it() -> None:
+    for path in SOURCES:
+        if path.name == "__init__.py":
+            assert len(ast.get_docstring(tree_of(path)) or "") > 60, path
 
 
 def test_modules_import_each_other_in_no_circle() -> None:

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weight_arena import ArenaWriter, checksum
-from invrl.weight_buckets import BucketSender
+from invrl.weights.buckets import BucketSender
+from invrl.weights.shared_memory import ArenaWriter, checksum
 
 Tensors = dict[str, torch.Tensor]
 

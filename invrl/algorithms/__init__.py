@@ -1,3 +1,4 @@
-"""The algorithm as independent axes, one small file each: advantage x ratio level x surrogate x off-policy
-correction x aggregation x KL. Pure functions, dataclass in and dataclass out; no torch.distributed: the
-caller passes global denominators and adds up what micro-batches and ranks return."""
+"""The RL objective as independent axes: advantages, ratios, corrections, surrogates, KL and aggregation.
+
+Pure functions; imports only the modules of `invrl/` itself. Start with `losses.py`.
+"""

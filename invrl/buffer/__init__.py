@@ -1,2 +1,5 @@
-"""From tasks to training batches: the pure state machine (`buffer.py`), its process (`buffer_actor.py`,
-`buffer_handle.py`), and the step from taken groups to training rows (`batching.py`)."""
+"""Prompts in, rewarded groups out: what is in flight, how stale it is, and what became of every rollout.
+
+May import `host`, `store` and `algorithms`. Start with `buffer.py`, a pure state machine;
+`buffer_actor.py` is its process.
+"""

@@ -20,7 +20,7 @@ late and changes nothing.
 A running rollout has no outcome that says how old its tokens are, but none is older than the version at its
 lease: `suspects` names the groups in which a running member may hold tokens that are too old. Whoever holds
 the buffer looks up what those have sampled and passes it to `note_sampled`, which drops a group as soon as
-one of its running members holds such a token. Held by `buffer_actor.py`."""
+one of its running members holds such a token."""
 
 import copy
 from collections import Counter, deque
@@ -29,9 +29,9 @@ from typing import Unpack
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import GROUP_FILTER, FailureReport, FailureStreak, with_failure_reward
+from invrl.buffer.group_filters import ZERO_VARIANCE, admission_limit
 from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, Place, RolloutState
-from invrl.buffer.policies import ZERO_VARIANCE, admission_limit
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.buffer.wait_report import FilteredRow, WaitingGroup, WaitReport, shown_rewards
 from invrl.errors import BufferStateError
@@ -55,7 +55,7 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
-from invrl.user_line import raised_at, said_by
+from invrl.user_code import raised_at, said_by
 
 _NO_TOKENS = "no_trained_tokens"
 """The reason to drop a group that is never the filter's."""

@@ -1,6 +1,6 @@
 """The buffer's process: a Ray async actor around the state machine of `buffer.py`.
 
-A plain class: tests make one without Ray, `cluster.py` wraps it with `ray.remote`. It receives, calls,
+A plain class: tests make one without Ray, `run/cluster.py` wraps it with `ray.remote`. It receives, calls,
 replies, and polls the run store's outbox, through which finished sessions arrive; recording is idempotent, so
 an outcome may also be pushed through `record`. The poller also asks the store what running rollouts have
 sampled, so that a group with tokens that are too old is dropped before one of its members ends. The ledger is
@@ -21,17 +21,17 @@ import msgspec
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import FailureReport
+from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
-from invrl.buffer.policies import group_filter_function
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.buffer.wait_report import WaitReport
-from invrl.environment_keys import forget_keys
 from invrl.errors import BufferStateError, DeadlineError, FilteredOutError
-from invrl.heartbeat import Pulse, pulse
+from invrl.host.environment_keys import forget_keys
+from invrl.host.heartbeat import Pulse, pulse
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
-from invrl.run_store import RunStore, WaitsOutside
+from invrl.store.run_store import RunStore, WaitsOutside
 from invrl.types import DroppedGroup, GroupLease, Outcome, TakenBatch, Task, WeightVersion
 
 _log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 """What others hold of the buffer: `interfaces.Buffer` over the Ray actor, every call with a deadline.
-Picklable; made by `cluster.py`, used by the loop and the dispatcher. What the actor raises keeps its type;
+Picklable. What the actor raises keeps its type;
 an actor that died is a ServerError."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.errors import DeadlineError, ServerError
-from invrl.heartbeat import Heartbeat, beat_of
-from invrl.ray_memory import killed_for_memory
+from invrl.host.heartbeat import Heartbeat, beat_of
+from invrl.host.ray_memory import killed_for_memory
 from invrl.types import TakenBatch
 
 Given = ParamSpec("Given")

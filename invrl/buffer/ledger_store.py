@@ -2,7 +2,7 @@
 
 A life is one start of the run; it descends from the checkpoint that it resumed from. The surviving lineage
 is what the last life did, what its parent did up to that checkpoint, and so on back: what a life did after
-the checkpoint that its child began with is lost. Written by `buffer_actor.py`, read by `ledger_view.py`."""
+the checkpoint that its child began with is lost."""
 
 import contextlib
 import sqlite3
@@ -17,7 +17,7 @@ import msgspec
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import Place, RolloutState
 from invrl.errors import BufferStateError
-from invrl.run_store import connect
+from invrl.store.run_store import connect
 
 
 @dataclass(frozen=True, slots=True)

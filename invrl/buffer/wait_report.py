@@ -1,11 +1,10 @@
-"""What a batch that is waited for waits for: counts since the batch before it was taken. Made by `buffer.py`;
-what knows of time is added by `buffer_actor.py`."""
+"""What a batch that is waited for waits for: counts since the batch before it was taken."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from invrl.run_store import WaitsOutside
+from invrl.store.run_store import WaitsOutside
 from invrl.types import DropReason, Group
 
 _SHOWN = 3

@@ -1,7 +1,7 @@
 """What a rollout function is given: its session as an OpenAI and an Anthropic endpoint.
 
 The connections of a worker's sessions are one pool (a TLS context and connection per rollout would cost more
-than the request). Closing a session's client closes nothing of others. Made by the rollout worker."""
+than the request). Closing a session's client closes nothing of others."""
 
 from __future__ import annotations
 

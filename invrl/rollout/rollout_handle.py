@@ -1,7 +1,7 @@
 """The rollout half as the driver holds it: workers, dispatcher and held-out evaluation in one object.
 
-Lives in the driver's event loop; `cluster.py` makes it and runs the loop under `guard`, so that a failure of
-the rollout half ends the run with its own cause. `evaluating.py` makes one without a buffer."""
+Lives in the driver's event loop; `run/cluster.py` runs the loop under `guard`, so that a failure of
+the rollout half ends the run with its own cause. `run/evaluating.py` makes one without a buffer."""
 
 import asyncio
 import sys
@@ -14,7 +14,7 @@ from invrl import plugins
 from invrl.interfaces import Buffer
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher, Scheduler
-from invrl.rollout.evaluate import EvalScore, Evaluation, Watch, evaluate
+from invrl.rollout.evaluation import EvalScore, Evaluation, Watch, evaluate
 from invrl.rollout.session_client import DEADLINE_S, SessionClient
 from invrl.rollout.tasks import load_eval_sets
 from invrl.rollout.worker_actor import WorkerSettings

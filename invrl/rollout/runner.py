@@ -24,7 +24,7 @@ from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
 from invrl.plugins import is_group_form
 from invrl.rollout.rewards import Rejected, as_result, valid_components, valid_reward
 from invrl.types import USER_LINE, FailureReason, Task
-from invrl.user_line import raised_at, returned_at
+from invrl.user_code import raised_at, returned_at
 
 _CANCEL_GRACE_S = 1.0
 _DROP_GRACE_S = 5.0

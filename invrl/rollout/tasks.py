@@ -20,8 +20,8 @@ import orjson
 from invrl import plugins
 from invrl.errors import ConfigError, PluginError, UnsendableTask
 from invrl.interfaces import TaskSource
-from invrl.lease_store import encoded_task
 from invrl.rollout.config import RolloutConfig
+from invrl.store.lease_store import encoded_task
 from invrl.types import Json, Task
 
 _Rows = list[tuple[int, dict[str, Json]]]

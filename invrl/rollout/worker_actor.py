@@ -7,7 +7,7 @@ Rollouts of one worker share its process: `os._exit` in one takes the others dow
 WORKER_DIED and are replaced; more `rollout_workers` spread the damage), and memory that one holds counts for
 all (over `rollout_worker_memory_gb` they end as MEMORY, and the worker asks to be replaced). Processes that
 rollouts start live until their worker ends at the latest, also those in a session of their own
-(`guardian.py`). Held by `worker_pool.py`."""
+(`host/guardian.py`)."""
 
 import asyncio
 import contextlib
@@ -22,10 +22,10 @@ from pathlib import Path
 import psutil
 
 from invrl import plugins
-from invrl.environment_keys import forget_keys
 from invrl.errors import SessionError
-from invrl.guardian import start_guardian
-from invrl.heartbeat import Pulse, pulse
+from invrl.host.environment_keys import forget_keys
+from invrl.host.guardian import start_guardian
+from invrl.host.heartbeat import Pulse, pulse
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Outcome, Runner

@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from invrl.private_file import make_private
+from invrl.host.private_file import make_private
 
 _LIMIT_BYTES = 64_000_000
 _CHECK_EVERY_S = 1.0

@@ -18,8 +18,8 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCancelledError
 
 from invrl.errors import DeadlineError, ServerError
-from invrl.heartbeat import Heartbeat, beat_of, remote_with_beat
-from invrl.ray_memory import killed_for_memory
+from invrl.host.heartbeat import Heartbeat, beat_of, remote_with_beat
+from invrl.host.ray_memory import killed_for_memory
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerReply, WorkerSettings
 from invrl.rollout.worker_log import log_name

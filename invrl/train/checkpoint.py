@@ -1,6 +1,6 @@
 """What outlives the trainer: Megatron distributed checkpoints, and Hugging Face folders.
 
-Any number of data-parallel ranks can load a checkpoint. Called by `rank.py`, after `device.prepare()`."""
+Any number of data-parallel ranks can load a checkpoint."""
 
 import json
 import shutil
@@ -14,9 +14,9 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
-from invrl.disk import flush, flush_tree
 from invrl.errors import TrainError
-from invrl.manifest import MANIFEST_NAME
+from invrl.host.disk import flush, flush_tree
+from invrl.store.manifest import MANIFEST_NAME
 from invrl.train import device
 from invrl.train.checkpoint_writer import LateTensors, TensorByTensor, gather_late
 from invrl.train.hf_config import HuggingFaceConfig

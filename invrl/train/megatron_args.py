@@ -2,7 +2,7 @@
 
 Invariant: an option that passes changes how the same function is computed or optimised, never what
 is computed: what the model folder, invrl's own settings or the step decide is refused, with what to
-use instead. Megatron is imported inside functions only; `run_checks.py` calls
+use instead. Megatron is imported inside functions only; `cli/run_checks.py` calls
 `check_megatron_options` at start-up, `rank.py` calls `parse_megatron_options`."""
 
 import contextlib

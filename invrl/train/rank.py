@@ -16,27 +16,27 @@ import torch
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore
 
-from invrl.group_store import (
+from invrl.interfaces import StagedWeights, StepResult, WeightLayout
+from invrl.train import device
+from invrl.train.grammar_masks import GrammarMasks
+from invrl.train.group_store import (
     interface_towards,
     join_store,
     refuse_newcomers,
     refuse_strangers,
     serve_store,
 )
-from invrl.interfaces import StagedWeights, StepResult, WeightLayout
-from invrl.train import device
-from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import parse_megatron_options
 from invrl.train.packing import Row, Shard
 from invrl.train.train_actor import RankSettings
 from invrl.train.weights import export_weights, weight_specs
 from invrl.types import WeightVersion
-from invrl.weight_arena import ArenaWriter
-from invrl.weight_buckets import BucketSender
+from invrl.weights.buckets import BucketSender
+from invrl.weights.shared_memory import ArenaWriter
 
 _CARRIERS = {"arena": ArenaWriter, "bucket": BucketSender}
-"""The trainer's end of each weight carrier; the engines' are in `rollout/weight_receiver.py`."""
+"""The trainer's end of each weight carrier; the engines' are in `engines/weight_receiver.py`."""
 
 
 class TrainRank:

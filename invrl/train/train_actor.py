@@ -1,4 +1,4 @@
-"""A trainer rank as a Ray actor: receives, calls, replies. Made by `cluster.py`, held by `train_handle`."""
+"""A trainer rank as a Ray actor: receives, calls, replies."""
 
 import asyncio
 import faulthandler
@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.environment_keys import forget_keys
-from invrl.group_store import listen
-from invrl.heartbeat import Pulse, pulse
+from invrl.host.environment_keys import forget_keys
+from invrl.host.heartbeat import Pulse, pulse
 from invrl.train.config import TrainConfig
+from invrl.train.group_store import listen
 from invrl.train.megatron_args import Scalar
 
 

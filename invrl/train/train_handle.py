@@ -1,7 +1,7 @@
 """All trainer ranks behind one handle: `interfaces.Trainer` and `interfaces.WeightSender`.
 
 Invariant: a call ends on all ranks within its deadline (a failure up to 10 s later), or all ranks are ended:
-ranks meet in collectives, so if one fails or dies the others would wait for it. Made by `cluster.py`."""
+ranks meet in collectives, so if one fails or dies the others would wait for it."""
 
 import asyncio
 import contextlib
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayTaskError
 
 from invrl.errors import DeadlineError, InvrlError, TrainError
-from invrl.heartbeat import Heartbeat, beat_of
+from invrl.host.heartbeat import Heartbeat, beat_of
+from invrl.host.ray_memory import killed_for_memory
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import merge
-from invrl.ray_memory import killed_for_memory
 from invrl.train.packing import shard_batch
 from invrl.types import TrainBatch, WeightVersion
 

@@ -1,7 +1,7 @@
 """Weights between a Hugging Face folder, Megatron's parameters, and whoever is sent them.
 
 Invariant: what is exported right after loading is what was loaded, byte for byte, under the same
-names. Called by `model.py` (load), `checkpoint.py` and `rank.py` (export)."""
+names."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from invrl.model_folder import tensor_files
 from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.hf_names.families import FAMILIES
 from invrl.train.hf_names.parameter import Parameter, join, split
-from invrl.weight_arena import spec_of
+from invrl.weights.shared_memory import spec_of
 
 
 def parameters(config: HuggingFaceConfig) -> list[Parameter]:

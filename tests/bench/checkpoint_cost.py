@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from invrl.config import Config, Source, resolve
-from invrl.ray_setup import prepare_ray
-from invrl.run_folder import RunFolder, make_run_folder
+from invrl.host.ray_setup import prepare_ray
+from invrl.run.config import Config, Source, resolve
+from invrl.run.folder import make_run_folder
+from invrl.store.run_folder import RunFolder
 
 Seconds = dict[str, float]
 
@@ -53,8 +54,8 @@ def _drop_from_cache(folder: Path) -> None:
 
 async def measure(config: Config, folder: RunFolder, repetitions: int) -> list[Seconds]:
     """Seconds of each part, once per repetition, and the bytes of a checkpoint."""
-    from invrl.cluster import start_trainer
-    from invrl.manifest import check_manifest, write_manifest
+    from invrl.run.cluster import start_trainer
+    from invrl.store.manifest import check_manifest, write_manifest
 
     rows = []
     async with start_trainer(config, folder) as trainer:

@@ -40,8 +40,8 @@ from bench.load import Ask, Load, Measured, Script, arrivals, closed_loop, open_
 from bench.ratios import Speeds
 from bench.record import RESULTS, add_options, keep
 from bench.rig import Rig
+from invrl.engines.sglang_client import EngineLimits
 from invrl.errors import ServerError
-from invrl.rollout.sglang_client import EngineLimits
 
 PARTS = ("streams", "latency", "saturated", "hold")
 TARGETS = {

@@ -21,7 +21,7 @@ import orjson
 
 from invrl.errors import ServerError
 from invrl.rollout.session_client import SessionClient
-from invrl.run_store import RunStore
+from invrl.store.run_store import RunStore
 from invrl.types import FailureReason, GroupLease, GroupMember, Sampling, Session, Task
 
 Message = dict[str, str]

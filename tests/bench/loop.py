@@ -22,11 +22,11 @@ from tiny_model import make_tiny_model
 
 from bench.ratios import TARGETS, Speeds
 from bench.record import RESULTS, ROOT, add_options, keep
-from invrl.batch_file import save_batch
-from invrl.config import resolve
-from invrl.flags import parse_flags
-from invrl.ray_setup import prepare_ray
-from invrl.run_folder import make_run_folder
+from invrl.cli.flags import parse_flags
+from invrl.host.ray_setup import prepare_ray
+from invrl.run.config import resolve
+from invrl.run.folder import make_run_folder
+from invrl.store.batch_file import save_batch
 
 PARTS = ("rollouts", "trainer", "run")
 

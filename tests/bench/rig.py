@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from invrl.gateway.gateway_server import GatewayServer
-from invrl.gateway.settings import GatewaySettings
-from invrl.process import ServerProcess, free_port
-from invrl.rollout.router_server import RouterServer
+from invrl.engines.router_server import RouterServer
+from invrl.gateway.server.gateway_server import GatewayServer
+from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.process import ServerProcess, free_port
 
 TESTS = Path(__file__).parents[1]
 

@@ -20,13 +20,13 @@ import numpy as np
 
 from bench.ratios import Speeds
 from invrl.algorithms.advantages import advantage_function
-from invrl.buffer.batching import build_batch
-from invrl.cluster import Cluster, start_cluster
-from invrl.config import Config
+from invrl.buffer.training_samples import build_batch
+from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.rollout.session_client import SessionClient
-from invrl.rollout.sglang_client import GenerateRequest, SglangClient
-from invrl.run_folder import RunFolder
-from invrl.run_store import RunStore
+from invrl.run.cluster import Cluster, start_cluster
+from invrl.run.config import Config
+from invrl.store.run_folder import RunFolder
+from invrl.store.run_store import RunStore
 from invrl.types import (
     FailureReason,
     GroupLease,

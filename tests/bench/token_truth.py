@@ -40,10 +40,10 @@ async def real(arguments: argparse.Namespace, folder: Path) -> dict[str, object]
     """Every few seconds all weights move, by the real transaction, under the requests that are running."""
     from torch_trainer import TorchSender
 
+    from invrl.engines.fleet import Fleet
     from invrl.rollout.config import EngineConfig
-    from invrl.rollout.fleet import Fleet
     from invrl.types import WeightVersion
-    from invrl.weight_sync import CanaryBound, WeightTransaction
+    from invrl.weights.transaction import CanaryBound, WeightTransaction
 
     model = make_tiny_model(folder / "model", kv_heads=4)
     fleet = Fleet(EngineConfig(engine_dtype="float32", engine_start_timeout_s=500), model, folder / "fleet")

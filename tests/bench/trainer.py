@@ -23,13 +23,13 @@ import torch
 
 from bench.ratios import Speeds
 from invrl.algorithms.losses import LossInputs, policy_loss
-from invrl.batch_file import load_batch
-from invrl.config import Config, load_resolved
 from invrl.errors import TrainError
-from invrl.group_store import listen
+from invrl.host.process import random_key
 from invrl.metrics import resolve
-from invrl.process import random_key
+from invrl.run.config import Config, load_resolved
+from invrl.store.batch_file import load_batch
 from invrl.train.config import TrainConfig
+from invrl.train.group_store import listen
 from invrl.train.packing import shard_batch
 from invrl.train.rank import TrainRank
 from invrl.train.train_actor import RankSettings

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 
-from invrl import run_store
-from invrl.gateway import gateway_server
+from invrl.gateway.server import gateway_server
+from invrl.store import run_store
 
 
 class DroppingWriter(run_store.RunStoreWriter):

@@ -17,15 +17,10 @@ from scripted_engine import ScriptedEngine, text_by_prompt
 from streamed import collect
 from tokenizers import Tokenizer
 
+from invrl.engines.fleet import Fleet
+from invrl.engines.sglang_client import EngineLimits, GenerateChunk, GenerateRequest, SglangClient
+from invrl.engines.version_spans import ToldSpan, ToldVersions
 from invrl.errors import ServerError, SessionError
-from invrl.rollout.fleet import Fleet
-from invrl.rollout.sglang_client import (
-    EngineLimits,
-    GenerateChunk,
-    GenerateRequest,
-    SglangClient,
-)
-from invrl.rollout.told_versions import ToldSpan, ToldVersions
 from invrl.types import Sampling, VersionSpan, WeightVersion
 
 END = 2

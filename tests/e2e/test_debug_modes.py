@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from e2e.runs import DEADLINE_S, ROOT, STEPS, invrl, steps_of, train
-from invrl.batch_file import batch_path, load_batch
+from invrl.store.batch_file import batch_path, load_batch
 
 INTERVAL = 4
 """Steps between the checkpoints of the live run."""

@@ -11,7 +11,7 @@ import pytest
 from soak import ROLES, Soak, check_run
 
 from e2e.runs import flags, invrl
-from invrl.run_folder import RunFolder
+from invrl.store.run_folder import RunFolder
 
 DEADLINE_S = 1800
 FAULTS = {

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from e2e.runs import DEADLINE_S, ROOT, flags, steps_of, train
-from invrl.batch_file import batch_path, load_batch
 from invrl.buffer.ledger_store import read_lives
-from invrl.run_folder import RunFolder
+from invrl.store.batch_file import batch_path, load_batch
+from invrl.store.run_folder import RunFolder
 
 EXACT = (
     *("--seeded-sampling", "--rollout-concurrency", "1", "--rollout-workers", "1"),

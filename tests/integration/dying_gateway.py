@@ -1,5 +1,5 @@
 """The gateway's process, but its worker dies (-9) or hangs once: after the first commit that holds a turn,
-before anyone is told. Started in the place of `invrl.gateway.gateway_server`."""
+before anyone is told. Started in the place of `invrl.gateway.server.gateway_server`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from invrl.gateway import gateway_server
-from invrl.run_store import RunStoreWriter
+from invrl.gateway.server import gateway_server
+from invrl.store.run_store import RunStoreWriter
 
 
 def die_after_the_first_turn() -> None:

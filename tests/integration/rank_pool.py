@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import DeadlineError
+from invrl.host.process import ServerProcess, die_with_parent, random_key
 from invrl.interfaces import StepResult
 from invrl.metrics import Metric, merge
-from invrl.process import ServerProcess, die_with_parent, random_key
 from invrl.train.config import TrainConfig
 from invrl.train.packing import Shard, shard_batch
 from invrl.train.train_actor import RankSettings
@@ -204,7 +204,7 @@ class RankProcess:
         }
 
     def listen(self, _: None) -> int:
-        from invrl.group_store import listen
+        from invrl.train.group_store import listen
 
         self._listener = listen("127.0.0.1")
         return self._listener.getsockname()[1]

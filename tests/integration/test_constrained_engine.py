@@ -15,10 +15,10 @@ from rank_pool import RankPool
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.gateway.message import Tool, ToolChoice
-from invrl.gateway.parsing import Parsers
-from invrl.rollout.fleet import Engine, Fleet
-from invrl.rollout.sglang_client import GenerateRequest, SglangClient
+from invrl.engines.fleet import Engine, Fleet
+from invrl.engines.sglang_client import GenerateRequest, SglangClient
+from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.types import Tool, ToolChoice
 from invrl.types import GrammarSpan, Json, Sampling, TrainBatch, TrainSample, WeightVersion
 
 SCHEMA = '{"type": "object", "properties": {"sum": {"enum": [1, 22, 156]}}, "required": ["sum"]}'

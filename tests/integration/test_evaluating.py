@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from invrl.evaluating import table
-from invrl.rollout.evaluate import EvalScore
+from invrl.rollout.evaluation import EvalScore
+from invrl.run.evaluating import table
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 600

@@ -15,14 +15,14 @@ import pytest
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
+from invrl.engines.fleet import Engine, Fleet
+from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import WeightSyncError
-from invrl.fleet_updater import FleetUpdater
-from invrl.process import family_of, still_running
+from invrl.host.process import family_of, still_running
 from invrl.rollout.config import EngineConfig
-from invrl.rollout.fleet import Engine, Fleet
-from invrl.rollout.sglang_client import GenerateRequest, SglangClient
+from invrl.run.weight_updater import FleetUpdater
 from invrl.types import Sampling, WeightVersion
-from invrl.weight_sync import CanaryBound, WeightTransaction
+from invrl.weights.transaction import CanaryBound, WeightTransaction
 
 Parts = tuple[Fleet, FleetUpdater, TorchSender]
 

@@ -14,13 +14,13 @@ import numpy as np
 import openai
 import pytest
 
-from invrl.gateway.gateway_server import GatewayServer
-from invrl.gateway.model_folder import load_renderer
-from invrl.gateway.settings import GatewaySettings
-from invrl.process import free_port
-from invrl.rollout.fleet import Fleet
-from invrl.rollout.sglang_client import SglangClient
-from invrl.run_store import RunStore
+from invrl.engines.fleet import Fleet
+from invrl.engines.sglang_client import SglangClient
+from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.server.gateway_server import GatewayServer
+from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.process import free_port
+from invrl.store.run_store import RunStore
 from invrl.types import RolloutSummary, Session, Turn
 
 ENV_KEY = "env-0123456789abcdef"

@@ -19,12 +19,12 @@ import psutil
 import pytest
 from fakes import FakeEngine, random_reply
 
-from invrl.gateway.gateway_server import GatewayServer
-from invrl.gateway.model_folder import load_renderer
-from invrl.gateway.settings import GatewaySettings
-from invrl.process import free_port, still_running
+from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.server.gateway_server import GatewayServer
+from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.process import free_port, still_running
 from invrl.rollout.session_client import SessionClient
-from invrl.run_store import RunStore
+from invrl.store.run_store import RunStore
 from invrl.types import GroupLease, GroupMember, RolloutSummary, Session, Task
 
 ENV_KEY = "env-0123456789abcdef"
@@ -256,7 +256,7 @@ async def test_nothing_outlives_whoever_started_the_gateway(tiny_model: Path, tm
         )
         program = textwrap.dedent(f"""
             import json, pathlib, time
-            from invrl.gateway.gateway_server import GatewayServer, GatewaySettings
+            from invrl.gateway.server.gateway_server import GatewayServer, GatewaySettings
             folder = pathlib.Path({str(tmp_path)!r})
             settings = GatewaySettings.model_validate(json.loads((folder / "settings.json").read_text()))
             server = GatewayServer(settings, folder=folder, log=folder / "gateway.log")

@@ -24,10 +24,10 @@ from test_gateway_durability import (
     workers,
 )
 
-from invrl.gateway.gateway_server import GatewayServer
-from invrl.gateway.model_folder import load_renderer
-from invrl.process import still_running
-from invrl.run_store import RunStore
+from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.server.gateway_server import GatewayServer
+from invrl.host.process import still_running
+from invrl.store.run_store import RunStore
 
 TIMEOUT_S = 2.0
 

@@ -12,17 +12,17 @@ from pathlib import Path
 PROGRAM = """
 import json, os, subprocess, sys
 from pathlib import Path
-from invrl.environment_keys import hold_keys, held_key, take_environment_key
+from invrl.host.environment_keys import hold_keys, held_key, take_environment_key
 hold_keys()
-from invrl.ray_setup import prepare_ray
+from invrl.host.ray_setup import prepare_ray
 prepare_ray()
 token = held_key("RAY_AUTH_TOKEN")
 import numpy as np
 import ray
-from invrl.cluster import start_ray
-from invrl.config import resolve
-from invrl.heartbeat import remote_with_beat
-from invrl.ray_watch import raylet_question
+from invrl.run.cluster import start_ray
+from invrl.run.config import resolve
+from invrl.host.heartbeat import remote_with_beat
+from invrl.host.ray_watch import raylet_question
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
 from invrl.train.train_actor import TrainActor

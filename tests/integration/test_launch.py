@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from invrl.process import still_running
+from invrl.host.process import still_running
 
 ROOT = Path(__file__).parents[2]
 TIED = [sys.executable, str(ROOT / "launch" / "tied.py")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from invrl.process import still_running
+from invrl.host.process import still_running
 
 USER_CODE = """
 async def rollout(task, endpoint):
@@ -19,13 +19,13 @@ async def rollout(task, endpoint):
 PROGRAM = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
-from invrl.ray_setup import prepare_ray
+from invrl.host.ray_setup import prepare_ray
 prepare_ray()
 import psutil
 import ray
-from invrl.cluster import start_ray
-from invrl.config import resolve
-from invrl.process import still_running
+from invrl.run.cluster import start_ray
+from invrl.run.config import resolve
+from invrl.host.process import still_running
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
 

@@ -11,8 +11,8 @@ from rank_pool import RankPool
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
+from invrl.engines.fleet import Fleet
 from invrl.metrics import resolve
-from invrl.rollout.fleet import Fleet
 from invrl.train.config import TrainConfig
 
 

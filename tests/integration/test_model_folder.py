@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from invrl.gateway.message import Message, Prompt
-from invrl.gateway.model_folder import load_renderer
+from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.types import Message, Prompt
 
 CONVERSATIONS = (
     [Message("user", "What is 12*13?")],

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_templates import MODELS, model_folder
 
-from invrl.cli import main
+from invrl.cli.main import main
 from invrl.errors import SessionError
-from invrl.gateway.forest import Forest, ForkReason, Node
-from invrl.gateway.message import Message, Prompt, Tool, ToolCall
-from invrl.gateway.model_folder import chat_template_source, load_renderer
-from invrl.gateway.parsing import detect_parsers
-from invrl.gateway.rendering import Renderer
-from invrl.gateway.template_check import CORPUS, check_template
+from invrl.gateway.rendering.model_folder import chat_template_source, load_renderer
+from invrl.gateway.rendering.parsing import detect_parsers
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.rendering.template_check import CORPUS, check_template
+from invrl.gateway.turns.forest import Forest, ForkReason, Node
+from invrl.gateway.types import Message, Prompt, Tool, ToolCall
 from invrl.types import Turn, VersionSpan, WeightVersion
 
 CALLS = {name for name, prompt in CORPUS.items() if any(m.tool_calls for m in prompt.messages)}
@@ -92,11 +92,11 @@ def on_the_last_day_of(year: int) -> type[datetime]:
 
 def test_a_conversation_goes_on_past_midnight(monkeypatch: pytest.MonkeyPatch):
     prompt = Prompt(messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
-    monkeypatch.setattr("invrl.gateway.model_folder.datetime", on_the_last_day_of(2023))
+    monkeypatch.setattr("invrl.gateway.rendering.model_folder.datetime", on_the_last_day_of(2023))
     made = load_renderer(str(model_folder("llama3.2")), 2**31)
     today = made.text(prompt)
     assert "31 Dec 2023" in today
-    for module in ("invrl.gateway.model_folder", "transformers.utils.chat_template_utils"):
+    for module in ("invrl.gateway.rendering.model_folder", "transformers.utils.chat_template_utils"):
         monkeypatch.setattr(f"{module}.datetime", on_the_last_day_of(2099))
     assert made.text(prompt) == today
     path = [*made.first(replace(prompt, messages=prompt.messages[:1])), *made.encode("b<|eot_id|>")]

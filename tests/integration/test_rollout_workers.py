@@ -23,20 +23,20 @@ from tiny_model import make_tiny_model
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
 from invrl.buffer.config import BufferConfig
+from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.errors import PluginError
-from invrl.gateway.app import make_app
-from invrl.gateway.model_folder import load_renderer
-from invrl.gateway.rendering import Renderer
-from invrl.gateway.settings import GatewaySettings
-from invrl.process import free_port, still_running
-from invrl.ray_setup import worker_environment
+from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.server.app import make_app
+from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.process import free_port, still_running
+from invrl.host.ray_setup import worker_environment
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.session_client import SessionClient
-from invrl.rollout.sglang_client import EngineLimits, SglangClient
 from invrl.rollout.worker_actor import Assignment, WorkerSettings
 from invrl.rollout.worker_pool import RayWorker, WorkerPool
-from invrl.run_store import RunStore, RunStoreWriter
+from invrl.store.run_store import RunStore, RunStoreWriter
 from invrl.types import (
     FailedRollout,
     FailureReason,

@@ -9,10 +9,10 @@ import numpy as np
 import psutil
 import pytest
 
+from invrl.engines.fleet import Fleet
+from invrl.engines.sglang_client import GenerateEnd, GenerateRequest, SglangClient
 from invrl.errors import ServerError
-from invrl.process import family_of
-from invrl.rollout.fleet import Fleet
-from invrl.rollout.sglang_client import GenerateEnd, GenerateRequest, SglangClient
+from invrl.host.process import family_of
 from invrl.types import Sampling
 
 

@@ -14,10 +14,10 @@ import msgspec
 import openai
 from test_gateway import ENV_KEY, settings_for
 
-from invrl.gateway.gateway_server import GatewayServer
+from invrl.engines.fleet import Fleet
+from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.rollout.config import EngineConfig
-from invrl.rollout.fleet import Fleet
-from invrl.run_store import RunStore
+from invrl.store.run_store import RunStore
 from invrl.types import Session
 
 QUESTIONS = ("What is 12*13?", "Sure? Explain.", "And in words?")

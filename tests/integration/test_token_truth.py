@@ -18,7 +18,7 @@ from token_truth import Reference, StoredTurn, judge, stored_turns
 from truth_load import Load, chatter, thoughtful
 from truth_stack import real_stack, scripted_stack
 
-from invrl.rollout.fleet import Fleet
+from invrl.engines.fleet import Fleet
 
 
 @dataclasses.dataclass(slots=True)

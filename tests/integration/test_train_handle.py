@@ -18,9 +18,9 @@ from train_reference import random_batch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import ConfigError, DeadlineError, ServerError, TrainError
-from invrl.heartbeat import remote_with_beat
+from invrl.host.heartbeat import remote_with_beat
+from invrl.host.process import still_running
 from invrl.metrics import resolve
-from invrl.process import still_running
 from invrl.train.config import TrainConfig
 from invrl.train.train_actor import RankSettings, TrainActor
 from invrl.train.train_handle import TrainHandle

@@ -15,11 +15,11 @@ from train_reference import Reference, random_batch, relative, worst
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.gateway.model_folder import chat_template_source
+from invrl.gateway.rendering.model_folder import chat_template_source
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 from invrl.train.packing import mini_batches
-from invrl.weight_arena import checksum
+from invrl.weights.shared_memory import checksum
 
 BOUND = 1e-5  # norm-relative, per tensor
 FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3"]

@@ -15,14 +15,14 @@ import torch
 from streamed import collect
 from torch_trainer import Tensors, TorchSender
 
+from invrl.engines.fleet import Fleet
+from invrl.engines.sglang_client import GenerateRequest, GenerateResult, SglangClient
+from invrl.engines.weight_receiver import ArenaReceiver, BucketReceiver, EngineReceiver
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightReceiver
-from invrl.rollout.fleet import Fleet
-from invrl.rollout.sglang_client import GenerateRequest, GenerateResult, SglangClient
-from invrl.rollout.weight_receiver import ArenaReceiver, BucketReceiver, EngineReceiver
 from invrl.types import Sampling, WeightVersion
-from invrl.weight_arena import ArenaHandle
-from invrl.weight_sync import CanaryBound, WeightTransaction
+from invrl.weights.shared_memory import ArenaHandle
+from invrl.weights.transaction import CanaryBound, WeightTransaction
 
 CANARY = [[1, 20, 35, 70, 300, 410, 9, 2], [5, 400, 33, 33, 90, 100, 511]]
 FP32 = CanaryBound.for_dtypes("float32", "float32")
@@ -151,7 +151,7 @@ class TestRefusedBeforeAByteMoved:
         }
         specs[at : at + 1] = [changed[fault]] if fault in changed else []
         staging = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
-        from invrl.weight_arena import ArenaWriter
+        from invrl.weights.shared_memory import ArenaWriter
 
         wrong.tensors = tuple(specs)
         wrong._writer = ArenaWriter(wrong.tensors)

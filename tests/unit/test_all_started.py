@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from invrl.cluster import all_started
 from invrl.errors import ServerError
+from invrl.run.cluster import all_started
 
 
 async def test_all_are_awaited() -> None:

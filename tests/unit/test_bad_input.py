@@ -19,12 +19,13 @@ import pyarrow.parquet
 import pytest
 from tiny_model import make_tiny_model
 
-from invrl import cli, supervisor
-from invrl.command_settings import settings_of
-from invrl.config import resolve
-from invrl.flags import parse_flags
+from invrl.cli import main as cli
+from invrl.cli.command_settings import settings_of
+from invrl.cli.flags import parse_flags
 from invrl.rollout.tasks import held_out_only
-from invrl.run_folder import make_run_folder
+from invrl.run import supervisor
+from invrl.run.config import resolve
+from invrl.run.folder import make_run_folder
 
 SOURCE = ("--task-source-path", "rollout_fns.calculator:task_source")
 AGENT = ("--rollout-function-path", "rollout_fns.calculator:rollout")
@@ -59,7 +60,7 @@ def refused(
 
     stand_in = types.ModuleType("stand_in")
     vars(stand_in).update(serve=started)
-    monkeypatch.setitem(sys.modules, "invrl.serving", stand_in)
+    monkeypatch.setitem(sys.modules, "invrl.run.serving", stand_in)
     monkeypatch.setattr(supervisor, "supervise", started)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -340,7 +341,7 @@ def test_a_run_folder_in_which_a_run_lives(
     if command == "eval":
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     folder = make_run_folder(config)
-    for name in ("invrl.evaluating", "invrl.replay"):
+    for name in ("invrl.run.evaluating", "invrl.run.replay"):
         stand_in = types.ModuleType("stand_in")
         vars(stand_in).update(run_evaluation=None, replay=None)
         monkeypatch.setitem(sys.modules, name, stand_in)

@@ -28,9 +28,9 @@ from test_gateway_turns import (  # noqa: F401
     running,
 )
 
-from invrl.gateway import corked_http
-from invrl.gateway.rendering import Renderer
-from invrl.gateway.sessions import WorkerPlace
+from invrl.gateway.registry import WorkerPlace
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.server import http_protocol as corked_http
 
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
 

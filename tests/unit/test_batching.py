@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invrl.algorithms.advantages import dr_grpo, grpo
-from invrl.buffer.batching import build_batch, samples_from_rollout
 from invrl.buffer.config import RewardBaseline, RewardUse
-from invrl.buffer.policies import nonzero_variance
+from invrl.buffer.group_filters import nonzero_variance
+from invrl.buffer.training_samples import build_batch, samples_from_rollout
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import AdvantageFn
 from invrl.types import (

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from invrl.beginning import beginning_of
-from invrl.checkpoints import Checkpoint
-from invrl.run_folder import RunFolder
+from invrl.run.beginning import beginning_of
+from invrl.run.checkpoints import Checkpoint
+from invrl.store.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from bench.load import Script, arrivals, closed_loop, open_loop
 from bench.paced_engine import Connection, Engine, fixed_logprob
 from streamed import collect
 
+from invrl.engines.sglang_client import EngineLimits, GenerateRequest, SglangClient
 from invrl.errors import ServerError
-from invrl.rollout.sglang_client import EngineLimits, GenerateRequest, SglangClient
 from invrl.types import Sampling
 
 SCRIPT = Script(tokens=8, chat=[[], []], prompts=[[], []])

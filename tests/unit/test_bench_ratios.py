@@ -8,7 +8,7 @@ import pytest
 from bench.live_run import role_of, step_shares
 from bench.ratios import Entry, Speeds, append_history, falls, missed, read_history
 
-from invrl import cli
+from invrl.cli import main as cli
 
 
 def entry(machine: str = "laptop", model: str = "m", **ratios: float) -> Entry:
@@ -84,12 +84,12 @@ def test_shares_are_of_wall_time_without_the_first_and_the_last_step() -> None:
 @pytest.mark.parametrize(
     ("line", "role"),
     [
-        ("python -m invrl.rollout.launch_sglang --model-path m", "engine"),
+        ("python -m invrl.engines.launch_sglang --model-path m", "engine"),
         ("sglang::scheduler", "engine"),
         ("ray::TrainActor.train", "trainer"),
         ("ray::RolloutWorker", "worker"),
-        ("python -m invrl.rollout.launch_router --port 1", "router"),
-        ("python -m invrl.guardian 12", "guardian"),
+        ("python -m invrl.engines.launch_router --port 1", "router"),
+        ("python -m invrl.host.guardian 12", "guardian"),
         ("/venv/ray/core/src/ray/raylet/raylet --port 1", "ray"),
         ("sh -c true", "other"),
     ],

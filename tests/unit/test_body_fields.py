@@ -19,11 +19,11 @@ from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
 from invrl.gateway.dialects.messages import MessagesDialect
 from invrl.gateway.dialects.responses import ResponsesDialect
-from invrl.gateway.message import Message
-from invrl.gateway.model_folder import load_renderer
-from invrl.gateway.parsing import Parsers
-from invrl.gateway.rendering import Renderer
-from invrl.gateway.turns import TurnRequest
+from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.turns.turns import TurnRequest
+from invrl.gateway.types import Message
 
 END = 2
 OPENAI: dict[str, Any] = {"model": "tiny", "vocab_size": 512, "token_text": str}

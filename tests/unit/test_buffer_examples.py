@@ -8,14 +8,14 @@ import pytest
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.group_filters import GROUP_FILTERS, admission_limit, group_filter_function, nonzero_variance
 from invrl.buffer.ledger import Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, Place, RolloutState
-from invrl.buffer.policies import GROUP_FILTERS, admission_limit, group_filter_function, nonzero_variance
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import GroupFilter
 from invrl.metrics import resolve
+from invrl.observe.step_metrics import rollout_metrics
 from invrl.rollout.config import RolloutConfig
-from invrl.step_metrics import rollout_metrics
 from invrl.types import (
     DropReason,
     FailedRollout,

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import Place, RolloutState
-from invrl.buffer.policies import group_filter_function
 from invrl.metrics import Sum
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (

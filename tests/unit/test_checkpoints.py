@@ -14,10 +14,10 @@ import pytest
 from crash_at import CrashAt
 from test_run_folder import config
 
-from invrl.batch_file import batch_path, load_batch, save_batch, saved_steps
-from invrl.checkpoints import Checkpoint, Checkpoints, first_checkpoint
 from invrl.errors import ConfigError
-from invrl.run_folder import make_run_folder
+from invrl.run.checkpoints import Checkpoint, Checkpoints, first_checkpoint
+from invrl.run.folder import make_run_folder
+from invrl.store.batch_file import batch_path, load_batch, save_batch, saved_steps
 from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 

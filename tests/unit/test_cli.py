@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 from tiny_model import make_tiny_model
 
-from invrl import cli, flags, supervisor
-from invrl.command_settings import settings_of
-from invrl.config import Config, ModelConfig, Source, load_resolved, resolve
+from invrl.cli import flags
+from invrl.cli import main as cli
+from invrl.cli.command_settings import settings_of
 from invrl.errors import ConfigError, ServerError
-from invrl.run_folder import RunFolder
+from invrl.run import supervisor
+from invrl.run.config import Config, ModelConfig, Source, load_resolved, resolve
+from invrl.store.run_folder import RunFolder
 
 Work = Callable[[Config, RunFolder], None]
 TRAIN_ONLY = {"train", "algorithm", "buffer", "weight_sync"}
@@ -33,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """Stands in for the modules that start processes. No handler stays."""
     stand_in = types.ModuleType("stand_in")
-    for name in ("invrl.training", "invrl.serving", "invrl.evaluating"):
+    for name in ("invrl.run.training", "invrl.run.serving", "invrl.run.evaluating"):
         monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.setattr(cli.interrupts, "catch", lambda: None)
     handlers = logging.getLogger().handlers[:]

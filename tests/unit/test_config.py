@@ -13,15 +13,16 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from invrl.algorithms.config import PRESETS, AlgorithmConfig
-from invrl.config import SECTIONS, UPSTREAM, Config, Source, load_resolved, read_toml, resolve
+from invrl.cli.flags import LEAVES, flag_help, parse_flags
+from invrl.cli.run_checks import USER_CODE, run_checks
+from invrl.engines.sglang_client import EngineLimits
 from invrl.errors import ConfigError, PluginError
-from invrl.flags import LEAVES, flag_help, parse_flags
 from invrl.gateway.config import GatewayConfig
-from invrl.rollout.sglang_client import EngineLimits
 from invrl.rollout.tasks import held_out_only
-from invrl.run_checks import USER_CODE, run_checks
-from invrl.run_folder import RunFolder, make_run_folder
-from invrl.training import run_life
+from invrl.run.config import SECTIONS, UPSTREAM, Config, Source, load_resolved, read_toml, resolve
+from invrl.run.folder import make_run_folder
+from invrl.run.training import run_life
+from invrl.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "launch" / "configs").glob("*.toml"))
@@ -75,8 +76,9 @@ class Refuse:
         if name.split(".")[0] in {"torch", "ray", "sglang", "transformers", "megatron", "sglang_router"}:
             raise ImportError("refused: " + name)
 sys.meta_path.insert(0, Refuse())
-import invrl.cli, invrl.model_folder, invrl.run_folder, invrl.metric_sinks, invrl.progress, invrl.report
-from invrl.config import resolve
+import invrl.cli.main, invrl.model_folder, invrl.run.folder
+import invrl.observe.sinks, invrl.observe.progress, invrl.observe.report
+from invrl.run.config import resolve
 print(resolve().run.num_steps)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -328,7 +330,7 @@ def test_seeded_sampling_goes_with_the_backends_that_it_needs() -> None:
 
 
 def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
-    from invrl.cluster import _gateway_settings  # slow to import, and only needed here
+    from invrl.run.cluster import _gateway_settings  # slow to import, and only needed here
 
     flags = "--gateway-workers 3 --session-max-turns 7 --reward-deadline-s 5 --late-reward accept".split()
     flags += (
@@ -379,7 +381,7 @@ def test_a_run_tells_at_its_start_what_cannot_act(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = from_flags(*flags, "--run-root", str(tmp_path), "--run-name", "a", "--no-tensorboard")
-    monkeypatch.setattr("invrl.training.interrupts.run", lambda work: work.close())
+    monkeypatch.setattr("invrl.run.training.interrupts.run", lambda work: work.close())
     run_life(config, make_run_folder(config))
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert len(told) == (1 if not flags else 0)

@@ -12,10 +12,10 @@ import xgrammar
 from test_gateway_turns import ASK, Running, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.message import Tool, ToolChoice
-from invrl.gateway.model_folder import load_renderer
-from invrl.gateway.parsing import Parsers
-from invrl.gateway.rendering import Renderer
+from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.types import Tool, ToolChoice
 from invrl.types import FailedRollout, FailureReason, RolloutSummary
 
 END = 2

@@ -21,11 +21,11 @@ from test_gateway_turns import (
     running,
 )
 
-from invrl.gateway.conversation import Conversation
-from invrl.gateway.generation import Generation
-from invrl.gateway.rendering import Renderer, TextStream
-from invrl.rollout.sglang_client import SglangClient
-from invrl.run_store import RunStoreWriter
+from invrl.engines.sglang_client import SglangClient
+from invrl.gateway.rendering.renderer import Renderer, TextStream
+from invrl.gateway.turns.conversation import Conversation
+from invrl.gateway.turns.generation import Generation
+from invrl.store.run_store import RunStoreWriter
 from invrl.types import Session
 
 End = Callable[[Running, Session, bool], Awaitable[None]]

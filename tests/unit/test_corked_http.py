@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from invrl.gateway.corked_http import CorkedHttpProtocol, _Cork, corked_http
+from invrl.gateway.server.http_protocol import CorkedHttpProtocol, _Cork, corked_http
 
 
 class Wire:

@@ -11,17 +11,17 @@ import msgspec
 import pytest
 from test_run_folder import config
 
-from invrl import cli
-from invrl.batch_file import batch_path, put_lost_aside, saved_steps
 from invrl.buffer.ledger_store import LedgerStore, read_ledger, read_lives
 from invrl.buffer.snapshot import BufferSnapshot
-from invrl.checkpoints import Checkpoint, Checkpoints, check_served
+from invrl.cli import main as cli
 from invrl.errors import BufferStateError, ConfigError, DamagedFileError
-from invrl.manifest import MANIFEST_NAME, check_manifest
-from invrl.report import read_metrics
-from invrl.run_folder import make_run_folder
-from invrl.run_store import connect
-from invrl.store_check import check_store, check_store_of
+from invrl.run.checkpoints import Checkpoint, Checkpoints, check_served
+from invrl.run.folder import make_run_folder
+from invrl.run.store_check import check_store, check_store_of
+from invrl.store.batch_file import batch_path, put_lost_aside, saved_steps
+from invrl.store.manifest import MANIFEST_NAME, check_manifest
+from invrl.store.metrics_file import read_metrics
+from invrl.store.run_store import connect
 from invrl.types import WeightVersion
 
 

@@ -12,14 +12,14 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from invrl.engines import fleet as fleet_module
+from invrl.engines.fleet import Fleet
 from invrl.errors import ServerError, WeightSyncError
-from invrl.fleet_updater import FleetUpdater
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.rollout import fleet as fleet_module
 from invrl.rollout.config import EngineConfig
-from invrl.rollout.fleet import Fleet
+from invrl.run.weight_updater import FleetUpdater
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weight_sync import CanaryBound, WeightTransaction
+from invrl.weights.transaction import CanaryBound, WeightTransaction
 
 SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
 

@@ -16,13 +16,15 @@ import psutil
 import pytest
 from tiny_model import CHAT_TEMPLATE, make_tiny_model
 
-from invrl import cli, machine_checks, supervisor
-from invrl.config import resolve
-from invrl.doctor import Finding, Status, diagnose
-from invrl.flags import parse_flags
-from invrl.machine_checks import MACHINE_CHECKS, Machine
-from invrl.run_checks import run_checks
-from invrl.run_folder import make_run_folder
+from invrl.cli import machine_checks
+from invrl.cli import main as cli
+from invrl.cli.doctor import Finding, Status, diagnose
+from invrl.cli.flags import parse_flags
+from invrl.cli.machine_checks import MACHINE_CHECKS, Machine
+from invrl.cli.run_checks import run_checks
+from invrl.run import supervisor
+from invrl.run.config import resolve
+from invrl.run.folder import make_run_folder
 
 CHECKS = ["configuration", *MACHINE_CHECKS, "run folder", *run_checks(resolve())]
 HEALTHY = Machine(
@@ -316,7 +318,7 @@ def test_a_template_that_is_given_takes_the_place_of_one_that_is_missing(
     plot: Plot, command: str, template: str
 ) -> None:
     """In every command that looks for one."""
-    from invrl.run_checks import check_run
+    from invrl.cli.run_checks import check_run
 
     without_template(plot)
     (plot.here / "own.jinja").write_text(CHAT_TEMPLATE)
@@ -346,7 +348,7 @@ def test_a_trainer_alone_needs_no_template(plot: Plot) -> None:
 def test_a_healthy_machine_fails_nothing(
     plot: Plot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("invrl.machine_checks.look", lambda: HEALTHY)
+    monkeypatch.setattr("invrl.cli.machine_checks.look", lambda: HEALTHY)
     before = sorted(plot.here.rglob("*"))
     assert cli.main(["doctor", *plot.arguments, "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)

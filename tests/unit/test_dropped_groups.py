@@ -26,15 +26,15 @@ from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import Place, RolloutState
-from invrl.gateway.rendering import Renderer
-from invrl.lease_store import LeaseStore
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.rollout import runner as runner_module
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.lease_offers import LeaseOffers
+from invrl.rollout.external_environments import LeaseOffers
 from invrl.rollout.runner import Failure, Runner
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
-from invrl.run_store import RunStore
+from invrl.store.lease_store import LeaseStore
+from invrl.store.run_store import RunStore
 from invrl.types import (
     DroppedGroup,
     DropReason,

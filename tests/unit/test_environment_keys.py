@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from invrl.environment_keys import take_environment_key
-from invrl.rollout import masked_logs
+from invrl.engines import masked_logs
+from invrl.host.environment_keys import take_environment_key
 
 KEYS = {"INVRL_ENV_KEY": "env-of-the-user-0123456789", "RAY_AUTH_TOKEN": "token-of-ray-0123456789"}
 
@@ -28,7 +28,7 @@ def told_by(program: str) -> dict:
 def test_a_process_and_what_it_starts_have_no_keys_once_it_forgets_them():
     told = told_by("""
         import json, os, subprocess, sys
-        from invrl.environment_keys import forget_keys
+        from invrl.host.environment_keys import forget_keys
         def shown():
             ours = open("/proc/self/environ").read()
             child = subprocess.run(["env"], capture_output=True, text=True).stdout
@@ -48,7 +48,7 @@ def test_a_process_and_what_it_starts_have_no_keys_once_it_forgets_them():
 def test_the_environment_key_is_taken_once_and_ray_s_token_stays():
     told = told_by("""
         import json, os
-        from invrl.environment_keys import take_environment_key
+        from invrl.host.environment_keys import take_environment_key
         keys = [take_environment_key(), take_environment_key()]
         print(json.dumps({"keys": keys, "token": os.environ.get("RAY_AUTH_TOKEN"),
                           "proc": open("/proc/self/environ").read()}))
@@ -94,7 +94,7 @@ def test_a_command_has_no_keys_where_its_checks_import_user_code(tmp_path: Path)
 def test_a_held_key_is_shown_to_what_is_started_with_it_and_taken_once():
     told = told_by("""
         import json, os, subprocess
-        from invrl.environment_keys import (
+        from invrl.host.environment_keys import (
             ENVIRONMENT_KEY, RAY_TOKEN, held_key, held_keys, hold_keys, key_in_environment,
             take_environment_key,
         )

@@ -13,9 +13,10 @@ from test_gateway_turns import ASK, Running, eventually, running
 from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 
-from invrl.gateway import lifecycle, sessions
-from invrl.gateway.rendering import Renderer
-from invrl.lease_store import LeaseStore
+from invrl.gateway import registry as sessions
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.sessions import lifecycle
+from invrl.store.lease_store import LeaseStore
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Session, Task
 
 IDLE_S = 900.0

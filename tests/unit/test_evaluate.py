@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.config import load_resolved, resolve
+from invrl.cli.flags import parse_flags
+from invrl.cli.run_checks import run_checks
 from invrl.errors import ConfigError, PluginError
-from invrl.flags import parse_flags
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.evaluate import (
+from invrl.rollout.evaluation import (
     EvalScore,
     Evaluation,
     bootstrap_interval,
@@ -27,7 +27,7 @@ from invrl.rollout.evaluate import (
     wilson_interval,
 )
 from invrl.rollout.tasks import held_out_only, load_eval_sets
-from invrl.run_checks import run_checks
+from invrl.run.config import load_resolved, resolve
 from invrl.types import FailedRollout, FailureReason, RolloutSummary, Sampling, Session, Task
 
 

@@ -17,22 +17,22 @@ from test_buffer_examples import failure, make, summary, tasks
 from test_gateway_turns import ENV_KEY, Running, model, renderer, running
 
 from invrl.algorithms.advantages import advantage_function
-from invrl.buffer.batching import build_batch
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import FailureLimits, FailureReport, FailureTeller, with_failure_reward
 from invrl.buffer.ledger import LedgerEntry
-from invrl.config import resolve
+from invrl.buffer.training_samples import build_batch
+from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, IdenticalFailuresError
-from invrl.flags import parse_flags
-from invrl.gateway.rendering import Renderer
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.metrics import resolve as resolved
-from invrl.progress import PlainProgress
+from invrl.observe.progress import PlainProgress
+from invrl.observe.step_metrics import rollout_metrics
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.runner import Failure, Runner
 from invrl.rollout.tasks import label_notes
-from invrl.step_metrics import rollout_metrics
+from invrl.run.config import resolve
 from invrl.types import FailedRollout, FailureReason, Task
 
 __all__ = ["model", "renderer"]

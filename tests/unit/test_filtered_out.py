@@ -18,15 +18,15 @@ from invrl.buffer.buffer import Buffer
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import FailureLimits, FailureTeller
-from invrl.buffer.policies import group_filter_function
+from invrl.buffer.group_filters import group_filter_function
 from invrl.errors import FilteredOutError
-from invrl.lease_store import LeaseStore
-from invrl.loop import Learner, Parts, run_loop
 from invrl.metrics import resolve
+from invrl.observe.silence import SAID_EVERY_S, Activity, Deadlines, silence_text, tell_silence
 from invrl.rollout.config import RolloutConfig
-from invrl.run_store import RunStoreWriter, SilentSession, WaitsOutside
-from invrl.save_schedule import SaveSchedule
-from invrl.silence import SAID_EVERY_S, Activity, Deadlines, silence_text, tell_silence
+from invrl.run.loop import Learner, Parts, run_loop
+from invrl.run.save_schedule import SaveSchedule
+from invrl.store.lease_store import LeaseStore
+from invrl.store.run_store import RunStoreWriter, SilentSession, WaitsOutside
 from invrl.types import Group, Sampling, Session, TakenBatch, Task, TrainBatch, WeightUpdate, WeightVersion
 
 ROLLOUT = RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2)

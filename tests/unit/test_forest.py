@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import invrl.gateway.forest as forest_module
-from invrl.gateway.forest import ADVICE, Forest, ForkReason, Match, Node, _same_beginning, advice
-from invrl.gateway.message import MatchLevel, Message, Tool, ToolCall, digests
+import invrl.gateway.turns.forest as forest_module
+from invrl.gateway.turns.forest import ADVICE, Forest, ForkReason, Match, Node, _same_beginning, advice
+from invrl.gateway.types import MatchLevel, Message, Tool, ToolCall, digests
 from invrl.types import Turn, VersionSpan, WeightVersion
 
 SYSTEM, ASK, REPLY = Message("system", "s"), Message("user", "q"), Message("assistant", "a")

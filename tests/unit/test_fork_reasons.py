@@ -9,10 +9,10 @@ import pytest
 from test_gateway_turns import ASK, MORE, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.forest import ADVICE, Change, Forest, ForkReason
-from invrl.gateway.model_folder import load_renderer
-from invrl.gateway.parsing import Parsers
-from invrl.step_metrics import rollout_metrics
+from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.turns.forest import ADVICE, Change, Forest, ForkReason
+from invrl.observe.step_metrics import rollout_metrics
 from invrl.types import Group, RolloutSummary, TakenBatch, WeightVersion
 
 STRIPS = (

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from test_gateway_turns import ENV_KEY, Running, model, renderer, running  # noqa: F401
 
-from invrl.gateway.parsing import Parsers
-from invrl.gateway.rendering import Renderer
-from invrl.lease_store import LeaseStore
+from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.store.lease_store import LeaseStore
 from invrl.types import GroupLease, GroupMember, Task
 
 EXAMPLES = os.environ.get("INVRL_FUZZ_EXAMPLES", "40")

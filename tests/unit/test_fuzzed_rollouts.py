@@ -22,14 +22,14 @@ import openai
 import pytest
 
 from invrl.algorithms.advantages import ADVANTAGES
-from invrl.buffer.batching import build_batch
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
+from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import Place, RolloutState
-from invrl.buffer.policies import group_filter_function
-from invrl.gateway.outcome import failed, summarise
-from invrl.gateway.sessions import SessionRecord
+from invrl.buffer.training_samples import build_batch
+from invrl.gateway.registry import SessionRecord
+from invrl.gateway.sessions.closing import failed, summarise
 from invrl.interfaces import RolloutResult
 from invrl.rollout import runner
 from invrl.rollout.config import RolloutConfig

@@ -14,7 +14,7 @@ from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 from test_gateway_workers import Workers
 
-from invrl.gateway.rendering import Renderer
+from invrl.gateway.rendering.renderer import Renderer
 
 DECLARED = 16_000_000
 """Bytes that a request announces and never sends: who answers has not waited for them."""

@@ -13,11 +13,11 @@ from test_gateway_turns import ASK, MORE, Running, eventually, running
 from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 
-from invrl.gateway.rendering import Renderer
-from invrl.gateway.session_bodies import OpenedSession
-from invrl.lease_store import LeaseStore
-from invrl.process import RestartLimit
-from invrl.run_store import abandon_open_sessions
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.server.session_bodies import OpenedSession
+from invrl.host.process import RestartLimit
+from invrl.store.lease_store import LeaseStore
+from invrl.store.run_store import abandon_open_sessions
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
 
 
@@ -185,7 +185,7 @@ async def test_opening_is_the_same_after_a_restart(life: Life):
 
 def test_restarts_are_limited(monkeypatch: pytest.MonkeyPatch):
     now = 0.0
-    monkeypatch.setattr("invrl.process.time.monotonic", lambda: now)
+    monkeypatch.setattr("invrl.host.process.time.monotonic", lambda: now)
     limit = RestartLimit(2)
     assert [limit.allows() for _ in range(3)] == [True, True, False]
     now = 61.0

@@ -11,9 +11,9 @@ import pytest
 from test_run_store import turn
 
 from invrl.errors import SessionError
-from invrl.gateway.outcome import auxiliary_roots, failed, summarise
-from invrl.gateway.sampling import ClientSampling, resolve
-from invrl.gateway.sessions import Opening, Reward, SessionRecord, SessionRegistry, is_signed
+from invrl.gateway.registry import Opening, Reward, SessionRecord, SessionRegistry, is_signed
+from invrl.gateway.sessions.closing import auxiliary_roots, failed, summarise
+from invrl.gateway.turns.sampling import ClientSampling, resolve
 from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, RolloutSummary, Sampling, Turn
 
 MEMBERS = [GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2)]

@@ -18,15 +18,15 @@ import uvicorn
 from fakes import FakeEngine, fake_logprob, random_reply, reply_by_prompt
 from tiny_model import make_tiny_model
 
-from invrl.gateway.app import make_app
-from invrl.gateway.corked_http import CorkedHttpProtocol
-from invrl.gateway.model_folder import load_renderer
-from invrl.gateway.parsing import Parsers
-from invrl.gateway.rendering import Renderer
-from invrl.gateway.sessions import WorkerPlace
-from invrl.gateway.settings import GatewaySettings
-from invrl.rollout.sglang_client import EngineLimits, SglangClient
-from invrl.run_store import RunStore, RunStoreWriter
+from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.gateway.registry import WorkerPlace
+from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.server.app import make_app
+from invrl.gateway.server.http_protocol import CorkedHttpProtocol
+from invrl.gateway.server.settings import GatewaySettings
+from invrl.store.run_store import RunStore, RunStoreWriter
 from invrl.types import FailedRollout, RolloutSummary, Session, Turn
 
 ENV_KEY = "env-0123456789abcdef"

@@ -17,15 +17,15 @@ from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually
 from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 
-from invrl.gateway import forwarder
-from invrl.gateway.app import make_app
-from invrl.gateway.corked_http import CorkedHttpProtocol
-from invrl.gateway.peers import merged
-from invrl.gateway.rendering import Renderer
-from invrl.gateway.sessions import WorkerPlace, signed_key
-from invrl.gateway.settings import GatewaySettings
-from invrl.rollout.sglang_client import EngineLimits, SglangClient
-from invrl.run_store import RunStore, RunStoreWriter
+from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.gateway.registry import WorkerPlace, signed_key
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.server import forwarder
+from invrl.gateway.server.app import make_app
+from invrl.gateway.server.http_protocol import CorkedHttpProtocol
+from invrl.gateway.server.peers import merged
+from invrl.gateway.server.settings import GatewaySettings
+from invrl.store.run_store import RunStore, RunStoreWriter
 from invrl.types import RolloutSummary
 
 

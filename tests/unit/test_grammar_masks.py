@@ -13,7 +13,7 @@ from test_batching import rollout, turn
 from tiny_model import make_tiny_model
 from transformers import AutoTokenizer
 
-from invrl.buffer.batching import samples_from_rollout
+from invrl.buffer.training_samples import samples_from_rollout
 from invrl.errors import TrainError
 from invrl.train import logprobs
 from invrl.train.grammar_masks import GrammarMasks

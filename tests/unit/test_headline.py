@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayTaskError
 
+from invrl.cli.headline import headline
 from invrl.errors import DamagedFileError, IdenticalFailuresError, InvrlError, ServerError, TrainError
-from invrl.headline import headline
 
 LOG = Path("/runs/a/logs/driver.log")
 OF_RAY = "\n".join(

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from invrl.process import STOPPED, ServerProcess, family_of, state_of
-from invrl.rollout.heartbeat import Clock, engine_death, router_death, until_silent
+from invrl.engines.liveness import Clock, engine_death, router_death, until_silent
+from invrl.host.process import STOPPED, ServerProcess, family_of, state_of
 
 
 class Time:

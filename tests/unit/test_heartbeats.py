@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from invrl.gateway.heartbeats import (
+from invrl.gateway.server.heartbeats import (
     START_ALLOWANCE_S,
     SUPERVISOR,
     HeartbeatPage,

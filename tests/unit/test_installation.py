@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from tiny_model import make_tiny_model
 
-from invrl import cli, installation
-from invrl.config import load_resolved, resolve
-from invrl.flags import parse_flags
-from invrl.gateway import model_folder
-from invrl.preset_files import preset_names
+from invrl.cli import installation
+from invrl.cli import main as cli
+from invrl.cli.flags import parse_flags
+from invrl.cli.presets import preset_names
+from invrl.gateway.rendering import model_folder
+from invrl.run.config import load_resolved, resolve
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "launch" / "configs"
@@ -101,6 +102,6 @@ def test_the_wheel_holds_presets_requirements_templates_and_examples(tmp_path: P
     wanted |= {f"invrl/requirements/{path.name}" for path in (ROOT / "launch" / "requirements").glob("*.txt")}
     wanted |= {f"rollout_fns/{path.name}" for path in (ROOT / "rollout_fns").glob("*.py")}
     wanted |= {f"rollout_fns/your_task/{path.name}" for path in (ROOT / "rollout_fns/your_task").glob("*.*")}
-    templates = ROOT / "invrl" / "gateway" / "templates"
-    wanted |= {f"invrl/gateway/templates/{path.name}" for path in templates.glob("*.jinja")}
+    templates = ROOT / "invrl" / "gateway" / "rendering" / "templates"
+    wanted |= {f"invrl/gateway/rendering/templates/{path.name}" for path in templates.glob("*.jinja")}
     assert sorted(wanted - names) == []

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from invrl import interrupts
+from invrl.host import interrupts
 
 KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROGRAM = """
 import asyncio, signal, sys
 from pathlib import Path
 from invrl import interrupts
-from invrl.process import ServerProcess
+from invrl.host.process import ServerProcess
 
 def say(what):
     print(what, flush=True)

@@ -19,13 +19,13 @@ from test_gateway_turns import (
 )
 
 from invrl.gateway.dialects.chat import ChatDialect
-from invrl.gateway.first_prompts import FirstPrompts
-from invrl.gateway.forest import Forest, Match
-from invrl.gateway.message import Message, Prompt, Tool
-from invrl.gateway.model_folder import _FastTokenizer
-from invrl.gateway.prompt_threads import LARGE_REQUEST, PromptThreads
-from invrl.gateway.rendering import Renderer
-from invrl.gateway.turns import Turns
+from invrl.gateway.rendering.first_prompts import FirstPrompts
+from invrl.gateway.rendering.model_folder import _FastTokenizer
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.turns.forest import Forest, Match
+from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
+from invrl.gateway.turns.turns import Turns
+from invrl.gateway.types import Message, Prompt, Tool
 
 LARGE = "word " * 10_000
 

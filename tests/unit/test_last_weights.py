@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from invrl.checkpoints import Checkpoints, check_served
 from invrl.errors import TrainError
-from invrl.last_weights import save_last_weights
+from invrl.run.checkpoints import Checkpoints, check_served
+from invrl.run.last_weights import save_last_weights
 
 
 class EndedTrainer:

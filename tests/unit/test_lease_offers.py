@@ -14,12 +14,12 @@ from test_rollout_dispatcher import until
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.policies import GROUP_FILTERS
-from invrl.lease_store import LeaseStore
+from invrl.buffer.group_filters import GROUP_FILTERS
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.lease_offers import LeaseOffers
+from invrl.rollout.external_environments import LeaseOffers
 from invrl.rollout.session_client import SessionClient
-from invrl.run_store import RunStore, RunStoreWriter, abandon_open_sessions
+from invrl.store.lease_store import LeaseStore
+from invrl.store.run_store import RunStore, RunStoreWriter, abandon_open_sessions
 from invrl.types import DroppedGroup, GroupLease, GroupMember, Sampling, Session, Task
 
 M = GroupMember

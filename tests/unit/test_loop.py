@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import pytest
 
 from invrl.interfaces import StepResult
-from invrl.loop import Learner, Parts, run_loop
-from invrl.metric_sinks import Sink
 from invrl.metrics import Max, Metric, resolve
-from invrl.save_schedule import SaveSchedule
-from invrl.step_metrics import time_metrics
+from invrl.observe.sinks import Sink
+from invrl.observe.step_metrics import time_metrics
+from invrl.run.loop import Learner, Parts, run_loop
+from invrl.run.save_schedule import SaveSchedule
 from invrl.types import GroupLease, Outcome, TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
 

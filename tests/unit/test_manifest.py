@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from invrl.errors import DamagedFileError
-from invrl.manifest import MANIFEST_NAME, check_manifest, write_manifest
+from invrl.store.manifest import MANIFEST_NAME, check_manifest, write_manifest
 
 _CHUNK = bytes(65_536)
 _CHUNKS = 20_000

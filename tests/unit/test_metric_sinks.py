@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from invrl.config import Config, Source, resolve
+from invrl.cli.run_checks import run_checks
 from invrl.errors import ConfigError
-from invrl.metric_sinks import (
+from invrl.observe.progress import LiveProgress, PlainProgress, open_progress
+from invrl.observe.sinks import (
     JsonlSink,
     PhaseFile,
     RunObserver,
@@ -30,9 +31,8 @@ from invrl.metric_sinks import (
     check_trackers,
     open_sinks,
 )
-from invrl.progress import LiveProgress, PlainProgress, open_progress
-from invrl.run_checks import run_checks
-from invrl.run_folder import RunFolder
+from invrl.run.config import Config, Source, resolve
+from invrl.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,7 +74,7 @@ def test_tensorboard_sink_imports_neither_tensorflow_nor_torch(tmp_path: Path) -
     code = """
 import sys
 from pathlib import Path
-from invrl.metric_sinks import TensorBoardSink
+from invrl.observe.sinks import TensorBoardSink
 TensorBoardSink(Path(sys.argv[1])).step(1, {"a": 1.0})
 print(sorted({m.split(".")[0] for m in sys.modules} & {"tensorflow", "torch"}))
 """
@@ -189,7 +189,7 @@ def test_a_sink_that_hangs_is_not_waited_for(errors: Callable[[], list[str]]) ->
 def test_a_sink_that_hangs_does_not_hold_the_end_of_the_process() -> None:
     code = """
 import threading
-from invrl.metric_sinks import RunObserver, ThreadedSink
+from invrl.observe.sinks import RunObserver, ThreadedSink
 sinks = RunObserver([ThreadedSink("Hanging", threading.Event().wait, close_s=0.05)])
 sinks.step(1, {"a": 1.0})
 sinks.close()
@@ -301,7 +301,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_fix(
 import sys
 sys.path[:] = [p for p in sys.path if "site-packages" not in p] + [{str(tmp_path)!r}]
 from types import SimpleNamespace
-from invrl.metric_sinks import check_trackers
+from invrl.observe.sinks import check_trackers
 run = dict(wandb_project="", wandb_mode="online", mlflow_tracking_uri="") | {run!r}
 check_trackers(SimpleNamespace(**run))
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from invrl.config import SECTIONS
-from invrl.near_names import _FOREIGN_NAMES, meant_setting, near_settings
+from invrl.run.config import SECTIONS
+from invrl.run.near_names import _FOREIGN_NAMES, meant_setting, near_settings
 
 OURS = [name for section in SECTIONS.values() for name in section.model_fields]
 

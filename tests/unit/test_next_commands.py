@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from invrl import cli, next_commands, supervisor
-from invrl.config import Config, Source, resolve
-from invrl.flags import parse_flags
-from invrl.next_commands import describe_next
-from invrl.run_folder import RunFolder, make_run_folder
+from invrl.cli import main as cli
+from invrl.cli import next_commands
+from invrl.cli.flags import parse_flags
+from invrl.cli.next_commands import describe_next
+from invrl.run import supervisor
+from invrl.run.config import Config, Source, resolve
+from invrl.run.folder import make_run_folder
+from invrl.store.run_folder import RunFolder
 
 AGENT = "rollout_fns.calculator:rollout"
 
@@ -92,7 +95,7 @@ def test_train_prints_them_whatever_ended_it(
     folder.store_path.write_bytes(b"")
     monkeypatch.setattr(cli, "_checked", lambda arguments: config)
     monkeypatch.setattr(cli, "_log_into", lambda folder: None)
-    monkeypatch.setattr("invrl.machine_checks.memory_warning", lambda config, machine: "")
+    monkeypatch.setattr("invrl.cli.machine_checks.memory_warning", lambda config, machine: "")
     monkeypatch.setattr(supervisor, "supervise", lambda config, folder: code)
     assert cli.main(["train"]) == code
     out = capsys.readouterr().out

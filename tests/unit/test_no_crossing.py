@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from test_gateway_turns import model, renderer, running  # noqa: F401
 
-from invrl.gateway.rendering import Renderer
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import Session
 
 SESSIONS = 2000

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-from invrl.gateway.message import Message, Tool, ToolChoice
-from invrl.gateway.parsing import Parsers, detect_parsers, joined, reply
+from invrl.gateway.rendering.parsing import Parsers, detect_parsers, joined, reply
+from invrl.gateway.types import Message, Tool, ToolChoice
 
 TOOLS = (Tool(name="get_weather", parameters='{"type": "object"}'), Tool(name="halt"))
 Call = tuple[str, dict[str, Any]]

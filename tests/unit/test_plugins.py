@@ -9,7 +9,7 @@ import pytest
 
 from invrl.algorithms.advantages import ADVANTAGES, advantage_function
 from invrl.algorithms.surrogates import SURROGATES, surrogate_function
-from invrl.buffer.policies import group_filter_function
+from invrl.buffer.group_filters import group_filter_function
 from invrl.errors import ConfigError, PluginError
 from invrl.interfaces import GroupFilter, TaskSource
 from invrl.plugins import (

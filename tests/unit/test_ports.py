@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from invrl.process import ReservedPort, ServerProcess, free_port
+from invrl.host.process import ReservedPort, ServerProcess, free_port
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import unicodedata
 
 import pytest
 
-from invrl.printable import one_line, printable, trimmed
+from invrl.host.printable import one_line, printable, trimmed
 
 
 def test_no_control_or_format_character_is_left_whatever_the_text() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from invrl.private_file import make_private, open_private, restrict
-from invrl.process import ServerProcess
-from invrl.run_store import RunStoreWriter, connect
+from invrl.host.private_file import make_private, open_private, restrict
+from invrl.host.process import ServerProcess
+from invrl.store.run_store import RunStoreWriter, connect
 
 
 @pytest.fixture(autouse=True)

@@ -17,18 +17,18 @@ from test_rollout_dispatcher import HeldPool, Leases, Opener
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
 from invrl.errors import ConfigError, SessionError
-from invrl.gateway.rendering import Renderer
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
-from invrl.lease_store import LeaseStore
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher
-from invrl.rollout.lease_offers import LeaseOffers
+from invrl.rollout.external_environments import LeaseOffers
 from invrl.rollout.rewards import Rejected, valid_components
 from invrl.rollout.runner import Runner
 from invrl.rollout.session_client import SessionClient, UnreportedRollout
 from invrl.rollout.tasks import check_tasks
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
-from invrl.run_store import RunStore
+from invrl.store.lease_store import LeaseStore
+from invrl.store.run_store import RunStore
 from invrl.types import (
     MAX_NAME_LENGTH,
     MAX_REWARD_COMPONENTS,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 
 from invrl.errors import SessionError
-from invrl.gateway.forest import ForkReason
-from invrl.gateway.message import Message, Prompt
-from invrl.gateway.model_folder import load_renderer
-from invrl.gateway.rendering import Renderer
+from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.turns.forest import ForkReason
+from invrl.gateway.types import Message, Prompt
 
 END = 2
 ASK, MORE = Message("user", "What is 12*13?"), Message("user", "and Ünïcödé 漢字 🙂?")

@@ -13,20 +13,19 @@ from matplotlib.text import Text
 from test_step_samples import taken
 
 from invrl.errors import ConfigError
-from invrl.metric_sinks import JsonlSink
-from invrl.report import (
-    Json,
+from invrl.observe.report import (
     Titles,
     curve,
     eval_names,
     figure_of,
     has_curve,
-    read_metrics,
     reward_band,
     titles,
     write_report,
 )
-from invrl.step_metrics import rollout_metrics
+from invrl.observe.sinks import JsonlSink
+from invrl.observe.step_metrics import rollout_metrics
+from invrl.store.metrics_file import MetricsRow, read_metrics
 
 
 def dead_run(folder: Path) -> Path:
@@ -72,28 +71,28 @@ def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def rewards(step: int, mean: float, deviation: float, least: float, most: float) -> Json:
+def rewards(step: int, mean: float, deviation: float, least: float, most: float) -> MetricsRow:
     names = ("reward_mean", "reward_std", "reward_min", "reward_max")
     values = dict(zip(names, (mean, deviation, least, most), strict=True))
     return {"step": step} | {f"rollout/{name}": value for name, value in values.items()}
 
 
-def held_out(step: int, scores: Mapping[str, float]) -> Json:
-    row: Json = {"step": step}
+def held_out(step: int, scores: Mapping[str, float]) -> MetricsRow:
+    row: MetricsRow = {"step": step}
     for name, value in scores.items():
         row |= {f"eval/{name}/accuracy": value}
         row |= {f"eval/{name}/accuracy_low": value - 0.1, f"eval/{name}/accuracy_high": value + 0.1}
     return row
 
 
-def climb(steps: int) -> list[Json]:
+def climb(steps: int) -> list[MetricsRow]:
     return [rewards(step, 0.2 + 0.7 * step / steps, 0.4, 0.0, 1.0) for step in range(1, steps + 1)]
 
 
 BOTH = {"sampled": 0.33, "greedy": 0.43}
 MANY = {f"set-{number}/{mode}": 0.1 + number / 20 for number in range(8) for mode in ("sampled", "greedy")}
 LONG = {"a_very_long_name_of_a_held_out_set_" * 5 + "/sampled": 0.5, "x$y_$z/greedy": 0.4}
-RUNS: dict[str, Sequence[Json]] = {
+RUNS: dict[str, Sequence[MetricsRow]] = {
     "usual": [held_out(0, BOTH), *climb(12), held_out(12, {"sampled": 1.0, "greedy": 1.0})],
     "one step": climb(1),
     "one step, evaluated": [held_out(0, BOTH), *climb(1), held_out(1, BOTH)],

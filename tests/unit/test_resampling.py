@@ -21,9 +21,9 @@ from test_gateway_turns import (
     running,
 )
 
-from invrl.buffer.batching import samples_from_rollout
-from invrl.gateway.connection import ClientConnection
-from invrl.gateway.rendering import Renderer
+from invrl.buffer.training_samples import samples_from_rollout
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.server.connection import ClientConnection
 from invrl.types import Purpose, RolloutSummary, Session
 
 FIRST_TRY = {"x-stainless-retry-count": "0"}

@@ -12,9 +12,9 @@ from openai.types.responses import Response
 from test_gateway_turns import Running, eventually, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.model_folder import load_renderer
-from invrl.gateway.parsing import Parsers
-from invrl.gateway.rendering import Renderer
+from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import RolloutSummary
 
 END = 2

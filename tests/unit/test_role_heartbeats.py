@@ -15,12 +15,12 @@ import psutil
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from invrl import heartbeat, ray_memory
 from invrl.errors import ServerError
-from invrl.heartbeat import Heartbeat, Pulse, pulse
-from invrl.process import still_running
-from invrl.ray_memory import killed_for_memory
-from invrl.ray_watch import RayWatch, Watched
+from invrl.host import heartbeat, ray_memory
+from invrl.host.heartbeat import Heartbeat, Pulse, pulse
+from invrl.host.process import still_running
+from invrl.host.ray_memory import killed_for_memory
+from invrl.host.ray_watch import RayWatch, Watched
 
 HERE = os.uname().nodename
 ROOT = Path(__file__).parents[2]
@@ -202,7 +202,7 @@ def test_what_was_stopped_on_purpose_is_not_told(start: Callable[[str], subproce
 
 WORKER = """
 import os, subprocess, sys
-from invrl.guardian import start_guardian
+from invrl.host.guardian import start_guardian
 start_guardian()
 code = "import os, time; os.setsid(); print(os.getpid(), flush=True); os.close(1); time.sleep(10**6)"
 daemon = f"import os; os.fork() and os._exit(0); {code}"
@@ -225,7 +225,9 @@ def test_what_left_the_session_of_a_worker_ends_with_it(
     worker = start(WORKER)
     left = [psutil.Process(int(line(worker))) for _ in range(3)]
     assert all(os.getsid(process.pid) == process.pid for process in left)
-    guardians = [one for one in psutil.Process(worker.pid).children() if "invrl.guardian" in one.cmdline()]
+    guardians = [
+        child for child in psutil.Process(worker.pid).children() if "invrl.host.guardian" in child.cmdline()
+    ]
     assert len(guardians) == 1
     worker.kill()
     worker.wait(60)

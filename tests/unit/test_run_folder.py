@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from invrl.config import Config, Source, load_resolved, resolve
 from invrl.errors import ConfigError
-from invrl.run_folder import check_run_folder, hold_run_folder, make_run_folder
+from invrl.run.config import Config, Source, load_resolved, resolve
+from invrl.run.folder import check_run_folder, hold_run_folder, make_run_folder
 
 
 def config(root: Path, name: str = "", **train: float) -> Config:
@@ -92,7 +92,7 @@ def test_what_changes_no_result_may_differ(tmp_path: Path) -> None:
 def another_process_holds(path: Path, command: str) -> Iterator[subprocess.Popen[str]]:
     program = textwrap.dedent(f"""
         import pathlib, sys
-        from invrl.run_folder import RunFolder
+        from invrl.store.run_folder import RunFolder
         with RunFolder(path=pathlib.Path({str(path)!r})).held({command!r}):
             print("held", flush=True)
             sys.stdin.read()

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from invrl import run_store
 from invrl.buffer.ledger_store import LedgerStore
-from invrl.gateway.heartbeats import beat_interval_s
-from invrl.lease_store import LeaseStore
-from invrl.run_store import RunStore, RunStoreWriter, branches, busy_timeout_s
+from invrl.gateway.server.heartbeats import beat_interval_s
+from invrl.store import run_store
+from invrl.store.lease_store import LeaseStore
+from invrl.store.run_store import RunStore, RunStoreWriter, branches, busy_timeout_s
 from invrl.types import (
     FailedRollout,
     FailureReason,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from recorded_run import RecordedRun, record_run
 
-from invrl import cli
-from invrl.gateway.message import Message, ToolCall
-from invrl.samples import likeness, read_samples, spread
+from invrl.cli import main as cli
+from invrl.gateway.types import Message, ToolCall
+from invrl.observe.samples import likeness, read_samples, spread
 from invrl.types import (
     DropReason,
     FailedRollout,

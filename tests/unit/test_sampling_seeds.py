@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from test_gateway_turns import ASK, MORE, model, renderer, running  # noqa: F401
 
-from invrl.cpu_stand_ins import seeded_noise
-from invrl.gateway.rendering import Renderer
-from invrl.gateway.sampling import sampling_seed
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.turns.sampling import sampling_seed
+from invrl.host.sglang_on_cpu import seeded_noise
 from invrl.types import Sampling, Session
 
 SESSION = Session(

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 from crash_at import CrashAt
 
-from invrl.checkpoints import Checkpoints, check_served, first_checkpoint
 from invrl.errors import ConfigError, TrainError
 from invrl.interfaces import Trainer
-from invrl.manifest import check_manifest
+from invrl.run.checkpoints import Checkpoints, check_served, first_checkpoint
+from invrl.store.manifest import check_manifest
 
 
 class FolderTrainer:

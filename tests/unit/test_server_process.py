@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from invrl import process
+from invrl.engines import engine_server
 from invrl.errors import ServerError
-from invrl.process import ENDED, STOPPED, ServerProcess, state_of
-from invrl.rollout import engine_server
+from invrl.host import process
+from invrl.host.process import ENDED, STOPPED, ServerProcess, state_of
 
 WAITS = """
 import signal, time

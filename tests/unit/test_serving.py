@@ -10,9 +10,9 @@ import pytest
 from test_gateway_turns import ASK, model, renderer, running  # noqa: F401
 from tiny_model import make_tiny_model
 
-from invrl.config import Source, resolve
-from invrl.gateway.rendering import Renderer
-from invrl.serving import with_long_answers
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.run.config import Source, resolve
+from invrl.run.serving import with_long_answers
 
 
 def source(tables: dict[str, Any]) -> Source:

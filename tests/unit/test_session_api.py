@@ -22,17 +22,17 @@ from pydantic import TypeAdapter
 from test_bad_requests import CHUNKED, Upload
 from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually, model, renderer, running
 
-from invrl.buffer.batching import samples_from_rollout
-from invrl.config import resolve
-from invrl.flags import parse_flags
-from invrl.gateway import lifecycle
-from invrl.gateway.conversation import Conversation
-from invrl.gateway.rendering import Renderer
-from invrl.gateway.session_bodies import Opened, OpenedSession, Rewarded, SessionView
-from invrl.gateway.sessions import SessionRecord
-from invrl.gateway.turns import Turns
-from invrl.lease_store import LeaseStore
-from invrl.run_store import RunStoreWriter
+from invrl.buffer.training_samples import samples_from_rollout
+from invrl.cli.flags import parse_flags
+from invrl.gateway.registry import SessionRecord
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.server.session_bodies import Opened, OpenedSession, Rewarded, SessionView
+from invrl.gateway.sessions import lifecycle
+from invrl.gateway.turns.conversation import Conversation
+from invrl.gateway.turns.turns import Turns
+from invrl.run.config import resolve
+from invrl.store.lease_store import LeaseStore
+from invrl.store.run_store import RunStoreWriter
 from invrl.train.packing import pack, rows_of
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
 
@@ -483,7 +483,7 @@ async def test_a_delivery_after_the_snapshot_does_not_count(
     async def settle(conversation: Any, deadline_s: float) -> None:
         conversation.closing = True
 
-    monkeypatch.setattr("invrl.gateway.conversation.Conversation.settle", settle)
+    monkeypatch.setattr("invrl.gateway.turns.conversation.Conversation.settle", settle)
     late: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Turns, "deliver", lambda *given: (late.append(given), held.set()))
     [session] = await gateway.open()

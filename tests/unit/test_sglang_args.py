@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 import pytest
 
-from invrl.config_checks import _SEEDED_BACKENDS
-from invrl.errors import ConfigError
-from invrl.rollout import sglang_args
-from invrl.rollout.sglang_args import (
+from invrl.engines import sglang_args
+from invrl.engines.sglang_args import (
     ROUTER_OWNED,
     SGLANG_HARMLESS,
     SGLANG_OWNED,
@@ -26,7 +24,9 @@ from invrl.rollout.sglang_args import (
     sglang_flags,
     sglang_parser,
 )
-from invrl.rollout.sglang_client import NEUTRAL_SAMPLING
+from invrl.engines.sglang_client import NEUTRAL_SAMPLING
+from invrl.errors import ConfigError
+from invrl.run.contradictions import _SEEDED_BACKENDS
 
 Flags = Callable[[Mapping[str, str]], list[str]]
 OF = {sglang_flags: (sglang_parser, SGLANG_OWNED), router_flags: (router_parser, ROUTER_OWNED)}
@@ -251,7 +251,7 @@ def test_an_alias_does_not_get_around() -> None:
 
 def test_imports_without_torch_or_sglang() -> None:
     program = (
-        "import sys; import invrl.rollout.sglang_args as a; assert a.sglang_flags({}) == [];"
+        "import sys; import invrl.engines.sglang_args as a; assert a.sglang_flags({}) == [];"
         "assert not {'torch', 'sglang', 'sglang_router'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -8,10 +8,10 @@ from pathlib import Path
 from test_gateway_turns import ASK, Running, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.message import Tool
-from invrl.gateway.model_folder import chat_template_source, load_renderer
-from invrl.gateway.parsing import choose_parsers
-from invrl.gateway.shared_tools import SharedTools
+from invrl.gateway.rendering.model_folder import chat_template_source, load_renderer
+from invrl.gateway.rendering.parsing import choose_parsers
+from invrl.gateway.rendering.shared_tools import SharedTools
+from invrl.gateway.types import Tool
 from invrl.types import Session
 
 DESCRIPTION = "what only the tools of this test say " * 1_000

@@ -8,11 +8,11 @@ import pytest
 from tiny_model import make_tiny_model
 
 from invrl.errors import ConfigError
-from invrl.gateway.message import Message, Prompt, Tool, ToolCall, ToolChoice
-from invrl.gateway.model_folder import SHIPPED_TEMPLATES, chat_template_source, load_renderer
-from invrl.gateway.parsing import choose_parsers, joined, reply
-from invrl.gateway.rendering import Renderer
-from invrl.gateway.template_check import check_template
+from invrl.gateway.rendering.model_folder import SHIPPED_TEMPLATES, chat_template_source, load_renderer
+from invrl.gateway.rendering.parsing import choose_parsers, joined, reply
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.rendering.template_check import check_template
+from invrl.gateway.types import Message, Prompt, Tool, ToolCall, ToolChoice
 
 every_template = pytest.mark.parametrize("name", list(SHIPPED_TEMPLATES))
 ASK = Message("user", "x")

@@ -22,7 +22,7 @@ from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger_store import read_ledger
 from invrl.buffer.open_group import Place, RolloutState
-from invrl.gateway.rendering import Renderer
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     DroppedGroup,

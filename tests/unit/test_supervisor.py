@@ -14,17 +14,17 @@ import psutil
 import pytest
 from test_run_folder import config
 
-from invrl.process import still_running
-from invrl.run_folder import make_run_folder
-from invrl.supervisor import BLOCKED_GRACE_S
+from invrl.host.process import still_running
+from invrl.run.folder import make_run_folder
+from invrl.run.supervisor import BLOCKED_GRACE_S
 
 ROOT = Path(__file__).parents[2]
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from invrl.config import load_resolved
-from invrl.run_folder import RunFolder
-from invrl.supervisor import Supervisor
+from invrl.run.config import load_resolved
+from invrl.store.run_folder import RunFolder
+from invrl.run.supervisor import Supervisor
 
 folder = RunFolder(path=Path(sys.argv[1]))
 config = load_resolved(folder.config_path)
@@ -38,8 +38,8 @@ DRIVER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from invrl import lifeline
-from invrl.checkpoints import Checkpoints
-from invrl.lifeline import NoteKind
+from invrl.run.checkpoints import Checkpoints
+from invrl.host.lifeline import NoteKind
 
 place = Path(sys.argv[1])
 lives = place / "lives"
@@ -152,7 +152,7 @@ def test_only_the_drivers_have_the_keys_that_the_command_was_given(start: Start)
 import os
 os.environ["INVRL_ENV_KEY"] = "env-of-the-user-0123456789"
 os.environ["RAY_AUTH_TOKEN"] = "token-of-ray-0123456789"
-from invrl.environment_keys import hold_keys
+from invrl.host.environment_keys import hold_keys
 hold_keys()
 print(sorted({"INVRL_ENV_KEY", "RAY_AUTH_TOKEN"} & set(os.environ)), flush=True)
 """
@@ -167,7 +167,7 @@ sys.exit(1)"""
 def test_guardians_of_earlier_lives_are_gone(start: Start) -> None:
     body = """
 import psutil
-from invrl.guardian import start_guardian
+from invrl.host.guardian import start_guardian
 start_guardian()
 
 def watched():
@@ -178,7 +178,7 @@ def watched():
             command = process.cmdline()
         except psutil.NoSuchProcess:
             continue
-        if "invrl.guardian" in command:
+        if "invrl.host.guardian" in command:
             found.append(int(command[-2]))
     return found
 

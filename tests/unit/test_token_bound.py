@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from invrl.gateway.token_bound import TokenBound, _byte_letters, token_bound
+from invrl.gateway.rendering.token_bound import TokenBound, _byte_letters, token_bound
 
 
 def byte_level(*merged: str) -> Tokenizer:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from invrl.engines.version_spans import ToldSpan, ToldVersions
 from invrl.errors import ServerError
-from invrl.rollout.told_versions import ToldSpan, ToldVersions
 
 
 def listed(versions: ToldVersions) -> list[int]:

@@ -15,9 +15,9 @@ from test_gateway_turns import ASK, Running, running
 from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 
+from invrl.engines.sglang_client import _event
 from invrl.errors import ServerError
-from invrl.gateway.rendering import Renderer
-from invrl.rollout.sglang_client import _event
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import Session
 
 TEXT, END, TOP = "Hi ünïcödé 漢 all of us, and then more", 2, 3

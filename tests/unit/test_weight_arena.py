@@ -12,7 +12,7 @@ import torch
 
 from invrl.errors import LayoutError
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weight_arena import ArenaHandle, ArenaWriter, checksum, map_arena
+from invrl.weights.shared_memory import ArenaHandle, ArenaWriter, checksum, map_arena
 
 SPECS = (
     TensorSpec(name="a", shape=(3, 5), dtype="float32"),

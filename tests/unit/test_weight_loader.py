@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from invrl.errors import LayoutError, WeightSyncError
-from invrl.rollout.weight_loader import LoaderRequest, plan, read_reply, run
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weight_arena import ArenaHandle, ArenaWriter, checksum
+from invrl.weights.in_engine import LoaderRequest, plan, read_reply, run
+from invrl.weights.shared_memory import ArenaHandle, ArenaWriter, checksum
 
 SHAPES = {
     "model.embed_tokens.weight": (10, 4),

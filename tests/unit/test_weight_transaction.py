@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from invrl import weight_sync
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weight_sync import CanaryBound, WeightTransaction
+from invrl.weights import transaction as weight_sync
+from invrl.weights.transaction import CanaryBound, WeightTransaction
 
 SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
 PHASES = ("check", "pause", "load", "checksums", "commit", "resume", "logprobs")

@@ -13,12 +13,12 @@ import pytest
 from tiny_model import make_tiny_model
 
 from invrl.algorithms.config import PRESETS
-from invrl.config import Config, resolve
-from invrl.flags import parse_flags
+from invrl.cli.flags import parse_flags
+from invrl.cli.presets import preset_names
+from invrl.cli.run_checks import USER_CODE, run_checks
 from invrl.interfaces import RolloutResult
-from invrl.preset_files import preset_names
 from invrl.rollout.tasks import load_eval_tasks, load_tasks
-from invrl.run_checks import USER_CODE, run_checks
+from invrl.run.config import Config, resolve
 from invrl.types import Task
 
 ROOT = Path(__file__).parents[2]

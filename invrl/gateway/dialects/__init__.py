@@ -1,0 +1,4 @@
+"""The wire formats: OpenAI chat completions, completions and responses, Anthropic messages.
+
+A dialect is pure: bodies in, bodies and events out. Start with `dialect.py`.
+"""

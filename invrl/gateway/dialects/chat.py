@@ -24,14 +24,14 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from invrl.gateway.call_reader import CallDelta, Delta
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
 from invrl.gateway.dialects.dialect import FindTurn, no_turn
-from invrl.gateway.generation import Piece
-from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
-from invrl.gateway.turns import TurnRequest
+from invrl.gateway.rendering.call_reader import CallDelta, Delta
+from invrl.gateway.turns.generation import Piece
+from invrl.gateway.turns.turns import TurnRequest
+from invrl.gateway.types import Message, Tool, ToolCall, ToolChoice
 
 _ROLES = {each: each for each in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from invrl.errors import SessionError
-from invrl.gateway.call_reader import Delta
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
-from invrl.gateway.generation import Answer, Piece
-from invrl.gateway.message import Message
-from invrl.gateway.turns import TurnRequest
+from invrl.gateway.rendering.call_reader import Delta
+from invrl.gateway.turns.generation import Answer, Piece
+from invrl.gateway.turns.turns import TurnRequest
+from invrl.gateway.types import Message
 from invrl.types import Turn
 
 _MOST_CHOICES = 16

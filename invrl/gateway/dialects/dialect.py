@@ -8,9 +8,9 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from invrl.errors import SessionError
-from invrl.gateway.forest import Node
-from invrl.gateway.generation import Answer, Piece
-from invrl.gateway.turns import TurnRequest
+from invrl.gateway.turns.forest import Node
+from invrl.gateway.turns.generation import Answer, Piece
+from invrl.gateway.turns.turns import TurnRequest
 
 FindTurn = Callable[[str], Node | None]
 """A whole turn of the session that asks, by its id; None if it has no such turn."""

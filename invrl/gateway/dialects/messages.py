@@ -33,10 +33,10 @@ from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun, FindTurn, no_turn
-from invrl.gateway.generation import Answer, Piece
-from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
-from invrl.gateway.sampling import ClientSampling
-from invrl.gateway.turns import TurnRequest
+from invrl.gateway.turns.generation import Answer, Piece
+from invrl.gateway.turns.sampling import ClientSampling
+from invrl.gateway.turns.turns import TurnRequest
+from invrl.gateway.types import Message, Tool, ToolCall, ToolChoice
 from invrl.types import Turn
 
 _BLOCKS = {

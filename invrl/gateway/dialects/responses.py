@@ -33,16 +33,16 @@ from typing import Any, Literal
 
 import msgspec
 
+from invrl.engines.sglang_client import NO_TOP
 from invrl.errors import SessionError
-from invrl.gateway.call_reader import CallDelta, Delta
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable, unsupported
 from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun, FindTurn, no_turn
 from invrl.gateway.dialects.response_output import Event, ResponseOutput, item_place
-from invrl.gateway.generation import Answer, Piece
-from invrl.gateway.message import Message, Tool, ToolCall, ToolChoice
-from invrl.gateway.turns import TurnRequest
-from invrl.rollout.sglang_client import NO_TOP
+from invrl.gateway.rendering.call_reader import CallDelta, Delta
+from invrl.gateway.turns.generation import Answer, Piece
+from invrl.gateway.turns.turns import TurnRequest
+from invrl.gateway.types import Message, Tool, ToolCall, ToolChoice
 
 _IGNORED_TOOLS = ("web_search", "image_generation")
 _LOGPROBS = "message.output_text.logprobs"

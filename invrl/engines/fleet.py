@@ -1,0 +1,383 @@
+"""M engines behind one router, as one thing that starts, updates and ends.
+
+Invariant: the router knows an engine only while it holds the fleet's version whole. An engine that leaves
+(`evict`) is unknown to updates at once; in the background it is unregistered and then ended. Each engine and
+the router have a watch of their own (`host/heartbeat.py`): what fails there concerns that one alone, and
+`check` sees the end of a watch itself. A router that dies is started again at the same address. A plain
+class, for `invrl serve` and for training. Start it from a thread that lives as long as the servers should."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from invrl.engines.engine_server import EngineServer
+from invrl.engines.liveness import engine_death, router_death
+from invrl.engines.router_server import RouterServer
+from invrl.engines.sglang_args import router_flags, sglang_flags
+from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.engines.weight_receiver import RECEIVERS, EngineReceiver
+from invrl.errors import DeadlineError, InvrlError, ServerError
+from invrl.host.process import RestartLimit, family_of
+from invrl.interfaces import WeightReceiver
+from invrl.rollout.config import EngineConfig
+
+_LOG = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Admit = Callable[[], Awaitable[None]]
+BringUp = Callable[[WeightReceiver, Admit], Awaitable[None]]
+"""Gives a new engine the fleet's version and then admits it, so that no update comes in between."""
+
+_IDLE_WITHIN_S = 10.0
+"""A new engine has answered the last of its checks; its scheduler may still be putting that away."""
+_PORT_TRIES = 3
+_ROUTER_RESTARTS_PER_MINUTE = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine:
+    """One engine of the fleet: its process, the client with its keys, its receiver."""
+
+    server: EngineServer
+    client: SglangClient
+    receiver: EngineReceiver
+
+
+class Fleet:
+    """`start`, then `router` is for the gateway, `receivers` for updates."""
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        model_path: Path,
+        run_folder: Path,
+        sglang: Mapping[str, object] | None = None,
+        router: Mapping[str, object] | None = None,
+        carrier: str = "arena",
+        heartbeat_timeout_s: float = 30.0,
+        weight_sync_timeout_s: float = 300.0,
+    ) -> None:
+        """Starts the router. `sglang`, `router`: passed through, by upstream's field names. `carrier`: of
+        `RECEIVERS`. `heartbeat_timeout_s`: an engine or a router that is silent for longer is dead.
+        `weight_sync_timeout_s`: unless it copies or hashes weights, which may take so long. ConfigError."""
+        self._carrier = carrier
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._weight_sync_timeout_s = weight_sync_timeout_s
+        self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
+        self._config = engine
+        self._model_path = model_path
+        self._run_folder = run_folder
+        self._sglang_flags = sglang_flags(sglang or {})
+        self._router_flags = router_flags(router or {})
+        self.engines: dict[str, Engine] = {}
+        self.evicted: dict[str, str] = {}
+        """Name -> reason of the engines that left and have not come back."""
+        self._leaving: list[Engine] = []
+        """Those that left, until they are being ended: `stop` may come before that."""
+        self._bring_up: BringUp | None = None
+        self._restarts: Counter[str] = Counter()
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._replacements: dict[str, asyncio.Task[None]] = {}
+        self._router_restarts = RestartLimit(_ROUTER_RESTARTS_PER_MINUTE)
+        # Of our own: waits for engines that start must not keep those waiting that end some.
+        self._threads = ThreadPoolExecutor(max_workers=3 * engine.num_engines + 3, thread_name_prefix="fleet")
+        self._calls: set[asyncio.Future[Any]] = set()
+        """In those threads, also when nobody waits for them any more."""
+        self.router = RouterServer(
+            run_folder=run_folder,
+            start_timeout_s=engine.router_start_timeout_s,
+            passthrough=self._router_flags,
+        )
+
+    async def start(self) -> None:
+        """All engines at once; none is routable before `admit`. On an error nothing is left running."""
+        try:
+            names = [f"engine-{index}" for index in range(self._config.num_engines)]
+            self.engines = {name: self._launch(name) for name in names}
+            async with asyncio.TaskGroup() as starts:
+                for name, engine in self.engines.items():
+                    starts.create_task(self._ready(name, engine))
+            await self._in_thread(self.router.wait_ready)
+        except ExceptionGroup as errors:
+            await self.stop()
+            raise errors.exceptions[0] from errors.exceptions[0].__cause__
+        except BaseException:
+            await self.stop()
+            raise
+        for name, engine in self.engines.items():
+            self._watch_engine(name, engine)
+        self._watches["router"] = asyncio.create_task(self._watch_router())
+
+    async def admit(self) -> None:
+        """Let the router know the engines: they hold the fleet's version. An engine that it cannot reach
+        leaves. Raises ServerError or DeadlineError if it reaches none."""
+        engines = dict(self.engines)
+        outcomes = await asyncio.gather(
+            *(self._register(engine) for engine in engines.values()), return_exceptions=True
+        )
+        failures = {
+            name: outcome
+            for name, outcome in zip(engines, outcomes, strict=True)
+            if isinstance(outcome, BaseException)
+        }
+        for name, error in failures.items():
+            if len(failures) == len(engines) or not isinstance(error, InvrlError):
+                raise error
+            self.evict(name, f"the router does not reach it: {error}")
+
+    async def receivers(self) -> Sequence[WeightReceiver]:
+        return [engine.receiver for engine in self.engines.values()]
+
+    def check(self) -> None:
+        """Raises InvrlError if the router is gone for good, no engine is left, or a watch has ended."""
+        for name, watch in self._watches.items():
+            if watch.done() and not watch.cancelled() and (error := watch.exception()) is not None:
+                if isinstance(error, InvrlError):
+                    raise error
+                raise ServerError(f"nobody watches {name} any more: {error!r}") from error
+        if not self.engines and self.evicted:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.evicted.items())
+            raise ServerError(f"no engine is left: {reasons}")
+
+    def evict(self, name: str, reason: str) -> None:
+        """Take an engine out. From here on no update knows it; in the background it is unregistered, ended,
+        and where `restart_evicted` was called, started again. Nothing to do for one that has left."""
+        engine = self.engines.pop(name, None)
+        if engine is None:
+            return
+        _LOG.error("%s leaves the fleet: %s", name, reason)
+        self.evicted[name] = reason
+        watch = self._watches.pop(name, None)
+        if watch is not None and watch is not asyncio.current_task():
+            watch.cancel()
+        self._leaving.append(engine)
+        self._replacements[name] = asyncio.create_task(self._replace(name, engine))
+
+    def restart_evicted(self, bring_up: BringUp) -> None:
+        """From now on engines that left are started again, those that have left already too, in the
+        background and `engine_max_restarts` times each. `bring_up` gives them the fleet's version."""
+        self._bring_up = bring_up
+        for name in self.evicted:
+            may_restart = self._restarts[name] < self._config.engine_max_restarts
+            if may_restart and self._replacements[name].done():
+                self._replacements[name] = asyncio.create_task(self._replace(name, None))
+
+    async def stop(self) -> None:
+        """End everything, also where a step of it fails. Idempotent."""
+        tasks = [*self._watches.values(), *self._replacements.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._watches.clear()
+        self._replacements.clear()
+        engines = [*self.engines.values(), *self._leaving]
+        self.engines = {}
+        await asyncio.gather(*(self._end(engine) for engine in engines), self._end_router(self.router))
+        self.router.address.close()
+        # What was cancelled may have left a thread behind that ends a process.
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+    # ------------------------------------------------------------------ watches
+
+    def _watch_engine(self, name: str, engine: Engine) -> None:
+        self._watches[name] = asyncio.create_task(self._watch(name, engine))
+
+    async def _watch(self, name: str, engine: Engine) -> None:
+        try:
+            reason = await self._death(engine)
+        except Exception as error:  # one engine's, not the fleet's
+            _LOG.exception("the health of %s cannot be told", name)
+            reason = f"its health cannot be told: {error!r}"
+        if self.engines.get(name) is engine:
+            self.evict(name, reason)
+
+    def _death(self, engine: Engine) -> Awaitable[str]:
+        return engine_death(
+            engine.server.processes(),
+            engine.client,
+            engine.receiver,
+            timeout_s=self._heartbeat_timeout_s,
+            interval_s=self._config.engine_health_interval_s,
+        )
+
+    async def _watch_router(self) -> None:
+        """Raises ServerError or DeadlineError once the router dies again and again, or does not come back."""
+        while True:
+            router = self.router
+
+            async def answers(deadline_s: float, router: RouterServer = router) -> bool:
+                return await self._in_thread(router.answers, deadline_s)
+
+            reason = await router_death(
+                family_of(router.pid)[:1],
+                answers,
+                timeout_s=self._heartbeat_timeout_s,
+                interval_s=self._config.engine_health_interval_s,
+            )
+            if not self._router_restarts.allows():
+                tail = f"Last lines of {router.log}:\n{router.log_tail()}"
+                raise ServerError(
+                    f"the router died {_ROUTER_RESTARTS_PER_MINUTE + 1} times in a minute: {reason}. {tail}"
+                )
+            _LOG.error("the router is started again: %s", reason)
+            await self._restart_router(router)
+
+    async def _restart_router(self, dead: RouterServer) -> None:
+        """At the same address with the same keys, so that the gateway goes on; it is told of the engines that
+        the dead one routed to and that are still there."""
+        await self._end_router(dead)
+        self.router = RouterServer(
+            run_folder=self._run_folder,
+            start_timeout_s=self._config.router_start_timeout_s,
+            passthrough=self._router_flags,
+            address=dead.address,
+        )
+        await self._in_thread(self.router.wait_ready)
+        for name, engine in list(self.engines.items()):
+            if not dead.registered(engine.server.url):
+                continue
+            try:
+                await self._register(engine)
+            except (ServerError, DeadlineError) as error:
+                self.evict(name, f"the restarted router does not reach it: {error}")
+            if self.engines.get(name) is not engine:  # it left meanwhile
+                await self._unregister(engine)
+
+    # ------------------------------------------------------------------ engines come and go
+
+    async def _replace(self, name: str, engine: Engine | None) -> None:
+        """End an engine that left, and start it again while that is wanted and allowed."""
+        if engine is not None:
+            await self._retire(engine)
+        while self._bring_up is not None and self._restarts[name] < self._config.engine_max_restarts:
+            self._restarts[name] += 1
+            nth = f"{self._restarts[name]} of {self._config.engine_max_restarts}"
+            _LOG.warning("%s is started again (%s); it left: %s", name, nth, self.evicted[name])
+            try:
+                return await self._restart(name, self._bring_up)
+            except Exception as error:  # of this engine: the others go on without it
+                _LOG.exception("%s did not come back (%s)", name, nth)
+                self.evicted[name] = f"it did not come back: {error}"
+        if self._bring_up is not None:
+            _LOG.error("%s stays away: it was started again %d times", name, self._restarts[name])
+
+    async def _restart(self, name: str, bring_up: BringUp) -> None:
+        """A new process under the name, admitted only by `bring_up`. Raises InvrlError."""
+        engine = await self._started(name, self._launch(name))
+
+        async def admit() -> None:
+            await engine.client.flush_cache(idle_within_s=_IDLE_WITHIN_S)
+            await self._register(engine)
+            self.engines[name] = engine
+            self.evicted.pop(name, None)
+
+        try:
+            await self._while_it_lives(engine, bring_up(engine.receiver, admit))
+        except BaseException:
+            self.engines.pop(name, None)
+            await self._retire(engine)
+            raise
+        if self.engines.get(name) is engine:  # an update may have dropped it already
+            self._watch_engine(name, engine)
+            _LOG.warning("%s is back", name)
+
+    async def _while_it_lives(self, engine: Engine, work: Awaitable[None]) -> None:
+        """`work` with an engine that has no watch of its own yet. ServerError if the engine dies first."""
+        working = asyncio.ensure_future(work)
+        death = asyncio.ensure_future(self._death(engine))
+        try:
+            await asyncio.wait((working, death), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ServerError(f"{engine.server.name} died: {death.result()}")
+        finally:
+            working.cancel()
+            death.cancel()
+            await asyncio.gather(working, death, return_exceptions=True)
+        working.result()
+
+    def _launch(self, name: str) -> Engine:
+        # In this thread: the kernel ends a child together with the thread that started it.
+        server = EngineServer(
+            name,
+            self._config,
+            model_path=self._model_path,
+            run_folder=self._run_folder,
+            passthrough=self._sglang_flags,
+        )
+        client = SglangClient(
+            server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
+        )
+        receiver = RECEIVERS[self._carrier](name, client, deadline_s=self._weight_sync_timeout_s)
+        return Engine(server=server, client=client, receiver=receiver)
+
+    async def _ready(self, name: str, engine: Engine) -> None:
+        self.engines[name] = await self._started(name, engine)
+
+    async def _started(self, name: str, engine: Engine) -> Engine:
+        """`engine` once it is up, or another one under the name where its port was taken by a stranger.
+        ServerError, DeadlineError: then it has ended."""
+        for tries_left in reversed(range(_PORT_TRIES)):
+            try:
+                await self._in_thread(engine.server.wait_ready)
+                break
+            except ServerError:
+                lost_its_port = engine.server.lost_its_port()
+                await self._end(engine)
+                if not (lost_its_port and tries_left):
+                    raise
+                _LOG.warning("%s is started again: somebody took its port", name)
+                engine = self._launch(name)
+            except BaseException:
+                await self._end(engine)
+                raise
+        return engine
+
+    async def _register(self, engine: Engine) -> None:
+        await self._in_thread(self.router.register, engine.server.url, api_key=engine.server.api_key)
+
+    async def _unregister(self, engine: Engine) -> None:
+        try:
+            await self._in_thread(self.router.unregister, engine.server.url)
+        except Exception as error:  # a router that is gone routes to nobody
+            _LOG.warning("%s could not be unregistered: %s", engine.server.name, error)
+
+    async def _retire(self, engine: Engine) -> None:
+        try:
+            await self._unregister(engine)
+        finally:
+            await self._end(engine)
+
+    async def _end(self, engine: Engine) -> None:
+        """Logs what does not end: everything else must."""
+        self._leaving = [other for other in self._leaving if other is not engine]
+        try:
+            try:
+                await engine.client.close()
+            finally:
+                await self._in_thread(engine.server.stop)
+        except Exception:
+            _LOG.exception("%s could not be ended", engine.server.name)
+
+    async def _end_router(self, router: RouterServer) -> None:
+        try:
+            await self._in_thread(router.stop)
+        except Exception:
+            _LOG.exception("the router could not be ended")
+
+    async def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        called: asyncio.Future[T] = loop.run_in_executor(self._threads, lambda: call(*args, **kwargs))
+        self._calls.add(called)
+        called.add_done_callback(self._forget)
+        return await asyncio.shield(called)
+
+    def _forget(self, called: asyncio.Future[Any]) -> None:
+        self._calls.discard(called)
+        if not called.cancelled():
+            called.exception()  # who was cancelled does not take it, which asyncio would complain of

@@ -1,0 +1,79 @@
+"""`python -m invrl.engines.launch_sglang <SGLang's flags>`: a real SGLang server, also on CPU.
+
+Invariant: the stand-ins are applied at module level, because SGLang's spawned processes (scheduler,
+detokenizer) re-import the main module and need them too; the server starts only under the `__main__` guard.
+Nothing of an engine listens beyond loopback: torch's own rendezvous opens a store without a key on every
+interface, so an engine, which is one rank, is given a store in its memory instead. On CUDA there are no
+stand-ins; what shortens the imports (no garbage collection, no Megatron, our families' classes first) is the
+same there, not yet seen."""
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from invrl.engines.masked_logs import mask_keys_in_logs
+from invrl.host import sglang_on_cpu as cpu_stand_ins
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+_RENDEZVOUS = "invrl-one-rank"
+
+if __name__ == "__main__":
+    gc.disable()  # until all is imported: looking for garbage among 7,000 modules took 3 CPU-seconds
+if __name__ in ("__main__", "__mp_main__"):
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it: 1.5 s
+cpu_stand_ins.apply()
+mask_keys_in_logs()
+
+
+def _one_rank(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":
+    """A rendezvous handler for torch: (store, rank, world size) of a process group of one."""
+    from urllib.parse import parse_qs, urlsplit
+
+    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+    world_size = parse_qs(urlsplit(url).query).get("world_size")
+    if world_size != ["1"]:
+        raise RuntimeError(f"an engine is one rank, and SGLang asks for a process group of {world_size}")
+    yield HashStore(), 0, 1
+
+
+def _stay_on_loopback() -> None:
+    """In every process of the engine, before SGLang makes its process group."""
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    register_rendezvous_handler(_RENDEZVOUS, _one_rank)
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{_RENDEZVOUS}://engine"
+    # Gloo and NCCL listen for their peers, also without any: by default where the host name leads.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    _stay_on_loopback()
+
+
+def main(argv: list[str]) -> None:
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "invrl.engines.sglang_models")
+    if "--enable-deterministic-inference" in argv:
+        cpu_stand_ins.allow_seeds()
+    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import http_server  # noqa: F401
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    cpu_stand_ins.fork_children()
+    gc.freeze()  # children share it as long as nobody writes to it, and collecting does
+    gc.enable()
+    try:
+        run_server(prepare_server_args(argv))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    # Keys come by environment, which other users of the machine cannot read.
+    main([*sys.argv[1:], *os.environ.pop("INVRL_KEY_FLAGS", "").split()])

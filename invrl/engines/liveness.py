@@ -1,0 +1,184 @@
+"""When an engine or the router counts as dead.
+
+Invariant: a process that answers is not dead, however busy. It is dead once its process has ended, or once it
+has left `QUESTIONS` questions in a row unanswered, each waited for an equal part of the time that the run
+gives a silent process (`run.heartbeat_timeout_s`). A question fails as well while a process of it is stopped.
+
+An engine's scheduler answers `/server_info` between two steps, also while its generation is paused, so a
+weight update is no reason to leave it unasked. The exception is one call of an update in which the engine
+copies or hashes all its weights: the scheduler answers nothing until that is done, and a large model takes
+longer than `run.heartbeat_timeout_s`. Silence during such a call proves nothing; the call has a deadline of
+its own (`weight_sync.weight_sync_timeout_s`), after which the update drops the engine. A process that has
+ended, or is stopped, is noticed all the same. An engine that answers but makes no token while it may
+generate counts as dead after `TOKEN_TIMEOUTS` times as long: a long prompt on a busy machine may take a
+while, and any step that ends is an answer."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import psutil
+
+from invrl.host.process import ENDED, STOPPED, state_of
+
+_LOG = logging.getLogger(__name__)
+
+QUESTIONS = 3
+"""In a row. One alone proves nothing: our own event loop may have stood still."""
+TOKEN_TIMEOUTS = 3
+_LOOK_EVERY_S = 1.0
+
+Ask = Callable[[float], Awaitable[bool]]
+"""Was there an answer within so many seconds?"""
+
+
+class Answers(Protocol):
+    """The part of `SglangClient` that is asked."""
+
+    async def answers(self, *, deadline_s: float) -> bool: ...
+    async def generates(self, *, deadline_s: float) -> bool: ...
+
+
+class Updated(Protocol):
+    """The part of a weight receiver that says what can be expected of its engine."""
+
+    @property
+    def is_paused(self) -> bool:
+        """It makes no token."""
+        ...
+
+    @property
+    def is_loading(self) -> bool:
+        """It answers nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """Time as the heartbeat sees it."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+async def until_silent(ask: Ask, *, timeout_s: float, interval_s: float, clock: Clock) -> None:
+    """Asks every `interval_s`; returns once the answers have been missing for `timeout_s`. A question that
+    fails early takes its part of the time all the same."""
+    part_s = timeout_s / QUESTIONS
+    unanswered = 0
+    await clock.sleep(interval_s)
+    while unanswered < QUESTIONS:
+        begun = clock.now()
+        answered = False
+        try:
+            answered = await ask(part_s)
+        except Exception:  # of one question: the next one may go well
+            _LOG.exception("a heartbeat could not be asked for")
+        if answered:
+            unanswered = 0
+            await clock.sleep(interval_s)
+        else:
+            unanswered += 1
+            await clock.sleep(max(0.0, begun + part_s - clock.now()))
+
+
+async def until_ended(processes: Sequence[psutil.Process], *, interval_s: float, clock: Clock) -> None:
+    """Returns once one of them has ended; at once if none was left to be named."""
+    while processes and all(state_of(process) != ENDED for process in processes):
+        await clock.sleep(min(interval_s, _LOOK_EVERY_S))
+
+
+async def engine_death(
+    processes: Sequence[psutil.Process],
+    client: Answers,
+    receiver: Updated,
+    *,
+    timeout_s: float,
+    interval_s: float,
+    clock: Clock | None = None,
+) -> str:
+    """Returns once this engine is dead, with the reason. `processes`: those without which it is none."""
+    clock = clock or Clock()
+    names = [_name(process) for process in processes]
+
+    async def answers(deadline_s: float) -> bool:
+        if _stopped(processes):
+            return False
+        began_loading = receiver.is_loading
+        answered = await client.answers(deadline_s=deadline_s)
+        return answered or began_loading or receiver.is_loading
+
+    async def makes_tokens(deadline_s: float) -> bool:
+        if receiver.is_paused or receiver.is_loading:
+            return True
+        generates = await client.generates(deadline_s=deadline_s)
+        # Paused while we asked: the silence proves nothing.
+        return generates or receiver.is_paused or receiver.is_loading
+
+    token_timeout_s = TOKEN_TIMEOUTS * timeout_s
+    causes = {
+        f"its scheduler has not answered for {timeout_s:g} s": until_silent(
+            answers, timeout_s=timeout_s, interval_s=interval_s, clock=clock
+        ),
+        f"it has made no token for {token_timeout_s:g} s": until_silent(
+            makes_tokens, timeout_s=token_timeout_s, interval_s=interval_s, clock=clock
+        ),
+        "a process of it has ended": until_ended(processes, interval_s=interval_s, clock=clock),
+    }
+    return await _first_of(causes, processes, names)
+
+
+async def router_death(
+    processes: Sequence[psutil.Process],
+    answers: Ask,
+    *,
+    timeout_s: float,
+    interval_s: float,
+    clock: Clock | None = None,
+) -> str:
+    """Returns once the router is dead, with the reason. `processes`: itself."""
+    clock = clock or Clock()
+    names = [_name(process) for process in processes]
+
+    async def ask(deadline_s: float) -> bool:
+        return not _stopped(processes) and await answers(deadline_s)
+
+    causes = {
+        f"it has not answered for {timeout_s:g} s": until_silent(
+            ask, timeout_s=timeout_s, interval_s=interval_s, clock=clock
+        ),
+        "its process has ended": until_ended(processes, interval_s=interval_s, clock=clock),
+    }
+    return await _first_of(causes, processes, names)
+
+
+def _stopped(processes: Sequence[psutil.Process]) -> bool:
+    return any(state_of(process) == STOPPED for process in processes)
+
+
+def _name(process: psutil.Process) -> str:
+    """For a message; asked while it lives."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return f"{process.name()}, pid {process.pid}"
+    return f"pid {process.pid}"
+
+
+async def _first_of(
+    causes: Mapping[str, Awaitable[None]], processes: Sequence[psutil.Process], names: Sequence[str]
+) -> str:
+    """The cause that came first, and in what state the processes then are."""
+    waits = {asyncio.ensure_future(wait): cause for cause, wait in causes.items()}
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        first = done.pop()
+        first.result()
+        states = [f"{name}: {state_of(process)}" for name, process in zip(names, processes, strict=True)]
+        return f"{waits[first]} ({'; '.join(states)})"
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)

@@ -1,0 +1,154 @@
+"""sglang-router as an OS process, with the settings that suit RL, and its workers.
+
+Invariant: private (loopback; sampling needs `api_key`, which the gateway holds, management another key that
+never leaves this file; towards an engine it uses that engine's key), it never retries, never sheds, never
+ejects an engine that is only paused, and it routes to an engine only after `register` (which happens once
+that engine holds the fleet's version). Used by `fleet`."""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from invrl.errors import ServerError
+from invrl.host.process import ReservedPort, ServerProcess, random_key
+
+_FLAGS = {
+    # A session's turns stay on the engine that caches them; cache_aware sent all sessions that share a
+    # system prompt to one engine.
+    "policy": "manual",
+    "request-timeout-secs": "7200",
+    "worker-startup-check-interval": "1",
+    "health-check-interval-secs": "1",
+    # A dead engine refuses at once and is out after three looks; a busy machine may answer late.
+    "health-check-timeout-secs": "10",
+    "health-failure-threshold": "3",
+    "health-success-threshold": "1",
+    # Answered while generation is paused; /health is not. A hung scheduler is for `HealthCheck`.
+    "health-check-endpoint": "/server_info",
+    "shutdown-grace-period-secs": "1",
+    "log-level": "warn",
+}
+_CALL_DEADLINE_S = 30.0
+# The gateway owns retries; and 4xx answers would count as failures and open the breaker for everyone.
+_SWITCHES = ("--disable-retries", "--disable-circuit-breaker")
+
+
+class RouterAddress:
+    """Where a router listens and with which keys: what others hold of it, so a restarted one has the same."""
+
+    def __init__(self) -> None:
+        self.port = ReservedPort()
+        self.prometheus_port = ReservedPort()
+        self.api_key = random_key()
+        self.management_key = random_key()
+
+    def close(self) -> None:
+        """Give the ports back."""
+        self.port.close()
+        self.prometheus_port.close()
+
+
+class RouterServer(ServerProcess):
+    """`wait_ready`, then `register` engines. Every call blocks."""
+
+    def __init__(
+        self,
+        *,
+        run_folder: Path,
+        start_timeout_s: float,
+        passthrough: Sequence[str] = (),
+        address: RouterAddress | None = None,
+    ) -> None:
+        """`address`: of the router that this one succeeds."""
+        self.address = address or RouterAddress()
+        self.api_key = self.address.api_key
+        self.url = f"http://127.0.0.1:{self.address.port.number}"
+        self._start_timeout_s = start_timeout_s
+        self._worker_ids: dict[str, str] = {}
+        command = [sys.executable, "-m", "invrl.engines.launch_router"]
+        command += ["--host", "127.0.0.1", "--port", str(self.address.port.number)]
+        prometheus_port = str(self.address.prometheus_port.number)
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", prometheus_port]
+        command += [part for name, value in _FLAGS.items() for part in (f"--{name}", value)]
+        command += [*_SWITCHES, *passthrough]
+        # Sampling needs one key, management another; each engine's own is given when it is registered.
+        keys = f"--api-key={self.api_key}"
+        keys += f" --control-plane-api-keys invrl:invrl:admin:{self.address.management_key}"
+        log = run_folder / "logs" / "router.log"
+        super().__init__("router", command, log=log, env={"INVRL_KEY_FLAGS": keys})
+
+    def registered(self, url: str) -> bool:
+        """It routes to this engine, as far as we told it to."""
+        return url in self._worker_ids
+
+    def answers(self, deadline_s: float) -> bool:
+        """Within `deadline_s`."""
+        try:
+            self._workers(deadline_s=deadline_s)
+        except ServerError:
+            return False
+        return True
+
+    def wait_ready(self) -> None:
+        """Until the router answers. Raises ServerError if it died, DeadlineError."""
+
+        def answers() -> bool:
+            with contextlib.suppress(ServerError):
+                self._workers()
+                return True
+            return False
+
+        self.wait_until(answers, deadline_s=self._start_timeout_s)
+
+    def register(self, url: str, *, api_key: str) -> None:
+        """Returns once the router routes to this engine (at once if it does). DeadlineError, ServerError."""
+        if self.registered(url):
+            return
+        self._call("POST", "/workers", {"url": url, "api_key": api_key})
+
+        def routed() -> bool:
+            for worker in self._workers():
+                if worker.get("url") == url and worker.get("is_healthy"):
+                    self._worker_ids[url] = str(worker["id"])
+                    return True
+            return False
+
+        self.wait_until(routed, f"route to {url}", deadline_s=60.0)
+
+    def unregister(self, url: str) -> None:
+        """Returns once the router no longer routes to this engine. Nothing to do for a stranger."""
+        if (worker_id := self._worker_ids.pop(url, None)) is None:
+            return
+        self._call("DELETE", f"/workers/{worker_id}")
+
+        def gone() -> bool:
+            return all(worker.get("url") != url for worker in self._workers())
+
+        self.wait_until(gone, f"forget {url}", deadline_s=60.0)
+
+    def _workers(self, *, deadline_s: float = _CALL_DEADLINE_S) -> list[dict[str, object]]:
+        workers = self._call("GET", "/workers", deadline_s=deadline_s).get("workers", [])
+        assert isinstance(workers, list)
+        return workers
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, str] | None = None,
+        *,
+        deadline_s: float = _CALL_DEADLINE_S,
+    ) -> dict[str, object]:
+        headers = {"Authorization": f"Bearer {self.address.management_key}"}
+        try:
+            with httpx.Client(headers=headers, timeout=deadline_s, verify=False, trust_env=False) as http:
+                answer = http.request(method, self.url + path, json=body)
+            if answer.is_success:
+                return dict(answer.json())
+        except (httpx.HTTPError, ValueError) as error:  # another server may answer, not in JSON
+            raise ServerError(f"the router does not answer {method} {path}: {error!r}") from error
+        told = f"{answer.status_code}: {answer.text[:500]}"
+        raise ServerError(f"the router answered {method} {path} with {told}")

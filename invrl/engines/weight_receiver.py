@@ -1,0 +1,140 @@
+"""One engine's side of a weight update: what the transaction calls, put into SGLang's terms.
+
+Invariant: names, shapes and dtypes are checked inside the engine before a byte moves (it would die of
+a wrong shape and silently accept an unknown name), checksums are read back from the parameters that
+serve, and the version is named only by `commit`. `ArenaReceiver` has the engine copy from the
+trainer's shared memory; `BucketReceiver` uses SGLang's own flattened buckets. Built by `fleet`,
+driven by `weight_sync`; the loader inside the engine is `weight_loader`."""
+
+import base64
+import json
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from tempfile import TemporaryDirectory
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.engines.engine_server import WEIGHT_LOADER
+from invrl.engines.sglang_client import SglangClient
+from invrl.errors import LayoutError, WeightSyncError
+from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.types import WeightVersion
+from invrl.weights.in_engine import LoaderReply, LoaderRequest, read_reply
+from invrl.weights.shared_memory import ArenaHandle
+
+
+class EngineReceiver(ABC):
+    """What every carrier shares; a carrier is `load`. `deadline_s`: of one call that moves or hashes
+    weights."""
+
+    def __init__(self, name: str, client: SglangClient, *, deadline_s: float = 300.0) -> None:
+        self.name, self._client, self._deadline_s = name, client, deadline_s
+        self._approved: WeightLayout = ()
+        self.is_paused = False
+        """For the heartbeat: a paused engine makes no token."""
+        self.is_loading = False
+        """For the heartbeat: the engine copies or hashes its weights in one call, during which its scheduler
+        answers nothing. That call has `deadline_s`, and an engine that exceeds it fails the update."""
+
+    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
+        """LayoutError unless the layout is exactly the engine's weights. The engine is asked once per
+        layout: outside a pause it answers only when no request runs, and nothing about it changes."""
+        if set(staged.checksums) != {spec.name for spec in layout}:
+            raise LayoutError("what was staged is not what the layout names", engine=self.name)
+        if layout != self._approved:
+            async with self._update():
+                await self._ask(layout)
+            self._approved = layout
+
+    async def pause(self) -> None:
+        self.is_paused = True
+        await self._client.pause()
+        await self._client.flush_cache()
+
+    @abstractmethod
+    async def load(self, staged: StagedWeights) -> None: ...
+
+    async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
+        async with self._update():
+            reply = await self._ask(self._approved, digest=True)
+        return reply.checksums
+
+    async def commit(self, version: WeightVersion) -> None:
+        await self._client.set_weight_version(version)
+        named = await self._client.weight_version()
+        if named != str(version):
+            raise WeightSyncError(f"calls itself version {named}, not {version}", engine=self.name)
+
+    async def resume(self) -> None:
+        await self._client.resume()
+        self.is_paused = False
+
+    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        return await self._client.prompt_logprobs(prompts, deadline_s=self._deadline_s)
+
+    @asynccontextmanager
+    async def _update(self) -> AsyncIterator[None]:
+        """SGLang takes weights only between these two calls."""
+        await self._client.begin_weight_update()
+        try:
+            yield
+        finally:
+            await self._client.end_weight_update()
+
+    async def _ask(
+        self, layout: WeightLayout, *, arena: ArenaHandle | None = None, digest: bool = False
+    ) -> LoaderReply:
+        """One request to the loader inside the engine, within `_update`."""
+        import torch
+
+        with TemporaryDirectory(prefix="invrl-reply-") as folder:
+            path = f"{folder}/{self.name}"
+            request = LoaderRequest(reply_path=path, tensors=layout, arena=arena, digest=digest)
+            # The name of an empty tensor carries the request.
+            named = pickle.dumps([(msgspec.json.encode(request).decode(), torch.empty(0))])
+            await self._send(base64.b64encode(named).decode(), WEIGHT_LOADER)
+            return read_reply(path)
+
+    async def _send(self, payload: str, load_format: str) -> None:
+        self.is_loading = True
+        try:
+            await self._client.update_weights_from_tensor(
+                [payload], load_format=load_format, deadline_s=self._deadline_s
+            )
+        finally:
+            self.is_loading = False
+
+
+class ArenaReceiver(EngineReceiver):
+    """The engine maps the trainer's arena and copies a slot into its parameters."""
+
+    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
+        _arena_of(staged).check()
+        await super().check(layout, staged)
+
+    async def load(self, staged: StagedWeights) -> None:
+        async with self._update():
+            await self._ask(self._approved, arena=_arena_of(staged))
+
+
+def _arena_of(staged: StagedWeights) -> ArenaHandle:
+    return msgspec.json.decode(staged.handle, type=ArenaHandle)
+
+
+class BucketReceiver(EngineReceiver):
+    """SGLang's stock path: flattened buckets by shared memory (CPU) or CUDA IPC (GPU). It accepts
+    unknown names and dies of wrong shapes, so `check` must have passed."""
+
+    async def load(self, staged: StagedWeights) -> None:
+        assert self._approved, "load before check"
+        async with self._update():
+            for payload in json.loads(staged.handle):
+                await self._send(payload, "flattened_bucket")
+
+
+RECEIVERS: dict[str, type[EngineReceiver]] = {"arena": ArenaReceiver, "bucket": BucketReceiver}
+"""By carrier; the trainer's ends are in `train/rank.py`."""

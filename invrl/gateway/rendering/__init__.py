@@ -1,0 +1,4 @@
+"""Between messages and token ids: chat template, tokenizer, tool-call parsing.
+
+Start with `renderer.py`.
+"""

@@ -1,0 +1,4 @@
+"""Sessions from their opening to the outcome that a closed session hands over.
+
+Start with `lifecycle.py`.
+"""

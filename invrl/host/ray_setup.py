@@ -1,0 +1,74 @@
+"""The environment of the Ray that a run starts, set before `ray` is imported, which reads it once.
+A cluster named by RAY_ADDRESS has its own; `run/cluster.py` then sends `worker_environment` along."""
+
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from invrl.host import lifeline
+from invrl.host.environment_keys import RAY_TOKEN, hold_key
+from invrl.host.lifeline import NoteKind
+
+_SHORT = "/tmp"
+"""Ray's sockets are below its folder, and a Unix socket's path has 107 bytes: TMPDIR may be too long."""
+
+
+def prepare_ray() -> None:
+    """Called by `cli/main.py` before it imports what imports Ray.
+
+    Ray listens on all interfaces whatever it is told, so only who has a token that this process made may
+    join. `start_ray` shows it to Ray's processes alone: engines and the gateway, which are started before,
+    do not inherit it, and neither does what user code in this process starts. Idle workers started ahead and
+    Ray's own metrics cost a laptop more than they save."""
+    if os.environ.get("RAY_ADDRESS") or "ray" in sys.modules:
+        return  # too late for us: whoever imported it has Ray's own token, in the home folder
+    os.environ.update(
+        worker_environment(),
+        RAY_AUTH_MODE="token",
+        RAY_prestart_worker_first_driver="0",
+        RAY_enable_metrics_collection="0",
+        # What a rollout started ends with its worker, also when that is killed.
+        RAY_process_group_cleanup_enabled="true",
+    )
+    hold_key(RAY_TOKEN, secrets.token_hex(32))
+
+
+def worker_environment() -> dict[str, str]:
+    """What a worker process needs: the user's modules and ours, one thread per process. No uvloop: a
+    transport of it that user code left open and another thread collects ends the process."""
+    paths = [str(Path.cwd()), *sys.path]
+    return {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
+        "OMP_NUM_THREADS": "1",
+        "RAY_USE_UVLOOP": "0",
+    }
+
+
+@contextmanager
+def ray_folder(logs: Path) -> Iterator[str]:
+    """Where a Ray of our own keeps its sockets and logs, anew for each start. By default Ray shares a folder
+    with every other program of the machine, and looks there for the address of a running cluster; that of a
+    dead one made a start hang. The folder goes at the end, its logs to `logs`; where
+    this process is killed, the supervisor does that."""
+    folder = tempfile.mkdtemp(prefix="invrl-ray-", dir=_SHORT if os.access(_SHORT, os.W_OK) else None)
+    lifeline.tell(NoteKind.FOLDER, folder)
+    try:
+        yield folder
+    finally:
+        remove_ray_folder(folder, logs)
+
+
+def remove_ray_folder(folder: str, logs: Path) -> None:
+    """Keeps what its processes and the workers have printed, user code too."""
+    with suppress(OSError):
+        for pattern in ("*.out", "*.err"):
+            for log in Path(folder).glob(f"session_2*/logs/{pattern}"):
+                if log.stat().st_size:
+                    (logs / Path(folder).name).mkdir(parents=True, exist_ok=True)
+                    shutil.copy(log, logs / Path(folder).name / log.name)
+    shutil.rmtree(folder, ignore_errors=True)

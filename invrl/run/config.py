@@ -1,0 +1,214 @@
+"""The configuration: one tree of frozen sections, each declared beside its owner, composed here.
+Sources, later ones win: defaults, the algorithm preset, a TOML file, flags (`resolve`). Invariant: what
+`resolve` returns is whole and consistent, or a ConfigError says what to change; nothing has started by then.
+Imports without torch, ray, sglang or transformers."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import tomli_w
+from pydantic import Field, NonNegativeInt, PositiveInt, StrictBool, StrictFloat, StrictInt, ValidationError
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.buffer.config import BufferConfig
+from invrl.errors import ConfigError
+from invrl.gateway.config import GatewayConfig
+from invrl.rollout.config import EngineConfig, RolloutConfig
+from invrl.run.contradictions import check
+from invrl.run.near_names import meant_setting, nearest_setting
+from invrl.section import Section
+from invrl.train.config import TrainConfig
+
+Scalar = StrictBool | StrictInt | StrictFloat | str
+"""What a pass-through option or a flag can be."""
+UpstreamOptions = dict[str, Scalar]
+
+
+class RunConfig(Section):
+    """The run as a whole: its name, length and what it shows."""
+
+    run_name: str = Field("", description="name of the run folder; empty: the time it starts")
+    run_root: str = Field("runs", description="folder that run folders are made in")
+    num_steps: PositiveInt = Field(100, description="training batches, one weight version each")
+    seed: NonNegativeInt = Field(0, description="seed of task order, shuffles and initial values")
+    save_interval: NonNegativeInt = Field(0, description="steps between checkpoints; 0: by save_interval_s")
+    save_interval_s: float = Field(
+        300.0,
+        ge=0,
+        description="seconds between checkpoints, more where saving would take over 5 % of the time; 0: none "
+        "before the last step",
+    )
+    keep_checkpoints: NonNegativeInt = Field(2, description="newest checkpoints that stay; 0: all")
+    max_restarts: NonNegativeInt = Field(0, description="times in a row that a failed run resumes by itself")
+    heartbeat_timeout_s: float = Field(
+        30.0, gt=0, description="a process that has not answered for this long counts as dead"
+    )
+    ray_start_attempts: PositiveInt = Field(
+        4, description="times that a run's own Ray is started until it is up"
+    )
+    save_rollout_data: bool = Field(False, description="write every training batch to RUN/rollout_data")
+    debug_rollout_only: bool = Field(False, description="no trainer; every batch goes to RUN/rollout_data")
+    debug_train_only: bool = Field(False, description="the trainer alone, on --load-rollout-data")
+    load_rollout_data: str = Field("", description="folder of saved batches, for --debug-train-only")
+    load_checkpoint: str = Field("", description="RUN/checkpoints/step-N that --debug-train-only begins with")
+    progress: Literal["auto", "plain", "none"] = Field("auto", description="auto: live display on a terminal")
+    log_samples: NonNegativeInt = Field(
+        1, description="rollouts of each step whose prompt, reply and reward the console shows; 0: none"
+    )
+    tensorboard: bool = Field(True, description="write TensorBoard events into the run folder")
+    wandb_project: str = Field("", description="project at Weights & Biases to log to; empty: none")
+    wandb_mode: Literal["online", "offline"] = Field("online", description="offline: files for `wandb sync`")
+    mlflow_tracking_uri: str = Field("", description="MLflow server or store to log to; empty: none")
+
+
+class ModelConfig(Section):
+    """The model that is served and trained."""
+
+    model_path: str = Field("", description="Hugging Face folder, or checkpoint of a run (its hugging_face)")
+
+    @property
+    def folder(self) -> Path:
+        """Absolute; meaningless without a `model_path`."""
+        given = Path(self.model_path).expanduser().absolute()
+        return inner if (inner := given / "hugging_face").is_dir() else given
+
+    @property
+    def name(self) -> str:
+        """What agents call it: a run's checkpoint by the run's name, any other model by its folder's."""
+        checkpoint = self.folder.parent if self.folder.name == "hugging_face" else self.folder
+        run = checkpoint.parent.parent
+        if checkpoint.parent.name == "checkpoints" and (run / "config.resolved.toml").is_file():
+            return run.name
+        return checkpoint.name
+
+
+class WeightSyncConfig(Section):
+    """How new weights reach the engines, and what proves that they are there."""
+
+    weight_carrier: Literal["arena", "bucket"] = Field(
+        "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
+    )
+    weight_sync_timeout_s: float = Field(
+        300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"
+    )
+
+
+class Config(Section):
+    """Everything a run is told; `resolve()` makes one. `sglang`, `router`, `megatron` pass through to those
+    packages by name."""
+
+    run: RunConfig
+    model: ModelConfig
+    rollout: RolloutConfig
+    engine: EngineConfig
+    gateway: GatewayConfig
+    buffer: BufferConfig
+    algorithm: AlgorithmConfig
+    train: TrainConfig
+    weight_sync: WeightSyncConfig
+    sglang: UpstreamOptions = Field(default_factory=dict)
+    router: UpstreamOptions = Field(default_factory=dict)
+    megatron: UpstreamOptions = Field(default_factory=dict)
+
+    def to_toml(self) -> str:
+        """The whole tree; `resolve` reads it back to an equal one."""
+        return tomli_w.dumps(self.model_dump(mode="json"))
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: info.annotation
+    for name, info in Config.model_fields.items()
+    if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+}
+UPSTREAM = tuple(name for name in Config.model_fields if name not in SECTIONS)
+Tables = Mapping[str, Mapping[str, Scalar]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Values from one place, by table and key; `name` is how an error calls that place."""
+
+    name: str
+    tables: Tables
+
+
+def nearest(name: str, names: Iterable[str], many: str = "see --help for the valid names") -> str:
+    """The valid name closest to a wrong one, as a fix; if none is close the list of them, or `many` where
+    they are too many for one."""
+    valid = sorted(names)
+    if close := difflib.get_close_matches(name, valid, n=1, cutoff=0.6):
+        return f"did you mean {close[0]}?"
+    return f"use one of: {', '.join(valid)}" if len(valid) <= 30 else many
+
+
+def read_toml(path: Path) -> Source:
+    """A configuration file as a source. ConfigError for what is not TOML; `resolve` checks its names."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("--config", str(path), str(error), "give a readable TOML file") from error
+    for table, entries in document.items():
+        if not isinstance(entries, dict):
+            fix = f"write [{table}] and its keys below"
+            if home := _table_of(table):
+                fix = f"move it to table [{home}]"
+            elif meant := meant_setting(table):
+                fix = f"write it as {meant}, in table [{_table_of(meant)}]"
+            raise ConfigError(f"{table} in {path}", entries, "a table is expected", fix)
+    return Source(name=str(path), tables=document)
+
+
+def resolve(*sources: Source) -> Config:
+    """Defaults below the algorithm's preset below the sources in order; validated and cross-checked."""
+    values: dict[str, dict[str, Scalar]] = {name: {} for name in SECTIONS}
+    for layer in sources:
+        for table, entries in layer.tables.items():
+            values.setdefault(table, {}).update(entries)
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        _refuse(error, sources)
+    check(config)
+    return config
+
+
+def _refuse(error: ValidationError, layers: Sequence[Source]) -> NoReturn:
+    """The first of pydantic's findings, in our terms."""
+    first = error.errors()[0]
+    table, key = (*(str(part) for part in first["loc"]), "")[:2]
+    given = [one.name for one in layers if table in one.tables and key in ("", *one.tables[table])]
+    origin = given[-1] if given else "default"
+    known = SECTIONS[table].model_fields if table in SECTIONS else Config.model_fields
+    others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    reason, fix = first["msg"], "give a string, a number or a boolean"
+    if first["type"] == "extra_forbidden":
+        reason = f"no such {'key' if key else 'table'}"
+        fix = _key_fix(key, table) if key else nearest(table, known)
+    elif info := known.get(key):
+        fix = f"set {key}: {info.description} (default: {info.default!r})"
+    reason = f"{reason} (from {origin}){others}"
+    raise ConfigError(f"{table}.{key}" if key else table, first["input"], reason, fix) from error
+
+
+def _key_fix(key: str, table: str) -> str:
+    """For a key that is none of its table."""
+    if home := _table_of(key):
+        return f"move it to table [{home}]"
+    meant = meant_setting(key)
+    if meant and _table_of(meant) != table:
+        return f"did you mean {meant}, in table [{_table_of(meant)}]?"
+    return nearest_setting(key, SECTIONS[table].model_fields)
+
+
+def _table_of(key: str) -> str:
+    """The table that a setting stands in; "" for none of ours."""
+    return next((name for name, section in SECTIONS.items() if key in section.model_fields), "")
+
+
+def load_resolved(path: Path) -> Config:
+    """The configuration of a run folder, as it was written."""
+    return resolve(read_toml(path))

@@ -1,0 +1,167 @@
+"""What single fields cannot know: contradictions between settings, found before any process starts.
+
+One function per subject, each yielding what is wrong. `check` is pure and is called by `config.resolve`; what
+the settings name is looked at by `cli/run_checks.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from invrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from invrl.run.config import Config
+
+_SECRET_PARTS = ("api_key", "password", "secret", "auth_token")
+_MAX_COUNT = 2**31 - 1
+_SEEDED_BACKENDS = {
+    "attention_backend": ("torch_native", "fa3", "fa4", "flashinfer", "triton"),
+    "sampling_backend": ("pytorch",),
+}
+"""Those in which SGLang can sample by seed; torch_native by `cpu_stand_ins`, on CPU."""
+Contradictions = Iterator[tuple[str, str, str]]
+"""Field (its value is looked up), reason, fix."""
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError at the first contradiction."""
+    values = {f"{table}.{name}": value for table, section in config for name, value in dict(section).items()}
+    for subject in (_modes, _schedule, _batch, _evaluation, _engines, _deadlines, _secrets):
+        for field, reason, fix in subject(config):
+            value = "(not shown)" if subject is _secrets else values[field]
+            raise ConfigError(field, value, reason, fix)
+    for field, value in values.items():  # counts travel as int32 (token ids, positions, versions)
+        if isinstance(value, int) and abs(value) > _MAX_COUNT:
+            raise ConfigError(field, value, "over 2^31 - 1", "choose a smaller number")
+
+
+def _modes(config: Config) -> Contradictions:
+    run = config.run
+    if run.debug_rollout_only and run.debug_train_only:
+        reason = "a run cannot be without the trainer and without the rollout half"
+        yield "run.debug_train_only", reason, "give one of --debug-rollout-only and --debug-train-only"
+    if run.debug_train_only and not run.load_rollout_data:
+        reason = "--debug-train-only trains on saved batches"
+        yield "run.load_rollout_data", reason, "give --load-rollout-data RUN/rollout_data"
+    for name in ("load_rollout_data", "load_checkpoint"):
+        if getattr(run, name) and not run.debug_train_only:
+            fix = "add --debug-train-only, or leave it out"
+            yield f"run.{name}", "only --debug-train-only reads it", fix
+
+
+def _schedule(config: Config) -> Contradictions:
+    train = config.train
+    if train.lr_decay_style != "constant" and train.lr_decay_steps <= train.lr_warmup_steps:
+        reason = f"a {train.lr_decay_style} decay ends after its warm-up of {train.lr_warmup_steps} steps"
+        yield "train.lr_decay_steps", reason, "set --lr-decay-steps to the optimizer steps of the run"
+    if train.lr_min > train.lr:
+        reason = f"the schedule's highest rate is lr = {train.lr}"
+        yield "train.lr_min", reason, "lower --lr-min or raise --lr"
+
+
+def _batch(config: Config) -> Contradictions:
+    groups, samples = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+    ranks, algorithm = config.train.data_parallel_size, config.algorithm
+    if groups * samples < ranks:
+        reason = f"a batch has {groups} x {samples} = {groups * samples} rollouts, fewer than ranks"
+        yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --rollout-batch-size"
+    if 0 < algorithm.dual_clip <= 1:
+        reason = "it bounds ratios above 1; at 1 or below no negative advantage would have a gradient"
+        yield "algorithm.dual_clip", reason, "set --dual-clip above 1 (3 is usual), or 0 for none"
+    if algorithm.steps_per_batch > groups:
+        reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
+        yield "algorithm.steps_per_batch", reason, "lower --steps-per-batch or raise --rollout-batch-size"
+    if samples == 1 and algorithm.advantage in ("grpo", "dr_grpo"):
+        reason = f"{algorithm.advantage} compares the rollouts of a group; with one, every advantage is 0"
+        yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"
+
+
+def _evaluation(config: Config) -> Contradictions:
+    rollout = config.rollout
+    if rollout.eval_interval and not rollout.eval_tasks:
+        reason = "there are no held-out tasks to evaluate on (eval_tasks is 0)"
+        yield "rollout.eval_interval", reason, "set --eval-tasks, or --eval-interval 0"
+    if rollout.eval_sets and rollout.eval_task_file:
+        reason = "held-out sets are named in eval_sets, which leaves this one out"
+        yield "rollout.eval_task_file", reason, f"add it to --eval-sets as NAME={rollout.eval_task_file}"
+    if rollout.eval_samples_per_task > rollout.rollout_concurrency:
+        reason = f"a task's samples run together, and {rollout.rollout_concurrency} rollouts may"
+        fix = "lower --eval-samples-per-task or raise --rollout-concurrency"
+        yield "rollout.eval_samples_per_task", reason, fix
+
+
+def _engines(config: Config) -> Contradictions:
+    rollout, gateway, capacity = config.rollout, config.gateway, config.engine.engine_max_total_tokens
+    if rollout.max_new_tokens >= capacity:
+        reason = f"an engine's KV cache holds {capacity} tokens in all"
+        yield "rollout.max_new_tokens", reason, "lower --max-new-tokens or raise --engine-max-total-tokens"
+    if rollout.rollout_concurrency > gateway.max_open_sessions:
+        reason = f"the gateway admits {gateway.max_open_sessions} open sessions"
+        fix = "lower --rollout-concurrency or raise --max-open-sessions"
+        yield "rollout.rollout_concurrency", reason, fix
+    if rollout.rollout_workers > rollout.rollout_concurrency:
+        reason = f"only {rollout.rollout_concurrency} rollouts run at a time"
+        yield "rollout.rollout_workers", reason, "lower --rollout-workers or raise --rollout-concurrency"
+    yield from _masked(config)
+    for name, value in config.sglang.items() if config.engine.seeded_sampling else ():
+        seeded = _SEEDED_BACKENDS.get(name.replace("-", "_"), (value,))
+        if value not in seeded:
+            reason = "SGLang cannot sample by seed with it, and seeded_sampling is on"
+            fix = f"use one of: {', '.join(map(str, seeded))}; or --no-seeded-sampling"
+            yield f"sglang.{name}", reason, fix
+
+
+def _masked(config: Config) -> Contradictions:
+    """The trainer finds the tokens that a grammar kept as SGLang does by its defaults."""
+    if config.gateway.constrained != "masked":
+        return
+    for name, value in config.sglang.items():
+        option = name.replace("-", "_")
+        if option.startswith("constrained_json") or (option == "grammar_backend" and value != "xgrammar"):
+            reason = "with it engines keep other tokens than the trainer finds, and constrained is masked"
+            yield f"sglang.{name}", reason, "leave it out, or use --constrained free"
+
+
+def _deadlines(config: Config) -> Contradictions:
+    """What waits for a rollout must wait longer than a rollout may take."""
+    limit, gateway, buffer = config.rollout.rollout_timeout_s, config.gateway, config.buffer
+    reason = f"a rollout may take rollout_timeout_s = {limit:g} s"
+    if gateway.session_ttl_s < limit:
+        yield "gateway.session_ttl_s", reason, "raise --session-ttl-s or lower --rollout-timeout-s"
+    if gateway.late_reward == "accept" and not gateway.reward_deadline_s:
+        why = "a session past its time would have to wait for its reward, and reward_deadline_s is 0"
+        yield "gateway.late_reward", why, "set --reward-deadline-s, or --late-reward drop"
+    if buffer.batch_timeout_s < gateway.reward_deadline_s:
+        why = f"a batch is waited for batch_timeout_s = {buffer.batch_timeout_s:g} s"
+        yield "gateway.reward_deadline_s", why, "lower --reward-deadline-s or raise --batch-timeout-s"
+    if config.rollout.external_environments:
+        yield from _outside_deadlines(config)
+    if buffer.batch_timeout_s < limit:
+        yield "buffer.batch_timeout_s", reason, "raise --batch-timeout-s or lower --rollout-timeout-s"
+
+
+def _outside_deadlines(config: Config) -> Contradictions:
+    """An environment that we do not start may die with its places. They must come back, to be leased again,
+    before the run gives up the batch that waits for them."""
+    gateway, batch_timeout_s = config.gateway, config.buffer.batch_timeout_s
+    held_s = gateway.lease_timeout_s + gateway.session_ttl_s
+    parts = "lease_timeout_s + session_ttl_s"
+    if gateway.late_reward == "accept":
+        held_s += gateway.reward_deadline_s
+        parts += " + reward_deadline_s"
+    if held_s >= batch_timeout_s:
+        reason = (
+            f"an environment that hangs may hold a task for {parts} = {held_s:g} s, and a batch is waited "
+            f"for batch_timeout_s = {batch_timeout_s:g} s"
+        )
+        yield "gateway.session_ttl_s", reason, "lower --session-ttl-s or raise --batch-timeout-s"
+
+
+def _secrets(config: Config) -> Contradictions:
+    """The resolved configuration is written down, so it must hold no secret."""
+    tables = {"sglang": config.sglang, "router": config.router, "megatron": config.megatron}
+    for table, name in ((table, name) for table, options in tables.items() for name in options):
+        if any(part in name for part in _SECRET_PARTS):
+            reason = "invrl makes the keys of its private servers itself, anew for each run"
+            yield f"{table}.{name}", reason, f"leave --{table}-{name.replace('_', '-')} out"

@@ -1,0 +1,118 @@
+"""Makes and checks the folder of a run.
+
+Invariant: a folder belongs to one configuration, and is refused to another."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from invrl.errors import ConfigError
+from invrl.host.disk import write_atomically
+from invrl.run.config import Config, load_resolved
+from invrl.store.run_folder import LOCK_NAME, RunFolder, unwritable
+
+
+def check_run_folder(config: Config) -> None:
+    """What `hold_run_folder` would refuse, without making anything."""
+    root, name = _place(config)
+    if (root / name).is_dir() and name:
+        folder = RunFolder(path=root / name)
+        _check_configuration(folder, config)
+        folder.check_free()
+    while not root.exists():
+        root = root.parent
+    try:
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as error:
+        raise unwritable(root, error) from error
+
+
+@contextmanager
+def hold_run_folder(config: Config, command: str) -> Iterator[RunFolder]:
+    """The run's folder as `make_run_folder` makes it, held by `command` of this process. Raises ConfigError
+    as that does, and if another process holds the folder, of which nothing has changed then."""
+    folder = _find_or_create(config)
+    with folder.held(command):
+        _furnish(folder, config)
+        yield folder
+
+
+def make_run_folder(config: Config) -> RunFolder:
+    """Create the folder (or reopen that of the same configuration) and write the configuration down.
+    Raises ConfigError if the folder holds another configuration, or things that are not a run's."""
+    folder = _find_or_create(config)
+    _furnish(folder, config)
+    return folder
+
+
+def _find_or_create(config: Config) -> RunFolder:
+    root, name = _place(config)
+    # Two runs of one second get two folders.
+    path = root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        folder = RunFolder(path=path)
+        _check_configuration(folder, config)
+    except OSError as error:
+        raise unwritable(root, error) from error
+    return folder
+
+
+def _furnish(folder: RunFolder, config: Config) -> None:
+    try:
+        for sub in (folder.logs_path, folder.checkpoints_path, folder.report_path):
+            sub.mkdir(exist_ok=True)
+        write_atomically(folder.config_path, config.to_toml())
+    except OSError as error:
+        raise unwritable(folder.path.parent, error) from error
+
+
+def _place(config: Config) -> tuple[Path, str]:
+    """Root and name. Raises ConfigError for a name that is a path."""
+    name = config.run.run_name
+    if Path(name).name != name or name in (".", ".."):
+        raise ConfigError("run.run_name", name, "a name, not a path", "give the folder as --run-root")
+    return Path(config.run.run_root).expanduser().absolute(), name
+
+
+def _check_configuration(folder: RunFolder, config: Config) -> None:
+    if not folder.config_path.exists():
+        # A process that has just begun holds the folder before it writes anything else.
+        if any(each.name != LOCK_NAME for each in folder.path.iterdir()):
+            reason = f"{folder.path} is not empty and is not a run folder"
+            raise ConfigError("run.run_name", folder.path.name, reason, "choose another --run-name")
+        return
+    before, now = _settled(load_resolved(folder.config_path)), _settled(config)
+    changed = [
+        f"{name} = {value!r}, not {before[name]!r}" for name, value in now.items() if before[name] != value
+    ]
+    if changed:
+        reason = f"{folder.path} holds a run with another configuration; now: {'; '.join(changed[:3])}"
+        fix = "choose another --run-name, or repeat that configuration"
+        raise ConfigError("run.run_name", folder.path.name, reason, fix)
+
+
+_MAY_CHANGE = (
+    *("run_root", "run_name", "num_steps", "progress", "log_samples", "tensorboard"),
+    *("max_restarts", "save_interval", "save_interval_s", "keep_checkpoints", "ray_start_attempts"),
+    *("max_identical_failures", "max_failures_at_start", "max_filtered_batches", "filtered_out"),
+)
+"""Settings of a run that may differ when it goes on: none changes what a step computes."""
+
+
+def _settled(config: Config) -> dict[str, object]:
+    """The settings that may not differ. One that is newer than the folder had its default."""
+    tables = config.model_dump(mode="json")
+    passed_on = {name: tables.pop(name) for name in ("sglang", "router", "megatron")}
+    settled = {
+        f"{table}.{key}": value
+        for table, section in tables.items()
+        for key, value in section.items()
+        if key not in _MAY_CHANGE
+    }
+    return settled | passed_on

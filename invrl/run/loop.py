@@ -1,0 +1,172 @@
+"""The loop, over interfaces only: take a batch -> train -> send weights -> next.
+
+Rollouts go on meanwhile, as far as the buffer's staleness bound allows: bound 0 makes this the synchronous
+loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which. Invariant: the buffer admits work
+for a version only after every engine has committed it, and counts its tokens only after its canary has
+passed.
+
+Step n makes version n, also where the batch had no signal and no weight changed (`StepResult.optimizer_steps`
+is 0): versions count batches, so staleness and the ledger need no second clock. The engines are then sent the
+same weights once more, in the usual transaction."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from invrl.errors import FilteredOutError
+from invrl.interfaces import Buffer, StepResult, Trainer
+from invrl.metrics import resolve, timed
+from invrl.observe.sinks import Sink
+from invrl.observe.step_metrics import (
+    CHECKPOINT_PHASE,
+    reply_metrics,
+    rollout_metrics,
+    time_metrics,
+    update_metrics,
+)
+from invrl.run.save_schedule import SaveSchedule
+from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
+
+Assemble = Callable[[int, TakenBatch], TrainBatch]
+"""Fetches the tokens of a step's batch from the run's store and computes advantages. It runs in a thread, so
+that gateway and fleet are watched, and rollouts dispatched, while it reads."""
+ShowSamples = Callable[[int, TakenBatch], Sequence[str]]
+"""What a person is shown of a step's rollouts; runs in a thread too."""
+Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
+"""Gives the trainer's weights to the fleet as this version, in one transaction."""
+Save = Callable[[int, bytes], Awaitable[object]]
+"""Writes the checkpoint of a step: the trainer as it is, and this snapshot of the buffer."""
+Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
+"""Held-out evaluation under this version; flat metric values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """Makes a new version for the fleet. `save` is called when the schedule says so, and after the last
+    step."""
+
+    trainer: Trainer
+    sync: Sync
+    save: Save
+    schedule: SaveSchedule = field(default_factory=SaveSchedule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop runs on. Without a learner the version never changes, and batches are only kept."""
+
+    buffer: Buffer
+    assemble: Assemble
+    observer: Sink
+    learner: Learner | None
+    evaluate: Evaluate | None = None
+    show_samples: ShowSamples | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Phases:
+    """Seconds spent per phase of one step; each phase is announced to the observer."""
+
+    observer: Sink
+    step: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        self.observer.phase(name, self.step)
+        with timed(self.seconds, name):
+            yield
+
+
+async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> int:
+    """Steps `done` + 1 to `num_steps`; with a learner, step n makes version n. Returns the last step made:
+    an earlier one where the group filter leaves nothing to train on, which is told, and then the model of
+    that step is saved."""
+    if parts.learner is not None:
+        parts.learner.schedule.begin()
+    saved = done
+    for step in range(done + 1, num_steps + 1):
+        phases = _Phases(parts.observer, step)
+        try:
+            with phases.within("rollout"):
+                taken = await parts.buffer.take()
+        except FilteredOutError as reason:
+            _tell_early_end(parts.observer, step - 1, num_steps, reason)
+            if parts.learner is not None and step - 1 > saved:
+                await _save_early(parts.buffer, parts.learner, phases, step - 1)
+            return step - 1
+        with phases.within("assemble"):
+            batch = await asyncio.to_thread(parts.assemble, step, taken)
+        values = resolve(rollout_metrics(taken) | reply_metrics(batch), "rollout/")
+        if parts.learner is None:
+            await parts.buffer.advance(taken.version)
+        else:
+            values |= await _learn(parts, parts.learner, taken, batch, phases, last=step == num_steps)
+            if CHECKPOINT_PHASE in phases.seconds:
+                saved = step
+        values |= resolve(await parts.buffer.metrics(), "buffer/")
+        values |= resolve(time_metrics(phases.seconds, taken, batch.total_tokens), "time/")
+        if parts.evaluate is not None and eval_interval and step % eval_interval == 0 and step < num_steps:
+            parts.observer.phase("evaluate", step)
+            values |= await parts.evaluate(WeightVersion(step))
+        parts.observer.step(step, values)
+        if parts.show_samples is not None:
+            for text in await asyncio.to_thread(parts.show_samples, step, taken):
+                parts.observer.note(text)
+    return max(done, num_steps)
+
+
+def _tell_early_end(observer: Sink, made: int, num_steps: int, reason: FilteredOutError) -> None:
+    observer.note(
+        f"the run ends after step {made} of {num_steps}: {reason}.\n"
+        "    To go on: other tasks under another --run-name, a larger --max-filtered-batches, or "
+        "--filtered-out train"
+    )
+
+
+async def _save_early(buffer: Buffer, learner: Learner, phases: _Phases, made: int) -> None:
+    """The checkpoint of the last step made, with no batch out."""
+    snapshot = await buffer.snapshot(WeightVersion(made))
+    with phases.within(CHECKPOINT_PHASE):
+        await learner.save(made, snapshot)
+
+
+async def _learn(
+    parts: Parts, learner: Learner, taken: TakenBatch, batch: TrainBatch, phases: _Phases, *, last: bool
+) -> dict[str, float]:
+    """Train, sync, checkpoint. The buffer's snapshot is taken before it admits work for the new version;
+    the checkpoint is written while that work goes on. After the last step nothing more is admitted."""
+    step, version = phases.step, WeightVersion(phases.step)
+    with phases.within("train"):
+        result = await learner.trainer.train(batch)
+        if note := no_step_note(step, result):
+            parts.observer.note(note)
+        await parts.buffer.trained(taken.batch_id)
+    with phases.within("sync"):
+        update = await learner.sync(version)
+        saves = last or learner.schedule.is_due(step)
+        snapshot = await parts.buffer.snapshot(version) if saves else None
+        if not last:
+            await parts.buffer.advance(version)
+    if snapshot is not None:
+        with phases.within(CHECKPOINT_PHASE):
+            await learner.save(step, snapshot)
+        learner.schedule.saved(phases.seconds[CHECKPOINT_PHASE])
+    return {**train_values(result), **resolve(update_metrics(update), "sync/")}
+
+
+def no_step_note(step: int, result: StepResult) -> str:
+    """What a person is told of a batch that changed no weight; "" if it changed some."""
+    if result.optimizer_steps:
+        return ""
+    return (
+        f"step {step}: no weight was changed. The gradient was 0: no reward differed from those that it is "
+        "compared with (counted in train/skipped_steps; --group-filter nonzero_variance replaces such groups)"
+    )
+
+
+def train_values(result: StepResult) -> dict[str, float]:
+    """What the trainer measured, as flat metric values."""
+    seconds = {f"train/time/{name}_s": value for name, value in result.seconds.items()}
+    return {**resolve(result.metrics, "train/"), **seconds}

@@ -1,0 +1,61 @@
+"""`invrl serve`: the fleet and the gateway without a trainer, for a stranger's agent at once.
+
+The first session is for the person at the terminal; the environment key opens more."""
+
+from invrl.rollout.session_client import SessionClient
+from invrl.run.cluster import Serving, start_serving
+from invrl.run.config import Config
+from invrl.store.run_folder import RunFolder
+from invrl.types import GroupLease, GroupMember, Session, Task
+
+
+async def serve(config: Config, folder: RunFolder) -> None:
+    """Serves until Ctrl-C. Raises what start-up raises, or the failure of an engine."""
+    async with start_serving(with_long_answers(config), folder) as serving:
+        print(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}", flush=True)
+        await serving.wait_ready()
+        await serving.fleet.admit()
+        print(welcome(serving, await _open_session(serving)), flush=True)
+        await serving.watch()
+
+
+def with_long_answers(config: Config) -> Config:
+    """Unless the person who serves has bounded them, answers end where the context does: an agent that names
+    no limit must not have its files cut off."""
+    if "max_new_tokens" in config.rollout.model_fields_set:
+        return config
+    unbounded = {"max_new_tokens": config.engine.engine_max_total_tokens}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=unbounded)})
+
+
+async def _open_session(serving: Serving) -> Session:
+    client = SessionClient(serving.gateway.url, env_key=serving.env_key)
+    task, member = Task(id="terminal", payload={}), GroupMember(index=0, attempt=0)
+    lease = GroupLease(group_id="terminal", task=task, members=(member,))
+    try:
+        [session] = await client.open(lease, purpose="serve")
+    finally:
+        await client.close()
+    return session
+
+
+def welcome(serving: Serving, session: Session) -> str:
+    """What a stranger needs to point an agent at us."""
+    url, model = serving.settings.url, serving.settings.model_name
+    return f"""
+serving {model} ({serving.settings.model_path}); Ctrl-C ends it
+
+  OPENAI_BASE_URL={session.base_url}
+  OPENAI_API_KEY={session.key}
+  ANTHROPIC_BASE_URL={session.base_url.removesuffix("/v1")}
+  ANTHROPIC_API_KEY={session.key}
+
+try it:
+  curl -s {session.base_url}/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+
+more sessions (the environment key opens them; keep it to yourself):
+  INVRL_ENV_KEY={serving.env_key}
+  curl -s {url}/sessions -H "Authorization: Bearer $INVRL_ENV_KEY" -H 'Content-Type: application/json' \\
+    -d '{{"task_id": "a", "group_id": "a", "members": [{{"index": 0, "attempt": 0}}], "purpose": "serve"}}'
+"""
