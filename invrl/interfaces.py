@@ -197,7 +197,7 @@ WeightLayout = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedWeights:
-    """Weights written where the carrier's receivers can take them. `handle` is the carrier's own
+    """Weights written where the transport's receivers can take them. `handle` is the transport's own
     (for the arena: path and slot; for buckets: the serialized handles), opaque to the transaction."""
 
     version: WeightVersion
@@ -208,7 +208,7 @@ class StagedWeights:
 
 
 class WeightSender(Protocol):
-    """The trainer's side of a carrier."""
+    """The trainer's side of a transport."""
 
     async def layout(self) -> WeightLayout: ...
 
@@ -222,7 +222,7 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """One engine's side of a carrier. Every call has a deadline and raises InvrlError."""
+    """One engine's side of a transport. Every call has a deadline and raises InvrlError."""
 
     @property
     def name(self) -> str: ...

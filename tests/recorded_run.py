@@ -180,7 +180,7 @@ class RecordedRun:
 
 
 def record_run(root: Path) -> RecordedRun:
-    """An empty one in its first life, at `root`/run."""
+    """An empty one in its first incarnation, at `root`/run."""
     config = resolve(Source(name="test", tables={"run": {"run_root": str(root), "run_name": "run"}}))
     folder = make_run_folder(config)
     writer = RunStoreWriter(folder.store_path)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from invrl.buffer.ledger_store import check_lineage, read_ledger, read_lives
+from invrl.buffer.ledger_store import check_lineage, read_incarnations, read_ledger
 from invrl.buffer.open_group import RolloutState
 from invrl.errors import BufferStateError, ConfigError, DeadlineError, InvrlError, ServerError
 from invrl.host.environment_keys import held_keys
@@ -37,7 +37,7 @@ from invrl.types import RolloutSummary
 
 ROLES = {
     "supervisor": "",
-    "driver": "invrl.cli _life",
+    "driver": "invrl.cli _incarnation",
     "trainer": "ray::TrainActor",
     "buffer": "ray::BufferActor",
     "worker": "ray::RolloutWorker",
@@ -67,7 +67,8 @@ class Fault:
     at: str
     """UTC."""
     outcome: str
-    """recovered (the same life went on), restarted (a new life), resumed (the command was repeated)."""
+    """recovered (the same incarnation went on), restarted (a new incarnation), resumed (the command was
+    repeated)."""
     noticed_s: float | None
     """From the fault to the first line about it, in the driver's log or on its console; None: no line."""
     message: str
@@ -105,7 +106,7 @@ class Soak:
         at = time.strftime("%H:%M:%S", time.gmtime())
         stopped_s = 0.0
         logs = _Logs([self._console, self._folder.log_path("driver")])
-        lives = len(read_lives(self._folder.store_path))  # the next one takes seconds to begin
+        incarnations = len(read_incarnations(self._folder.store_path))  # the next one takes seconds to begin
         if role == "supervisor" and kind == "kill":
             supervisor.wait(60)
             self.start()
@@ -121,9 +122,9 @@ class Soak:
                 victim.resume()
             self._wait_beyond(self._last_step(), logs)
         seconds = round(time.monotonic() - began, 1)
-        same_life = len(read_lives(self._folder.store_path)) == lives
+        same_incarnation = len(read_incarnations(self._folder.store_path)) == incarnations
         resumed = role == "supervisor" and kind == "kill"
-        outcome = "resumed" if resumed else "recovered" if same_life else "restarted"
+        outcome = "resumed" if resumed else "recovered" if same_incarnation else "restarted"
         noticed_s = None if logs.found_at is None else round(logs.found_at - began, 1)
         return Fault(
             role=role,
@@ -202,7 +203,7 @@ class Soak:
             return {}
 
     def _last_step(self) -> int:
-        """Of the steps that ended; a new life forgets those it makes again."""
+        """Of the steps that ended; a new incarnation forgets those it makes again."""
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
             return int(json.loads(self._folder.metrics_path.read_bytes().splitlines()[-1])["step"])
         return 0
@@ -273,7 +274,7 @@ def check_run(folder: RunFolder, steps: int) -> dict[str, int]:
     store.close()
     return {
         "steps": steps,
-        "lives": len(read_lives(folder.store_path)),
+        "incarnations": len(read_incarnations(folder.store_path)),
         "rollouts_trained": len(trained),
         "sessions_checked": sessions,
         "ledger_entries": len(kept),

@@ -22,7 +22,7 @@ class TorchSender:
     """`mistake` changes what is staged (not the layout), as a wrong name mapping would; `spoil`
     changes what was staged after its checksums were taken."""
 
-    def __init__(self, model_path: Path, *, carrier: str = "arena") -> None:
+    def __init__(self, model_path: Path, *, transport: str = "arena") -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         specs = [
             TensorSpec(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
@@ -31,7 +31,7 @@ class TorchSender:
         self.tensors = tuple(specs)
         self._writer = (
             ArenaWriter(self.tensors)
-            if carrier == "arena"
+            if transport == "arena"
             else BucketSender(self.tensors, bucket_bytes=40_000)
         )
         self.mistake: Callable[[Tensors], Tensors] = lambda tensors: tensors

@@ -20,7 +20,7 @@ PRESETS: dict[str, dict[str, str | float]] = {
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.28,
         "kl_coef": 0.0,
-        "steps_per_batch": 4,
+        "num_minibatches": 4,
     },
 }
 """Only axes that exist. Where a paper's aggregation is not built yet (GRPO's mean per rollout, Dr. GRPO's
@@ -58,7 +58,7 @@ class AlgorithmConfig(Section):
         "recompute",
         description="old policy: recomputed when the batch is taken; or the engine's (no correction is left)",
     )
-    steps_per_batch: PositiveInt = Field(
+    num_minibatches: PositiveInt = Field(
         1,
         description="optimizer steps per batch (mini-batches); with 1 and recomputed old no ratio is clipped",
     )
@@ -66,12 +66,12 @@ class AlgorithmConfig(Section):
     def without_effect(self) -> list[str]:
         """What is set here and cannot act with the rest of these settings, one sentence each."""
         found: list[str] = []
-        one_policy = self.steps_per_batch == 1 and self.old_logprobs == "recompute"
+        one_policy = self.num_minibatches == 1 and self.old_logprobs == "recompute"
         if one_policy and self.policy_loss == "clip":
             found.append(
                 "the clip (eps_clip_low, eps_clip_high, dual_clip) never acts: in the one optimizer step of "
                 "a batch the current policy is the old one, so every ratio is 1. It acts with "
-                "--steps-per-batch 2 or more, or with --old-logprobs engine"
+                "--num-minibatches 2 or more, or with --old-logprobs engine"
             )
         if self.old_logprobs == "engine" and self.correction != "none":
             found.append(

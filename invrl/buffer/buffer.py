@@ -11,7 +11,7 @@ as tasks come, a batch comes together. The code does not care what number the st
 The loop's order is take → trained → advance. Call `advance` once the engines sample under the new version
 and its canary has passed: what is leased after it must not begin under the old one, or bound 0 could never be
 met. `advance` with the version unchanged ends the batch too: without a trainer, it is dropped. `snapshot`
-between trained and advance is what a later life of the run restores.
+between trained and advance is what a later incarnation of the run restores.
 
 A group that is dropped takes the members that are still in flight with it: their places end at once, and
 `unwanted` names the group, so that whoever runs them can cancel them. Whatever such a rollout still sends is
@@ -104,7 +104,7 @@ class Buffer:
         """Rollouts failed since the start, by reason; those that count with a reward are among them."""
         self.failures = FailureStreak()
         self._first_places: set[Place] = set()
-        """Leased in this life before the first rollout failed or finished."""
+        """Leased in this incarnation before the first rollout failed or finished."""
         self._failure_rules = config.failure_rules()
         self._since: dict[str, Metric] = {}
         self._complete_since_take = 0
@@ -249,7 +249,7 @@ class Buffer:
             self._drop_batch(DropReason.RUN_ENDED)
         self._batch = None
 
-    # ------------------------------------------------------------------ lives
+    # ------------------------------------------------------------------ incarnations
 
     def snapshot(self, trained: WeightVersion) -> BufferSnapshot:
         """The state now; `trained` is the version that the trainer holds. Raises BufferStateError while a

@@ -68,7 +68,7 @@ class BufferActor:
         self._failure_limits = config.failure_limits()
         self._entries: list[LedgerEntry] = []
         self._writing = asyncio.Lock()
-        self._life = self._seen = 0
+        self._incarnation = self._seen = 0
         self._store_path = run_store_path
         self._external = rollout.external_environments
         self._outbox = RunStore(run_store_path)
@@ -89,13 +89,16 @@ class BufferActor:
         self._changed = asyncio.Condition()
 
     async def start(self, snapshot: bytes | None = None) -> None:
-        """Begin a life of the run, from a checkpoint's snapshot or anew, and poll the outbox. Once; answers
-        when the actor is alive. Outbox rows of earlier lives count only as `Buffer.restore` says."""
+        """Begin an incarnation of the run, from a checkpoint's snapshot or anew, and poll the outbox. Once;
+        answers when the actor is alive. Outbox rows of earlier incarnations count only as `Buffer.restore`
+        says."""
         if self._poller is not None:
             return
         before = msgspec.json.decode(snapshot, type=BufferSnapshot) if snapshot else None
-        parent, step, sequence = (before.life, int(before.trained), before.sequence) if before else (0, 0, 0)
-        self._life = self._ledger.begin(parent=parent, step=step, sequence=sequence)
+        parent, step, sequence = (
+            (before.incarnation, int(before.trained), before.sequence) if before else (0, 0, 0)
+        )
+        self._incarnation = self._ledger.begin(parent=parent, step=step, sequence=sequence)
         newest = self._ledger.last_outbox_row()
         if before is not None:
             since = self._outbox.outbox_after(before.outbox_seq, newest - before.outbox_seq)
@@ -109,7 +112,7 @@ class BufferActor:
     async def snapshot(self, trained: WeightVersion) -> bytes:
         """The buffer as of now, for a checkpoint. What it names (turns, outcomes, its ledger entries) is on
         disk before this answers, so before the checkpoint appears: after a power loss it is there."""
-        taken = replace(self._buffer.snapshot(trained), life=self._life, outbox_seq=self._seen)
+        taken = replace(self._buffer.snapshot(trained), incarnation=self._incarnation, outbox_seq=self._seen)
         await self._keep(to_disk=True)
         return msgspec.json.encode(taken)
 

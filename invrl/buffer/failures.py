@@ -43,19 +43,19 @@ class FailureReport:
     failed: Mapping[str, int]
     """Rollouts failed since the start of the run, by reason."""
     finished: int
-    """Rollouts that finished in this life."""
+    """Rollouts that finished in this incarnation."""
     alike: int
     """How many of the last rollouts failed in the same way, with none that finished in between."""
     reason: str = ""
     detail: str = ""
     """Of the last failure: as a rule the end of a traceback."""
     firsts: Mapping[str, str] = field(default_factory=dict)
-    """The detail of this life's first failure of each reason."""
+    """The detail of this incarnation's first failure of each reason."""
     attempts: Mapping[str, int] = field(default_factory=dict)
-    """Attempts of this life that failed without counting with a reward, by reason; deaths of processes are
-    left out."""
+    """Attempts of this incarnation that failed without counting with a reward, by reason; deaths of
+    processes are left out."""
     counted: int = 0
-    """Attempts of this life that failed and count with a reward."""
+    """Attempts of this incarnation that failed and count with a reward."""
     first_ended: bool = True
     """Whether every attempt that was begun before the first failure has ended. Until then it is too early to
     say that every attempt fails: those that fail are often faster than those that do not."""

@@ -1,8 +1,8 @@
 """The ledger kept: every entry of every life of a run, in the run's store.
 
-A life is one start of the run; it descends from the checkpoint that it resumed from. The surviving lineage
-is what the last life did, what its parent did up to that checkpoint, and so on back: what a life did after
-the checkpoint that its child began with is lost."""
+An incarnation is one start of the run; it descends from the checkpoint that it resumed from. The surviving
+lineage is what the last incarnation did, what its parent did up to that checkpoint, and so on back: what an
+incarnation did after the checkpoint that its child began with is lost."""
 
 import contextlib
 import sqlite3
@@ -21,12 +21,12 @@ from invrl.store.run_store import connect
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class Incarnation:
     """One start of a run: the columns of its row."""
 
     number: int
     parent: int
-    """The life that this one goes on from; 0 if it goes on from none."""
+    """The incarnation that this one goes on from; 0 if it goes on from none."""
     step: int
     """The step of the checkpoint that it began with; 0 if it began from the start."""
     sequence: int
@@ -36,9 +36,9 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptEntry:
-    """A ledger entry with the life that made it; `at` in Unix seconds."""
+    """A ledger entry with the incarnation that made it; `at` in Unix seconds."""
 
-    life: int
+    incarnation: int
     at: float
     lost: bool
     entry: LedgerEntry
@@ -50,16 +50,19 @@ class LedgerStore:
     def __init__(self, path: Path, *, heartbeat_timeout_s: float = 30.0) -> None:
         """`heartbeat_timeout_s`: see `busy_timeout_s`."""
         self._db = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
-        self._life = 0
+        self._incarnation = 0
 
     def begin(self, *, parent: int, step: int, sequence: int) -> int:
-        """Begins a new life and returns its number. Raises BufferStateError if the store lacks the parent."""
-        newest = self._db.execute("SELECT COALESCE(MAX(life), 0) FROM lives").fetchone()[0]
+        """Begins a new incarnation and returns its number. Raises BufferStateError if the store lacks the
+        parent."""
+        newest = self._db.execute("SELECT COALESCE(MAX(incarnation), 0) FROM incarnations").fetchone()[0]
         if parent > newest:
-            raise BufferStateError(f"life {parent} is to be gone on from, and the store ends with {newest}")
-        sql = "INSERT INTO lives (parent, step, sequence, started_at) VALUES (?,?,?,?)"
-        self._life = int(self._db.execute(sql, (parent, step, sequence, time.time())).lastrowid or 0)
-        return self._life
+            raise BufferStateError(
+                f"incarnation {parent} is to be gone on from, and the store ends with {newest}"
+            )
+        sql = "INSERT INTO incarnations (parent, step, sequence, started_at) VALUES (?,?,?,?)"
+        self._incarnation = int(self._db.execute(sql, (parent, step, sequence, time.time())).lastrowid or 0)
+        return self._incarnation
 
     def last_outbox_row(self) -> int:
         return int(self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM outbox").fetchone()[0])
@@ -70,13 +73,13 @@ class LedgerStore:
         now = time.time()
         rows = []
         for sequence, place, *facts in map(astuple, entries):  # the table's columns have the fields' order
-            rows.append((self._life, sequence, *place, *facts, now))
+            rows.append((self._incarnation, sequence, *place, *facts, now))
         self._db.execute(f"PRAGMA synchronous={'FULL' if to_disk else 'NORMAL'}")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             self._db.executemany(f"INSERT INTO ledger VALUES ({','.join('?' * 13)})", rows)
             if to_disk:  # a commit flushes only if it changes something: the time does
-                self._db.execute("INSERT OR REPLACE INTO flushes VALUES (?,?)", (self._life, now))
+                self._db.execute("INSERT OR REPLACE INTO flushes VALUES (?,?)", (self._incarnation, now))
             self._db.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):  # SQLite may have rolled back by itself
@@ -87,28 +90,32 @@ class LedgerStore:
         self._db.close()
 
 
-def read_lives(path: Path) -> list[Life]:
-    """All lives of the run, the oldest first."""
-    rows = connect(path).execute("SELECT life, parent, step, sequence, started_at FROM lives ORDER BY life")
-    return [Life(*row) for row in rows]
+def read_incarnations(path: Path) -> list[Incarnation]:
+    """All incarnations of the run, the oldest first."""
+    rows = connect(path).execute(
+        "SELECT incarnation, parent, step, sequence, started_at FROM incarnations ORDER BY incarnation"
+    )
+    return [Incarnation(*row) for row in rows]
 
 
 def read_ledger(path: Path) -> list[KeptEntry]:
     """All entries, in the order they were made; `lost` says which are not of the surviving lineage. Raises
-    BufferStateError for a life that goes on from itself or a later one."""
+    BufferStateError for an incarnation that goes on from itself or a later one."""
     kept_below: dict[int, float] = {}
-    lives = {life.number: life for life in read_lives(path)}
-    life, bound = (max(lives), float("inf")) if lives else (0, 0.0)
-    while life in lives:
-        kept_below[life] = bound
-        parent = lives[life].parent
-        if parent >= life:
-            raise BufferStateError(f"life {life} goes on from life {parent}, which is not before it")
-        bound = min(bound, lives[life].sequence)
-        life = parent
-    rows = connect(path).execute("SELECT * FROM ledger ORDER BY life, sequence")
+    incarnations = {incarnation.number: incarnation for incarnation in read_incarnations(path)}
+    incarnation, bound = (max(incarnations), float("inf")) if incarnations else (0, 0.0)
+    while incarnation in incarnations:
+        kept_below[incarnation] = bound
+        parent = incarnations[incarnation].parent
+        if parent >= incarnation:
+            raise BufferStateError(
+                f"incarnation {incarnation} goes on from incarnation {parent}, which is not before it"
+            )
+        bound = min(bound, incarnations[incarnation].sequence)
+        incarnation = parent
+    rows = connect(path).execute("SELECT * FROM ledger ORDER BY incarnation, sequence")
     return [
-        KeptEntry(life=row[0], at=row[12], lost=row[1] >= kept_below.get(row[0], 0), entry=_entry(row))
+        KeptEntry(incarnation=row[0], at=row[12], lost=row[1] >= kept_below.get(row[0], 0), entry=_entry(row))
         for row in rows
     ]
 

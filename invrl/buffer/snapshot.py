@@ -1,4 +1,4 @@
-"""The buffer as of a checkpoint: what a later life of the run goes on from.
+"""The buffer as of a checkpoint: what a later incarnation of the run goes on from.
 
 Taken between `trained` and `advance`, when no batch is out. Tasks are not in it: the source gives the same
 ones again. Made and read by `buffer.py`, carried as bytes by `buffer_actor.py`."""
@@ -25,6 +25,6 @@ class BufferSnapshot:
     failed: Mapping[str, int]
     sequence: int
     """The ledger's next sequence number: its entries below are of the surviving lineage."""
-    life: int = 0
+    incarnation: int = 0
     outbox_seq: int = 0
     """Last outbox row that is in this snapshot."""

@@ -4,18 +4,25 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from invrl.buffer.ledger_store import KeptEntry, Life, check_lineage
+from invrl.buffer.ledger_store import Incarnation, KeptEntry, check_lineage
 from invrl.errors import BufferStateError
 
 
-def describe_run(lives: Sequence[Life], kept: Sequence[KeptEntry], *, ended: bool) -> str:
-    """Lives, how many rollouts ended in which state and why, and whether each did so exactly once."""
-    lines = ["1 life:" if len(lives) == 1 else f"{len(lives)} lives:"]
-    for life in lives:
-        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life.started_at))
-        lost = sum(one.lost for one in kept if one.life == life.number)
-        origin = f"from step {life.step} of life {life.parent}" if life.parent else "from the start"
-        lines.append(f"  life {life.number}: {begun}, {origin}" + (f"; {lost} entries lost" if lost else ""))
+def describe_run(incarnations: Sequence[Incarnation], kept: Sequence[KeptEntry], *, ended: bool) -> str:
+    """Incarnations, how many rollouts ended in which state and why, and whether each did so exactly once."""
+    lines = ["1 incarnation:" if len(incarnations) == 1 else f"{len(incarnations)} incarnations:"]
+    for incarnation in incarnations:
+        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incarnation.started_at))
+        lost = sum(one.lost for one in kept if one.incarnation == incarnation.number)
+        origin = (
+            f"from step {incarnation.step} of incarnation {incarnation.parent}"
+            if incarnation.parent
+            else "from the start"
+        )
+        lines.append(
+            f"  incarnation {incarnation.number}: {begun}, {origin}"
+            + (f"; {lost} entries lost" if lost else "")
+        )
     last = {one.entry.place: one.entry for one in kept if not one.lost}
     counts = Counter(": ".join(filter(None, (e.state, e.reason, e.failure))) for e in last.values())
     lines += [f"{len(last)} rollouts of the surviving lineage:"]
@@ -54,7 +61,9 @@ def describe_task(kept: Sequence[KeptEntry], task_id: str) -> str:
     lines: list[str] = []
     place = None
     of_task = [one for one in kept if one.entry.task_id == task_id]
-    for one in sorted(of_task, key=lambda one: (one.entry.place.group_id, one.entry.place.index, one.life)):
+    for one in sorted(
+        of_task, key=lambda one: (one.entry.place.group_id, one.entry.place.index, one.incarnation)
+    ):
         entry = one.entry
         if entry.place != place:
             place = entry.place
@@ -62,6 +71,6 @@ def describe_task(kept: Sequence[KeptEntry], task_id: str) -> str:
         batch = "" if entry.batch_id is None else f"batch {entry.batch_id}"
         facts = [entry.reason, entry.failure, entry.detail, entry.session_id, batch]
         at = time.strftime("%H:%M:%S", time.localtime(one.at))
-        mark = f"  (life {one.life}, lost)" if one.lost else ""
+        mark = f"  (incarnation {one.incarnation}, lost)" if one.lost else ""
         lines.append(f"  {at}  {entry.state:<10}" + ", ".join(filter(None, facts)) + mark)
     return "\n".join(lines)

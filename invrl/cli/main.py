@@ -28,8 +28,8 @@ from invrl.run.folder import hold_run_folder, make_run_folder
 from invrl.run.supervisor import (
     EVALUATION_COMMAND,
     FAILURE_EXIT,
+    INCARNATION_COMMAND,
     INTERRUPT_EXIT,
-    LIFE_COMMAND,
     REPLAY_COMMAND,
     USAGE_EXIT,
 )
@@ -140,7 +140,9 @@ def _reported(folder: RunFolder) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        if isinstance(error, DamagedFileError | IdenticalFailuresError):  # the next life would meet the same
+        if isinstance(
+            error, DamagedFileError | IdenticalFailuresError
+        ):  # the next incarnation would meet the same
             lifeline.tell(NoteKind.FINAL)
         lifeline.tell(NoteKind.REPORTED)
         logging.getLogger(__name__).exception("the run failed")
@@ -209,13 +211,13 @@ def _train(arguments: Sequence[str]) -> None:
             raise _Failed(code)
 
 
-def _life(arguments: Sequence[str]) -> None:
-    """one life of the run in this folder: what `invrl train` runs as its driver"""
+def _incarnation(arguments: Sequence[str]) -> None:
+    """one incarnation of the run in this folder: what `invrl train` runs as its driver"""
     folder = _run_of(arguments)
     with _driving(folder) as config:
-        from invrl.run.training import run_life
+        from invrl.run.training import run_incarnation
 
-        run_life(config, folder)
+        run_incarnation(config, folder)
 
 
 def _serve(arguments: Sequence[str]) -> None:
@@ -406,13 +408,12 @@ def _replay_driver(arguments: Sequence[str]) -> None:
 def _ledger(arguments: Sequence[str]) -> None:
     """say what became of every rollout of a run
 
-    usage: invrl ledger RUN_FOLDER [--tasks | --task ID]
-    Without more: how many rollouts were trained or dropped, why, over which lives of the run, and the ids of
-    the first tasks (--tasks: of all). With --task ID (or ID alone): each transition of its rollouts. A run
-    that goes on from a checkpoint is a new life; what the life before did after that checkpoint is lost, and
-    leased again.
+    usage: invrl ledger RUN_FOLDER [--tasks | --task ID] Without more: how many rollouts were trained or
+    dropped, why, over which lives of the run, and the ids of the first tasks (--tasks: of all). With --task
+    ID (or ID alone): each transition of its rollouts. A run that goes on from a checkpoint is a new
+    incarnation; what the incarnation before did after that checkpoint is lost, and leased again.
     """
-    from invrl.buffer.ledger_store import read_ledger, read_lives
+    from invrl.buffer.ledger_store import read_incarnations, read_ledger
     from invrl.cli.ledger_view import describe_run, describe_task, describe_tasks
     from invrl.host.printable import for_stdout
     from invrl.run.store_check import check_store
@@ -427,9 +428,9 @@ def _ledger(arguments: Sequence[str]) -> None:
     check_store(folder.store_path)
     kept = read_ledger(folder.store_path)
     if task is None:
-        lives = read_lives(folder.store_path)
+        incarnations = read_incarnations(folder.store_path)
         tasks = describe_tasks(kept, whole=all_tasks)
-        text = describe_run(lives, kept, ended=folder.finished_path.exists())
+        text = describe_run(incarnations, kept, ended=folder.finished_path.exists())
         print(for_stdout(tasks if all_tasks else f"{text}\n{tasks}"))
         return
     ids = {one.entry.task_id for one in kept}
@@ -549,7 +550,7 @@ COMMANDS = {
     "report": _report,
 }
 INNER_COMMANDS = {
-    LIFE_COMMAND: _life,
+    INCARNATION_COMMAND: _incarnation,
     EVALUATION_COMMAND: _evaluation,
     REPLAY_COMMAND: _replay_driver,
 }

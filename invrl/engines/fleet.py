@@ -59,14 +59,14 @@ class Fleet:
         run_folder: Path,
         sglang: Mapping[str, object] | None = None,
         router: Mapping[str, object] | None = None,
-        carrier: str = "arena",
+        transport: str = "arena",
         heartbeat_timeout_s: float = 30.0,
         weight_sync_timeout_s: float = 300.0,
     ) -> None:
-        """Starts the router. `sglang`, `router`: passed through, by upstream's field names. `carrier`: of
+        """Starts the router. `sglang`, `router`: passed through, by upstream's field names. `transport`: of
         `RECEIVERS`. `heartbeat_timeout_s`: an engine or a router that is silent for longer is dead.
         `weight_sync_timeout_s`: unless it copies or hashes weights, which may take so long. ConfigError."""
-        self._carrier = carrier
+        self._transport = transport
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._weight_sync_timeout_s = weight_sync_timeout_s
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
@@ -313,7 +313,7 @@ class Fleet:
         client = SglangClient(
             server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
         )
-        receiver = RECEIVERS[self._carrier](name, client, deadline_s=self._weight_sync_timeout_s)
+        receiver = RECEIVERS[self._transport](name, client, deadline_s=self._weight_sync_timeout_s)
         return Engine(server=server, client=client, receiver=receiver)
 
     async def _ready(self, name: str, engine: Engine) -> None:

@@ -28,7 +28,7 @@ from invrl.weights.shared_memory import ArenaHandle
 
 
 class EngineReceiver(ABC):
-    """What every carrier shares; a carrier is `load`. `deadline_s`: of one call that moves or hashes
+    """What every transport shares; a transport is `load`. `deadline_s`: of one call that moves or hashes
     weights."""
 
     def __init__(self, name: str, client: SglangClient, *, deadline_s: float = 300.0) -> None:
@@ -137,4 +137,4 @@ class BucketReceiver(EngineReceiver):
 
 
 RECEIVERS: dict[str, type[EngineReceiver]] = {"arena": ArenaReceiver, "bucket": BucketReceiver}
-"""By carrier; the trainer's ends are in `train/rank.py`."""
+"""By transport; the trainer's ends are in `train/rank.py`."""

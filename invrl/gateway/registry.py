@@ -167,8 +167,8 @@ class Opening:
 class SessionRegistry:
     """The sessions of one worker. `recall`: a closed one by its id or its key's hash, from the store.
     `secret`: what ids and keys of requests with an id are made from, so that the store need not hold keys.
-    `life`: of the run. Two lives under one secret make different sessions for the same request id: the first
-    one's are lost, and its places are leased again."""
+    `incarnation`: of the run. Two incarnations under one secret make different sessions for the same request
+    id: the first one's are lost, and its places are leased again."""
 
     def __init__(
         self,
@@ -177,12 +177,12 @@ class SessionRegistry:
         ttl_s: float,
         public_url: str,
         secret: bytes = b"",
-        life: str = "",
+        incarnation: str = "",
         place: WorkerPlace | None = None,
         recall: Callable[[str | bytes], SessionRecord | None] = lambda _: None,
     ) -> None:
         self._max_open, self._ttl_s, self._public_url = max_open, ttl_s, public_url.rstrip("/")
-        self._secret, self._life = secret, life
+        self._secret, self._incarnation = secret, incarnation
         self._recall, self._worker = recall, place or WorkerPlace()
         self._by_id: dict[str, SessionRecord] = {}
         self._by_key: dict[bytes, SessionRecord] = {}
@@ -327,10 +327,10 @@ class SessionRegistry:
 
     def _names(self, group: Opening, at: int) -> tuple[str, str]:
         """Id and key of the session of member `at`: random, or the same for each try of one request in one
-        life of the run."""
+        incarnation of the run."""
         bits = secrets.token_bytes(32)
         if group.request_id:
-            place = f"opening\0{self._life}\0{group.request_id}\0{at}".encode()
+            place = f"opening\0{self._incarnation}\0{group.request_id}\0{at}".encode()
             bits = hmac.digest(self._secret, place, "sha512")
         mark = self._worker.mark
         random_part = base64.urlsafe_b64encode(bits[:24]).decode()

@@ -11,7 +11,7 @@ started inherits. It is also the name of a page of memory, which every fork inhe
 (The watched process does not adopt orphans, as PR_SET_CHILD_SUBREAPER would have it: it would have to collect
 them when they end, beside user code that waits for children of its own.)
 Not reached: a daemon that has left the tree between two looks and was started with an environment made anew.
-It ends with the run's life, by the supervisor.
+It ends with the run's incarnation, by the supervisor.
 
 Invariant: nothing else is ever touched. A process has one guardian, which ends with it."""
 

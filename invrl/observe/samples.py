@@ -44,7 +44,7 @@ class Sample:
     """Of a held-out rollout: "<mode>", or "<set>/<mode>"."""
     state: str
     """What became of it: trained, finished, grouped, taken, dropped (with the reason), failed, lost (a later
-    life of the run went on from before it), evaluated, served."""
+    incarnation of the run went on from before it), evaluated, served."""
     reward: float | None
     """None where it failed and does not count."""
     reward_components: Mapping[str, float] = field(default_factory=dict)

@@ -184,7 +184,7 @@ class Checkpoints:
         self._remove_models(step - 1)
 
     def _rename(self, unfinished: Path, final: Path) -> None:
-        """One that is there already is of a life that is lost."""
+        """One that is there already is of an incarnation that is lost."""
         if final.exists():
             final.rename(final.with_name(f"{final.name}.old{_PARTIAL}"))
         unfinished.rename(final)
@@ -192,7 +192,7 @@ class Checkpoints:
         self._clear_partial()
 
     def _remove_models(self, last: int) -> None:
-        """Those of this step and of earlier ones. A later one is of a life that came further."""
+        """Those of this step and of earlier ones. A later one is of an incarnation that came further."""
         for path in self.models():
             if (model_step(path) or 0) <= last:
                 shutil.rmtree(path)

@@ -94,7 +94,7 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
             run_folder=folder.path,
             sglang=config.sglang,
             router=config.router,
-            carrier=config.weight_sync.weight_carrier,
+            transport=config.weight_sync.weight_transport,
             heartbeat_timeout_s=config.run.heartbeat_timeout_s,
             weight_sync_timeout_s=config.weight_sync.weight_sync_timeout_s,
         )
@@ -136,7 +136,7 @@ def _gateway_settings(
         **config.gateway.model_dump(),
         **asdict(fleet.limits),
         "run_id": folder.path.name,
-        "life": secrets.token_hex(8),
+        "incarnation": secrets.token_hex(8),
         "heartbeat_timeout_s": config.run.heartbeat_timeout_s,
         "gateway_port": config.gateway.gateway_port or free_port,
         "router_url": fleet.router.url,
@@ -192,7 +192,7 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
         try:
             yield cluster
         except BaseException as error:
-            # After a failure the next life may go on, and environments are to ask again.
+            # After a failure the next incarnation may go on, and environments are to ask again.
             if isinstance(error, asyncio.CancelledError) or not config.run.max_restarts:
                 cluster.end_outside()
             raise
@@ -348,14 +348,14 @@ def _make_trainer(config: Config) -> TrainHandle:
         train=config.train,
         algorithm=config.algorithm,
         weight_dtype=config.engine.engine_dtype,
-        carrier=config.weight_sync.weight_carrier,
+        transport=config.weight_sync.weight_transport,
         megatron=dict(config.megatron),
         seed=config.run.seed,
     )
     actor: Any = remote_with_beat(TrainActor).options(num_cpus=0, num_gpus=min(1, count_gpus()))
     return TrainHandle(
         [actor.remote(settings(rank=rank)) for rank in range(config.train.data_parallel_size)],
-        steps_per_batch=config.algorithm.steps_per_batch,
+        num_minibatches=config.algorithm.num_minibatches,
         start_timeout_s=config.train.train_start_timeout_s,
         step_timeout_s=config.train.train_step_timeout_s,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,

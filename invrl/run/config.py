@@ -89,7 +89,7 @@ class ModelConfig(Section):
 class WeightSyncConfig(Section):
     """How new weights reach the engines, and what proves that they are there."""
 
-    weight_carrier: Literal["arena", "bucket"] = Field(
+    weight_transport: Literal["arena", "bucket"] = Field(
         "arena", description="'arena': shared memory on one machine; 'bucket': SGLang's flattened buckets"
     )
     weight_sync_timeout_s: float = Field(

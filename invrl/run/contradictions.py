@@ -69,9 +69,9 @@ def _batch(config: Config) -> Contradictions:
     if 0 < algorithm.dual_clip <= 1:
         reason = "it bounds ratios above 1; at 1 or below no negative advantage would have a gradient"
         yield "algorithm.dual_clip", reason, "set --dual-clip above 1 (3 is usual), or 0 for none"
-    if algorithm.steps_per_batch > groups:
+    if algorithm.num_minibatches > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
-        yield "algorithm.steps_per_batch", reason, "lower --steps-per-batch or raise --rollout-batch-size"
+        yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --rollout-batch-size"
     if samples == 1 and algorithm.advantage in ("grpo", "dr_grpo"):
         reason = f"{algorithm.advantage} compares the rollouts of a group; with one, every advantage is 0"
         yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"

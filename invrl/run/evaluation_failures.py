@@ -1,7 +1,8 @@
 """Rollouts of an evaluation that fail: the first of each reason is told at once, and the evaluation ends once
 every rollout so far has failed for the same reason. An accuracy of 0 would hide that none was measured.
 
-One object watches all evaluations of a life: after a rollout that finished, failures are only counted."""
+One object watches all evaluations of an incarnation: after a rollout that finished, failures are only
+counted."""
 
 from collections.abc import Callable, Mapping
 

@@ -27,7 +27,7 @@ _FOREIGN_NAMES: dict[str, str] = {
         "n num_generations num_samples n_samples group_size num_return_sequences samples_per_prompt"
         " rollouts_per_example"
     ),
-    "steps_per_batch": (
+    "num_minibatches": (
         "mini_batch_size ppo_mini_batch_size num_mini_batches num_iterations ppo_epochs updates_per_batch"
     ),
     "max_tokens_per_microbatch": (
@@ -71,6 +71,8 @@ _FOREIGN_NAMES: dict[str, str] = {
     "max_restarts": "retries max_retries auto_resume",
 }
 """Our setting: the names by which well-known trainers call it, or what one would set for their purpose."""
+RENAMED = {"steps_per_batch": "num_minibatches", "weight_carrier": "weight_transport"}
+"""Settings that had another name in an earlier version, by that name."""
 _OURS = {foreign: ours for ours, names in _FOREIGN_NAMES.items() for foreign in names.split()}
 _SHORTEST_WORD = 5
 """Letters of a word that says something: "max", "num" and "path" stand in too many names."""
@@ -79,7 +81,11 @@ _MOST_SHOWN = 3
 
 def nearest_setting(name: str, names: Iterable[str]) -> str:
     """The settings, or flags, that a wrong name may stand for, as a fix."""
-    near = near_settings(name, names)
+    valid = {_plain(each): each for each in names}
+    new_name = RENAMED.get(_plain(name))
+    if new_name in valid:
+        return f"it was renamed: write {valid[new_name]}"
+    near = near_settings(name, valid.values())
     return f"did you mean {' or '.join(near)}?" if near else "see --help for the valid names"
 
 

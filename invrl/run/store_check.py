@@ -1,4 +1,5 @@
-"""Whether a run's store can be gone on from: looked at before a life begins, and before the ledger is read.
+"""Whether a run's store can be gone on from: looked at before an incarnation begins, and before the ledger
+is read.
 
 A store that is gone, damaged, or not the one that the checkpoint was taken beside is found here, with what
 to do, rather than as an error of SQLite's hours later. `quick_check` reads the whole file once; it finds
@@ -38,14 +39,17 @@ def check_store_of(path: Path, checkpoint: Path, snapshot: bytes) -> None:
         raise DamagedFileError(checkpoint / "buffer.json", f"it cannot be read: {error}") from error
     with _opened(path, fix) as db:
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='table'")}
-        if not {"lives", "outbox"} <= tables:
+        if not {"incarnations", "outbox"} <= tables:
             raise DamagedFileError(path, f"it is empty, and {checkpoint.name} goes on from what it held", fix)
-        newest_life = db.execute("SELECT COALESCE(MAX(life), 0) FROM lives").fetchone()[0]
+        newest_incarnation = db.execute("SELECT COALESCE(MAX(incarnation), 0) FROM incarnations").fetchone()[
+            0
+        ]
         newest_row = db.execute("SELECT COALESCE(MAX(seq), 0) FROM outbox").fetchone()[0]
-    if newest_life < buffer.life or newest_row < buffer.outbox_seq:
+    if newest_incarnation < buffer.incarnation or newest_row < buffer.outbox_seq:
         reason = (
-            f"it ends with life {newest_life} and outcome {newest_row}, and {checkpoint.name} was made in "
-            f"life {buffer.life} after outcome {buffer.outbox_seq}: it is older, or another run's"
+            f"it ends with incarnation {newest_incarnation} and outcome {newest_row}, and {checkpoint.name} "
+            f"was made in incarnation {buffer.incarnation} after outcome {buffer.outbox_seq}: "
+            "it is older, or another run's"
         )
         raise DamagedFileError(path, reason, fix)
 

@@ -1,15 +1,15 @@
-"""The process above a run's driver: `invrl train` itself. It runs one life after another, each in a driver
-process of its own, and says what ended a driver that could not say so itself. `invrl eval` and `invrl
-replay`, which start a Ray too, are supervised in the same way, with one life.
+"""The process above a run's driver: `invrl train` itself. It runs one incarnation after another, each in a
+driver process of its own, and says what ended a driver that could not say so itself. `invrl eval` and `invrl
+replay`, which start a Ray too, are supervised in the same way, with one incarnation.
 
 The driver cannot outlive its Ray: it is ended from C++ within a second of its raylet's death. And it may be
-killed, or stopped. So what begins the next life stands outside of it. The supervisor itself imports
+killed, or stopped. So what begins the next incarnation stands outside of it. The supervisor itself imports
 neither Ray nor torch, and starts no thread.
 
-Invariants. Where the supervisor dies, the kernel kills the driver (PR_SET_PDEATHSIG). When a life is over,
-every process below is gone before the next one begins: the supervisor adopts orphans
-(PR_SET_CHILD_SUBREAPER), whatever session they put themselves into. An interrupted run begins no life. A
-signal never ends the supervisor itself, so that nothing is left half ended."""
+Invariants. Where the supervisor dies, the kernel kills the driver (PR_SET_PDEATHSIG). When an incarnation is
+over, every process below is gone before the next one begins: the supervisor adopts orphans
+(PR_SET_CHILD_SUBREAPER), whatever session they put themselves into. An interrupted run begins no
+incarnation. A signal never ends the supervisor itself, so that nothing is left half ended."""
 
 import contextlib
 import ctypes
@@ -45,12 +45,13 @@ BLOCKED_GRACE_S = 2.0
 _SHOW_CURSOR = "\x1b[?25h"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 FAILURE_EXIT, USAGE_EXIT, INTERRUPT_EXIT = 1, 2, 130
-LIFE_COMMAND, EVALUATION_COMMAND, REPLAY_COMMAND = "_life", "_evaluation", "_replay"
-"""Of `invrl.cli`, what drivers run in a folder: one life of its run, an evaluation, or a step made again."""
+INCARNATION_COMMAND, EVALUATION_COMMAND, REPLAY_COMMAND = "_incarnation", "_evaluation", "_replay"
+"""Of `invrl.cli`, what drivers run in a folder: one incarnation of its run, an evaluation, or a step made
+again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LifeEnd:
+class IncarnationEnd:
     """How a driver ended. `code`: as Popen gives it, negative for a signal."""
 
     code: int
@@ -104,10 +105,10 @@ class Supervisor:
             _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
             restarts = 0
             while True:
-                if self._interrupted_between_lives():
+                if self._interrupted_between_incarnations():
                     return INTERRUPT_EXIT
                 before = self._newest_step()
-                end = self._one_life()
+                end = self._one_incarnation()
                 after = self._newest_step()
                 if end.code in (0, USAGE_EXIT, INTERRUPT_EXIT):
                     return end.code
@@ -145,7 +146,7 @@ class Supervisor:
         self._interrupted = True
         self._stray.append(number)
 
-    def _interrupted_between_lives(self) -> bool:
+    def _interrupted_between_incarnations(self) -> bool:
         while signal.sigtimedwait(_PASSED_ON, 0) is not None:
             self._interrupted = True
         return self._interrupted
@@ -154,7 +155,7 @@ class Supervisor:
         newest = self._checkpoints.latest()
         return newest.step if newest else 0
 
-    def _one_life(self) -> LifeEnd:
+    def _one_incarnation(self) -> IncarnationEnd:
         """Starts a driver, waits for its end, and ends whatever it left behind."""
         listener = Listener()
         me = os.getpid()
@@ -184,7 +185,7 @@ class Supervisor:
             print(_SHOW_CURSOR, end="", flush=True)
         return end
 
-    def _follow(self, driver: subprocess.Popen[bytes], listener: Listener) -> LifeEnd:
+    def _follow(self, driver: subprocess.Popen[bytes], listener: Listener) -> IncarnationEnd:
         notes: list[Note] = []
         heard = False
         silent_s = hung_s = 0.0
@@ -230,7 +231,7 @@ class Supervisor:
         if hung_s and codes:  # only its interpreter was still there
             code = codes[-1]
             hung_s = 0.0
-        return LifeEnd(
+        return IncarnationEnd(
             code=code,
             notes=tuple(notes),
             hung_s=hung_s,
@@ -283,7 +284,7 @@ def _say(text: str) -> None:
 
 def supervise(config: Config, folder: RunFolder) -> int:
     """`invrl train` on a folder that is made, checked and held by this process; its exit code."""
-    command = _driver(LIFE_COMMAND, folder)
+    command = _driver(INCARNATION_COMMAND, folder)
     return Supervisor(config, folder, command, max_restarts=config.run.max_restarts).run()
 
 

@@ -1,9 +1,9 @@
-"""One life of `invrl train`: the parts of a run put together, the loop run on them, and what a run leaves
-behind. The driver's process does this; the supervisor above it begins the next life.
+"""One incarnation of `invrl train`: the parts of a run put together, the loop run on them, and what a run
+leaves behind. The driver's process does this; the supervisor above it begins the next incarnation.
 
-Invariants: whatever ends the life (the last step, an error, Ctrl-C), every process has ended when `run_life`
-returns, and the report is drawn from the steps there were. A run folder with checkpoints goes on from the
-newest one that is whole."""
+Invariants: whatever ends the incarnation (the last step, an error, Ctrl-C), every process has ended when
+`run_incarnation` returns, and the report is drawn from the steps there were. A run folder with checkpoints
+goes on from the newest one that is whole."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ _SAVE_AFTER_INTERRUPT_S = 120.0
 """For the batch that the trainer is at, and for the weights after it."""
 
 
-def run_life(config: Config, folder: RunFolder) -> None:
+def run_incarnation(config: Config, folder: RunFolder) -> None:
     """One life of a run: from its newest whole checkpoint to its end. Raises InvrlError with the cause of its
     failure; the supervisor then begins the next one. Whoever calls this holds the folder."""
     checkpoints = Checkpoints(folder.checkpoints_path, keep=config.run.keep_checkpoints)
@@ -65,7 +65,9 @@ def run_life(config: Config, folder: RunFolder) -> None:
     if not config.run.debug_train_only:
         aside = put_lost_aside(folder.rollout_data_path, after_step=done)
         if aside:
-            findings.append(f"batches of a lost life are renamed: {', '.join(path.name for path in aside)}")
+            findings.append(
+                f"batches of a lost incarnation are renamed: {', '.join(path.name for path in aside)}"
+            )
     display = open_progress(config.run.progress, config.run.num_steps)
     activity = Activity()
     observer = RunObserver([*open_sinks(folder, config, done=done), activity, display])
@@ -224,7 +226,7 @@ class _Run:
         write_atomically(self.folder.finished_path, str(made))
 
     async def _save_last(self, trainer: TrainHandle, done: int, *, interrupted: bool) -> None:
-        """`done`: the step that this life began with."""
+        """`done`: the step that this incarnation began with."""
         within_s = self.config.train.train_step_timeout_s
         if interrupted:
             within_s = min(within_s, _SAVE_AFTER_INTERRUPT_S)

@@ -67,8 +67,8 @@ def saved_steps(folder: Path, *, after_step: int) -> list[int]:
 
 
 def put_lost_aside(folder: Path, *, after_step: int) -> list[Path]:
-    """A run goes on after `after_step`: batches of later steps were trained in a life that is lost. They are
-    renamed to end in `.lost`, so that nothing takes them for the run's; their new paths."""
+    """A run goes on after `after_step`: batches of later steps were trained in an incarnation that is lost.
+    They are renamed to end in `.lost`, so that nothing takes them for the run's; their new paths."""
     aside = []
     for path in sorted(folder.glob("step-*.batch")):
         number = path.stem.removeprefix("step-")

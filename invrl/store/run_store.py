@@ -67,15 +67,15 @@ CREATE TABLE IF NOT EXISTS tool_lists (digest BLOB PRIMARY KEY, tools BLOB NOT N
 CREATE TABLE IF NOT EXISTS outbox (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE, failed INTEGER NOT NULL,
   outcome BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS lives (
-  life INTEGER PRIMARY KEY, parent INTEGER NOT NULL, step INTEGER NOT NULL, sequence INTEGER NOT NULL,
+CREATE TABLE IF NOT EXISTS incarnations (
+  incarnation INTEGER PRIMARY KEY, parent INTEGER NOT NULL, step INTEGER NOT NULL, sequence INTEGER NOT NULL,
   started_at REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS flushes (life INTEGER PRIMARY KEY, at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS flushes (incarnation INTEGER PRIMARY KEY, at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS ledger (
-  life INTEGER NOT NULL, sequence INTEGER NOT NULL, group_id TEXT NOT NULL, member INTEGER NOT NULL,
+  incarnation INTEGER NOT NULL, sequence INTEGER NOT NULL, group_id TEXT NOT NULL, member INTEGER NOT NULL,
   attempt INTEGER NOT NULL, task_id TEXT NOT NULL, state TEXT NOT NULL, reason TEXT, failure TEXT,
   detail TEXT NOT NULL, batch_id INTEGER, session_id TEXT NOT NULL, at REAL NOT NULL,
-  PRIMARY KEY (life, sequence)) WITHOUT ROWID;
+  PRIMARY KEY (incarnation, sequence)) WITHOUT ROWID;
 """
 _TURN_FIELDS = tuple(each.name for each in fields(Turn))
 _TURN_COLUMNS = ", ".join(name.removesuffix("_T") for name in _TURN_FIELDS)

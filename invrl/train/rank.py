@@ -35,8 +35,8 @@ from invrl.types import WeightVersion
 from invrl.weights.buckets import BucketSender
 from invrl.weights.shared_memory import ArenaWriter
 
-_CARRIERS = {"arena": ArenaWriter, "bucket": BucketSender}
-"""The trainer's end of each weight carrier; the engines' are in `engines/weight_receiver.py`."""
+_TRANSPORTS = {"arena": ArenaWriter, "bucket": BucketSender}
+"""The trainer's end of each weight transport; the engines' are in `engines/weight_receiver.py`."""
 
 
 class TrainRank:
@@ -113,12 +113,12 @@ class TrainRank:
     def stage(self, version: WeightVersion) -> StagedWeights:
         """Write the current weights, by Hugging Face name, where engines can take them. Those staged before
         stay whole until the next call."""
-        return self._carrier.stage(version, export_weights(self._model, self._config, self._served))
+        return self._transport.stage(version, export_weights(self._model, self._config, self._served))
 
     @cached_property
-    def _carrier(self) -> ArenaWriter | BucketSender:
+    def _transport(self) -> ArenaWriter | BucketSender:
         """Only the rank that sends takes the memory."""
-        return _CARRIERS[self._settings.carrier](self.layout())
+        return _TRANSPORTS[self._settings.transport](self.layout())
 
     def save_checkpoint(self, path: str) -> None:
         """Model, optimizer, schedule and RNG; all ranks together. The folder must be empty or new."""

@@ -32,7 +32,7 @@ class RankSettings:
     train: TrainConfig
     algorithm: AlgorithmConfig
     weight_dtype: str
-    carrier: str = "arena"
+    transport: str = "arena"
     megatron: dict[str, Scalar] = field(default_factory=dict)
     seed: int = 0
 

@@ -34,14 +34,14 @@ class TrainHandle:
         self,
         actors: Sequence[Any],
         *,
-        steps_per_batch: int,
+        num_minibatches: int,
         start_timeout_s: float,
         step_timeout_s: float,
         heartbeat_timeout_s: float = 30.0,
     ) -> None:
         self._actors = list(actors)
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._steps_per_batch = steps_per_batch
+        self._num_minibatches = num_minibatches
         self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
 
     async def start(self) -> None:
@@ -66,7 +66,7 @@ class TrainHandle:
 
     async def train(self, batch: TrainBatch) -> StepResult:
         """Metrics merged over ranks, seconds of the slowest. Raises TrainError, DeadlineError."""
-        shards = shard_batch(batch, ranks=len(self._actors), steps=self._steps_per_batch)
+        shards = shard_batch(batch, ranks=len(self._actors), steps=self._num_minibatches)
         results: list[StepResult] = await self._all("train", list(map(ray.put, shards)))
         phases = sorted({phase for result in results for phase in result.seconds})
         seconds = {phase: max(one.seconds.get(phase, 0.0) for one in results) for phase in phases}
@@ -78,7 +78,7 @@ class TrainHandle:
 
     async def token_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """Of each sample's trained tokens under the current weights, 0 elsewhere: [T] each."""
-        shards = shard_batch(batch, ranks=len(self._actors), steps=self._steps_per_batch)
+        shards = shard_batch(batch, ranks=len(self._actors), steps=self._num_minibatches)
         answers = await self._all("token_logprobs", list(map(ray.put, shards)))
         samples = [one for shard in shards for mini_batch in shard for one in mini_batch.samples]
         pairs = zip(samples, chain(*answers), strict=True)

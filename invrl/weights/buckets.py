@@ -1,4 +1,4 @@
-"""The trainer's end of the bucket carrier: SGLang's flattened buckets, by CUDA IPC on a GPU and by shared
+"""The trainer's end of the bucket transport: SGLang's flattened buckets, by CUDA IPC on a GPU and by shared
 memory on a CPU. Imports torch and sglang only where tensors are touched. Used by
 `train/rank.py`; the engines' end is `rollout/weight_receiver.BucketReceiver`."""
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BucketSender:
-    """The trainer's end of the bucket carrier: `stage` serialises handles of buckets of `bucket_bytes` and
+    """The trainer's end of the bucket transport: `stage` serialises handles of buckets of `bucket_bytes` and
     one tensor at most. Keeps what it staged last and the version before that alive. Shared memory by file on
     CPU: nothing but a killed trainer leaves a file behind (the arena has no such flaw)."""
 

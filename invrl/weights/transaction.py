@@ -1,4 +1,4 @@
-"""One weight update of the whole fleet as a transaction, the same for every carrier.
+"""One weight update of the whole fleet as a transaction, the same for every transport.
 
     stage ─► prepare ─► pause ─► load ─► checksums ─► commit ─► resume ─► canary
       └────────┴─ nothing touched   └───────┴────────────┴─ old weights back, old version, resume

@@ -116,7 +116,7 @@ def test_rollouts_alone_fill_a_folder_that_a_trainer_can_read(folder: Path) -> N
 @pytest.mark.timeout(DEADLINE_S)
 def test_the_ledger_of_a_run(learned: Path, folder: Path) -> None:
     said = invrl(folder, "ledger", str(learned))
-    assert "1 life:" in said
+    assert "1 incarnation:" in said
     assert f"{STEPS * 32}  trained" in said
     assert "ends once: yes" in said
     of_task = invrl(folder, "ledger", str(learned), "train-0")

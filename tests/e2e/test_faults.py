@@ -57,7 +57,7 @@ def test_then_nothing_was_lost_or_trained_twice(run: Soak, folder: Path) -> None
     steps = run.finish()
     counts = check_run(RunFolder(path=folder / "faults"), steps)
     assert counts["rollouts_trained"] == steps * 32
-    assert counts["lives"] == 9  # the first, one after each of seven faults, the last one
+    assert counts["incarnations"] == 9  # the first, one after each of seven faults, the last one
     assert "ends once: yes" in invrl(folder, "ledger", str(folder / "faults"))
     place = str(folder / "faults")
     left = [p.info for p in psutil.process_iter(["pid", "cmdline"]) if place in str(p.info["cmdline"])]

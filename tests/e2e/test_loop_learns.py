@@ -48,7 +48,7 @@ def test_off_policy_run_clips_and_learns(folder: Path) -> None:
     run = train(
         folder,
         "async",
-        *("--max-staleness", "1", "--steps-per-batch", "2", "--data-parallel-size", "2"),
+        *("--max-staleness", "1", "--num-minibatches", "2", "--data-parallel-size", "2"),
         *("--num-engines", "2", "--eps-clip-low", "0.02", "--eps-clip-high", "0.02"),
         *("--eval-sets", "a=tests.e2e.trivial:tasks,b=tests.e2e.trivial:tasks", "--eval-tasks", "4"),
         *("--eval-interval", str(STEPS // 2), "--eval-samples-per-task", "2", "--eval-modes", "sampled"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from e2e.runs import DEADLINE_S, ROOT, flags, steps_of, train
-from invrl.buffer.ledger_store import read_lives
+from invrl.buffer.ledger_store import read_incarnations
 from invrl.store.batch_file import batch_path, load_batch
 from invrl.store.run_folder import RunFolder
 
@@ -58,8 +58,8 @@ def test_the_steps_after_a_resume_are_those_of_an_uninterrupted_run(folder: Path
     whole = train(folder, "whole", *EXACT)
     killed(folder, "resumed")
     resumed = train(folder, "resumed", *EXACT)
-    lives = read_lives(RunFolder(path=resumed).store_path)
-    assert [(life.parent, life.step) for life in lives] == [(0, 0), (1, 4)]
+    incarnations = read_incarnations(RunFolder(path=resumed).store_path)
+    assert [(incarnation.parent, incarnation.step) for incarnation in incarnations] == [(0, 0), (1, 4)]
     assert [row["step"] for row in steps_of(resumed)] == [1, 2, 3, 4, 5, 6]
     expected = {row["step"]: same(row) for row in steps_of(whole)}
     assert {row["step"]: same(row) for row in steps_of(resumed)} == expected

@@ -40,7 +40,7 @@ def cluster() -> Iterator[None]:
 
 
 def handle_of(actors: Sequence[Any], *, steps: int = 1, step_timeout_s: float = 300.0) -> TrainHandle:
-    return TrainHandle(actors, steps_per_batch=steps, start_timeout_s=300.0, step_timeout_s=step_timeout_s)
+    return TrainHandle(actors, num_minibatches=steps, start_timeout_s=300.0, step_timeout_s=step_timeout_s)
 
 
 def processes_of(actors: Sequence[Any]) -> list[psutil.Process]:
@@ -59,7 +59,7 @@ def rank_actors(model: Path, count: int = 2) -> list[Any]:
                 store_key="k",
                 model_path=str(model),
                 train=TRAIN,
-                algorithm=AlgorithmConfig(steps_per_batch=2),
+                algorithm=AlgorithmConfig(num_minibatches=2),
                 weight_dtype="float32",
             )
         )
@@ -143,7 +143,7 @@ async def test_where_one_rank_fails_none_is_left(
     actors = [stand_in(behaviour) for behaviour in behaviours]
     processes = processes_of(actors)
     start_s = 15.0 if error is DeadlineError else 120.0  # the others must not wait for it
-    handle = TrainHandle(actors, steps_per_batch=1, start_timeout_s=start_s, step_timeout_s=60.0)
+    handle = TrainHandle(actors, num_minibatches=1, start_timeout_s=start_s, step_timeout_s=60.0)
     assert await handle.logprobs([[1]]) == "answered"
     with pytest.raises(error, match=f"(?s){message}"):
         await handle.start()
@@ -157,7 +157,7 @@ async def test_a_rank_that_is_stopped_is_named_while_it_works_and_while_it_waits
     model = make_tiny_model(tmp_path / "model")
     actors = rank_actors(model)
     handle = TrainHandle(
-        actors, steps_per_batch=2, start_timeout_s=300.0, step_timeout_s=300.0, heartbeat_timeout_s=3.0
+        actors, num_minibatches=2, start_timeout_s=300.0, step_timeout_s=300.0, heartbeat_timeout_s=3.0
     )
     await handle.start()
     processes = processes_of(actors)

@@ -124,7 +124,7 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
 async def test_buckets_carry_the_same_bytes(
     tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver
 ) -> None:
-    sender = TorchSender(tiny_model, carrier="bucket")
+    sender = TorchSender(tiny_model, transport="bucket")
     bucket = BucketReceiver("engine-0", tiny_fleet.engines["engine-0"].client)
     update = Update(sender, [bucket])
     for seed in range(3):
@@ -184,7 +184,7 @@ class Skipping(ArenaReceiver):
 
 
 class Dropping(BucketReceiver):
-    """A carrier that loses one bucket."""
+    """A transport that loses one bucket."""
 
     drop = True
 
@@ -239,7 +239,7 @@ class TestMutationsTrip:
         await update.run()
 
     async def test_a_dropped_bucket_trips_the_checksum(self, tiny_model: Path, tiny_fleet: Fleet) -> None:
-        sender = TorchSender(tiny_model, carrier="bucket")
+        sender = TorchSender(tiny_model, transport="bucket")
         dropping = Dropping("engine-0", tiny_fleet.engines["engine-0"].client)
         dropping.drop = False
         update = Update(sender, [dropping])
@@ -269,7 +269,7 @@ async def test_an_arena_that_is_gone_is_an_error_not_a_dead_engine(
 
 
 async def test_buckets_staged_again_after_a_failure_leave_those_before_whole(tiny_model: Path) -> None:
-    sender = TorchSender(tiny_model, carrier="bucket")
+    sender = TorchSender(tiny_model, transport="bucket")
     for version in (1, 2, 2, 3, 3):
         await sender.stage(WeightVersion(version))
     assert list(sender._writer._alive) == [2, 3]  # type: ignore[union-attr]

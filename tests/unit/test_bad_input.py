@@ -270,7 +270,7 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
     [
         # batch sizes that do not divide
         (["--data-parallel-size", "33"], "train.data_parallel_size", "fewer than ranks", "--rollout-batch"),
-        (["--steps-per-batch", "5"], "algorithm.steps_per_batch", "whole groups", "--rollout-batch-size"),
+        (["--num-minibatches", "5"], "algorithm.num_minibatches", "whole groups", "--rollout-batch-size"),
         # a world that does not fit
         (
             ["--data-parallel-size", "5000", "--rollout-batch-size", "5000"],

@@ -11,7 +11,7 @@ from test_buffer_examples import complete, failure, lease_all, make, summary, ta
 
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_ledger, read_lives
+from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_incarnations, read_ledger
 from invrl.buffer.open_group import Place, RolloutState
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
@@ -111,7 +111,7 @@ def through_bytes_of_open(first: Buffer, second: Buffer, trained: int) -> Buffer
 
 
 def check_states(entries: list[LedgerEntry]) -> None:
-    """A place ends at most once and is in one batch at most, over both lives."""
+    """A place ends at most once and is in one batch at most, over both incarnations."""
     ended: set[Place] = set()
     for entry in entries:
         assert entry.place not in ended, entry
@@ -150,10 +150,12 @@ class TestOutcomesAfterTheSnapshot:
     def test_one_that_saw_lost_weights_does_not(self, saved: BufferSnapshot) -> None:
         assert ("g1", 1, 0) in self.leased(saved, summary("g1", 1, reward=1.0, newest=2))
 
-    def test_a_failure_of_the_lost_life_costs_no_attempt(self, saved: BufferSnapshot) -> None:
+    def test_a_failure_of_the_lost_incarnation_costs_no_attempt(self, saved: BufferSnapshot) -> None:
         assert ("g1", 1, 0) in self.leased(saved, failure("g1", 1))
 
-    def test_a_group_that_only_the_lost_life_leased_is_leased_anew(self, saved: BufferSnapshot) -> None:
+    def test_a_group_that_only_the_lost_incarnation_leased_is_leased_anew(
+        self, saved: BufferSnapshot
+    ) -> None:
         assert ("g3", 0, 0) in self.leased(saved, summary("g3", 0, reward=1.0))
 
     def test_other_tasks_are_refused(self, saved: BufferSnapshot) -> None:
@@ -176,14 +178,14 @@ def test_no_snapshot_while_a_batch_is_out() -> None:
 
 
 class TestLineage:
-    """Three lives: the second goes on from the first's checkpoint, the third from the first's too."""
+    """Three incarnations: the second goes on from the first's checkpoint, the third from the first's too."""
 
     def entry(self, sequence: int, group: str, state: RolloutState, batch: int | None = None) -> LedgerEntry:
         return LedgerEntry(
             sequence=sequence, place=Place(group, 0, 0), task_id="t", state=state, batch_id=batch
         )
 
-    def test_only_the_last_lifes_ancestry_survives(self, tmp_path: Path) -> None:
+    def test_only_the_last_incarnations_ancestry_survives(self, tmp_path: Path) -> None:
         path = tmp_path / "run.sqlite"
         store = LedgerStore(path)
         assert store.begin(parent=0, step=0, sequence=0) == 1
@@ -194,7 +196,10 @@ class TestLineage:
         store.write([self.entry(1, "g2", RolloutState.IN_FLIGHT)])
         store.begin(parent=1, step=4, sequence=1)
         store.write([self.entry(1, "g3", RolloutState.IN_FLIGHT)])
-        assert [(life.number, life.parent, life.step) for life in read_lives(path)] == [
+        assert [
+            (incarnation.number, incarnation.parent, incarnation.step)
+            for incarnation in read_incarnations(path)
+        ] == [
             (1, 0, 0),
             (2, 1, 4),
             (3, 1, 4),

@@ -55,7 +55,7 @@ def test_one_that_was_not_committed_is_none_and_goes_with_the_next(tmp_path: Pat
 def test_a_crash_at_any_call_of_the_commit_leaves_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
 ) -> None:
-    """Step 4 is written over a step 4 of a lost life; the crash comes at the n-th flush or rename."""
+    """Step 4 is written over a step 4 of a lost incarnation; the crash comes at the n-th flush or rename."""
     write(Checkpoints(tmp_path), 2, "two")
     write(Checkpoints(tmp_path), 4, "old four")
     crash = CrashAt(crash_at)

@@ -134,15 +134,15 @@ def test_a_failed_run_is_exit_code_1_and_names_its_log(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run_life(config: Config, folder: RunFolder) -> None:
+    def run_incarnation(config: Config, folder: RunFolder) -> None:
         raise ServerError("engine-0 ended with code 3")
 
     def supervise(config: Config, folder: RunFolder) -> int:
-        return cli.main([supervisor.LIFE_COMMAND, str(folder.path)])  # in this process
+        return cli.main([supervisor.INCARNATION_COMMAND, str(folder.path)])  # in this process
 
     monkeypatch.setattr(supervisor, "supervise", supervise)
     monkeypatch.setattr(cli, "prepare_ray", lambda: None)
-    vars(cluster)["run_life"] = run_life
+    vars(cluster)["run_incarnation"] = run_incarnation
     assert train(model, tmp_path) == 1
     err = capsys.readouterr().err
     log = tmp_path / "r" / "logs" / "driver.log"

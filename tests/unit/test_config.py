@@ -21,7 +21,7 @@ from invrl.gateway.config import GatewayConfig
 from invrl.rollout.tasks import held_out_only
 from invrl.run.config import SECTIONS, UPSTREAM, Config, Source, load_resolved, read_toml, resolve
 from invrl.run.folder import make_run_folder
-from invrl.run.training import run_life
+from invrl.run.training import run_incarnation
 from invrl.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def test_quickstart_is_the_measured_setting() -> None:
     rollout, train = config.rollout, config.train
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.max_new_tokens) == (4, 8, 14)
     assert (train.lr, train.adam_beta1, train.adam_beta2, train.clip_grad) == (3e-5, 0.9, 0.99, 1.0)
-    assert (config.algorithm.kl_coef, config.algorithm.steps_per_batch) == (0.0, 1)
+    assert (config.algorithm.kl_coef, config.algorithm.num_minibatches) == (0.0, 1)
     assert rollout.eval_tasks >= 100
     make_checks(config, USER_CODE)
 
@@ -187,7 +187,7 @@ def test_the_tree_is_frozen() -> None:
         (["--algorithm-preset", "grop"], "algorithm.algorithm_preset", "'grpo'", "by name"),
         (["--config", "/no/such.toml"], "--config", "No such file", "readable"),
         (["--data-parallel-size", "33"], "train.data_parallel_size", "fewer than ranks", "--data-parallel"),
-        (["--steps-per-batch", "5"], "algorithm.steps_per_batch", "whole groups", "--steps-per-batch"),
+        (["--num-minibatches", "5"], "algorithm.num_minibatches", "whole groups", "--num-minibatches"),
         (["--n-samples-per-prompt", "1"], "rollout.n_samples_per_prompt", "compares", "2 or more"),
         (["--eval-interval", "5"], "rollout.eval_interval", "no held-out", "--eval-tasks"),
         (
@@ -363,13 +363,13 @@ def first_words(config: Config) -> list[str]:
     ("flags", "inert"),
     [
         ([], ["the clip"]),
-        (["--steps-per-batch", "2"], []),
+        (["--num-minibatches", "2"], []),
         (["--old-logprobs", "engine"], ["the truncated"]),
         (["--old-logprobs", "engine", "--correction", "none"], []),
-        (["--old-logprobs", "engine", "--steps-per-batch", "4"], ["the truncated"]),
+        (["--old-logprobs", "engine", "--num-minibatches", "4"], ["the truncated"]),
         (["--algorithm-preset", "grpo"], ["the clip"]),
         (["--algorithm-preset", "dapo"], []),
-        (["--algorithm-preset", "dapo", "--steps-per-batch", "1"], ["the clip"]),
+        (["--algorithm-preset", "dapo", "--num-minibatches", "1"], ["the clip"]),
     ],
 )
 def test_what_cannot_act_is_said(flags: list[str], inert: list[str]) -> None:
@@ -382,7 +382,7 @@ def test_a_run_tells_at_its_start_what_cannot_act(
 ) -> None:
     config = from_flags(*flags, "--run-root", str(tmp_path), "--run-name", "a", "--no-tensorboard")
     monkeypatch.setattr("invrl.run.training.interrupts.run", lambda work: work.close())
-    run_life(config, make_run_folder(config))
+    run_incarnation(config, make_run_folder(config))
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert len(told) == (1 if not flags else 0)
-    assert all("the clip" in line and "--steps-per-batch" in line for line in told)
+    assert all("the clip" in line and "--num-minibatches" in line for line in told)

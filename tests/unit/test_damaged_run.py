@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from test_run_folder import config
 
-from invrl.buffer.ledger_store import LedgerStore, read_ledger, read_lives
+from invrl.buffer.ledger_store import LedgerStore, read_incarnations, read_ledger
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.cli import main as cli
 from invrl.errors import BufferStateError, ConfigError, DamagedFileError
@@ -149,20 +149,20 @@ def test_a_served_checkpoint_is_checked_but_for_what_is_not_served(tmp_path: Pat
 # ---------------------------------------------------------------------- the store
 
 
-def snapshot(*, life: int, outbox_seq: int = 0) -> bytes:
+def snapshot(*, incarnation: int, outbox_seq: int = 0) -> bytes:
     return msgspec.json.encode(
         BufferSnapshot(
             version=WeightVersion(3), trained=WeightVersion(4), groups_leased=0, batches_taken=4,
             in_flight=(), ready=(), counts={}, dropped={}, failed={}, sequence=7,
-            life=life, outbox_seq=outbox_seq,
+            incarnation=incarnation, outbox_seq=outbox_seq,
         )
     )  # fmt: skip
 
 
-def store(path: Path, lives: int = 1, rows: int = 400) -> Path:
+def store(path: Path, incarnations: int = 1, rows: int = 400) -> Path:
     """Of several pages, and with its log in it."""
     ledger = LedgerStore(path)
-    for _ in range(lives):
+    for _ in range(incarnations):
         ledger.begin(parent=0, step=0, sequence=0)
     db = connect(path)
     for number in range(rows):
@@ -195,35 +195,35 @@ def garbage(path: Path) -> None:
 @pytest.mark.parametrize("damage", [damage_pages, cut_in_half, garbage, empty, remove])
 def test_a_store_that_is_not_what_the_checkpoint_knows_is_named_with_a_way_on(tmp_path: Path, damage) -> None:
     path = store(tmp_path / "run.sqlite")
-    check_store_of(path, CHECKPOINT, snapshot(life=1, outbox_seq=400))
+    check_store_of(path, CHECKPOINT, snapshot(incarnation=1, outbox_seq=400))
     damage(path)
     with pytest.raises(DamagedFileError) as error:
-        check_store_of(path, CHECKPOINT, snapshot(life=1))
+        check_store_of(path, CHECKPOINT, snapshot(incarnation=1))
     assert str(error.value).startswith(f"{path}: ")
     assert f"begin a new run: --run-name NEW --model-path {CHECKPOINT}" in str(error.value)
     assert path.exists() == (damage is not remove), "it is not made anew"
 
 
-@pytest.mark.parametrize(("life", "row"), [(2, 0), (1, 401)])
-def test_an_older_copy_of_the_store_is_refused(tmp_path: Path, life: int, row: int) -> None:
+@pytest.mark.parametrize(("incarnation", "row"), [(2, 0), (1, 401)])
+def test_an_older_copy_of_the_store_is_refused(tmp_path: Path, incarnation: int, row: int) -> None:
     path = store(tmp_path / "run.sqlite")
     with pytest.raises(DamagedFileError, match="older, or another run's"):
-        check_store_of(path, CHECKPOINT, snapshot(life=life, outbox_seq=row))
+        check_store_of(path, CHECKPOINT, snapshot(incarnation=incarnation, outbox_seq=row))
 
 
-def test_a_life_goes_on_only_from_one_that_the_store_knows(tmp_path: Path) -> None:
+def test_an_incarnation_goes_on_only_from_one_that_the_store_knows(tmp_path: Path) -> None:
     ledger = LedgerStore(tmp_path / "run.sqlite")
-    with pytest.raises(BufferStateError, match="life 1 is to be gone on from"):
+    with pytest.raises(BufferStateError, match="incarnation 1 is to be gone on from"):
         ledger.begin(parent=1, step=4, sequence=7)
-    assert read_lives(tmp_path / "run.sqlite") == []
+    assert read_incarnations(tmp_path / "run.sqlite") == []
 
 
-def test_lives_in_a_circle_end_the_reading(tmp_path: Path) -> None:
-    """A store from before that check: its only life is its own parent."""
+def test_incarnations_in_a_circle_end_the_reading(tmp_path: Path) -> None:
+    """A store from before that check: its only incarnation is its own parent."""
     path = store(tmp_path / "run.sqlite")
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE lives SET parent=1")
-    with pytest.raises(BufferStateError, match="life 1 goes on from life 1"):
+        db.execute("UPDATE incarnations SET parent=1")
+    with pytest.raises(BufferStateError, match="incarnation 1 goes on from incarnation 1"):
         read_ledger(path)
 
 
@@ -288,7 +288,7 @@ def test_a_batch_file_too_many_is_named(tmp_path: Path, name: str) -> None:
     assert name in error.value.reason
 
 
-def test_batches_of_a_lost_life_are_not_taken_for_the_runs(tmp_path: Path) -> None:
+def test_batches_of_a_lost_incarnation_are_not_taken_for_the_runs(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         batch_path(tmp_path, step).touch()
     aside = put_lost_aside(tmp_path, after_step=2)

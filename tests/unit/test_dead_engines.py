@@ -455,7 +455,7 @@ async def test_a_restarted_router_gets_no_engine_that_was_not_admitted(fleet: Fl
     assert len(FakeRouter.made[1].urls) == 3
 
 
-async def test_a_router_that_dies_again_and_again_ends_the_life(fleet: Fleet, deaths: Deaths) -> None:
+async def test_a_router_that_dies_again_and_again_ends_the_incarnation(fleet: Fleet, deaths: Deaths) -> None:
     for times in range(4):
         fleet.check()
         await eventually(lambda times=times: len(FakeRouter.made) == times + 1)

@@ -303,15 +303,17 @@ async def test_a_lease_outlives_the_worker_that_gave_it_and_a_retry_opens_it(lif
     store.close()
 
 
-async def test_a_place_that_is_leased_again_in_a_later_life_opens_under_the_same_request_id(life: Life):
-    """An environment may derive its id from the lease, which is the same one in each life of a run."""
+async def test_a_place_that_is_leased_again_in_a_later_incarnation_opens_under_the_same_request_id(
+    life: Life,
+):
+    """An environment may derive its id from the lease, which is the same one in each incarnation of a run."""
     lease = GroupLease(
         group_id="g", task=Task(id="t", payload={}), members=(GroupMember(index=0, attempt=0),)
     )
     opened = []
     for name in ("first", "second"):
-        async with life.again(leases=True, life=name) as gateway:
-            abandon_open_sessions(life.store)  # as every life of a run begins
+        async with life.again(leases=True, incarnation=name) as gateway:
+            abandon_open_sessions(life.store)  # as every incarnation of a run begins
             store = LeaseStore(life.store)
             store.offer(lease)
             assert (await gateway.env("/tasks/lease", {})).json()["lease"]["group_id"] == "g"

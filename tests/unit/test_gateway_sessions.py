@@ -68,8 +68,9 @@ def test_a_key_shows_every_worker_that_it_was_made_with_the_secret():
         assert not is_signed(guess, b"")
 
 
-def test_a_request_id_means_other_sessions_in_another_life():
-    """A place that is leased again in a later life is asked for under the id that its lease gives it."""
+def test_a_request_id_means_other_sessions_in_another_incarnation():
+    """A place that is leased again in a later incarnation is asked for under the id that its lease gives
+    it."""
     group = Opening(
         task_id="t",
         group_id="g",
@@ -78,14 +79,20 @@ def test_a_request_id_means_other_sessions_in_another_life():
         sampling=Sampling(),
         request_id="derived from the lease",
     )
-    lives = {}
-    for life in ("first", "second"):
-        book = SessionRegistry(max_open=8, ttl_s=10.0, public_url="http://h", secret=b"key", life=life)
-        again = SessionRegistry(max_open=8, ttl_s=10.0, public_url="http://h", secret=b"key", life=life)
-        lives[life] = [record.session for record in book.open(group, 0.0)]
-        assert [record.session for record in again.open(group, 0.0)] == lives[life], "one life, two workers"
-        assert [record.session for record in book.reopened(group)] == lives[life]
-    for first, second in zip(lives["first"], lives["second"], strict=True):
+    incarnations = {}
+    for incarnation in ("first", "second"):
+        book = SessionRegistry(
+            max_open=8, ttl_s=10.0, public_url="http://h", secret=b"key", incarnation=incarnation
+        )
+        again = SessionRegistry(
+            max_open=8, ttl_s=10.0, public_url="http://h", secret=b"key", incarnation=incarnation
+        )
+        incarnations[incarnation] = [record.session for record in book.open(group, 0.0)]
+        assert [record.session for record in again.open(group, 0.0)] == incarnations[incarnation], (
+            "one incarnation, two workers"
+        )
+        assert [record.session for record in book.reopened(group)] == incarnations[incarnation]
+    for first, second in zip(incarnations["first"], incarnations["second"], strict=True):
         assert first.id != second.id
         assert first.key != second.key
 

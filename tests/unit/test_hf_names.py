@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import Family, tensor_shapes
 
+from invrl.engines import sglang_models
 from invrl.errors import ConfigError
-from invrl.rollout import sglang_models
 from invrl.train.hf_config import parse_hf_config
 from invrl.train.hf_names.families import FAMILIES
 from invrl.train.hf_names.parameter import Fusion, join, split

@@ -57,7 +57,7 @@ async def test_weights_without_a_checkpoint_are_saved(tmp_path: Path) -> None:
     assert "there is no checkpoint to go on from" in where
 
 
-async def test_steps_count_from_the_checkpoint_that_the_life_began_with(tmp_path: Path) -> None:
+async def test_steps_count_from_the_checkpoint_that_the_incarnation_began_with(tmp_path: Path) -> None:
     before = Checkpoints(tmp_path)
     await before.save(cast(Any, EndedTrainer(4)), 4, b"")
     *_, where = await ended(EndedTrainer(3), Checkpoints(tmp_path), begun_at=4)
@@ -78,7 +78,7 @@ async def test_nothing_is_said_where_nothing_was_learnt(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_lost_lifes_model_of_the_same_step_is_not_taken_for_ours(tmp_path: Path) -> None:
+async def test_a_lost_incarnations_model_of_the_same_step_is_not_taken_for_ours(tmp_path: Path) -> None:
     await ended(EndedTrainer(6), Checkpoints(tmp_path))
     await ended(EndedTrainer(2), Checkpoints(tmp_path), begun_at=4)
     assert (tmp_path / "model-000006" / "model.safetensors").read_text() == "2"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from invrl.run.config import SECTIONS
-from invrl.run.near_names import _FOREIGN_NAMES, meant_setting, near_settings
+from invrl.run.near_names import _FOREIGN_NAMES, RENAMED, meant_setting, near_settings, nearest_setting
 
 OURS = [name for section in SECTIONS.values() for name in section.model_fields]
 
@@ -42,3 +42,12 @@ def test_a_meaning_that_the_command_does_not_take_is_not_suggested():
 )
 def test_by_spelling_of_ours_or_theirs_and_by_words(wrong: str, near: str):
     assert near in near_settings(wrong, [f"--{name.replace('_', '-')}" for name in OURS])
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_setting_is_refused_with_its_new_name(old: str, new: str) -> None:
+    names = [key for section in SECTIONS.values() for key in section.model_fields]
+    assert old not in names
+    assert nearest_setting(old, names) == f"it was renamed: write {new}"
+    flags = ["--" + name.replace("_", "-") for name in names]
+    assert nearest_setting("--" + old.replace("_", "-"), flags).endswith("--" + new.replace("_", "-"))

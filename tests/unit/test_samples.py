@@ -260,7 +260,7 @@ def test_a_run_in_which_nothing_has_ended_says_so(
     assert "no rollout has ended in it so far" in refused(run, capsys)
 
 
-def test_what_a_lost_life_trained_is_not_of_the_step(run: RecordedRun) -> None:
+def test_what_a_lost_incarnation_trained_is_not_of_the_step(run: RecordedRun) -> None:
     run.add("a", "lost", 0.0, step=1, group="g0")
     run.ledger.begin(parent=1, step=0, sequence=0)
     run.sequence = 100

@@ -97,7 +97,7 @@ async def test_files_are_copied_where_the_file_system_has_no_links(
 
 
 async def test_a_model_that_came_further_than_the_checkpoint_stays_until_it_is_passed(tmp_path: Path) -> None:
-    """A life saved its weights at step 7 and ended; the next one went on from step 4."""
+    """An incarnation saved its weights at step 7 and ended; the next one went on from step 4."""
     checkpoints = Checkpoints(tmp_path, keep=1)
     await checkpoints.save(trainer("four"), 4)
     model = await checkpoints.save_model(trainer("seven"), 7)
@@ -108,7 +108,7 @@ async def test_a_model_that_came_further_than_the_checkpoint_stays_until_it_is_p
     assert names(tmp_path) == ["step-000008"]
 
 
-async def test_a_model_of_a_lost_life_is_replaced(tmp_path: Path) -> None:
+async def test_a_model_of_a_lost_incarnation_is_replaced(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     await checkpoints.save_model(trainer("lost"), 7)
     model = await checkpoints.save_model(trainer("new"), 7)
@@ -120,8 +120,8 @@ async def test_a_model_of_a_lost_life_is_replaced(tmp_path: Path) -> None:
 async def test_a_crash_at_any_call_leaves_a_whole_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
 ) -> None:
-    """The model of step 4 is written over one of a lost life; the crash comes at the n-th flush, rename or
-    removal."""
+    """The model of step 4 is written over one of a lost incarnation; the crash comes at the n-th flush,
+    rename or removal."""
     await Checkpoints(tmp_path).save_model(trainer("two"), 2)
     await Checkpoints(tmp_path).save_model(trainer("old four"), 4)
     await Checkpoints(tmp_path).save_model(trainer("five"), 5)

@@ -42,9 +42,9 @@ from invrl.run.checkpoints import Checkpoints
 from invrl.host.lifeline import NoteKind
 
 place = Path(sys.argv[1])
-lives = place / "lives"
-number = len(lives.read_text()) + 1 if lives.exists() else 1
-lives.write_text("x" * number)
+incarnations = place / "incarnations"
+number = len(incarnations.read_text()) + 1 if incarnations.exists() else 1
+incarnations.write_text("x" * number)
 lifeline.hold()
 
 def say(what):
@@ -121,7 +121,8 @@ say(number)
 lifeline.tell(NoteKind.REPORTED)
 sys.exit(1)"""
     code, out, err = end(start(body, restarts=1))
-    # Lives 1 and 2 are followed by a first restart each, because life 2 made a checkpoint; life 3 made none.
+    # Incarnations 1 and 2 are followed by a first restart each, because incarnation 2 made a checkpoint;
+    # incarnation 3 made none.
     assert (code, out) == (1, "1\n2\n3\n")
     assert [line.split("going on ")[1] for line in err.splitlines()] == [
         "from step 0 (restart 1 of 1)",
@@ -135,7 +136,9 @@ def test_what_no_restart_can_mend_is_not_tried_again(start: Start) -> None:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
-def test_a_driver_that_is_killed_is_told_and_the_next_life_begins(start: Start, kind: signal.Signals) -> None:
+def test_a_driver_that_is_killed_is_told_and_the_next_incarnation_begins(
+    start: Start, kind: signal.Signals
+) -> None:
     body = f"""
 if number == 1:
     os.kill(os.getpid(), {int(kind)})
@@ -164,7 +167,7 @@ sys.exit(1)"""
     assert out.splitlines() == ["[]"] + 2 * ["env-of-the-user-0123456789 token-of-ray-0123456789"]
 
 
-def test_guardians_of_earlier_lives_are_gone(start: Start) -> None:
+def test_guardians_of_earlier_incarnations_are_gone(start: Start) -> None:
     body = """
 import psutil
 from invrl.host.guardian import start_guardian
@@ -239,7 +242,7 @@ def left(pid: str) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("how", ["sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_a_daemon_that_the_life_left_behind_is_ended(start: Start, how: str) -> None:
+def test_a_daemon_that_the_incarnation_left_behind_is_ended(start: Start, how: str) -> None:
     """In a session of its own, and a child of nobody any more."""
     process = start(LEAVES + how)
     pid = says(process)
@@ -267,7 +270,7 @@ while True:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on_and_no_life_follows(start: Start, kind: signal.Signals) -> None:
+def test_a_signal_is_passed_on_and_no_incarnation_follows(start: Start, kind: signal.Signals) -> None:
     process = start(INTERRUPTED, restarts=3)
     assert says(process) == "up"
     process.send_signal(kind)
@@ -294,7 +297,7 @@ def test_a_signal_that_another_thread_is_given_is_passed_on_too(start: Start, ki
     assert end(process) == (130, "up\nclean\n", "")
 
 
-def test_an_interrupted_life_that_then_fails_is_the_last(start: Start) -> None:
+def test_an_interrupted_incarnation_that_then_fails_is_the_last(start: Start) -> None:
     process = start(INTERRUPTED.replace("sys.exit(130)", "os._exit(1)"), restarts=3)
     assert says(process) == "up"
     process.send_signal(signal.SIGINT)

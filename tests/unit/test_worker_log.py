@@ -47,10 +47,10 @@ def test_python_c_code_and_child_processes_print_into_one_file_in_order(tmp_path
     assert text == "one\ntwo\nthree\nfour\nfive\nsix"
 
 
-def test_only_its_owner_may_read_it_and_a_later_life_goes_on_below(tmp_path: Path) -> None:
+def test_only_its_owner_may_read_it_and_a_later_incarnation_goes_on_below(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    printed(path, "print('first life')")
-    assert printed(path, "print('second life')") == "first life\nsecond life\n"
+    printed(path, "print('first incarnation')")
+    assert printed(path, "print('second incarnation')") == "first incarnation\nsecond incarnation\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 

@@ -159,7 +159,7 @@ def _registry(settings: GatewaySettings, place: WorkerPlace, reader: RunStore) -
         ttl_s=settings.session_ttl_s,
         public_url=settings.url,
         secret=settings.env_key.get_secret_value().encode(),
-        life=settings.life,
+        incarnation=settings.incarnation,
         place=place,
         recall=lambda name: (stored := reader.closed_session(name)) and restored_record(stored),
     )

@@ -11,7 +11,9 @@ class GatewaySettings(GatewayConfig):
     """All a gateway needs to know: its section of the configuration, and what belongs to others."""
 
     run_id: str = ""
-    life: str = Field("", description="this life of the run; a gateway that is started again keeps it")
+    incarnation: str = Field(
+        "", description="this incarnation of the run; a gateway that is started again keeps it"
+    )
     gateway_port: PositiveInt
     router_url: str
     router_api_key: SecretStr | None = None
