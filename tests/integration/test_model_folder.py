@@ -56,7 +56,8 @@ def test_the_gateway_process_needs_no_torch():
     import sys
 
     program = (
-        "import sys; from invrl.gateway import gateway_server, app, model_folder; "
+        "import sys; from invrl.gateway.server import gateway_server, app; "
+        "from invrl.gateway.rendering import model_folder; "
         "from transformers.utils import chat_template_utils; print(json.dumps('torch' in sys.modules))"
     )
     out = subprocess.run(

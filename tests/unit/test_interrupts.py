@@ -22,7 +22,7 @@ KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROGRAM = """
 import asyncio, signal, sys
 from pathlib import Path
-from invrl import interrupts
+from invrl.host import interrupts
 from invrl.host.process import ServerProcess
 
 def say(what):

@@ -37,7 +37,7 @@ with folder.held("train"):
 DRIVER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from invrl import lifeline
+from invrl.host import lifeline
 from invrl.run.checkpoints import Checkpoints
 from invrl.host.lifeline import NoteKind
 
