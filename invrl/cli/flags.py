@@ -14,7 +14,7 @@ from invrl.cli.command_settings import settings_of
 from invrl.cli.presets import configuration_file, preset_names
 from invrl.errors import ConfigError
 from invrl.run.config import SECTIONS, UPSTREAM, Scalar, Source, read_toml
-from invrl.run.near_names import nearest_setting
+from invrl.run.name_suggestions import nearest_setting
 
 CONFIG_FLAG = "--config"
 _CONFIG_HELP = (

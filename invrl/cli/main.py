@@ -1,5 +1,5 @@
 """`invrl`: the command line. Reads what it was told, makes sure that it can work, and hands over to
-`run/training.py` or `run/serving.py`. Every message a person gets about bad input comes from here as one
+`run/train.py` or `run/serve.py`. Every message a person gets about bad input comes from here as one
 block, with exit code 2. A command is a function; its docstring is its help."""
 
 import contextlib
@@ -215,7 +215,7 @@ def _incarnation(arguments: Sequence[str]) -> None:
     """one incarnation of the run in this folder: what `invrl train` runs as its driver"""
     folder = _run_of(arguments)
     with _driving(folder) as config:
-        from invrl.run.training import run_incarnation
+        from invrl.run.train import run_incarnation
 
         run_incarnation(config, folder)
 
@@ -233,7 +233,7 @@ def _serve(arguments: Sequence[str]) -> None:
     with hold_run_folder(config, "serve") as folder:
         _log_into(folder)
         with _reported(folder):
-            from invrl.run.serving import serve
+            from invrl.run.serve import serve
 
             interrupts.run(serve(config, folder))
 
@@ -263,7 +263,7 @@ def _evaluation(arguments: Sequence[str]) -> None:
     """the evaluation in this folder: what `invrl eval` runs as its driver"""
     folder = _run_of(arguments)
     with _driving(folder) as config:
-        from invrl.run.evaluating import run_evaluation
+        from invrl.run.evaluate import run_evaluation
 
         interrupts.run(run_evaluation(config, folder))
 

@@ -14,7 +14,7 @@ from invrl.observe.samples import (
     spread,
     trained_steps,
 )
-from invrl.observe.samples_view import changes_json, describe_changes, describe_samples, samples_json
+from invrl.observe.samples_text import changes_json, describe_changes, describe_samples, samples_json
 from invrl.run.config import nearest
 from invrl.store.run_store import RunStore
 

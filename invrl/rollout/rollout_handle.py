@@ -1,7 +1,7 @@
 """The rollout half as the driver holds it: workers, dispatcher and held-out evaluation in one object.
 
 Lives in the driver's event loop; `run/cluster.py` runs the loop under `guard`, so that a failure of
-the rollout half ends the run with its own cause. `run/evaluating.py` makes one without a buffer."""
+the rollout half ends the run with its own cause. `run/evaluate.py` makes one without a buffer."""
 
 import asyncio
 import sys

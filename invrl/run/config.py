@@ -19,7 +19,7 @@ from invrl.errors import ConfigError
 from invrl.gateway.config import GatewayConfig
 from invrl.rollout.config import EngineConfig, RolloutConfig
 from invrl.run.contradictions import check
-from invrl.run.near_names import meant_setting, nearest_setting
+from invrl.run.name_suggestions import meant_setting, nearest_setting
 from invrl.section import Section
 from invrl.train.config import TrainConfig
 

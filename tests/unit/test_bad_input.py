@@ -60,7 +60,7 @@ def refused(
 
     stand_in = types.ModuleType("stand_in")
     vars(stand_in).update(serve=started)
-    monkeypatch.setitem(sys.modules, "invrl.run.serving", stand_in)
+    monkeypatch.setitem(sys.modules, "invrl.run.serve", stand_in)
     monkeypatch.setattr(supervisor, "supervise", started)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -341,7 +341,7 @@ def test_a_run_folder_in_which_a_run_lives(
     if command == "eval":
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     folder = make_run_folder(config)
-    for name in ("invrl.run.evaluating", "invrl.run.replay"):
+    for name in ("invrl.run.evaluate", "invrl.run.replay"):
         stand_in = types.ModuleType("stand_in")
         vars(stand_in).update(run_evaluation=None, replay=None)
         monkeypatch.setitem(sys.modules, name, stand_in)

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """Stands in for the modules that start processes. No handler stays."""
     stand_in = types.ModuleType("stand_in")
-    for name in ("invrl.run.training", "invrl.run.serving", "invrl.run.evaluating"):
+    for name in ("invrl.run.train", "invrl.run.serve", "invrl.run.evaluate"):
         monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.setattr(cli.interrupts, "catch", lambda: None)
     handlers = logging.getLogger().handlers[:]

@@ -21,7 +21,7 @@ from invrl.gateway.config import GatewayConfig
 from invrl.rollout.tasks import held_out_only
 from invrl.run.config import SECTIONS, UPSTREAM, Config, Source, load_resolved, read_toml, resolve
 from invrl.run.folder import make_run_folder
-from invrl.run.training import run_incarnation
+from invrl.run.train import run_incarnation
 from invrl.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -381,7 +381,7 @@ def test_a_run_tells_at_its_start_what_cannot_act(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = from_flags(*flags, "--run-root", str(tmp_path), "--run-name", "a", "--no-tensorboard")
-    monkeypatch.setattr("invrl.run.training.interrupts.run", lambda work: work.close())
+    monkeypatch.setattr("invrl.run.train.interrupts.run", lambda work: work.close())
     run_incarnation(config, make_run_folder(config))
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert len(told) == (1 if not flags else 0)

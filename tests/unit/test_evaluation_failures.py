@@ -10,7 +10,7 @@ from test_buffer_examples import failure, summary
 from invrl.buffer.config import BufferConfig
 from invrl.errors import IdenticalFailuresError
 from invrl.rollout.evaluation import EvalScore
-from invrl.run.evaluation_failures import EvaluationFailures
+from invrl.run.failed_rollouts import EvaluationFailures
 from invrl.types import FailedRollout, FailureReason
 
 
@@ -59,7 +59,7 @@ def test_what_keeps_an_evaluation_going(but: str) -> None:
 
 
 def test_a_score_s_line_names_what_failed() -> None:
-    from invrl.run.evaluating import score_note
+    from invrl.run.evaluate import score_note
 
     score = EvalScore(
         mode="greedy",

@@ -21,7 +21,7 @@ from invrl.buffer.failures import FailureLimits, FailureTeller
 from invrl.buffer.group_filters import group_filter_function
 from invrl.errors import FilteredOutError
 from invrl.metrics import resolve
-from invrl.observe.silence import SAID_EVERY_S, Activity, Deadlines, silence_text, tell_silence
+from invrl.observe.wait_messages import SAID_EVERY_S, Activity, Deadlines, silence_text, tell_silence
 from invrl.rollout.config import RolloutConfig
 from invrl.run.loop import Learner, Parts, run_loop
 from invrl.run.save_schedule import SaveSchedule

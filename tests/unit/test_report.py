@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from test_step_samples import taken
+from test_console_samples import taken
 
 from invrl.errors import ConfigError
 from invrl.observe.report import (

@@ -9,7 +9,7 @@ import pytest
 
 from invrl.buffer.failures import FailureLimits, FailureReport, FailureTeller
 from invrl.errors import DeadlineError, ServerError
-from invrl.run.training import tell_failures
+from invrl.run.train import tell_failures
 
 LIMITS = FailureLimits(identical=128, at_start=32)
 

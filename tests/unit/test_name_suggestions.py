@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from invrl.run.config import SECTIONS
-from invrl.run.near_names import _FOREIGN_NAMES, RENAMED, meant_setting, near_settings, nearest_setting
+from invrl.run.name_suggestions import _FOREIGN_NAMES, RENAMED, meant_setting, near_settings, nearest_setting
 
 OURS = [name for section in SECTIONS.values() for name in section.model_fields]
 

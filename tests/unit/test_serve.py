@@ -12,7 +12,7 @@ from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.run.config import Source, resolve
-from invrl.run.serving import with_long_answers
+from invrl.run.serve import with_long_answers
 
 
 def source(tables: dict[str, Any]) -> Source:

@@ -16,7 +16,7 @@ from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluation import EvalScore, failure_note
 from invrl.run.cluster import all_started, make_rollouts, start_ray, start_serving
 from invrl.run.config import Config
-from invrl.run.evaluation_failures import EvaluationFailures
+from invrl.run.failed_rollouts import EvaluationFailures
 from invrl.store.run_folder import RunFolder
 
 

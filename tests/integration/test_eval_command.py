@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from invrl.rollout.evaluation import EvalScore
-from invrl.run.evaluating import table
+from invrl.run.evaluate import table
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 600

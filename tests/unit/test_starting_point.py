@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from invrl.run.beginning import beginning_of
 from invrl.run.checkpoints import Checkpoint
+from invrl.run.resume import beginning_of
 from invrl.store.run_folder import RunFolder
 
 

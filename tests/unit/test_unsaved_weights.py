@@ -10,7 +10,7 @@ import pytest
 
 from invrl.errors import TrainError
 from invrl.run.checkpoints import Checkpoints, check_served
-from invrl.run.last_weights import save_last_weights
+from invrl.run.unsaved_weights import save_last_weights
 
 
 class EndedTrainer:

@@ -11,9 +11,9 @@ from recorded_run import record_run
 from stored_rollouts import finish, summary_of
 from test_loop import EmptyBatches, Notes
 
+from invrl.observe.console_samples import chosen_rollouts, show_samples
 from invrl.observe.progress import PlainProgress
 from invrl.observe.step_metrics import reply_metrics
-from invrl.observe.step_samples import chosen_rollouts, show_samples
 from invrl.run.loop import Parts, run_loop
 from invrl.store.run_store import RunStore, RunStoreWriter
 from invrl.types import (

@@ -23,23 +23,23 @@ from invrl.buffer.training_samples import build_batch
 from invrl.errors import DeadlineError, ServerError
 from invrl.host import interrupts
 from invrl.host.disk import write_atomically
+from invrl.observe.console_samples import show_samples
 from invrl.observe.progress import open_progress
 from invrl.observe.report import has_curve, write_report
-from invrl.observe.silence import Activity, Deadlines, tell_silence
 from invrl.observe.sinks import RunObserver, open_sinks
-from invrl.observe.step_samples import show_samples
+from invrl.observe.wait_messages import Activity, Deadlines, tell_silence
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluation import EvalScore, Evaluation, failure_note, gain_interval
 from invrl.rollout.tasks import label_notes
-from invrl.run.beginning import beginning_of
 from invrl.run.checkpoints import Checkpoint, Checkpoints, first_checkpoint
 from invrl.run.cluster import Cluster, start_cluster, start_trainer
 from invrl.run.config import Config
-from invrl.run.evaluation_failures import EvaluationFailures
-from invrl.run.last_weights import save_last_weights
+from invrl.run.failed_rollouts import EvaluationFailures
 from invrl.run.loop import Learner, Parts, no_step_note, run_loop, train_values
+from invrl.run.resume import beginning_of
 from invrl.run.save_schedule import SaveSchedule
 from invrl.run.store_check import check_store, check_store_of
+from invrl.run.unsaved_weights import save_last_weights
 from invrl.run.weight_updater import fleet_updater
 from invrl.store.batch_file import batch_path, load_batch, put_lost_aside, save_batch, saved_steps
 from invrl.store.metrics_file import read_metrics

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from invrl.observe.samples_view import brief
+from invrl.observe.samples_text import brief
 from invrl.observe.transcript import read_transcript
 from invrl.store.run_store import RunStore
 from invrl.types import RolloutSummary, TakenBatch
