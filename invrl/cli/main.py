@@ -24,8 +24,7 @@ from invrl.host.printable import printable
 from invrl.host.private_file import make_private
 from invrl.host.ray_setup import prepare_ray
 from invrl.run.config import Config, ModelConfig, load_resolved, nearest, resolve
-from invrl.run.folder import hold_run_folder, make_run_folder
-from invrl.run.supervisor import (
+from invrl.run.driver_commands import (
     EVALUATION_COMMAND,
     FAILURE_EXIT,
     INCARNATION_COMMAND,
@@ -33,6 +32,7 @@ from invrl.run.supervisor import (
     REPLAY_COMMAND,
     USAGE_EXIT,
 )
+from invrl.run.folder import hold_run_folder, make_run_folder
 from invrl.store.run_folder import RunFolder
 
 Ready = tuple[Config, RunFolder]

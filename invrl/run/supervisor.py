@@ -29,6 +29,7 @@ from invrl.host.process import still_running
 from invrl.host.ray_setup import remove_ray_folder
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.config import Config
+from invrl.run.driver_commands import FAILURE_EXIT, INCARNATION_COMMAND, INTERRUPT_EXIT, USAGE_EXIT
 from invrl.store.run_folder import RunFolder
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -44,10 +45,6 @@ BLOCKED_GRACE_S = 2.0
 """From an interrupt on, for a driver in a call that hears no signal (`NoteKind.BLOCKED`)."""
 _SHOW_CURSOR = "\x1b[?25h"
 _LIBC = ctypes.CDLL(None, use_errno=True)
-FAILURE_EXIT, USAGE_EXIT, INTERRUPT_EXIT = 1, 2, 130
-INCARNATION_COMMAND, EVALUATION_COMMAND, REPLAY_COMMAND = "_incarnation", "_evaluation", "_replay"
-"""Of `invrl.cli`, what drivers run in a folder: one incarnation of its run, an evaluation, or a step made
-again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

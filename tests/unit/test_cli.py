@@ -20,6 +20,7 @@ from invrl.cli.command_settings import settings_of
 from invrl.errors import ConfigError, ServerError
 from invrl.run import supervisor
 from invrl.run.config import Config, ModelConfig, Source, load_resolved, resolve
+from invrl.run.driver_commands import INCARNATION_COMMAND
 from invrl.store.run_folder import RunFolder
 
 Work = Callable[[Config, RunFolder], None]
@@ -138,7 +139,7 @@ def test_a_failed_run_is_exit_code_1_and_names_its_log(
         raise ServerError("engine-0 ended with code 3")
 
     def supervise(config: Config, folder: RunFolder) -> int:
-        return cli.main([supervisor.INCARNATION_COMMAND, str(folder.path)])  # in this process
+        return cli.main([INCARNATION_COMMAND, str(folder.path)])  # in this process
 
     monkeypatch.setattr(supervisor, "supervise", supervise)
     monkeypatch.setattr(cli, "prepare_ray", lambda: None)
