@@ -25,7 +25,7 @@ def _refuse(path: Path, reason: str, fix: str = PREPARE) -> ConfigError:
 
 def check_model_folder(path: Path, *, families: Collection[str]) -> None:
     """Raises ConfigError (field model.model_path) for the first thing that is missing or broken. `families`:
-    the model types that are supported (`train/hf_names/families.py`)."""
+    the model types that are supported (`train/families/registry.py`)."""
     if not path.is_dir():
         raise no_such_folder("model.model_path", str(path))
     if (path / "megatron").is_dir():

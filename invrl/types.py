@@ -273,10 +273,6 @@ class Rollout:
     trajectories: tuple[Trajectory, ...]
 
 
-USER_LINE = "at "
-"""What the last line of a failure's detail begins with where it names the line of user code."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRollout(EndedSession):
     """A session that ended without a usable reward, and why."""

@@ -40,7 +40,6 @@ from invrl.metrics import Mean, Metric, Sum, merge
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     MAX_REWARD,
-    USER_LINE,
     DroppedGroup,
     DropReason,
     FailedRollout,
@@ -55,7 +54,7 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
-from invrl.user_code import raised_at, said_by
+from invrl.user_frame import USER_FRAME_PREFIX, describe_exception, raised_at
 
 _NO_TOKENS = "no_trained_tokens"
 """The reason to drop a group that is never the filter's."""
@@ -407,8 +406,8 @@ class Buffer:
             self._source_end = "the task source has ended"
         except Exception as error:
             place = raised_at(error)
-            where = f" ({USER_LINE}{place})" if place else ""
-            self._source_end = f"the task source raised {said_by(error)}{where}"
+            where = f" ({USER_FRAME_PREFIX}{place})" if place else ""
+            self._source_end = f"the task source raised {describe_exception(error)}{where}"
         return None
 
     def _hand_out(self, group: OpenGroup) -> GroupLease:
@@ -474,7 +473,7 @@ class Buffer:
         try:
             word = self._filter(group.group())
         except (Exception, SystemExit) as error:
-            told = f"{said_by(error)}\n{USER_LINE}{raised_at(error, self._filter)}"
+            told = f"{describe_exception(error)}\n{USER_FRAME_PREFIX}{raised_at(error, self._filter)}"
             self.failures.firsts.setdefault(GROUP_FILTER, told)
             return f"filter_raised_{type(error).__name__}"
         if word is None:

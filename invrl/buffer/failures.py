@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from invrl.errors import IdenticalFailuresError
-from invrl.types import USER_LINE, FailureReason, RolloutSummary
+from invrl.types import FailureReason, RolloutSummary
+from invrl.user_frame import USER_FRAME_PREFIX
 
 _FIRST_TOLD = 4
 """Identical failures before the first warning, while no rollout has finished yet."""
@@ -200,7 +201,7 @@ def told_lines(detail: str) -> list[str]:
     """The last lines of a failure's detail. Where they name the line of user code, the frames of the
     traceback before it are left to the log."""
     lines = detail.strip().splitlines() or ["(no detail)"]
-    names_line = lines[-1].startswith(USER_LINE)
+    names_line = lines[-1].startswith(USER_FRAME_PREFIX)
     frames = [number for number, line in enumerate(lines) if line.startswith(_FRAME)]
     if names_line and frames:
         below = range(frames[-1] + 1, len(lines))

@@ -22,7 +22,7 @@ from invrl.errors import ConfigError
 from invrl.gateway.rendering.model_folder import chat_template_source
 from invrl.host.process import die_with_parent
 from invrl.model_folder import check_model_folder, no_such_folder, read_model_type
-from invrl.train.hf_names.families import FAMILIES
+from invrl.train.families.registry import FAMILIES
 
 Dtype = Literal["bfloat16", "float32"]
 _RECORD = "prepared.json"

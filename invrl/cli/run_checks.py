@@ -77,7 +77,7 @@ def check_model(config: Config) -> Path:
     """The folder is a model's, and if a checkpoint holds it, its files are what was written."""
     from invrl.model_folder import check_model_folder
     from invrl.run.checkpoints import check_served
-    from invrl.train.hf_names.families import FAMILIES
+    from invrl.train.families.registry import FAMILIES
 
     path = model_path(config)
     check_model_folder(path, families=FAMILIES)

@@ -23,8 +23,8 @@ import numpy as np
 from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
 from invrl.plugins import is_group_form
 from invrl.rollout.rewards import Rejected, as_result, valid_components, valid_reward
-from invrl.types import USER_LINE, FailureReason, Task
-from invrl.user_code import raised_at, returned_at
+from invrl.types import FailureReason, Task
+from invrl.user_frame import USER_FRAME_PREFIX, raised_at, returned_at
 
 _CANCEL_GRACE_S = 1.0
 _DROP_GRACE_S = 5.0
@@ -155,7 +155,7 @@ class Runner:
         place = returned_at(function) if isinstance(error, Rejected) else raised_at(error, function)
         if not place:
             return failure
-        return Failure(reason=failure.reason, detail=f"{failure.detail.rstrip()}\n{USER_LINE}{place}")
+        return Failure(reason=failure.reason, detail=f"{failure.detail.rstrip()}\n{USER_FRAME_PREFIX}{place}")
 
     async def _call(self, run: _Run, function: Callable[..., Any], *arguments: object) -> object:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):

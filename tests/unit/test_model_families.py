@@ -14,9 +14,9 @@ from tiny_model import Family, tensor_shapes
 
 from invrl.engines import sglang_models
 from invrl.errors import ConfigError
+from invrl.train.families.parameter import Fusion, join, split
+from invrl.train.families.registry import FAMILIES
 from invrl.train.hf_config import parse_hf_config
-from invrl.train.hf_names.families import FAMILIES
-from invrl.train.hf_names.parameter import Fusion, join, split
 
 NAMES: list[Family] = ["llama", "mistral", "qwen2", "qwen3"]
 

@@ -1,9 +1,10 @@
-"""What outlives the trainer: Megatron distributed checkpoints, and Hugging Face folders.
+"""The trainer's own state on disk: a Megatron distributed checkpoint of model, optimizer and schedule, and
+each rank's random state.
 
-Any number of data-parallel ranks can load a checkpoint."""
+A checkpoint that some number of data-parallel ranks wrote can be loaded by any number of them. What a run's
+whole checkpoint consists of is in `run/checkpoints.py`.
+"""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from invrl.errors import TrainError
-from invrl.host.disk import flush, flush_tree
-from invrl.store.manifest import MANIFEST_NAME
 from invrl.train import device
 from invrl.train.checkpoint_writer import LateTensors, TensorByTensor, gather_late
-from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.model import PolicyModel
-from invrl.train.safetensors_file import write_safetensors
-from invrl.train.weights import export_weights, weight_specs
-
-_NOT_COPIED = (
-    *(".safetensors", ".bin", ".gguf", ".pt", ".pth", ".msgpack", ".h5"),
-    "model.safetensors.index.json",
-    MANIFEST_NAME,
-)
-"""Ends of names: weights, and the checksums of another folder."""
 
 
-class Checkpoint:
+class TrainerState:
     """Saves and loads one rank's share of the model and its optimizer, and its random state."""
 
     def __init__(
@@ -47,7 +36,7 @@ class Checkpoint:
                 gather_late(part, self._late)
 
     def save(self, path: str) -> None:
-        """All ranks together. Raises TrainError if the folder holds something or cannot be written."""
+        """Called on all ranks together. Raises TrainError if the folder is not empty or cannot be written."""
         folder = Path(path)
         if torch.distributed.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -56,27 +45,30 @@ class Checkpoint:
             raise TrainError(f"{folder} is not empty: a checkpoint is not written over another")
         torch.distributed.barrier()
         self._late.clear()
+        state = self._sharded_state(is_loading=False)
         try:
-            dist_checkpointing.save(self._state(is_loading=False), str(folder), TensorByTensor(self._late))
+            dist_checkpointing.save(state, str(folder), TensorByTensor(self._late))
         except CheckpointException as error:  # a BaseException, and only rank 0's names the cause
             causes = [str(cause) for cause, _ in error.failures.values()] or ["another rank failed"]
             raise TrainError(f"the checkpoint {folder} could not be written: {causes[0]}") from error
-        (folder / "rng").mkdir(exist_ok=True)
-        torch.save(device.random_state(), _rng_file(folder))
+        rng_file = _rng_file(folder)
+        rng_file.parent.mkdir(exist_ok=True)
+        torch.save(device.random_state(), rng_file)
         torch.distributed.barrier()
 
     def load(self, path: str) -> None:
-        """Raises TrainError if there is no checkpoint."""
+        """Called on all ranks together. Raises TrainError if there is no checkpoint."""
         if not dist_checkpointing.check_is_distributed_checkpoint(path):
             raise TrainError(f"{path} holds no checkpoint")
-        state: Any = dist_checkpointing.load(self._state(is_loading=True), path)
+        state: Any = dist_checkpointing.load(self._sharded_state(is_loading=True), path)
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
-        if (file := _rng_file(Path(path))).exists():  # a rank that the saving run had
-            device.set_random_state(torch.load(file, weights_only=True))
+        rng_file = _rng_file(Path(path))
+        if rng_file.exists():  # absent for a rank that the saving run did not have
+            device.set_random_state(torch.load(rng_file, weights_only=True))
 
-    def _state(self, *, is_loading: bool) -> dict[str, Any]:
+    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         metadata = {
             "distrib_optim_sharding_type": "fully_reshardable",
             "singleton_local_shards": False,
@@ -90,37 +82,3 @@ class Checkpoint:
 
 def _rng_file(folder: Path) -> Path:
     return folder / "rng" / f"rank-{torch.distributed.get_rank()}.pt"
-
-
-def export_hugging_face(
-    model: PolicyModel,
-    config: HuggingFaceConfig,
-    dtype: torch.dtype,
-    source: str,
-    path: str,
-    *,
-    chat_template: str = "",
-) -> None:
-    """Weights in `dtype`; configuration, tokenizer and template copied from `source`, but for a
-    `chat_template`, which takes the place of its own: who serves the model finds the one that it was trained
-    with. Appears whole, and its files are on disk by then. Their modes are ordinary ones, whatever those of
-    the source are."""
-    folder = Path(path)
-    new = folder.with_name(folder.name + ".new")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    for file in Path(source).iterdir():
-        if file.is_file() and not file.name.endswith(_NOT_COPIED):
-            shutil.copyfile(file, new / file.name)
-    if chat_template:  # this file is read before the template in tokenizer_config.json
-        (new / "chat_template.jinja").write_text(chat_template)
-    described = json.loads((new / "config.json").read_text())
-    described.pop("torch_dtype", None)
-    described["dtype"] = str(dtype).removeprefix("torch.")
-    (new / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    layout = weight_specs(model, config, dtype)
-    write_safetensors(new / "model.safetensors", layout, export_weights(model, config, dtype))
-    flush_tree(new)
-    shutil.rmtree(folder, ignore_errors=True)
-    new.rename(folder)
-    flush(folder.parent)

@@ -1,6 +1,6 @@
 """Llama, and every model that took its names (SmolLM2 among them)."""
 
-from invrl.train.hf_names.parameter import Family, Parameter, in_layer
+from invrl.train.families.parameter import Family, Parameter, in_layer
 
 FAMILY = Family(
     before=(Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),),

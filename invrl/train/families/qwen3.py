@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from invrl.train.hf_names import llama
-from invrl.train.hf_names.parameter import in_layer
+from invrl.train.families import llama
+from invrl.train.families.parameter import in_layer
 
 FAMILY = replace(
     llama.FAMILY,

@@ -2,6 +2,6 @@
 
 from dataclasses import replace
 
-from invrl.train.hf_names import llama
+from invrl.train.families import llama
 
 FAMILY = replace(llama.FAMILY, default_window=4096)

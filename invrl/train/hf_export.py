@@ -1,0 +1,69 @@
+"""Writes the trained model as a Hugging Face folder that plain transformers loads."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from invrl.host.disk import flush, flush_tree
+from invrl.store.manifest import MANIFEST_NAME
+from invrl.train.hf_config import HuggingFaceConfig
+from invrl.train.model import PolicyModel
+from invrl.train.safetensors_file import write_safetensors
+from invrl.train.weights import export_weights, weight_specs
+
+_NOT_COPIED = (
+    ".safetensors",
+    ".bin",
+    ".gguf",
+    ".pt",
+    ".pth",
+    ".msgpack",
+    ".h5",
+    "model.safetensors.index.json",
+    MANIFEST_NAME,
+)
+"""Ends of file names: the source's weights, and the checksums of its files."""
+
+
+def export_hugging_face(
+    model: PolicyModel,
+    config: HuggingFaceConfig,
+    dtype: torch.dtype,
+    source: str,
+    path: str,
+    *,
+    chat_template: str = "",
+) -> None:
+    """Writes the model's weights in `dtype`; copies configuration, tokenizer and template from `source`.
+
+    A `chat_template` replaces the source's own, so that whoever serves the model uses the template that
+    it was trained with. The folder appears whole at `path` and replaces one that was there; its files are
+    on disk by then. The files get ordinary modes, whatever the modes of the source's files.
+    """
+    folder = Path(path)
+    new_folder = folder.with_name(folder.name + ".new")
+    shutil.rmtree(new_folder, ignore_errors=True)
+    new_folder.mkdir(parents=True)
+    for file in Path(source).iterdir():
+        if file.is_file() and not file.name.endswith(_NOT_COPIED):
+            shutil.copyfile(file, new_folder / file.name)
+    if chat_template:
+        # transformers reads this file before the template in tokenizer_config.json.
+        (new_folder / "chat_template.jinja").write_text(chat_template)
+    _set_dtype(new_folder / "config.json", dtype)
+    layout = weight_specs(model, config, dtype)
+    write_safetensors(new_folder / "model.safetensors", layout, export_weights(model, config, dtype))
+    flush_tree(new_folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    new_folder.rename(folder)
+    flush(folder.parent)
+
+
+def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
+    """Writes the weights' dtype into config.json, under the name of transformers 5."""
+    hf_config = json.loads(config_file.read_text())
+    hf_config.pop("torch_dtype", None)
+    hf_config["dtype"] = str(dtype).removeprefix("torch.")
+    config_file.write_text(json.dumps(hf_config, indent=2) + "\n")

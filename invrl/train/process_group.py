@@ -1,0 +1,58 @@
+"""The torch process group of the trainer's ranks, and Megatron's groups over it.
+
+All ranks are data-parallel so far. Sizes of other parallel layouts would be passed to
+`initialize_model_parallel` here. Imported after `device.prepare()`.
+"""
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import PrefixStore
+
+from invrl.train import device
+from invrl.train.rank_settings import RankSettings
+from invrl.train.rendezvous import (
+    interface_towards,
+    join_store,
+    refuse_newcomers,
+    refuse_strangers,
+    serve_store,
+)
+
+
+def join_process_group(settings: RankSettings, port: int, listener: socket.socket | None) -> None:
+    """Joins all ranks into one process group and seeds the random generators.
+
+    `port` is the port on which rank 0 listens; `listener` is rank 0's listening socket there and None on the
+    other ranks. Raises torch's error if the other ranks do not come within `train_step_timeout_s`, TrainError
+    if a stranger is connected to the store.
+    """
+    if device.on_cuda():
+        torch.cuda.set_device(0)  # Ray shows each rank its own GPU only
+    timeout = timedelta(seconds=settings.train.train_step_timeout_s)
+    if listener is not None:
+        store = serve_store(listener, world_size=settings.world_size, timeout=timeout)
+    else:
+        store = join_store(settings.master_addr, port, world_size=settings.world_size, timeout=timeout)
+    # Without these variables gloo and NCCL listen on the address that the host name resolves to.
+    interface = interface_towards(settings.master_addr)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    torch.distributed.init_process_group(
+        device.backend(),
+        store=PrefixStore(settings.store_key, store),
+        rank=settings.rank,
+        world_size=settings.world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel()
+    # On GPUs the store stays open, because communicators connect when they are first used.
+    if listener is not None and not device.groups_connect_late():
+        refuse_newcomers(listener)
+        refuse_strangers(listener, members=settings.world_size)
+    torch.manual_seed(settings.seed)
+    model_parallel_cuda_manual_seed(settings.seed)

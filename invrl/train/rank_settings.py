@@ -1,0 +1,30 @@
+"""What one trainer rank is started with. Importable without torch, so that the driver can build it."""
+
+from dataclasses import dataclass, field
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.train.config import TrainConfig
+from invrl.train.megatron_args import Scalar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """Settings of one rank; all ranks of a trainer differ only in `rank`."""
+
+    rank: int
+    world_size: int
+    master_addr: str
+    """Address of rank 0's node that every other rank reaches; loopback on one machine."""
+    store_key: str = field(repr=False)
+    """Prefix of every name in the ranks' common store: random, so that no other process can guess them."""
+    model_path: str
+    chat_template: str = ""
+    """Jinja text that the run uses instead of the model's own chat template; "" means the model's own."""
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    weight_dtype: str
+    """The dtype in which the engines hold the weights, by torch's name."""
+    transport: str = "arena"
+    megatron: dict[str, Scalar] = field(default_factory=dict)
+    """`--megatron-*` options by field name, not parsed yet."""
+    seed: int = 0

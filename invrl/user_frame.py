@@ -1,0 +1,130 @@
+"""Where in the user's own code a failure comes from: file, line, function and the text of the line. Pure.
+
+User code is every file that does not belong to Python, to an installed package or to this package. The file
+of the user's function counts as user code wherever it is.
+"""
+
+import ast
+import inspect
+import linecache
+import sysconfig
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+USER_FRAME_PREFIX = "at "
+"""Begins the last line of a failure's detail where that line names a line of user code."""
+_MAX_LINE_CHARS = 160
+_INNER_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+def _library_folders() -> tuple[str, ...]:
+    """Folders of Python, of installed packages and of this package."""
+    installed = sysconfig.get_paths()
+    folders = {installed[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders.add(str(Path(__file__).parent))
+    return tuple(str(Path(folder).resolve()) for folder in folders)
+
+
+_LIBRARY_FOLDERS = _library_folders()
+
+
+def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+    """The innermost line of user code that the error passed through, as "FILE:LINE, in NAME: TEXT".
+
+    Returns "" if there is none. Of a group of exceptions, the first one in it is looked at first. `function`
+    is the user's function that was called, where it is known.
+    """
+    function_file = ""
+    if function is not None:
+        function_file = _source_file(function)
+    for inner_error in _innermost_first(error):
+        line = _last_user_line(inner_error.__traceback__, function_file)
+        if line:
+            return line
+    return ""
+
+
+def describe_exception(error: BaseException) -> str:
+    """The error's type and message. The message is the user's code, so asking for it may fail in turn."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"a {type(error).__name__} that cannot be shown"
+
+
+def returned_at(function: Callable[..., Any]) -> str:
+    """Where the function's result comes from, as "FILE:LINE, in NAME: TEXT": its `return` if it has exactly
+    one, else its first line. Returns "" for a function without source."""
+    code = _undecorated(function)
+    try:
+        lines, first_line = inspect.getsourcelines(code)
+        file = inspect.getsourcefile(code) or ""
+    except (OSError, TypeError):
+        return ""
+    try:
+        definition = ast.parse(textwrap.dedent("".join(lines))).body[0]
+        returns = list(_return_statements(definition))
+    except (SyntaxError, IndexError):  # a lambda in the middle of an expression
+        returns = []
+    line_number = first_line
+    if len(returns) == 1:
+        line_number = first_line + returns[0].lineno - 1
+    return _format_line(file, line_number, getattr(code, "__name__", ""))
+
+
+def _innermost_first(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        yield from _innermost_first(error.exceptions[0])
+    yield error
+
+
+def _last_user_line(trace: TracebackType | None, function_file: str) -> str:
+    line = ""
+    for frame, line_number in traceback.walk_tb(trace):
+        file = frame.f_code.co_filename
+        if file == function_file or _is_user_file(file):
+            line = _format_line(file, line_number, frame.f_code.co_name)
+    return line
+
+
+def _is_user_file(file: str) -> bool:
+    if file.startswith("<"):
+        return False
+    path = Path(file).resolve()
+    return not any(path.is_relative_to(folder) for folder in _LIBRARY_FOLDERS)
+
+
+def _undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function below its decorators; for an object that can be called, its `__call__`."""
+    inner = inspect.unwrap(function)
+    if inspect.isroutine(inner):
+        return inner
+    return type(inner).__call__
+
+
+def _source_file(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsourcefile(_undecorated(function)) or ""
+    except TypeError:  # written in C
+        return ""
+
+
+def _return_statements(function: ast.AST) -> Iterator[ast.Return]:
+    """The return statements of the function itself, without those of functions and classes inside it."""
+    for child in ast.iter_child_nodes(function):
+        if isinstance(child, ast.Return):
+            yield child
+        elif not isinstance(child, _INNER_SCOPES):
+            yield from _return_statements(child)
+
+
+def _format_line(file: str, line_number: int, function_name: str) -> str:
+    path = Path(file)
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    text = linecache.getline(file, line_number).strip()[:_MAX_LINE_CHARS]
+    return f"{path}:{line_number}, in {function_name}: {text}"
