@@ -32,14 +32,19 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
-INSIDE_THE_GATEWAY: list[set[str]] = [
-    {"types", "config"},
-    {"registry"},
-    {"rendering", "turns"},
-    {"dialects", "sessions"},
-    {"server"},
-]
-"""From the bottom to the top: a package imports what stands below it."""
+INSIDE_THE_GATEWAY: dict[str, set[str]] = {
+    "types": set(),
+    "config": set(),
+    "registry": {"types"},
+    "rendering": {"types"},
+    "dialects": {"types"},
+    "turns": {"types", "registry", "rendering"},
+    "sessions": {"types", "registry", "turns"},
+    "server": {"types", "registry", "rendering", "dialects", "turns", "sessions"},
+}
+"""What a package of the gateway may import of the others, besides the settings."""
+WITHOUT_EVENT_LOOP = ("types", "rendering", "dialects")
+"""Packages of the gateway that are plain functions and values: they import no event loop and no engine."""
 
 
 def name_of(path: Path) -> str:
@@ -54,10 +59,6 @@ def package_of(module: str) -> str:
     if rest or (ROOT / "invrl" / package).is_dir():
         return package
     return "root"
-
-
-def floor_in_the_gateway(part: str) -> int:
-    return next(index for index, parts in enumerate(INSIDE_THE_GATEWAY) if part in parts)
 
 
 @cache
@@ -114,15 +115,28 @@ def test_a_package_imports_only_what_it_may(path: Path) -> None:
         assert {package_of(target), target} & MAY_IMPORT[package], f"line {line}: {package} imports {target}"
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("invrl/gateway/**/*.py")), ids=name_of)
+GATEWAY_SOURCES = [path for path in SOURCES if name_of(path).startswith("gateway.")]
+
+
+@pytest.mark.parametrize("path", GATEWAY_SOURCES, ids=name_of)
 def test_the_packages_of_the_gateway_import_downwards(path: Path) -> None:
-    parts = name_of(path).split(".")
-    if len(parts) == 1:
-        return
+    package = name_of(path).split(".")[1]
+    allowed = INSIDE_THE_GATEWAY[package] | {package, "config"}
     for target, line in imported_modules(path):
-        if target.startswith("gateway.") and target.split(".")[1] != parts[1]:
-            floors = floor_in_the_gateway(target.split(".")[1]), floor_in_the_gateway(parts[1])
-            assert floors[0] <= floors[1], f"line {line}: gateway.{parts[1]} imports {target}"
+        if target.startswith("gateway."):
+            assert target.split(".")[1] in allowed, f"line {line}: gateway.{package} imports {target}"
+
+
+@pytest.mark.parametrize("path", GATEWAY_SOURCES, ids=name_of)
+def test_dialects_and_rendering_have_no_event_loop(path: Path) -> None:
+    if name_of(path).split(".")[1] not in WITHOUT_EVENT_LOOP:
+        return
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            assert all(alias.name != "asyncio" for alias in node.names), f"line {node.lineno}"
+        assert not isinstance(node, ast.AsyncFunctionDef | ast.Await), f"line {node.lineno}"
+    for target, line in imported_modules(path):
+        assert package_of(target) in {"gateway", "root"}, f"line {line}: imports {target}"
 
 
 def test_every_package_says_what_lives_in_it() -> None:

@@ -1,6 +1,13 @@
-"""The one public port: it knows every session, owns its tokens and records what was sampled.
+"""The gateway: the one public port. It knows every session, owns its tokens and records what was sampled.
 
-May import `host`, `store` and the engines' client. The packages inside import in one direction: `server`
-→ `sessions`, `dialects` → `turns` → `rendering` → `registry.py`, `types.py`. Start with
-`turns/turns.py`.
+May import `host`, `store` and the engines' client. `types.py` holds what crosses between the packages
+inside; each of them imports only what is listed behind it:
+
+    server     the HTTP routes and the processes    -> all of the others
+    sessions   opening, rewarding and closing       -> turns, registry
+    turns      match, render, sample, commit        -> rendering, registry
+    dialects   the wire formats                     -> types only
+    rendering  messages to ids, text to messages    -> types only
+
+Start with `types.py`, then `turns/turns.py`.
 """

@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from invrl.section import Section
 
 MatchName = Literal["exact", "canonical", "without_reasoning", "rewritten"]
-"""The names of `message.MatchLevel`."""
+"""The names of `MatchLevel`."""
 Constrained = Literal["free", "skip", "masked"]
 """What becomes of a reply that the client wants forced into a form. `free`: it is not forced, and trained.
 `skip`: it is forced, and not trained. `masked`: it is forced, and trained as a choice among the tokens that

@@ -1,25 +1,28 @@
-"""What a conversation is made of, and when two messages count as the same. Pure.
+"""The types that cross between the gateway's packages, in pipeline order: what a client sends, what it
+becomes in the session's forest, what the engine's output becomes on the way back. All of them are frozen.
 
-Agents hand history back altered: without reasoning, with other tool-call ids, JSON keys in another order,
-whitespace trimmed. `MatchLevel` names what may differ. Dialects make messages, `forest.py` compares them,
-`rendering.py` shows them to the chat template."""
+A dialect turns a body into a `TurnRequest`. The forest finds the `Node` that the request continues, or the
+`ForkReason` why it continues none. Sampling yields `Piece`s, and a committed turn yields an `Answer`, which
+the dialect writes. This module starts no event loop, no thread and no process, so that dialects and
+rendering, which import it, stay pure."""
 
-import ast
-import functools
-import hashlib
-import json
-import re
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Literal
 
-from invrl.types import Json
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.types import Turn
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the reply made it; `arguments` is JSON text."""
+    """A call as the model made it; `arguments` is JSON text."""
 
     id: str
     name: str
@@ -28,46 +31,50 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message as the chat template sees it. `role`: system, user, assistant or tool."""
+    """One message as the chat template sees it. `role` is system, user, assistant or tool; it is `text` for
+    a prompt that no template wraps (completions)."""
 
     role: str
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
-    """Of a tool's result: the call that it answers."""
+    """Set on a tool's result: the id of the call that it answers."""
     instructions: bool = False
-    """Given for one request alone: a request that names this one's answer does not inherit it."""
+    """The message applies to one request only: a request that continues this one does not inherit it."""
 
     @property
     def characters(self) -> int:
-        """Of all its texts."""
-        calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
-        return len(self.content) + len(self.reasoning) + calls
+        """The number of characters of all texts in the message."""
+        in_calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
+        return len(self.content) + len(self.reasoning) + in_calls
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Tool:
+    """A function that the model may call."""
+
     name: str
     description: str = ""
     parameters: str = ""
-    """A JSON schema as text; "" for a function without any."""
+    """A JSON schema as text; "" for a function without parameters."""
     strict: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Whether the model must call. `name` where the choice is "named"."""
+    """Whether the model may, must or must not call a tool. `name` is set where `mode` is "named"."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str = ""
     allowed: tuple[str, ...] = ()
-    """Names of the tools that may be called, of those that the prompt shows; empty: all."""
+    """Names of the tools that may be called, out of those that the prompt shows; empty: all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """All that the chat template renders. `thinking`: asked for, refused, or None: the template's default."""
+    """Everything that the chat template renders. `thinking` is True if the client asked for it, False if it
+    refused it, None for the template's default."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -75,181 +82,215 @@ class Prompt:
 
     @property
     def characters(self) -> int:
-        """Of all its texts."""
-        tools = sum(len(tool.description) + len(tool.parameters) for tool in self.tools)
-        return tools + sum(message.characters for message in self.messages)
+        """The number of characters of all texts in the prompt."""
+        in_tools = sum(len(tool.description) + len(tool.parameters) for tool in self.tools)
+        return in_tools + sum(message.characters for message in self.messages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSampling:
+    """The sampling parameters of a client's request; None for those that it did not set. The names are
+    SGLang's."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+    sampling_seed: int | None = None
+    max_new_tokens: int | None = None
+
+
+class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's request for one turn, the same for every dialect."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = msgspec.field(default_factory=ToolChoice)
+    parallel_tool_calls: bool = True
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are shown at each position."""
+    schema: str = ""
+    """JSON schema that the reply must follow; "" for none."""
+    thinking: bool | None = None
+    """As in `Prompt`."""
+    after: str = ""
+    """Id of the turn that this request continues: the conversation of that turn comes before `messages`."""
+    instructions: str | None = None
+    """A system message for this request only. It comes before everything else."""
+    text: str | tuple[int, ...] | None = None
+    """A prompt that no template wraps (completions), or its token ids; `messages` is empty then."""
+    sampling: ClientSampling
+    stop: tuple[str, ...]
+    stream: bool
+    digest: str
+    """Digest of the body; a retry of the request has the same one."""
+    retry: bool
+    """The client says that it has sent this request before."""
+    ignored: tuple[str, ...] = ()
+    """Names of the body's fields that the gateway ignores."""
 
 
 class MatchLevel(IntEnum):
-    """How much of a message must be equal. Each level allows what the ones before it allow."""
+    """How much of a message must equal the recorded one. Each level allows what the ones before it allow,
+    and more."""
 
     EXACT = 0
-    """Every character."""
+    """Every character must be equal."""
     CANONICAL = 1
-    """Whitespace around texts, the layout of JSON arguments, and tool-call ids may differ: a result must
-    still answer the same call. An argument that is missing equals the default that the tool's schema has."""
+    """Whitespace around texts, the layout of JSON arguments, and tool-call ids may differ, but a result must
+    still answer the same call. A missing argument equals the default in the tool's schema."""
     WITHOUT_REASONING = 2
     """Reasoning may be missing or altered."""
     REWRITTEN = 3
-    """A reply is known by the ids and names of its calls, whatever became of their arguments and of the text
-    beside them. In a reply without calls, whitespace may differ, and objects may be laid out as JSON or as
-    Python."""
+    """A reply with tool calls is identified by the ids and names of its calls; their arguments and the text
+    beside them may differ. In a reply without calls, whitespace may differ, and objects may be written as
+    JSON or as Python."""
 
 
-def digests(
-    messages: Sequence[Message],
-    level: MatchLevel,
-    seed: bytes = b"",
-    *,
-    earlier: int = 0,
-    calls: Mapping[str, str] | None = None,
-    tools: Sequence[Tool] = (),
-) -> list[bytes]:
-    """One digest per prefix of the conversation, the empty one (`seed`) first. To go on from one: `seed` is
-    its digest, `earlier` the messages that it has, `calls` the places of its tool calls that are answered.
-    `tools`: whose schemas say what a missing argument is. That a reply is known by its calls' ids
-    (`MatchLevel.REWRITTEN`) is not seen here: `forest.py` puts the recorded reply in its place first."""
-    digest = seed
-    found = [digest]
-    places = dict(calls or {})
-    """Of tool-call ids so far."""
-    schemas = _schemas_with_defaults(tools) if level > MatchLevel.EXACT else {}
-    for at, message in enumerate(messages, earlier):
-        for nth, call in enumerate(message.tool_calls):
-            places[call.id] = f"{at}.{nth}"
-        parts = _parts(message, level, places, schemas)
-        encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
-        lengths = b",".join([b"%d" % len(part) for part in encoded])
-        digest = hashlib.blake2b(b"".join([digest, lengths, b";", *encoded]), digest_size=16).digest()
-        found.append(digest)
-    return found
+class ForkReason(StrEnum):
+    """Why a request does not continue what was recorded."""
+
+    NEW_CONVERSATION = "new_conversation"
+    """It shares no sampled reply with an earlier request: an auxiliary call, or a parallel conversation."""
+    HISTORY_EDITED = "history_edited"
+    """It has another text in the place of a recorded reply."""
+    CONTEXT_EDITED = "context_edited"
+    """It has recorded replies, but one of the client's own messages before them was changed."""
+    COMPACTED = "compacted"
+    """It has a recorded reply, but fewer messages before it than were recorded."""
+    TOOLS_CHANGED = "tools_changed"
+    """It is the same conversation with other tools, which the template shows at its beginning."""
+    THINKING_STRIPPED = "thinking_stripped"
+    """The template drops earlier thinking from the history, and the run follows the template."""
+    TEMPLATE_CHANGED = "template_changed"
+    """The template renders the recorded messages differently once other messages follow them."""
 
 
-def tools_digest(tools: Sequence[Tool]) -> bytes:
-    """Of what the tools are, whatever the order of their JSON's keys; b"" for none."""
-    if not tools:
-        return b""
-    shown = [[tool.name, tool.description, canonical_json(tool.parameters)] for tool in tools]
-    return hashlib.blake2b(json.dumps(shown).encode(), digest_size=16).digest()
+ADVICE: Mapping[ForkReason, str] = {
+    ForkReason.NEW_CONVERSATION: "expected of title, summary and sub-agent calls; open a child session for"
+    " each sub-agent to keep their rewards apart",
+    ForkReason.HISTORY_EDITED: "let the agent send replies back as it got them",
+    ForkReason.CONTEXT_EDITED: "let the agent leave earlier messages as they were, and tell what changes (the"
+    " time, a status) in its newest message",
+    ForkReason.COMPACTED: "expected of agents that shorten their history; raise their limit if the context"
+    " length allows it",
+    ForkReason.TOOLS_CHANGED: "offer the same tools in the same order in every request of a conversation",
+    ForkReason.THINKING_STRIPPED: "set --keep-thinking to continue with the thinking that was sampled",
+    ForkReason.TEMPLATE_CHANGED: "`invrl check-template MODEL` tells which messages the template re-writes",
+}
+"""What the user can do about a fork, by its reason."""
 
 
-def canonical_json(text: str, schema: Json = None) -> str:
-    """JSON with sorted keys and one layout, 2.0 as the 2 that JavaScript makes of it; other text as it is.
-    `schema`: a JSON schema, whose defaults stand for what is missing."""
-    try:
-        value = json.loads(text, parse_float=_number)
-        if schema is not None:
-            value = _with_defaults(value, schema, schema)
-        return json.dumps(value, sort_keys=True)
-    except (ValueError, RecursionError):
-        return text.strip()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """The first difference between a request and what was recorded."""
+
+    message: int
+    """Position of the message in the request."""
+    role: str
+    part: str
+    """The part of the message that differs: content, reasoning, tool_calls, tool_call_ids, tool_call_id or
+    role; `messages` if messages were removed or inserted; `tools` if the request offers other tools."""
+    recorded: str
+    """An excerpt of the recorded text, around the first character that differs."""
+    sent: str
+    """An excerpt of the request's text, around the same character."""
+    level: MatchLevel | None = None
+    """The lowest level above the session's at which the two messages count as the same; None if there is
+    no such level."""
 
 
-def _number(text: str) -> float:
-    value = float(text)
-    return int(value) if value.is_integer() else value
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Node:
+    """A recorded turn in its place in the session's forest."""
+
+    turn: Turn
+    parent: Node | None
+    messages: tuple[Message, ...]
+    """The messages that the turn adds: the request's new ones, then the reply as it was returned."""
+    closed: bool
+    """The sampled ids end with the template's own end-of-turn token."""
+    tools: tuple[Tool, ...] = ()
+    """The tools that the beginning of the path was rendered with."""
+
+    @property
+    def raw(self) -> bool:
+        """No template rendered the prompt (completions): the first message is a piece of text."""
+        return self.messages[0].role == "text"
+
+    def path(self) -> list[Node]:
+        """The nodes from the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def conversation(self) -> list[Message]:
+        """The messages of the whole path."""
+        return [message for node in self.path() for message in node.messages]
+
+    def ids(self) -> list[int]:
+        """Exactly the token ids that the engine consumed and emitted along the path."""
+        ids: list[int] = []
+        for node in self.path():
+            ids.extend(node.turn.context_ids_T.tolist())
+            ids.extend(node.turn.sampled_ids_T.tolist())
+        return ids
 
 
-def _schemas_with_defaults(tools: Sequence[Tool]) -> Mapping[str, Json]:
-    """The parameters of those tools that have a default anywhere, by the tool's name."""
-    return {tool.name: _schema(tool.parameters) for tool in tools if '"default"' in tool.parameters}
+class AnswerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an answer before its first token."""
+
+    turn_id: str
+    created: float
+    prompt_tokens: int
 
 
-@functools.lru_cache(maxsize=256)
-def _schema(parameters: str) -> Json:
-    try:
-        return json.loads(parameters, parse_float=_number)
-    except (ValueError, RecursionError):
-        return None
+class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a piece adds to call number `index` of the reply. Only the first piece of a call has `id` and
+    `name`."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
 
 
-def _with_defaults(value: Json, schema: Json, root: Json) -> Json:
-    """`value` with the defaults of `schema` in the places of properties that it lacks, in nested objects and
-    lists too. References within `root` are followed; alternatives (`anyOf`) are not chosen from."""
-    if not isinstance(schema, dict):
-        return value
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        return _with_defaults(value, _referred(reference, root), root)
-    if isinstance(value, list):
-        items = schema.get("items")
-        return [_with_defaults(item, items, root) for item in value]
-    properties = schema.get("properties")
-    if not isinstance(value, dict) or not isinstance(properties, dict):
-        return value
-    filled = dict(value)
-    for name, described in properties.items():
-        if name in filled:
-            filled[name] = _with_defaults(filled[name], described, root)
-        elif isinstance(described, dict) and "default" in described:
-            filled[name] = described["default"]
-    return filled
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a piece of text adds to the reply, in this order: reasoning, content, calls."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
 
 
-def _referred(reference: str, root: Json) -> Json:
-    """What a reference such as `#/$defs/Point` stands for; None if it leads nowhere."""
-    place, *names = reference.split("/")
-    found = root if place == "#" else None
-    for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+class Piece(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What one chunk of the engine's output adds to the answer."""
+
+    delta: Delta
+    ids_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
+    top: NDArray[np.void] = msgspec.field(default_factory=lambda: np.empty(0, np.void))
+    """The likeliest tokens of every position (id, log-prob), one position after the other, each with equally
+    many; empty if the client did not ask for them. They are shown to the client and never recorded."""
 
 
-def _parts(
-    message: Message, level: MatchLevel, calls: Mapping[str, str], schemas: Mapping[str, Json]
-) -> list[str]:
-    """The texts that make two messages the same at a level."""
-    if level is MatchLevel.EXACT:
-        raw = [part for call in message.tool_calls for part in (call.id, call.name, call.arguments)]
-        return [message.role, message.content, message.reasoning, message.tool_call_id, *raw]
-    content = message.content.strip()
-    if level is MatchLevel.REWRITTEN and message.role == "assistant":
-        content = _relaid(content)
-    reasoning = message.reasoning.strip() if level is MatchLevel.CANONICAL else ""
-    parts = [message.role, content, reasoning, calls.get(message.tool_call_id, "")]
-    for call in message.tool_calls:
-        parts += [call.name, canonical_json(call.arguments, schemas.get(call.name))]
-    return parts
+class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A committed turn, ready for a dialect to write."""
 
-
-_MOST_OBJECTS = 16
-_LONGEST_OBJECT = 4_000
-"""Characters. Both bounds hold the time that a text of nothing but braces takes."""
-_OBJECT_BEGINS = re.compile(r"""\{\s*["'}]""")
-"""A brace and the first key, or the end. Other braces are code, and to parse each as Python takes long."""
-_DECODER = json.JSONDecoder(parse_float=_number)
-
-
-def _relaid(text: str) -> str:
-    """`text` with each object in it, as JSON or as Python writes it, in one layout, and with one space
-    wherever there is whitespace: agents that keep calls as text write them anew."""
-    pieces: list[str] = []
-    done = 0
-    for _ in range(_MOST_OBJECTS):
-        begin = text.find("{", done)
-        if begin < 0:
-            break
-        end, shown = _object_at(text, begin)
-        pieces += [text[done:begin], shown]
-        done = end
-    return " ".join("".join([*pieces, text[done:]]).split())
-
-
-def _object_at(text: str, begin: int) -> tuple[int, str]:
-    """Where the object that begins at `begin` ends, and the object in one layout; of no object the brace."""
-    piece = text[begin : begin + _LONGEST_OBJECT]
-    if not _OBJECT_BEGINS.match(piece):
-        return begin + 1, "{"
-    try:
-        value, length = _DECODER.raw_decode(piece)
-        return begin + length, json.dumps(value, sort_keys=True)
-    except (ValueError, RecursionError):
-        pass
-    line = piece.partition("\n")[0].rstrip()  # Python's repr stands on one line
-    if not line.endswith("}"):
-        return begin + 1, "{"
-    try:
-        value = ast.literal_eval(line)
-        return begin + len(line), json.dumps(value, sort_keys=True)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return begin + 1, "{"
+    turn: Turn
+    message: Message
+    """The reply, parsed into reasoning, content and calls."""
+    pieces: tuple[Piece, ...]
+    stop: str = ""
+    """The client's stop string that ended the reply; "" if none did."""

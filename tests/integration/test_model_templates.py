@@ -21,8 +21,8 @@ from invrl.gateway.rendering.model_folder import chat_template_source, load_rend
 from invrl.gateway.rendering.parsing import detect_parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.template_check import CORPUS, check_template
-from invrl.gateway.turns.forest import Forest, ForkReason, Node
-from invrl.gateway.types import Message, Prompt, Tool, ToolCall
+from invrl.gateway.turns.forest import Forest
+from invrl.gateway.types import ForkReason, Message, Node, Prompt, Tool, ToolCall
 from invrl.types import Turn, VersionSpan, WeightVersion
 
 CALLS = {name for name, prompt in CORPUS.items() if any(m.tool_calls for m in prompt.messages)}

@@ -22,8 +22,7 @@ from invrl.gateway.dialects.responses import ResponsesDialect
 from invrl.gateway.rendering.model_folder import load_renderer
 from invrl.gateway.rendering.parsing import Parsers
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.turns.turns import TurnRequest
-from invrl.gateway.types import Message
+from invrl.gateway.types import Message, TurnRequest
 
 END = 2
 OPENAI: dict[str, Any] = {"model": "tiny", "vocab_size": 512, "token_text": str}

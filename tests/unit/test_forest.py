@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invrl.gateway.turns.forest as forest_module
-from invrl.gateway.turns.forest import ADVICE, Forest, ForkReason, Match, Node, _same_beginning, advice
-from invrl.gateway.types import MatchLevel, Message, Tool, ToolCall, digests
+from invrl.gateway.turns.forest import Forest, Match, _same_beginning, advice
+from invrl.gateway.turns.message_identity import digests
+from invrl.gateway.types import ADVICE, ForkReason, MatchLevel, Message, Node, Tool, ToolCall
 from invrl.types import Turn, VersionSpan, WeightVersion
 
 SYSTEM, ASK, REPLY = Message("system", "s"), Message("user", "q"), Message("assistant", "a")

@@ -11,7 +11,8 @@ from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.model_folder import load_renderer
 from invrl.gateway.rendering.parsing import Parsers
-from invrl.gateway.turns.forest import ADVICE, Change, Forest, ForkReason
+from invrl.gateway.turns.forest import Forest
+from invrl.gateway.types import ADVICE, Change, ForkReason
 from invrl.observe.step_metrics import rollout_metrics
 from invrl.types import Group, RolloutSummary, TakenBatch, WeightVersion
 

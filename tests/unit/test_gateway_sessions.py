@@ -13,7 +13,8 @@ from test_run_store import turn
 from invrl.errors import SessionError
 from invrl.gateway.registry import Opening, Reward, SessionRecord, SessionRegistry, is_signed
 from invrl.gateway.sessions.closing import auxiliary_roots, failed, summarise
-from invrl.gateway.turns.sampling import ClientSampling, resolve
+from invrl.gateway.turns.sampling import resolve
+from invrl.gateway.types import ClientSampling
 from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, RolloutSummary, Sampling, Turn
 
 MEMBERS = [GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2)]

@@ -15,8 +15,7 @@ from tiny_model import make_tiny_model
 from invrl.errors import SessionError
 from invrl.gateway.rendering.model_folder import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.turns.forest import ForkReason
-from invrl.gateway.types import Message, Prompt
+from invrl.gateway.types import ForkReason, Message, Prompt
 
 END = 2
 ASK, MORE = Message("user", "What is 12*13?"), Message("user", "and Ünïcödé 漢字 🙂?")

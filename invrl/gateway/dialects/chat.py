@@ -28,10 +28,7 @@ from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
 from invrl.gateway.dialects.dialect import FindTurn, no_turn
-from invrl.gateway.rendering.call_reader import CallDelta, Delta
-from invrl.gateway.turns.generation import Piece
-from invrl.gateway.turns.turns import TurnRequest
-from invrl.gateway.types import Message, Tool, ToolCall, ToolChoice
+from invrl.gateway.types import CallDelta, Delta, Message, Piece, Tool, ToolCall, ToolChoice, TurnRequest
 
 _ROLES = {each: each for each in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 

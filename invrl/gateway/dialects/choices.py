@@ -8,11 +8,8 @@ import msgspec
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
-from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun
-from invrl.gateway.rendering.call_reader import Delta
-from invrl.gateway.turns.generation import Answer, Piece
-from invrl.gateway.turns.turns import TurnRequest
-from invrl.gateway.types import Message
+from invrl.gateway.dialects.dialect import AnswerStream, Asked
+from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Piece, TurnRequest
 from invrl.types import Turn
 
 _MOST_CHOICES = 16
@@ -70,7 +67,7 @@ class ChoicesDialect(wire.OpenAIDialect, ABC):
         head = self.head(self.objects[0], turns[0].id, turns[0].started_at)
         return msgspec.json.encode({**head, "choices": choices, "usage": _usage(turns)})
 
-    def stream(self, request: ChoicesRequest, begun: Sequence[Begun]) -> AnswerStream:
+    def stream(self, request: ChoicesRequest, begun: Sequence[AnswerStart]) -> AnswerStream:
         return _ChoicesStream(self, request, begun)
 
     def head(self, kind: str, turn_id: str, created: float) -> dict[str, Any]:
@@ -80,7 +77,9 @@ class ChoicesDialect(wire.OpenAIDialect, ABC):
 class _ChoicesStream:
     keep_alive = wire.KEEP_ALIVE
 
-    def __init__(self, dialect: ChoicesDialect, request: ChoicesRequest, begun: Sequence[Begun]) -> None:
+    def __init__(
+        self, dialect: ChoicesDialect, request: ChoicesRequest, begun: Sequence[AnswerStart]
+    ) -> None:
         self._dialect, self._request = dialect, request
         self._head = dialect.head(dialect.objects[1], begun[0].turn_id, begun[0].created)
         self._offsets = [0] * len(begun)

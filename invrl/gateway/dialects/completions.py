@@ -21,10 +21,7 @@ from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
 from invrl.gateway.dialects.dialect import FindTurn, no_turn
-from invrl.gateway.rendering.call_reader import Delta
-from invrl.gateway.turns.generation import Piece
-from invrl.gateway.turns.turns import TurnRequest
-from invrl.gateway.types import Message
+from invrl.gateway.types import Delta, Message, Piece, TurnRequest
 
 _MAX_TOKENS = 16
 

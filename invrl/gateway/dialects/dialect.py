@@ -8,9 +8,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from invrl.errors import SessionError
-from invrl.gateway.turns.forest import Node
-from invrl.gateway.turns.generation import Answer, Piece
-from invrl.gateway.turns.turns import TurnRequest
+from invrl.gateway.types import Answer, AnswerStart, Node, Piece, TurnRequest
 
 FindTurn = Callable[[str], Node | None]
 """A whole turn of the session that asks, by its id; None if it has no such turn."""
@@ -28,14 +26,6 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Request = TypeVar("Request", bound=Asked)
-
-
-class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an answer before its first token."""
-
-    turn_id: str
-    created: float
-    prompt_tokens: int
 
 
 class AnswerStream(Protocol):
@@ -75,7 +65,7 @@ class Dialect(Protocol[Request]):
         """The body of a whole answer; `answers` has one of each choice."""
         ...
 
-    def stream(self, request: Request, begun: Sequence[Begun]) -> AnswerStream: ...
+    def stream(self, request: Request, begun: Sequence[AnswerStart]) -> AnswerStream: ...
 
     def error(self, error: SessionError) -> bytes: ...
 

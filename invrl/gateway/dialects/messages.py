@@ -32,11 +32,18 @@ from pydantic_core import from_json
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
-from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun, FindTurn, no_turn
-from invrl.gateway.turns.generation import Answer, Piece
-from invrl.gateway.turns.sampling import ClientSampling
-from invrl.gateway.turns.turns import TurnRequest
-from invrl.gateway.types import Message, Tool, ToolCall, ToolChoice
+from invrl.gateway.dialects.dialect import AnswerStream, Asked, FindTurn, no_turn
+from invrl.gateway.types import (
+    Answer,
+    AnswerStart,
+    ClientSampling,
+    Message,
+    Piece,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    TurnRequest,
+)
 from invrl.types import Turn
 
 _BLOCKS = {
@@ -163,7 +170,7 @@ class MessagesDialect:
         shown = self.message(answer.turn.id, blocks, usage(answer.turn), **stop_reason(answer))
         return msgspec.json.encode(shown)
 
-    def stream(self, request: MessagesRequest, begun: Sequence[Begun]) -> AnswerStream:
+    def stream(self, request: MessagesRequest, begun: Sequence[AnswerStart]) -> AnswerStream:
         return _MessagesStream(self, request, begun[0])
 
     def error(self, error: SessionError) -> bytes:
@@ -213,7 +220,7 @@ class _MessagesStream:
 
     keep_alive = wire.sent({"type": "ping"}, "ping")
 
-    def __init__(self, dialect: MessagesDialect, request: MessagesRequest, begun: Begun) -> None:
+    def __init__(self, dialect: MessagesDialect, request: MessagesRequest, begun: AnswerStart) -> None:
         self._dialect, self._request, self._begun = dialect, request, begun
         self._kind = ""
         """Of the block that is open."""

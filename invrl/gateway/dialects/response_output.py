@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from invrl.gateway.rendering.call_reader import CallDelta, Delta
+from invrl.gateway.types import CallDelta, Delta
 
 Event = dict[str, Any]
 Logprobs = Sequence[Mapping[str, Any]]

@@ -33,16 +33,23 @@ from typing import Any, Literal
 
 import msgspec
 
-from invrl.engines.sglang_client import NO_TOP
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable, unsupported
-from invrl.gateway.dialects.dialect import AnswerStream, Asked, Begun, FindTurn, no_turn
+from invrl.gateway.dialects.dialect import AnswerStream, Asked, FindTurn, no_turn
 from invrl.gateway.dialects.response_output import Event, ResponseOutput, item_place
-from invrl.gateway.rendering.call_reader import CallDelta, Delta
-from invrl.gateway.turns.generation import Answer, Piece
-from invrl.gateway.turns.turns import TurnRequest
-from invrl.gateway.types import Message, Tool, ToolCall, ToolChoice
+from invrl.gateway.types import (
+    Answer,
+    AnswerStart,
+    CallDelta,
+    Delta,
+    Message,
+    Piece,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    TurnRequest,
+)
 
 _IGNORED_TOOLS = ("web_search", "image_generation")
 _LOGPROBS = "message.output_text.logprobs"
@@ -203,7 +210,7 @@ class ResponsesDialect(wire.OpenAIDialect):
         if any(name == "stream" and value != "false" for name, value in asked):
             raise unsupported("stream")
         turn, first = node.turn, node.path()[0].messages[0]
-        sampled = Piece(delta=Delta(), ids_T=turn.sampled_ids_T, logprobs_T=turn.logprobs_T, top=NO_TOP)
+        sampled = Piece(delta=Delta(), ids_T=turn.sampled_ids_T, logprobs_T=turn.logprobs_T)
         echo = {**_ECHOED, "tools": [_shown_tool(tool) for tool in node.tools]}
         echo["instructions"] = first.content if first.instructions else None
         echo["previous_response_id"] = _ID + turn.parent_id if turn.parent_id else None
@@ -221,7 +228,7 @@ class ResponsesDialect(wire.OpenAIDialect):
         output.close(complete=answer.turn.finish_reason == "stop")
         return msgspec.json.encode(self.ended(shown, answer, output))
 
-    def stream(self, request: ResponsesRequest, begun: Sequence[Begun]) -> AnswerStream:
+    def stream(self, request: ResponsesRequest, begun: Sequence[AnswerStart]) -> AnswerStream:
         return _ResponseStream(self, request, begun[0])
 
     def logprobs(self, shown: _Shown, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
@@ -257,7 +264,7 @@ class ResponsesDialect(wire.OpenAIDialect):
 class _ResponseStream:
     keep_alive = wire.KEEP_ALIVE
 
-    def __init__(self, dialect: ResponsesDialect, request: ResponsesRequest, begun: Begun) -> None:
+    def __init__(self, dialect: ResponsesDialect, request: ResponsesRequest, begun: AnswerStart) -> None:
         self._dialect, self._shown, self._begun = dialect, request.shown, begun
         self._output = ResponseOutput(begun.turn_id, request.shown.functions)
         self._sent = 0

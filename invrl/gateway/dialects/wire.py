@@ -12,9 +12,7 @@ import msgspec
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects.body_fields import FieldTable
-from invrl.gateway.turns.generation import Piece
-from invrl.gateway.turns.sampling import ClientSampling
-from invrl.gateway.types import Message, Tool, ToolChoice
+from invrl.gateway.types import ClientSampling, Message, Piece, Tool, ToolChoice
 
 Body = TypeVar("Body")
 NO_JSON = msgspec.Raw(b"")

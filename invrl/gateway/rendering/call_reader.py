@@ -19,34 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from invrl.gateway.types import Tool
+from invrl.gateway.types import CallDelta, Delta, Tool
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.openai.protocol import Tool as SglangTool
     from sglang.srt.function_call.core_types import ToolCallItem
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
-
-
-class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a piece adds to the reply's call number `index`. `id` and `name` come with its first piece."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a piece of text adds to the reply, in this order: reasoning, content, calls."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

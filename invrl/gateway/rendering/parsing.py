@@ -15,8 +15,8 @@ from msgspec import structs
 from pydantic import BaseModel
 
 from invrl.errors import ConfigError, SessionError
-from invrl.gateway.rendering.call_reader import CallDelta, CallReader, Delta, call_parser
-from invrl.gateway.types import Message, Tool, ToolCall, ToolChoice
+from invrl.gateway.rendering.call_reader import CallReader, call_parser
+from invrl.gateway.types import CallDelta, Delta, Message, Tool, ToolCall, ToolChoice
 from invrl.types import Json
 
 if TYPE_CHECKING:

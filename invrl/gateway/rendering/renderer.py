@@ -15,8 +15,7 @@ from typing import Protocol
 
 from invrl.errors import SessionError
 from invrl.gateway.rendering.first_prompts import FirstPrompts
-from invrl.gateway.turns.forest import ForkReason
-from invrl.gateway.types import Message, Prompt, ToolCall
+from invrl.gateway.types import ForkReason, Message, Prompt, ToolCall
 
 _PROBE = "invrl-probe"
 _CALL = Message("assistant", tool_calls=(ToolCall("call-1", "probe", "{}"),))

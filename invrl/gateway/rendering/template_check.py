@@ -10,8 +10,7 @@ from typing import Literal
 
 from invrl.errors import SessionError
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.turns.forest import ADVICE
-from invrl.gateway.types import Message, Prompt, Tool, ToolCall
+from invrl.gateway.types import ADVICE, Message, Prompt, Tool, ToolCall
 
 Outcome = Literal["exact", "kept", "forks", "refused", "wrong"]
 _WORST_FIRST: tuple[Outcome, ...] = ("wrong", "forks", "kept", "exact")

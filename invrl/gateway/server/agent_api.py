@@ -18,12 +18,13 @@ from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
 from invrl.errors import DeadlineError, ServerError, SessionError
-from invrl.gateway.dialects.dialect import Asked, Begun, CountingDialect, Dialect
+from invrl.gateway.dialects.dialect import Asked, CountingDialect, Dialect
 from invrl.gateway.registry import SessionRecord, SessionRegistry
 from invrl.gateway.server.connection import ClientConnection
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.gateway.turns.generation import Generation, Piece
-from invrl.gateway.turns.turns import TurnRequest, Turns
+from invrl.gateway.turns.generation import Generation
+from invrl.gateway.turns.turns import Turns
+from invrl.gateway.types import AnswerStart, Piece, TurnRequest
 
 _log = logging.getLogger(__name__)
 Headers = Mapping[str, str]
@@ -183,10 +184,10 @@ def _choices(request: Asked) -> list[TurnRequest]:
     return [turn, *others]
 
 
-def _begun(generation: Generation) -> Begun:
+def _begun(generation: Generation) -> AnswerStart:
     request = generation.proposal.request
     prompt_tokens = len(request.input_ids_T)
-    return Begun(turn_id=request.rid, created=generation.started_at, prompt_tokens=prompt_tokens)
+    return AnswerStart(turn_id=request.rid, created=generation.started_at, prompt_tokens=prompt_tokens)
 
 
 async def _interleaved(

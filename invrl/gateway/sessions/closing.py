@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from invrl.gateway.registry import SessionRecord
-from invrl.gateway.turns.forest import ForkReason
+from invrl.gateway.types import ForkReason
 from invrl.types import FailedRollout, FailureReason, Outcome, RolloutSummary, Session, Turn, WeightVersion
 
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from invrl.errors import SessionError
 from invrl.gateway.registry import SessionRecord
-from invrl.gateway.turns.forest import Change, Forest, Node
+from invrl.gateway.turns.forest import Forest
 from invrl.gateway.turns.generation import Generation
-from invrl.gateway.types import MatchLevel
+from invrl.gateway.types import Change, MatchLevel, Node
 from invrl.types import Sampling, Turn
 
 

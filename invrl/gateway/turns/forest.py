@@ -7,13 +7,12 @@ answer is whole become nodes; one thread at a time matches, and nodes may be add
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Self
 
-from invrl.gateway.types import MatchLevel, Message, Tool, canonical_json, digests, tools_digest
-from invrl.types import Turn
+from invrl.gateway.turns.message_identity import canonical_json, digests, tools_digest
+from invrl.gateway.types import ADVICE, Change, ForkReason, MatchLevel, Message, Node, Tool
 
 _CANDIDATES = 32
 """Recorded replies of one text that a departing request is compared with, the newest ones."""
@@ -23,100 +22,11 @@ _CONTEXT = 24
 """Characters before the first that differs, of those."""
 
 
-class ForkReason(StrEnum):
-    """Why a request departs from what was recorded."""
-
-    NEW_CONVERSATION = "new_conversation"
-    """Shares no sampled reply with an earlier one: an auxiliary call, or a parallel conversation."""
-    HISTORY_EDITED = "history_edited"
-    """Holds another text where a reply of ours was recorded."""
-    CONTEXT_EDITED = "context_edited"
-    """Holds recorded replies, but another text in a message of the client's own before one of them."""
-    COMPACTED = "compacted"
-    """Holds a recorded reply, but fewer messages before it than there were."""
-    TOOLS_CHANGED = "tools_changed"
-    """The same conversation with other tools, which the template shows at its beginning."""
-    THINKING_STRIPPED = "thinking_stripped"
-    """The template drops earlier thinking from the history, and the run keeps to the template."""
-    TEMPLATE_CHANGED = "template_changed"
-    """The template renders the recorded part otherwise once messages follow it."""
-
-
-ADVICE: Mapping[ForkReason, str] = {
-    ForkReason.NEW_CONVERSATION: "expected of title, summary and sub-agent calls; open a child session for"
-    " each sub-agent to keep their rewards apart",
-    ForkReason.HISTORY_EDITED: "let the agent send replies back as it got them",
-    ForkReason.CONTEXT_EDITED: "let the agent leave earlier messages as they were, and tell what changes (the"
-    " time, a status) in its newest message",
-    ForkReason.COMPACTED: "expected of agents that shorten their history; raise their limit if the context"
-    " length allows it",
-    ForkReason.TOOLS_CHANGED: "offer the same tools in the same order in every request of a conversation",
-    ForkReason.THINKING_STRIPPED: "set --keep-thinking to continue with the thinking that was sampled",
-    ForkReason.TEMPLATE_CHANGED: "`invrl check-template MODEL` tells which messages the template re-writes",
-}
-"""What makes a fork go away, by its reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Where a request first differs from what was recorded."""
-
-    message: int
-    """Its place in the request."""
-    role: str
-    part: str
-    """What of it differs: content, reasoning, tool_calls, tool_call_ids, tool_call_id, role; `messages` where
-    some were taken out or put in; `tools` for those that the request offers."""
-    recorded: str
-    """What stood there, around the first character that differs."""
-    sent: str
-    level: MatchLevel | None = None
-    """The level that takes the two for the same, if there is one above the session's."""
-
-
 def advice(reason: ForkReason, change: Change | None) -> str:
     """What makes this fork go away."""
     if reason is ForkReason.HISTORY_EDITED and change is not None and change.level is not None:
         return f"--match-level {change.level.name.lower()} takes this reply for the one that was sampled"
     return ADVICE[reason]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Node:
-    """A recorded turn in its place."""
-
-    turn: Turn
-    parent: Node | None
-    messages: tuple[Message, ...]
-    """What the turn adds: the request's new messages, then the reply as it was returned."""
-    closed: bool
-    """The sampled ids end with the template's own end-of-turn token."""
-    tools: tuple[Tool, ...] = ()
-    """What the path's beginning was rendered with."""
-
-    @property
-    def raw(self) -> bool:
-        """The prompt was rendered by no template (completions): its message is a piece of text."""
-        return self.messages[0].role == "text"
-
-    def path(self) -> list[Node]:
-        """From the root to this node."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-    def conversation(self) -> list[Message]:
-        return [message for node in self.path() for message in node.messages]
-
-    def ids(self) -> list[int]:
-        """Exactly what the engine consumed and emitted along the path."""
-        ids: list[int] = []
-        for node in self.path():
-            ids += [*node.turn.context_ids_T.tolist(), *node.turn.sampled_ids_T.tolist()]
-        return ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,9 @@ from numpy.typing import NDArray
 
 from invrl.engines.sglang_client import NO_TOP, GenerateChunk, GenerateEnd, GenerateRequest, GenerateResult
 from invrl.errors import InvrlError, ServerError, SessionError
-from invrl.gateway.rendering.call_reader import Delta
 from invrl.gateway.rendering.parsing import ReplyParser, joined, reply
 from invrl.gateway.rendering.renderer import Renderer, TextStream
-from invrl.gateway.turns.forest import Node
-from invrl.gateway.types import Message, Tool
+from invrl.gateway.types import Answer, Delta, Message, Node, Piece, Tool
 from invrl.types import FinishReason, Turn, VersionSpan
 
 _log = logging.getLogger(__name__)
@@ -50,27 +48,6 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     constrained: bool = False
     grammar: str = ""
     """As in `Turn`."""
-
-
-class Piece(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What one chunk of the engine adds to the answer."""
-
-    delta: Delta
-    ids_T: NDArray[np.int32]
-    logprobs_T: NDArray[np.float32]
-    top: NDArray[np.void]
-    """As in `GenerateChunk`: only shown, never recorded."""
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A committed turn as a dialect shows it."""
-
-    turn: Turn
-    message: Message
-    """The reply taken apart."""
-    pieces: tuple[Piece, ...]
-    stop: str = ""
-    """The client's stop string that ended it, if one did."""
 
 
 Commit = Callable[[Turn, Proposal, Message], "asyncio.Future[None]"]

@@ -13,14 +13,12 @@ import numpy as np
 
 from invrl.engines.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
 from invrl.gateway.registry import SessionRecord
-from invrl.gateway.rendering.call_reader import CallDelta, Delta
 from invrl.gateway.rendering.parsing import ReplyParser
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.turns.conversation import Conversation
-from invrl.gateway.turns.forest import Node
 from invrl.gateway.turns.generation import Generation, Proposal
-from invrl.gateway.types import Message, Tool
+from invrl.gateway.types import CallDelta, Delta, Message, Node, Tool
 from invrl.store.run_store import StoredSession
 from invrl.types import Sampling, Turn
 

@@ -6,23 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from invrl.errors import SessionError
+from invrl.gateway.types import ClientSampling
 from invrl.types import Json, Purpose, Sampling, Session
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientSampling:
-    """What a client asked for; None where it said nothing. The names are SGLang's."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[str, float] | None = None
-    sampling_seed: int | None = None
-    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,12 +28,20 @@ from invrl.gateway.rendering.parsing import Parsers, ReplyParser
 from invrl.gateway.rendering.renderer import PromptTooLong, Renderer, Room
 from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.turns.conversation import Conversation
-from invrl.gateway.turns.forest import Change, ForkReason, Node, advice
+from invrl.gateway.turns.forest import advice
 from invrl.gateway.turns.generation import Engine, Generation, Proposal
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.recovery import replay, restore
-from invrl.gateway.turns.sampling import ClientSampling, resolve, sampling_seed
-from invrl.gateway.types import MatchLevel, Message, Prompt, Tool, ToolChoice
+from invrl.gateway.turns.sampling import resolve, sampling_seed
+from invrl.gateway.types import (
+    Change,
+    ForkReason,
+    MatchLevel,
+    Message,
+    Node,
+    Prompt,
+    TurnRequest,
+)
 from invrl.store.run_store import RunStore, RunStoreWriter
 from invrl.types import Json, Sampling, Turn
 
@@ -55,35 +63,6 @@ _SHOWN = (
     "started_at",
     "finished_at",
 )
-
-
-class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What every dialect's request comes down to."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...] = ()
-    tool_choice: ToolChoice = msgspec.field(default_factory=ToolChoice)
-    parallel_tool_calls: bool = True
-    top_logprobs: int = 0
-    """So many of the likeliest tokens are shown at each place."""
-    schema: str = ""
-    """JSON schema that the reply must follow; "" for none."""
-    thinking: bool | None = None
-    after: str = ""
-    """Turn that this request goes on from; its conversation comes before `messages`."""
-    instructions: str | None = None
-    """A system message for this request alone, before everything else."""
-    text: str | tuple[int, ...] | None = None
-    """A prompt that no template wraps (completions), or its token ids; `messages` are empty then."""
-    sampling: ClientSampling
-    stop: tuple[str, ...]
-    stream: bool
-    digest: str
-    """Of the request as it came: equal for a retry."""
-    retry: bool
-    """The client says that it has sent this request before."""
-    ignored: tuple[str, ...] = ()
-    """Names of fields that nothing reads."""
 
 
 class _ContextExceeded(SessionError):
