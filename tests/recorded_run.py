@@ -17,7 +17,7 @@ from invrl.gateway.types import Message
 from invrl.run.config import Source, resolve
 from invrl.run.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
-from invrl.store.run_store import RunStoreWriter
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import (
     DropReason,
     FailedRollout,

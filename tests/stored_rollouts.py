@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from invrl.store.run_store import RunStoreWriter
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import GroupLease, RolloutSummary, Sampling, Session, Turn, VersionSpan, WeightVersion
 
 

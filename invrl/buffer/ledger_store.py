@@ -17,7 +17,7 @@ import msgspec
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import Place, RolloutState
 from invrl.errors import BufferStateError
-from invrl.store.run_store import connect
+from invrl.store.schema import connect
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from invrl.buffer.config import FailureRule
 from invrl.buffer.ledger_store import read_ledger
 from invrl.buffer.open_group import Place, RolloutState
 from invrl.observe.transcript import read_transcript
-from invrl.store.run_store import RunStore, StoredSession
+from invrl.store.rows import StoredSession
+from invrl.store.run_store import RunStore
 from invrl.types import DropReason, FailedRollout, FailureReason, Purpose, RolloutSummary
 
 if TYPE_CHECKING:

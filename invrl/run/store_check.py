@@ -14,6 +14,7 @@ import msgspec
 
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import DamagedFileError
+from invrl.store.schema import check_version
 
 _FINDINGS = 3
 _RESTORE = "copy back a run.sqlite that was saved with these checkpoints"
@@ -62,6 +63,7 @@ def _opened(path: Path, fix: str) -> Iterator[sqlite3.Connection]:
             found = [" ".join(str(row[0]).split()) for row in db.execute(f"PRAGMA quick_check({_FINDINGS})")]
             if found != ["ok"]:
                 raise DamagedFileError(path, f"SQLite finds it damaged: {'; '.join(found)}", fix)
+            check_version(db, path)
             yield db
     except sqlite3.DatabaseError as error:
         raise DamagedFileError(path, f"SQLite cannot read it: {error}", fix) from error

@@ -44,7 +44,8 @@ from invrl.run.weight_updater import fleet_updater
 from invrl.store.batch_file import batch_path, load_batch, put_lost_aside, save_batch, saved_steps
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
-from invrl.store.run_store import RunStore, abandon_open_sessions
+from invrl.store.run_store import RunStore
+from invrl.store.run_store_writer import abandon_open_sessions
 from invrl.train.train_handle import TrainHandle
 from invrl.types import TakenBatch, TrainBatch, WeightVersion
 

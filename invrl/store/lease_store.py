@@ -1,11 +1,11 @@
 """Tasks on offer to environments that we do not start, in the run's store.
 
-    offer (driver) ──► take (gateway: POST /tasks/lease) ──► `RunStoreWriter.open_sessions`: gone, as one
-                         │                                   transaction with the session in its place
-                         └── no session in time: expire (driver), which fails the member
+    offer (driver) ──► take (gateway: POST /tasks/lease) ──► `RunStoreWriter.open_sessions` removes the lease
+                         │                                   and adds its session in one transaction
+                         └── no session in time: expire (driver), and the rollout has failed
 
-Every change is one statement, so one transaction, and blocks: call it in a thread. The driver and any number
-of gateway workers share it."""
+Every change is one statement, so one transaction. Calls block: make them in a thread. The driver and any
+number of gateway workers share the leases."""
 
 import itertools
 import threading
@@ -15,51 +15,61 @@ from typing import Any
 import msgspec
 
 from invrl.errors import UnsendableTask
-from invrl.store.run_store import connect
+from invrl.store.schema import HEARTBEAT_TIMEOUT_S, connect
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Task
 
-_RETURNED = "RETURNING group_id, member, attempt, task"
+_RETURNED = 'RETURNING group_id, "index", attempt, task'
+_Row = tuple[Any, ...]
 
 
 class LeaseStore:
-    """One connection, for any thread."""
+    """One connection, which any thread may use."""
 
-    def __init__(self, path: Path, *, heartbeat_timeout_s: float = 30.0) -> None:
+    def __init__(self, path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
         """`heartbeat_timeout_s`: see `busy_timeout_s`."""
         self._db = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
 
     def offer(self, lease: GroupLease) -> None:
-        """By one process, whose order is kept. Raises UnsendableTask."""
+        """Offers a lease after those that this process has offered before. Raises UnsendableTask."""
         task = encoded_task(lease.task)
-        seq = next(self._numbers)
-        rows = [(lease.group_id, m.index, m.attempt, seq, task) for m in lease.members]
-        values = ",".join(["(?,?,?,?,?,NULL)"] * len(rows))
-        self._run(f"INSERT INTO leases VALUES {values}", *itertools.chain(*rows))
+        number = next(self._numbers)
+        values: list[object] = []
+        for member in lease.members:
+            values += [lease.group_id, member.index, member.attempt, number, task]
+        marks = ",".join(["(?,?,?,?,?,NULL)"] * len(lease.members))
+        self._run(f"INSERT INTO leases VALUES {marks}", *values)
 
     def take(self, now: float) -> GroupLease | None:
-        """The oldest lease that nobody has taken; its members' sessions must be opened before it expires."""
-        oldest = "(SELECT MIN(seq) FROM leases WHERE taken_at IS NULL)"
-        sql = f"UPDATE leases SET taken_at=? WHERE taken_at IS NULL AND seq={oldest}"
-        rows = self._run(f"{sql} {_RETURNED}", now) if self._any("taken_at IS NULL") else []
-        if not rows:
+        """Takes the oldest lease that nobody has taken. The sessions of its members must be opened before it
+        expires."""
+        if not self._any("taken_at IS NULL"):
             return None
-        members = sorted((index, attempt) for _, index, attempt, _ in rows)
+        oldest = "(SELECT MIN(seq) FROM leases WHERE taken_at IS NULL)"
+        rows = self._run(
+            f"UPDATE leases SET taken_at=? WHERE taken_at IS NULL AND seq={oldest} {_RETURNED}", now
+        )
+        if not rows:  # another worker was faster
+            return None
+        places = sorted((index, attempt) for _, index, attempt, _ in rows)
+        group_id, _, _, task = rows[0]
         return GroupLease(
-            group_id=rows[0][0],
-            task=_task(rows[0][3]),
-            members=tuple(GroupMember(index=index, attempt=attempt) for index, attempt in members),
+            group_id=group_id,
+            task=_task_from_json(task),
+            members=tuple(GroupMember(index=index, attempt=attempt) for index, attempt in places),
         )
 
     def expire(self, before: float) -> list[FailedRollout]:
-        """Takes back what was taken earlier than `before` and has no session: the members' outcomes."""
-        sql = f"DELETE FROM leases WHERE taken_at<? {_RETURNED}"
-        rows = self._run(sql, before) if self._any("taken_at<?", before) else []
+        """Removes leases that were taken earlier than `before` and have no session. Returns a failure for
+        each."""
+        if not self._any("taken_at<?", before):
+            return []
+        rows = self._run(f"DELETE FROM leases WHERE taken_at<? {_RETURNED}", before)
         return [
             FailedRollout(
                 session_id="",
-                task_id=_task(task).id,
+                task_id=_task_from_json(task).id,
                 group_id=group_id,
                 index=index,
                 attempt=attempt,
@@ -70,32 +80,34 @@ class LeaseStore:
         ]
 
     def revoke(self, group_id: str) -> None:
-        """The group was dropped: nobody can take its members any more, or open what was taken."""
+        """Removes the leases of a group that was dropped: nobody can take them any more, or open sessions for
+        those that were taken."""
         self._run("DELETE FROM leases WHERE group_id=?", group_id)
 
     def withdraw(self) -> None:
-        """Nothing is on offer any more."""
+        """Removes every lease that nobody has taken."""
         self._run("DELETE FROM leases WHERE taken_at IS NULL")
 
     def close(self) -> None:
         self._db.close()
 
     def _any(self, condition: str, *values: float) -> bool:
-        """Asked before a change: who only looks takes no turn in writing."""
+        """Asked before a change: a SELECT does not wait for other processes that write."""
         return bool(self._run(f"SELECT 1 FROM leases WHERE {condition} LIMIT 1", *values))
 
-    def _run(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+    def _run(self, sql: str, *values: object) -> list[_Row]:
         with self._lock:
             return self._db.execute(sql, values).fetchall()
 
 
 def encoded_task(task: Task) -> bytes:
-    """The task as JSON. Raises UnsendableTask."""
+    """The task as JSON. Raises UnsendableTask if JSON cannot hold it."""
     try:
         return msgspec.json.encode(task)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UnsendableTask(f"task {task.id} cannot be sent as JSON: {error}") from error
 
 
-def _task(body: bytes) -> Task:
-    return Task(**msgspec.json.decode(body))  # msgspec does not know recursive types such as its payload's
+def _task_from_json(body: bytes) -> Task:
+    # Not `type=Task`: msgspec does not support recursive types such as that of the payload.
+    return Task(**msgspec.json.decode(body))

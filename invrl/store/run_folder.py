@@ -42,7 +42,7 @@ class RunFolder:
     config_path = Below("config.resolved.toml")
     metrics_path = Below("metrics.jsonl")
     store_path = Below("run.sqlite")
-    """SQLite: sessions, turns, outbox, the buffer's ledger (`store/run_store.py`)."""
+    """SQLite: sessions, turns, outbox, the buffer's ledger (`store/schema.py`)."""
     tensorboard_path = Below("tensorboard")
     checkpoints_path = Below("checkpoints")
     report_path = Below("report")

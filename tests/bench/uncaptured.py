@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 
 from invrl.gateway.server import gateway_server
-from invrl.store import run_store
+from invrl.store import run_store_writer
 
 
-class DroppingWriter(run_store.RunStoreWriter):
+class DroppingWriter(run_store_writer.RunStoreWriter):
     """Says at once that it has been written. Rows are not even made for turns."""
 
     def add_turn(self, *_: object, **__: object) -> Future[None]:
@@ -26,5 +26,5 @@ class DroppingWriter(run_store.RunStoreWriter):
 
 
 if __name__ == "__main__":
-    run_store.RunStoreWriter = DroppingWriter
+    run_store_writer.RunStoreWriter = DroppingWriter
     gateway_server.main()

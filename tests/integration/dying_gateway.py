@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from invrl.gateway.server import gateway_server
-from invrl.store.run_store import RunStoreWriter
+from invrl.store.run_store_writer import RunStoreWriter
 
 
 def die_after_the_first_turn() -> None:

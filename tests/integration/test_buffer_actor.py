@@ -15,7 +15,7 @@ from invrl.buffer.config import BufferConfig
 from invrl.errors import BufferStateError, DeadlineError, ServerError
 from invrl.metrics import resolve
 from invrl.rollout.config import RolloutConfig
-from invrl.store.run_store import RunStoreWriter
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Task, WeightVersion
 
 ray = pytest.importorskip("ray")

@@ -36,7 +36,8 @@ from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, WorkerSettings
 from invrl.rollout.worker_pool import RayWorker, WorkerPool
-from invrl.store.run_store import RunStore, RunStoreWriter
+from invrl.store.run_store import RunStore
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import (
     FailedRollout,
     FailureReason,

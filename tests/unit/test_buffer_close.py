@@ -18,7 +18,7 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_ledger
 from invrl.buffer.open_group import Place, RolloutState
 from invrl.rollout.config import RolloutConfig
-from invrl.store.run_store import RunStoreWriter
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Task, WeightVersion
 
 

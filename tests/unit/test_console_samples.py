@@ -15,7 +15,8 @@ from invrl.observe.console_samples import chosen_rollouts, show_samples
 from invrl.observe.progress import PlainProgress
 from invrl.observe.step_metrics import reply_metrics
 from invrl.run.loop import Parts, run_loop
-from invrl.store.run_store import RunStore, RunStoreWriter
+from invrl.store.run_store import RunStore
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import (
     Group,
     GroupLease,

@@ -25,7 +25,7 @@ from invrl.engines.sglang_client import SglangClient
 from invrl.gateway.rendering.renderer import Renderer, TextStream
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.generation import Generation
-from invrl.store.run_store import RunStoreWriter
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Session
 
 End = Callable[[Running, Session, bool], Awaitable[None]]

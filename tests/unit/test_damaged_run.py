@@ -21,7 +21,7 @@ from invrl.run.store_check import check_store, check_store_of
 from invrl.store.batch_file import batch_path, put_lost_aside, saved_steps
 from invrl.store.manifest import MANIFEST_NAME, check_manifest
 from invrl.store.metrics_file import read_metrics
-from invrl.store.run_store import connect
+from invrl.store.schema import connect
 from invrl.types import WeightVersion
 
 

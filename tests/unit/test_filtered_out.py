@@ -26,7 +26,8 @@ from invrl.rollout.config import RolloutConfig
 from invrl.run.loop import Learner, Parts, run_loop
 from invrl.run.save_schedule import SaveSchedule
 from invrl.store.lease_store import LeaseStore
-from invrl.store.run_store import RunStoreWriter, SilentSession, WaitsOutside
+from invrl.store.run_store import SilentSession, WaitsOutside
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Group, Sampling, Session, TakenBatch, Task, TrainBatch, WeightUpdate, WeightVersion
 
 ROLLOUT = RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2)

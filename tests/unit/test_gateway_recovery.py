@@ -17,7 +17,7 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import OpenedSession
 from invrl.host.process import RestartLimit
 from invrl.store.lease_store import LeaseStore
-from invrl.store.run_store import abandon_open_sessions
+from invrl.store.run_store_writer import abandon_open_sessions
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
 
 

@@ -26,7 +26,8 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.app import make_app
 from invrl.gateway.server.http_protocol import CorkedHttpProtocol
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.store.run_store import RunStore, RunStoreWriter
+from invrl.store.run_store import RunStore
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import FailedRollout, RolloutSummary, Session, Turn
 
 ENV_KEY = "env-0123456789abcdef"

@@ -19,7 +19,8 @@ from invrl.rollout.config import RolloutConfig
 from invrl.rollout.external_environments import LeaseOffers
 from invrl.rollout.session_client import SessionClient
 from invrl.store.lease_store import LeaseStore
-from invrl.store.run_store import RunStore, RunStoreWriter, abandon_open_sessions
+from invrl.store.run_store import RunStore
+from invrl.store.run_store_writer import RunStoreWriter, abandon_open_sessions
 from invrl.types import DroppedGroup, GroupLease, GroupMember, Sampling, Session, Task
 
 M = GroupMember

@@ -18,7 +18,8 @@ from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger_store import check_lineage, read_ledger
 from invrl.rollout.config import RolloutConfig
-from invrl.store.run_store import RunStore, RunStoreWriter, abandon_open_sessions
+from invrl.store.run_store import RunStore
+from invrl.store.run_store_writer import RunStoreWriter, abandon_open_sessions
 from invrl.types import GroupLease, Task, WeightVersion
 
 

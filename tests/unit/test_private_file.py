@@ -14,7 +14,8 @@ import pytest
 
 from invrl.host.private_file import make_private, open_private, restrict
 from invrl.host.process import ServerProcess
-from invrl.store.run_store import RunStoreWriter, connect
+from invrl.store.run_store_writer import RunStoreWriter
+from invrl.store.schema import connect
 
 
 @pytest.fixture(autouse=True)

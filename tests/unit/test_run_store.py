@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 
 from invrl.buffer.ledger_store import LedgerStore
+from invrl.errors import DamagedFileError
 from invrl.gateway.server.heartbeats import beat_interval_s
-from invrl.store import run_store
+from invrl.store import run_store_writer
 from invrl.store.lease_store import LeaseStore
-from invrl.store.run_store import RunStore, RunStoreWriter, branches, busy_timeout_s
+from invrl.store.run_store import RunStore, branches
+from invrl.store.run_store_writer import RunStoreWriter
+from invrl.store.schema import busy_timeout_s
 from invrl.types import (
     FailedRollout,
     FailureReason,
@@ -191,8 +194,8 @@ def test_commits_are_made_at_once_and_behind_what_waits(tmp_path: Path):
 
 
 def test_the_log_is_cut_when_it_has_become_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run_store, "_LONG_LOG", 100)
-    monkeypatch.setattr(run_store, "_CHECKPOINT_EVERY", 200)  # once, when nothing more is written
+    monkeypatch.setattr(run_store_writer, "_LONG_LOG", 100)
+    monkeypatch.setattr(run_store_writer, "_CHECKPOINT_EVERY", 200)  # once, when nothing more is written
     writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
     for number in range(200):
         writer.add_turn(turn(str(number)), b" " * 10_000)
@@ -202,8 +205,8 @@ def test_the_log_is_cut_when_it_has_become_long(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_reader_that_stays_holds_no_writer_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run_store, "_LONG_LOG", 10)
-    monkeypatch.setattr(run_store, "_CHECKPOINT_EVERY", 50)
+    monkeypatch.setattr(run_store_writer, "_LONG_LOG", 10)
+    monkeypatch.setattr(run_store_writer, "_CHECKPOINT_EVERY", 50)
     writer, reader = RunStoreWriter(tmp_path / "run.db"), sqlite3.connect(tmp_path / "run.db")
     reader.execute("BEGIN")
     assert reader.execute("SELECT count(*) FROM turns").fetchone() == (0,)
@@ -327,7 +330,8 @@ def test_equal_tools_are_stored_once(tmp_path: Path):
     assert pages * size < 5 * 50_000  # 60 times would be 3 MB
 
 
-def test_a_store_that_holds_tools_in_its_turns_can_be_read(tmp_path: Path):
+def test_a_store_that_holds_tools_in_its_turns_is_refused(tmp_path: Path):
+    """Such stores are from before the schema had a version."""
     path = tmp_path / "run.db"
     writer = RunStoreWriter(path)
     tools = b'[{"name": "a"}]'
@@ -337,5 +341,7 @@ def test_a_store_that_holds_tools_in_its_turns_can_be_read(tmp_path: Path):
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE turns SET tools=?", (tools,))
         db.execute("DROP TABLE tool_lists")
+        db.execute("PRAGMA user_version=0")
         db.commit()
-    assert [told for _, _, told in RunStore(path).recorded_turns("a")] == [tools]
+    with pytest.raises(DamagedFileError, match="an earlier version of invrl wrote it"):
+        RunStore(path)

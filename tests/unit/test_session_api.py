@@ -32,7 +32,7 @@ from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.turns import Turns
 from invrl.run.config import resolve
 from invrl.store.lease_store import LeaseStore
-from invrl.store.run_store import RunStoreWriter
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.train.packing import pack, rows_of
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
 

@@ -39,7 +39,8 @@ from invrl.gateway.turns.recovery import restored_record
 from invrl.gateway.turns.turns import Turns
 from invrl.gateway.types import MatchLevel
 from invrl.store.lease_store import LeaseStore
-from invrl.store.run_store import RunStore, RunStoreWriter
+from invrl.store.run_store import RunStore
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Sampling
 
 _log = logging.getLogger(__name__)

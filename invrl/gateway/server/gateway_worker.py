@@ -19,7 +19,7 @@ from invrl.gateway.server.app import make_app
 from invrl.gateway.server.heartbeats import beat_interval_s
 from invrl.gateway.server.http_protocol import corked_http
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.store.run_store import RunStoreWriter
+from invrl.store.run_store_writer import RunStoreWriter
 
 
 def serve(

@@ -29,7 +29,7 @@ from invrl.gateway.server.heartbeats import (
 )
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.process import RestartLimit, die_with_parent
-from invrl.store.run_store import connect
+from invrl.store.schema import connect
 
 _log = logging.getLogger(__name__)
 _RESTARTS_PER_MINUTE = 10

@@ -18,7 +18,7 @@ from invrl.gateway.registry import Opening, SessionRecord, SessionRegistry, Sess
 from invrl.gateway.sessions.closing import failed, summarise, token_counts, with_partial
 from invrl.gateway.turns.turns import Turns
 from invrl.store.lease_store import LeaseStore
-from invrl.store.run_store import RunStoreWriter
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Reward, Sampling, SessionLimits
 
 Failure = tuple[FailureReason, str]

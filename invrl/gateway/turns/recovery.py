@@ -19,7 +19,7 @@ from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.generation import Generation, Proposal
 from invrl.gateway.types import CallDelta, Delta, Message, Node, Tool
-from invrl.store.run_store import StoredSession
+from invrl.store.rows import StoredSession
 from invrl.types import Sampling, Turn
 
 

@@ -42,7 +42,8 @@ from invrl.gateway.types import (
     Prompt,
     TurnRequest,
 )
-from invrl.store.run_store import RunStore, RunStoreWriter
+from invrl.store.run_store import RunStore
+from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Json, Sampling, Turn
 
 _log = logging.getLogger(__name__)
