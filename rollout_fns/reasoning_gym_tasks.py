@@ -161,7 +161,7 @@ def _plain(value: Any) -> Any:
 
 one_digit_sums = source("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1)
 three_letter_words = source("spell_backward", min_word_len=3, max_word_len=3)
-"""What the presets in launch/configs/ use."""
+"""What the presets in invrl/presets/ use."""
 
 
 def __getattr__(name: str) -> DatasetSource:

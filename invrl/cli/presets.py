@@ -5,7 +5,7 @@ from pathlib import Path
 from invrl.errors import ConfigError
 
 _FOLDER = Path(__file__).parents[1] / "presets"
-"""A link to launch/configs in a checkout, a copy of it in an installed package."""
+"""They are files of the package, in a checkout and in a wheel."""
 
 
 def preset_names() -> list[str]:

@@ -69,7 +69,7 @@ def _measure(options: argparse.Namespace, work: Path) -> tuple[dict[str, float],
     parts = [options.only] if options.only else list(PARTS)
     ratios: dict[str, float] = {}
     details: dict[str, Any] = {"speeds": {}}
-    preset = "tests/e2e/trivial.toml" if options.smoke else "launch/configs/quickstart.toml"
+    preset = "tests/e2e/trivial.toml" if options.smoke else "invrl/presets/quickstart.toml"
     shared = ["--config", str(ROOT / preset), "--model-path", str(options.model_path), "--eval-tasks", "0"]
     shared += ["--run-root", str(work), "--no-tensorboard"]
     if "rollouts" in parts or "trainer" in parts:

@@ -39,7 +39,7 @@ def project(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "pyproject.toml", project)
     for name in ("install.sh", "tied.py", "uv_settings.py"):
         shutil.copy(ROOT / "launch" / name, project / "launch")
-    shutil.copytree(ROOT / "launch" / "requirements", project / "launch" / "requirements")
+    shutil.copytree(ROOT / "invrl" / "requirements", project / "invrl" / "requirements")
     fake = project / "bin" / "python3.11"
     fake.parent.mkdir()
     fake.write_text(
@@ -80,8 +80,8 @@ def test_second_install_does_nothing_and_needs_no_python(project: Path) -> None:
     first = install(project)
     assert first.returncode == 0, first.stderr
     pinned, no_deps = installs(project)
-    assert "-c launch/requirements/constraints.txt -e .[cpu,dev]" in pinned
-    assert "--no-deps -r launch/requirements/nodeps.txt" in no_deps
+    assert "-c invrl/requirements/constraints.txt -e .[cpu,dev]" in pinned
+    assert "--no-deps -r invrl/requirements/nodeps.txt" in no_deps
     second = install(project, PATH=bare(project))
     assert (second.returncode, second.stdout, second.stderr, len(installs(project))) == (0, "", "", 2)
 
@@ -89,7 +89,7 @@ def test_second_install_does_nothing_and_needs_no_python(project: Path) -> None:
 def test_changed_requirements_install_again_in_place(project: Path) -> None:
     install(project)
     (project / ".venv" / "kept").touch()
-    with (project / "launch" / "requirements" / "constraints.txt").open("a") as file:
+    with (project / "invrl" / "requirements" / "constraints.txt").open("a") as file:
         file.write("# newer\n")
     install(project)
     assert len(installs(project)) == 4
@@ -125,7 +125,7 @@ def test_this_environment_is_what_the_constraints_say() -> None:
     installed = distributions(path=[sysconfig.get_path("purelib")])
     pins = dict(
         line.strip().split("==")
-        for line in (ROOT / "launch" / "requirements" / "constraints.txt").read_text().splitlines()
+        for line in (ROOT / "invrl" / "requirements" / "constraints.txt").read_text().splitlines()
         if "==" in line and not line.startswith("#")
     )
     have = {d.metadata["Name"].lower().replace("_", "-").replace(".", "-"): d.version for d in installed}

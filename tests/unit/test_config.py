@@ -25,7 +25,7 @@ from invrl.run.train import run_incarnation
 from invrl.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "launch" / "configs").glob("*.toml"))
+CONFIGS = sorted((ROOT / "invrl" / "presets").glob("*.toml"))
 
 
 def from_flags(*flags: str) -> Config:
@@ -103,7 +103,7 @@ def test_every_preset_file_names_code_and_tasks_that_are_there(path: Path, tmp_p
 
 
 def test_quickstart_is_the_measured_setting() -> None:
-    config = load_resolved(ROOT / "launch" / "configs" / "quickstart.toml")
+    config = load_resolved(ROOT / "invrl" / "presets" / "quickstart.toml")
     rollout, train = config.rollout, config.train
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.max_new_tokens) == (4, 8, 14)
     assert (train.lr, train.adam_beta1, train.adam_beta2, train.clip_grad) == (3e-5, 0.9, 0.99, 1.0)

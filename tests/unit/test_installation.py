@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
+import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -15,11 +19,13 @@ from invrl.cli import installation
 from invrl.cli import main as cli
 from invrl.cli.flags import parse_flags
 from invrl.cli.presets import preset_names
+from invrl.errors import ConfigError
 from invrl.gateway.rendering import model_folder
 from invrl.run.config import load_resolved, resolve
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "launch" / "configs"
+CONFIGS = ROOT / "invrl" / "presets"
+SITE = Path(sysconfig.get_path("purelib"))
 
 
 def test_a_preset_is_found_by_its_name_from_any_folder(
@@ -69,27 +75,75 @@ def test_a_missing_package_is_told_before_the_template_that_needs_it(
     assert "nobody-has-it is missing" in capsys.readouterr().err
 
 
-def test_the_command_that_installs_names_files_that_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_that_an_error_names_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = installation.install_command(gpu=False).split()[-1]
-    assert os.access(script, os.X_OK)
-    monkeypatch.setattr(
-        installation, "_INSTALL_SCRIPT", tmp_path / "install.sh"
-    )  # as in an installed package
-    for gpu in (False, True):
-        words = installation.install_command(gpu=gpu).split()
-        files = [word for word in words if word.endswith(".txt")]
-        assert len(files) == 2
-        assert all(Path(file).is_file() for file in files)
-        assert "install.sh" not in " ".join(words)
+    assert os.access(script, os.X_OK), "a checkout's"
+    monkeypatch.setattr(installation, "_INSTALL_SCRIPT", tmp_path / "install.sh")  # as in an installed wheel
+    assert installation.install_command(gpu=True) == "invrl install --device gpu"
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_an_installed_wheel_is_completed_with_files_of_its_own(device: str) -> None:
+    with_dependencies, without = installation.install_steps(device)
+    assert with_dependencies[-1] == f"invrl[{device}]"
+    assert "--no-deps" in without
+    for command in (with_dependencies, without):
+        [file] = [word for word in command if word.endswith(".txt")]
+        assert Path(file).is_relative_to(installation.PACKAGE)
+        assert Path(file).is_file()
+
+
+def test_an_install_that_fails_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = [sys.executable, "-c", "import sys; sys.exit(3)"]
+    monkeypatch.setattr(installation, "install_steps", lambda device: [failing])
+    with pytest.raises(ConfigError, match="exit code 3"):
+        installation.install("cpu")
+
+
+def test_without_pip_and_uv_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
+    monkeypatch.setattr(installation.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="ensurepip"):
+        installation.install_steps("cpu")
+    monkeypatch.setattr(installation.shutil, "which", lambda name: "/somewhere/uv")
+    assert installation.install_steps("cpu")[0][:3] == ["/somewhere/uv", "pip", "install"]
+
+
+def test_every_dependency_is_imported_somewhere() -> None:
+    """Ours by our own code, those of the cpu extra by SGLang or Megatron too."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = imported_names([ROOT / "invrl", ROOT / "rollout_fns"])
+    for line in project["dependencies"]:
+        assert module_of(line) in ours | {"jinja2"}, f"{line}: nothing imports it"  # transformers' templates
+    upstream = imported_names([SITE / "sglang", SITE / "megatron"]) | {"multipart"}  # FastAPI's forms
+    for line in project["optional-dependencies"]["cpu"]:
+        assert module_of(line) in ours | upstream, f"{line}: nothing imports it"
+
+
+def module_of(requirement: str) -> str:
+    """The module that a distribution is imported as."""
+    name = re.split(r"[=<>\[]", requirement)[0]
+    other_names = {
+        "pillow": "PIL", "pyzmq": "zmq", "python-multipart": "multipart", "apache-tvm-ffi": "tvm_ffi",
+    }  # fmt: skip
+    return other_names.get(name, name.replace("-", "_"))
+
+
+def imported_names(folders: list[Path]) -> set[str]:
+    pattern = re.compile(r"^\s*(?:import|from) ([A-Za-z_]\w*)", re.MULTILINE)
+    return {
+        name
+        for folder in folders
+        for path in folder.rglob("*.py")
+        for name in pattern.findall(path.read_text(errors="replace"))
+    }
 
 
 def test_the_wheel_holds_presets_requirements_templates_and_examples(tmp_path: Path) -> None:
     """Built by setuptools alone, of a copy: a build leaves folders beside the sources."""
     copy = tmp_path / "copy"
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "invrl", "rollout_fns", "launch"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "invrl", "rollout_fns"):
         subprocess.run(["cp", "-a", str(ROOT / name), str(copy / name)], check=True)
     build = "from setuptools import build_meta; import sys; build_meta.build_wheel(sys.argv[1])"  # PEP 517
     done = subprocess.run(
@@ -98,8 +152,9 @@ def test_the_wheel_holds_presets_requirements_templates_and_examples(tmp_path: P
     assert done.returncode == 0, done.stderr[-2000:]
     [wheel] = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {f"invrl/presets/{path.name}" for path in CONFIGS.glob("*.toml")}
-    wanted |= {f"invrl/requirements/{path.name}" for path in (ROOT / "launch" / "requirements").glob("*.txt")}
+    wanted = {"invrl/py.typed"}
+    wanted |= {f"invrl/presets/{path.name}" for path in CONFIGS.glob("*.toml")}
+    wanted |= {f"invrl/requirements/{path.name}" for path in (ROOT / "invrl" / "requirements").glob("*.txt")}
     wanted |= {f"rollout_fns/{path.name}" for path in (ROOT / "rollout_fns").glob("*.py")}
     wanted |= {f"rollout_fns/your_task/{path.name}" for path in (ROOT / "rollout_fns/your_task").glob("*.*")}
     templates = ROOT / "invrl" / "gateway" / "rendering" / "templates"
