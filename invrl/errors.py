@@ -2,20 +2,20 @@
 
 InvrlError
 ├── ConfigError            bad input: names the field, the value, the reason and the fix
-│   └── PluginError        an import path that does not import, is not callable, or does not fit
-├── DamagedFileError       a file that a run wrote is gone, or is not what was written; names it
+│   └── PluginError        user code that cannot be imported, is not callable, or has the wrong signature
+├── DamagedFileError       a file that a run wrote is missing or was changed; names the file
 ├── DeadlineError          a wait across a process ran out; says what it waited for
-├── ServerError            an OS process we started did not come up, died, or answered wrongly
-├── SessionError           refused by the gateway; carries the HTTP status and a machine-readable code
-├── UnsendableTask         a task that JSON does not carry, for an environment that is sent JSON
-├── IdenticalFailuresError rollouts in a row failed in the same way, and none finished: going on is of no use
-├── FilteredOutError       the group filter drops everything: the run ends as a finished one does
-├── BufferStateError       a transition the buffer's state machine does not have
-├── TrainError             the trainer cannot go on (non-finite loss, a layout Megatron gets wrong, ...)
-└── WeightSyncError        an update that did not commit; engines are on the old version, or out
+├── ServerError            an OS process that we started did not come up, died, or answered wrongly
+├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
+├── UnsendableTask         a task that cannot be written as JSON, for an environment that leases over HTTP
+├── IdenticalFailuresError rollouts in a row failed in the same way and none finished: continuing is useless
+├── FilteredOutError       the group filter drops every group: the run ends as a finished one does
+├── BufferStateError       a transition that the buffer's state machine does not have: a bug of ours
+├── TrainError             the trainer cannot go on (non-finite loss, weights that do not fit the model, ...)
+└── WeightSyncError        a weight update did not commit: engines hold the old version, or leave the fleet
     ├── LayoutError        names, shapes or dtypes do not fit the engine: nothing was sent
     ├── ChecksumError      the engine does not hold the bytes that the trainer sent
-    └── CanaryError        the served model is not the trained one
+    └── CanaryError        the served model computes other log-probs than the trained one
 """
 
 import copyreg
@@ -23,9 +23,10 @@ from pathlib import Path
 
 
 class InvrlError(Exception):
-    """Root of everything invrl raises on purpose. Can be pickled, whatever its constructor takes."""
+    """Root of everything that invrl raises on purpose. Can be pickled, whatever its constructor takes."""
 
     def __reduce__(self) -> tuple[object, ...]:
+        # Exception's own __reduce__ calls the constructor with `args`, which our constructors do not take.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -34,7 +35,10 @@ class ConfigError(InvrlError):
 
     def __init__(self, field: str, value: object, reason: str, fix: str) -> None:
         super().__init__(f"{field} = {value!r}: {reason}. Fix: {fix}")
-        self.field, self.value, self.reason, self.fix = field, value, reason, fix
+        self.field = field
+        self.value = value
+        self.reason = reason
+        self.fix = fix
 
 
 class PluginError(ConfigError):
@@ -42,11 +46,16 @@ class PluginError(ConfigError):
 
 
 class DamagedFileError(InvrlError):
-    """A file of a run folder is missing, or is not what was written. Another try meets it again."""
+    """A file of a run folder is missing, or is not what was written. A retry meets the same file."""
 
     def __init__(self, path: Path, reason: str, fix: str = "") -> None:
-        super().__init__(f"{path}: {reason}" + (f". Fix: {fix}" if fix else ""))
-        self.path, self.reason, self.fix = path, reason, fix
+        message = f"{path}: {reason}"
+        if fix:
+            message += f". Fix: {fix}"
+        super().__init__(message)
+        self.path = path
+        self.reason = reason
+        self.fix = fix
 
 
 class DeadlineError(InvrlError):
@@ -54,15 +63,16 @@ class DeadlineError(InvrlError):
 
     def __init__(self, waited_for: str, seconds: float) -> None:
         super().__init__(f"waited {seconds:.1f} s for {waited_for}")
-        self.waited_for, self.seconds = waited_for, seconds
+        self.waited_for = waited_for
+        self.seconds = seconds
 
 
 class ServerError(InvrlError):
-    """A server process did not start, died or misbehaved; the message ends with its last log lines."""
+    """A server process did not start, died or misbehaved. The message ends with its last log lines."""
 
 
 class SessionError(InvrlError):
-    """The gateway refuses a request; `param`: the field at fault. Becomes the dialect's own error body."""
+    """The gateway refuses a request. The dialect turns this into its own error body."""
 
     def __init__(
         self,
@@ -73,13 +83,17 @@ class SessionError(InvrlError):
         param: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        """`param`: the field of the request that is at fault."""
         super().__init__(message)
-        self.message, self.status, self.code = message, status, code
-        self.param, self.retry_after_s = param, retry_after_s
+        self.message = message
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
 
 
 class UnsendableTask(InvrlError):
-    """A task that JSON does not carry cannot go to an environment over HTTP."""
+    """A task that cannot be written as JSON cannot go to an environment over HTTP."""
 
 
 class IdenticalFailuresError(InvrlError):
@@ -92,12 +106,12 @@ class IdenticalFailuresError(InvrlError):
 
 
 class FilteredOutError(InvrlError):
-    """No batch comes together, because the group filter drops every group: the task is solved, or out of
-    reach. The loop ends the run in order."""
+    """No batch comes together because the group filter drops every group: the task is solved, or the model
+    never succeeds at it. The loop then ends the run in an orderly way."""
 
 
 class BufferStateError(InvrlError):
-    """The buffer's state machine has no such transition: a bug of ours, never of the data."""
+    """The buffer's state machine has no such transition. This is a bug of ours, never caused by the data."""
 
 
 class TrainError(InvrlError):
@@ -105,16 +119,18 @@ class TrainError(InvrlError):
 
 
 class WeightSyncError(InvrlError):
-    """A weight update did not commit. `engine` failed first; `unrestored` engines may hold mixed or new
-    weights, stand paused, and must leave the fleet."""
+    """A weight update did not commit."""
 
     def __init__(self, message: str, *, engine: str = "", unrestored: tuple[str, ...] = ()) -> None:
+        """`engine` failed first. `unrestored` engines may hold mixed or new weights; they are still paused
+        and must leave the fleet."""
         super().__init__(message)
-        self.engine, self.unrestored = engine, unrestored
+        self.engine = engine
+        self.unrestored = unrestored
 
 
 class LayoutError(WeightSyncError):
-    """The trainer's tensors do not fit the engine; found before a byte moved."""
+    """The trainer's tensors do not fit the engine. Found before a byte was sent."""
 
 
 class ChecksumError(WeightSyncError):
@@ -122,4 +138,4 @@ class ChecksumError(WeightSyncError):
 
 
 class CanaryError(WeightSyncError):
-    """Engine and trainer log-probs differ by more than the bound on the fixed prompts."""
+    """Engine and trainer log-probs on the fixed prompts differ by more than the bound."""

@@ -1,7 +1,9 @@
-"""The plug points (user code by `package.module:name`) and the seams between our own parts.
+"""The plug points that users write, and the seams between our own parts.
 
-Everything here is a Protocol or a value that one takes; `plugins.py` loads user code and checks its signature
-at start-up. The loop, the dispatcher and the weight transaction know only these seams."""
+Everything here is a Protocol, or a value that a Protocol takes or returns. `plugins.py` loads user code by
+`package.module:name` and checks its signature against these Protocols at start-up. The loop, the dispatcher
+and the weight transaction know their neighbours only by the seams below.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Endpoint(Protocol):
-    """What a rollout function is given: an OpenAI and Anthropic endpoint of its own (one session)."""
+    """What a rollout function gets: an OpenAI and Anthropic endpoint of its own (one session)."""
 
     @property
     def base_url(self) -> str: ...
@@ -44,28 +46,35 @@ class Endpoint(Protocol):
     @property
     def model(self) -> str: ...
     def openai(self) -> AsyncOpenAI:
-        """A ready client; its retries and deadline are set for this session."""
+        """A ready client whose retries and deadline are set for this session."""
         ...
 
     def anthropic(self) -> Any:
-        """As `openai`, an `anthropic.AsyncAnthropic`. ImportError where that package is missing."""
+        """A ready `anthropic.AsyncAnthropic`, set up in the same way. Raises ImportError where that package
+        is missing."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """What a rollout function may return instead of a bare float. Raises ValueError for components that the
-    gateway would refuse: too many, or with names that are too long."""
+    """What a rollout function may return instead of a bare float.
+
+    Raises ValueError for components that the gateway would refuse: too many, or with names that are too
+    long.
+    """
 
     reward: float | None = None
-    """None only where a reward function is set."""
+    """May be None only where a reward function is set."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward, for the metrics."""
     output: str = ""
-    """Whatever the reward function needs (the final answer, say)."""
+    """Whatever the reward function needs, for example the final answer."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.components, Mapping) and (fault := components_fault(self.components)):
+        if not isinstance(self.components, Mapping):
+            return  # refused later, together with other wrong types
+        fault = components_fault(self.components)
+        if fault:
             raise ValueError(fault)
 
 
@@ -83,7 +92,7 @@ def components_fault(components: Mapping[str, float]) -> str:
 
 
 class RolloutFn(Protocol):
-    """Runs one task. Async or sync (a sync one runs in a thread)."""
+    """Runs one task. Async, or sync (a sync function runs in a thread)."""
 
     def __call__(
         self, task: Task, endpoint: Endpoint
@@ -91,7 +100,8 @@ class RolloutFn(Protocol):
 
 
 class GroupRolloutFn(Protocol):
-    """Runs a whole group (for relative judging), marked by `group = True`. Results in their order."""
+    """Runs a whole group, for relative judging. The function has the attribute `group = True`. Returns one
+    result per endpoint, in the endpoints' order."""
 
     def __call__(
         self, task: Task, endpoints: Sequence[Endpoint]
@@ -99,32 +109,34 @@ class GroupRolloutFn(Protocol):
 
 
 class RewardFn(Protocol):
+    """The reward of a finished rollout, where the rollout function does not return one."""
+
     def __call__(self, task: Task, result: RolloutResult) -> float | Awaitable[float]: ...
 
 
 class TaskSource(Protocol):
-    """Tasks of a split ("train": as long as the run asks; "eval": finite and never among the others),
-    the same ones for the same seed."""
+    """Yields the tasks of a split; the same tasks for the same seed. "train" yields as long as the run asks.
+    "eval" is finite and has no task of "train"."""
 
     def __call__(self, split: str, seed: int) -> Iterator[Task]: ...
 
 
 class GroupFilter(Protocol):
-    """Keeps a complete group (None) or drops it with a reason (a short snake_case word)."""
+    """Keeps a complete group (returns None) or drops it (returns the reason, a short snake_case word)."""
 
     def __call__(self, group: Group) -> str | None: ...
 
 
 class AdvantageFn(Protocol):
-    """One advantage per reward from rewards that are compared with each other; both float64 [G]. G is the
-    group's size for final rewards, and any number from 1 on for those of turns, branches and children."""
+    """The advantage of each reward among rewards that are compared with each other; both float64 [G]. For
+    final rewards G is the group's size; for rewards of turns, branches and children it is any number >= 1."""
 
     def __call__(self, rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]: ...
 
 
 class PolicyLoss(Protocol):
-    """Loss of each token from its ratio current/old (which carries the gradient) and its advantage; all
-    torch float32 [N]. Off-policy correction, KL and aggregation come after it."""
+    """The loss of each token from its ratio current/old, which carries the gradient, and its advantage; all
+    torch float32 [N]. Off-policy correction, KL and aggregation are applied to the result."""
 
     def __call__(
         self, ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float
@@ -135,7 +147,8 @@ class PolicyLoss(Protocol):
 
 
 class Buffer(Protocol):
-    """The buffer as others hold it (`buffer/buffer_handle.py`; the state machine is `buffer/buffer.py`)."""
+    """The buffer as other processes hold it (`buffer/buffer_handle.py`). Its state machine is
+    `buffer/buffer.py`."""
 
     async def lease(self) -> GroupLease | None:
         """Work to run now; None while the staleness bound or the task source admits no more."""
@@ -144,25 +157,29 @@ class Buffer(Protocol):
         """Idempotent: the same outcome may arrive again after a crash."""
 
     async def unwanted(self) -> Sequence[DroppedGroup]:
-        """Groups that were dropped while rollouts of theirs ran, each named once, so that those can be
-        cancelled. Waits for the first one; empty if none comes for a while. A group that has been named is
-        in no lease that is asked for afterwards."""
+        """Groups that were dropped while rollouts of theirs ran, so that those can be cancelled.
+
+        Each group is returned once. Waits for the first one and returns an empty sequence if none comes for
+        a while. A group that was returned is in no lease that is requested afterwards.
+        """
         ...
 
     async def take(self) -> TakenBatch:
-        """The next batch of whole groups within the staleness bound. DeadlineError names what is missing;
-        FilteredOutError says that the group filter drops everything."""
+        """The next batch of whole groups within the staleness bound. Raises DeadlineError, which names what
+        is missing, and FilteredOutError if the group filter drops everything."""
         ...
 
     async def trained(self, batch_id: int) -> None: ...
 
     async def snapshot(self, trained: WeightVersion) -> bytes:
-        """The buffer for a checkpoint, between `trained` and `advance`; `trained`: what the trainer holds."""
+        """The buffer for a checkpoint, between `trained` and `advance`. `trained` is the version that the
+        trainer holds."""
         ...
 
     async def advance(self, version: WeightVersion) -> None:
-        """The trainer holds `version` and its canary has passed: tokens sampled under it count, admission and
-        staleness count against it. With the version as it was: a run without a trainer has seen the batch."""
+        """Says that the trainer holds `version` and that its canary has passed: tokens sampled under it
+        count, and admission and staleness are counted against it. In a run without a trainer the version
+        stays the same, and the call says that the batch was seen."""
 
     async def metrics(self) -> Mapping[str, Metric]:
         """Counts since the last call (groups and rollouts by state and drop reason)."""
@@ -171,11 +188,13 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What training on one batch did. `optimizer_steps` 0: no gradient, so every weight is as it was."""
+    """What training on one batch did."""
 
     optimizer_steps: int
+    """0 if there was no gradient: every weight is as before."""
     metrics: Mapping[str, Metric]
     seconds: Mapping[str, float]
+    """Seconds per phase."""
 
 
 class Trainer(Protocol):
@@ -192,51 +211,53 @@ class Trainer(Protocol):
 
 
 WeightLayout = tuple[TensorSpec, ...]
-"""What the trainer will send: the tensors, in sending order."""
+"""The tensors that the trainer sends, in sending order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedWeights:
-    """Weights written where the transport's receivers can take them. `handle` is the transport's own
-    (for the arena: path and slot; for buckets: the serialized handles), opaque to the transaction."""
+    """Weights that were written where the transport's receivers can read them."""
 
     version: WeightVersion
     handle: str
+    """Belongs to the transport and is opaque to the transaction: path and slot for the arena, serialized
+    handles for buckets."""
     checksums: Mapping[str, str]
-    """Per tensor: hex xxh3-64 of its bytes in Hugging Face order (row-major)."""
+    """Tensor name -> hex xxh3-64 of its bytes in Hugging Face order (row-major)."""
     num_bytes: int
 
 
 class WeightSender(Protocol):
-    """The trainer's side of a transport."""
+    """The trainer's end of a weight transport."""
 
     async def layout(self) -> WeightLayout: ...
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
-        """Write the current weights. The weights staged before stay whole until the next call."""
+        """Writes the current weights. The weights staged before stay whole until the next call."""
         ...
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Log-prob of each prompt's token t >= 1 given those before it (temperature 1): [T-1] each."""
+        """Log-prob of each prompt's token t >= 1 given those before it, at temperature 1: [T-1] each."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """One engine's side of a transport. Every call has a deadline and raises InvrlError."""
+    """One engine's end of a weight transport. Every call has a deadline and raises InvrlError."""
 
     @property
     def name(self) -> str: ...
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        """LayoutError unless names, shapes and dtypes are the engine's, all of them, each once."""
+        """Raises LayoutError unless the layout has every tensor of the engine exactly once, with the
+        engine's name, shape and dtype."""
 
     async def pause(self) -> None:
-        """Generation stands still; running requests are retracted and held; the cache is flushed."""
+        """Stops generation: running requests are retracted and held, and the cache is flushed."""
 
     async def load(self, staged: StagedWeights) -> None:
-        """Move the bytes into the engine."""
+        """Copies the bytes into the engine."""
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
-        """Hashes read back from the engine's own parameters, as in StagedWeights.checksums."""
+        """Hashes of the engine's own parameters as read back, in the form of `StagedWeights.checksums`."""
         ...
 
     async def commit(self, version: WeightVersion) -> None: ...

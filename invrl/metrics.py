@@ -1,5 +1,8 @@
-"""Metrics are values that know their own reduction: ranks and micro-batches return them, `merge`
-adds them up, `resolve` makes floats. `timed` measures phases. Sinks are elsewhere (`observe/sinks.py`)."""
+"""Metrics are values that know how they are reduced.
+
+Ranks and micro-batches return them, `merge` adds them up, and `resolve` turns them into floats. `timed`
+measures phases. The sinks that write metrics are in `observe/sinks.py`.
+"""
 
 import contextlib
 import time
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean: `total` is the weighted sum."""
+    """A weighted mean. `total` is the weighted sum, so parts are merged by adding both fields."""
 
     total: float
     weight: float = 1.0
@@ -18,7 +21,9 @@ class Mean:
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> float:
-        return self.total / self.weight if self.weight else 0.0
+        if not self.weight:
+            return 0.0
+        return self.total / self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +64,31 @@ Metrics = Mapping[str, Metric]
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Reduce metrics of the same name. Raises TypeError where the kinds differ."""
+    """Reduces metrics of the same name. Raises TypeError where their kinds differ."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            seen = merged.get(name)
-            if seen is None:
+            earlier = merged.get(name)
+            if earlier is None:
                 merged[name] = metric
-            elif type(seen) is not type(metric):
-                raise TypeError(f"metric {name}: {type(seen).__name__} and {type(metric).__name__}")
+            elif type(earlier) is not type(metric):
+                raise TypeError(f"metric {name}: {type(earlier).__name__} and {type(metric).__name__}")
             else:
-                merged[name] = seen + metric  # type: ignore[operator]
+                merged[name] = earlier + metric  # type: ignore[operator]
     return merged
 
 
 def resolve(metrics: Metrics, prefix: str = "") -> dict[str, float]:
-    """Plain numbers for a sink."""
+    """Plain numbers for a sink, under `prefix` + name."""
     return {prefix + name: metric.value() for name, metric in metrics.items()}
 
 
 @contextlib.contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds the seconds spent within to `seconds[phase]`."""
+    """Adds the seconds that the block took to `seconds[phase]`."""
     start = time.monotonic()
     try:
         yield
     finally:
-        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - start
+        elapsed = time.monotonic() - start
+        seconds[phase] = seconds.get(phase, 0.0) + elapsed

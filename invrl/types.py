@@ -1,8 +1,12 @@
-"""The vocabulary, in pipeline order: one frozen type per stage of a sample's life.
+"""The vocabulary of the package, in pipeline order: one frozen type per stage of a sample's life.
 
-Axes in names: `_G` members of a group, `_T` tokens, `_B` packed rows. Token ids and versions are
-int32, log-probs and advantages float32. Lengths are checked on construction, so a value that exists
-is consistent. Everybody imports this module; it imports nothing of ours."""
+    WeightVersion -> Task -> GroupLease -> Session -> Turn -> Trajectory -> Rollout | FailedRollout
+        -> Group -> TakenBatch -> TrainSample -> TrainBatch -> WeightUpdate
+
+Axes in names: `_G` members of a group, `_T` tokens of a sequence, `_B` packed rows. Token ids and versions
+are int32, log-probs and advantages float32. Constructors check lengths, so a value that exists is
+consistent. Every package imports this module; it imports nothing of ours.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,24 +17,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 Json = None | bool | int | float | str | list["Json"] | Mapping[str, "Json"]
+
 WeightVersion = NewType("WeightVersion", int)
-"""Weight updates the fleet has committed; 0 is the initial model."""
+"""The number of weight updates that the fleet has committed; 0 is the initial model."""
 
 Purpose = Literal["train", "eval", "serve"]
-MAX_REWARD = 1e9
-"""Group statistics square rewards: beyond this float32 advantages would overflow."""
-MAX_REWARD_COMPONENTS = 256
-"""Named parts that one reward may have."""
-MAX_NAME_LENGTH = 512
-"""Characters of a name that crosses the session API: ids, components of a reward."""
+"""What a session is for."""
+
 FinishReason = Literal["stop", "length", "abort"]
+"""Why a generation ended: by itself, at its token limit, or because it was cancelled."""
+
+MAX_REWARD = 1e9
+"""Largest absolute reward. Group statistics square rewards: above it float32 advantages would overflow."""
+MAX_REWARD_COMPONENTS = 256
+"""Most named parts that one reward may have."""
+MAX_NAME_LENGTH = 512
+"""Most characters of a name that crosses the session API: ids, components of a reward."""
 
 
 def _same_length(**arrays: NDArray[np.generic]) -> int:
+    """The common length of the arrays. Raises ValueError where lengths differ."""
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"lengths differ: {lengths}")
     return next(iter(lengths.values()))
+
+
+# ------------------------------------------------------------------ tasks and leases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +57,8 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How tokens are drawn. Log-probs that the engine returns are after `temperature`, before `top_p`."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_new_tokens: int = 512
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMember:
-    """The place of one rollout: its index in the group, and which try at that index it is."""
+    """One rollout within its group: its index, and the number of the attempt at that index."""
 
     index: int
     attempt: int
@@ -62,17 +66,30 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLease:
-    """Work handed out by the buffer: run these members of this group. A later lease of the same
-    group holds the replacements of members that failed."""
+    """Work that the buffer hands out: run these members of this group. A later lease of the same group
+    holds the replacements of members that failed."""
 
     group_id: str
     task: Task
     members: tuple[GroupMember, ...]
 
 
+# ------------------------------------------------------------------ sessions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. The log-probs that the engine returns are computed after `temperature` and
+    before `top_p`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 512
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """What a session may use up: turns, sampled tokens, seconds since it was opened, calls at a time."""
+    """How much a session may use: turns, sampled tokens, seconds since it was opened, concurrent calls."""
 
     max_turns: int = 10_000
     max_sampled_tokens: int = 1_000_000
@@ -81,18 +98,8 @@ class SessionLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reward:
-    """A reward and its named parts, for the session or for one of its turns or branches (by turn id)."""
-
-    value: float
-    components: Mapping[str, float] = field(default_factory=dict)
-    turn: str = ""
-    branch: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One rollout's capability: whoever has `key` may sample in this session and in no other."""
+    """One rollout's right to sample: whoever has `key` may sample in this session and in no other."""
 
     id: str
     key: str
@@ -105,12 +112,26 @@ class Session:
     sampling: Sampling
     limits: SessionLimits = field(default_factory=SessionLimits)
     parent_id: str = ""
-    """The session that opened this one for a sub-agent; it has the same place, and one outcome is both's."""
+    """The session that opened this one for a sub-agent. Both have the same index and attempt in the group,
+    and one outcome ends both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A reward and its named parts: for the session, or for one of its turns or branches (by turn id)."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    turn: str = ""
+    branch: str = ""
+
+
+# ------------------------------------------------------------------ turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Sampled tokens [start, end) of a turn were drawn under `version`."""
+    """Sampled tokens [start, end) of a turn were drawn under the weights of `version`."""
 
     version: WeightVersion
     start: int
@@ -119,8 +140,8 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """One generation. The engine consumed the path's ids, then `context_ids_T`, and emitted
-    `sampled_ids_T`: a path of turns concatenated is exactly what the engine saw."""
+    """One generation. The engine consumed the ids of the path up to this turn, then `context_ids_T`, and
+    emitted `sampled_ids_T`: the turns of a path, concatenated, are exactly the ids that the engine saw."""
 
     id: str
     session_id: str
@@ -128,45 +149,52 @@ class Turn:
     context_ids_T: NDArray[np.int32]
     sampled_ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
+    """Of the sampled ids, in nats."""
     spans: tuple[VersionSpan, ...]
+    """Tile the sampled ids, without gaps."""
     finish_reason: FinishReason
     request_digest: str
     delivered: bool
+    """The answer reached its client whole."""
     temperature: float
     prompt_tokens: int
     cached_tokens: int
+    """Those of the prompt tokens whose keys and values the engine had cached."""
     fork_reason: str
-    """Why this turn departs from what was recorded (a root of its own, or a branch past a reply that the
-    client replaced); "" for a first turn and for one that continues."""
+    """Why this turn departs from what was recorded: it is a further root, or it branches off before a reply
+    that the client replaced. "" for a first turn and for a turn that continues its parent."""
     started_at: float
     finished_at: float
     constrained: bool = False
-    """A grammar chose among the tokens (forced tool call, JSON schema): `logprobs_T` are those of the model's
-    distribution over the tokens that the grammar kept."""
+    """A grammar restricted the tokens (forced tool call, JSON schema): `logprobs_T` are those of the
+    model's distribution over the tokens that the grammar allowed."""
     grammar: str = ""
-    """The grammar of a constrained turn that is trained, as JSON of SGLang's sampling parameter."""
+    """For a constrained turn that may be trained: the grammar, as JSON of SGLang's sampling parameter."""
 
     @property
     def trainable(self) -> bool:
-        """Its tokens may be trained, once it is known to be `delivered`."""
-        return self.finish_reason != "abort" and (not self.constrained or bool(self.grammar))
+        """Whether its tokens may be trained, once it is known to be `delivered`."""
+        if self.finish_reason == "abort":
+            return False
+        return not self.constrained or bool(self.grammar)
 
     def __post_init__(self) -> None:
-        sampled = _same_length(sampled_ids_T=self.sampled_ids_T, logprobs_T=self.logprobs_T)
-        at = 0
+        num_sampled = _same_length(sampled_ids_T=self.sampled_ids_T, logprobs_T=self.logprobs_T)
+        end = 0
         for span in self.spans:
-            if span.start != at or span.end < span.start:
+            if span.start != end or span.end < span.start:
                 raise ValueError(f"turn {self.id}: version spans do not tile the output: {self.spans}")
-            at = span.end
-        if at != sampled:
-            raise ValueError(f"turn {self.id}: spans end at {at}, {sampled} tokens were sampled")
+            end = span.end
+        if end != num_sampled:
+            raise ValueError(f"turn {self.id}: spans end at {end}, {num_sampled} tokens were sampled")
 
     @property
     def versions_T(self) -> NDArray[np.int32]:
-        versions = np.empty(len(self.sampled_ids_T), np.int32)
+        """The weight version of each sampled token."""
+        versions_T = np.empty(len(self.sampled_ids_T), np.int32)
         for span in self.spans:
-            versions[span.start : span.end] = span.version
-        return versions
+            versions_T[span.start : span.end] = span.version
+        return versions_T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -176,14 +204,18 @@ class Trajectory:
     turns: tuple[Turn, ...]
 
     def __post_init__(self) -> None:
-        parents = [turn.parent_id for turn in self.turns]
-        if parents != [None, *(turn.id for turn in self.turns[:-1])]:
+        parent_ids = [turn.parent_id for turn in self.turns]
+        expected_ids = [None, *(turn.id for turn in self.turns[:-1])]
+        if parent_ids != expected_ids:
             raise ValueError("the turns of a trajectory are not one root-to-leaf path")
+
+
+# ------------------------------------------------------------------ outcomes of rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedSession:
-    """Which session ended, and its place: what every outcome begins with."""
+    """Identifies the session that ended and its rollout: the base of every outcome."""
 
     session_id: str
     task_id: str
@@ -208,13 +240,13 @@ class FailureReason(StrEnum):
     MEMORY = "memory"
     ENVIRONMENT_GONE = "environment_gone"
     GROUP_DROPPED = "group_dropped"
-    """Nobody waits for it any more: its group was dropped while it ran, and it was cancelled."""
+    """Its group was dropped while it ran, so it was cancelled."""
     RUN_ENDED = "run_ended"
     """The run ended while it ran."""
     CONTEXT = "context"
-    """A prompt did not fit the model's context, and the agent went on no further."""
+    """A prompt did not fit the model's context, and the agent made no further call."""
     LIMIT = "limit"
-    """It used up the turns or the sampled tokens of its session, and the agent went on no further."""
+    """It used up the turns or the sampled tokens of its session, and the agent made no further call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,10 +258,10 @@ class RolloutSummary(EndedSession):
     reward_components: Mapping[str, float] = field(default_factory=dict)
     num_turns: int
     prompt_tokens: int
-    """Prompt tokens over all turns, as the engine counted them (a cached token counts)."""
+    """Prompt tokens over all turns, as the engine counted them (cached tokens included)."""
     cached_tokens: int
     later_prompt_tokens: int
-    """Prompt tokens of the turns after the first of each branch."""
+    """Prompt tokens of all turns but the first of each branch."""
     later_cached_tokens: int
     sampled_tokens: int
     delivered_tokens: int = 0
@@ -237,9 +269,10 @@ class RolloutSummary(EndedSession):
     auxiliary_tokens: int = 0
     """Sampled tokens of conversations beside the main one (titles, summaries)."""
     trained_tokens: int
-    """Sampled tokens that may be trained: of delivered turns, not aborted nor under an untrained root."""
+    """Sampled tokens that may be trained: of delivered turns that were not aborted and are not below an
+    untrained root."""
     truncated: bool
-    """Some turn ended because it ran out of tokens."""
+    """Some turn ended because it reached its token limit."""
     oldest_version: WeightVersion
     newest_version: WeightVersion
     forks: int
@@ -248,21 +281,22 @@ class RolloutSummary(EndedSession):
     started_at: float
     finished_at: float
     turn_rewards: Mapping[str, float] = field(default_factory=dict)
-    """By turn id: rewards of single turns, for the tokens of that turn."""
+    """Turn id -> reward of that single turn, for its tokens."""
     branch_rewards: Mapping[str, float] = field(default_factory=dict)
-    """By turn id: rewards of the branches through that turn; of two on a branch the later counts."""
+    """Turn id -> reward of the branches through that turn. Of two on one branch the later one counts."""
     turn_levels: Mapping[str, str] = field(default_factory=dict)
-    """By turn id, for the turns named in the two above: "main/N" in the session itself or "child/N" in a
-    child's, with N turns before it on its branch."""
+    """Turn id -> level, for the turns in the two mappings above: "main/N" for a turn of the session itself,
+    "child/N" for a turn of a child session, where N turns come before it on its branch."""
     child_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Of every child session whose turns belong to this rollout, by session id; its own or inherited."""
+    """Session id -> reward, of every child session whose turns belong to this rollout; its own reward or
+    an inherited one."""
     child_reward_from: Mapping[str, str] = field(default_factory=dict)
-    """By child session id: the session that was given this reward, itself or an ancestor that it inherits
-    from."""
+    """Child session id -> the session that was given this reward: the child itself, or the ancestor from
+    which it inherits."""
     untrained_roots: tuple[str, ...] = ()
     """Root turns of conversations that are not trained."""
     failure: FailureReason | None = None
-    """Why it failed, where it counts all the same, with the reward that the run gives to such failures."""
+    """Set where the rollout failed but counts, with the reward that the run gives to such failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -281,11 +315,15 @@ class FailedRollout(EndedSession):
     reason: FailureReason
     detail: str
     partial: RolloutSummary | None = None
-    """What it would count as if the run gives such failures a reward, with 0 in that reward's place. None
-    without a token to train."""
+    """The summary that counts if the run gives such failures a reward; its own reward is 0 until then. None
+    if there is no token to train."""
 
 
 Outcome = RolloutSummary | FailedRollout
+"""How a rollout ended, as the buffer records it."""
+
+
+# ------------------------------------------------------------------ groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +345,7 @@ class DropReason(StrEnum):
     OVER_SAMPLED = "over_sampled"
     REPLACED = "replaced"
     TOKENS_LOST = "tokens_lost"
-    """A checkpoint names it, and its turns are not in the store: a power loss, or a damaged file."""
+    """A checkpoint names it, but its turns are not in the store: a power loss, or a damaged file."""
     RUN_ENDED = "run_ended"
     NOT_TRAINED = "not_trained"
     """The run has no trainer (`--debug-rollout-only`)."""
@@ -315,21 +353,21 @@ class DropReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedGroup:
-    """A group that was dropped while rollouts of it ran: those are to be cancelled."""
+    """A group that was dropped while rollouts of it ran. Those rollouts are to be cancelled."""
 
     group_id: str
     reason: DropReason
 
     @property
     def detail(self) -> str:
-        """What its cancelled rollouts are told."""
+        """The message with which its rollouts are cancelled."""
         return f"group {self.group_id} was dropped ({self.reason}): nobody waits for this rollout any more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSoFar:
-    """The place of a rollout that runs, and the oldest version among the tokens that would be trained if it
-    finished now."""
+    """A running rollout, and the oldest version among the tokens that would be trained if it finished
+    now."""
 
     group_id: str
     index: int
@@ -339,17 +377,21 @@ class SampledSoFar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenBatch:
-    """What the buffer hands to the loop: whole groups, by id; tokens follow from the store."""
+    """What the buffer hands to the loop: whole groups, by id. Their tokens are read from the store."""
 
     batch_id: int
     version: WeightVersion
-    """Version the trainer holds when the batch is taken; staleness is counted against it."""
+    """Version that the trainer holds when the batch is taken. Staleness is counted against it."""
     groups: tuple[Group, ...]
+
+
+# ------------------------------------------------------------------ training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSpan:
-    """Tokens [start, end) of a sample were sampled under `grammar` (as in `Turn`), from its beginning."""
+    """Tokens [start, end) of a sample were sampled under `grammar` (as in `Turn`), from the grammar's
+    beginning."""
 
     start: int
     end: int
@@ -358,15 +400,15 @@ class GrammarSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSample:
-    """One flat row of training data: a branch of a rollout.
-
-    `loss_mask_T[t]` says that token t was sampled and is trained in this row; where it is False,
-    `rollout_logprobs_T[t]` is 0 and `versions_T[t]` is -1."""
+    """One flat row of training data: a branch of a rollout."""
 
     tokens_T: NDArray[np.int32]
     loss_mask_T: NDArray[np.bool_]
+    """Whether token t was sampled and is trained in this row."""
     rollout_logprobs_T: NDArray[np.float32]
+    """The engine's log-prob of token t in nats; 0 where the loss mask is False."""
     versions_T: NDArray[np.int32]
+    """The weight version that sampled token t; -1 where the loss mask is False."""
     reward: float
     temperature: float
     group_id: str
@@ -376,23 +418,27 @@ class TrainSample:
     grammars: tuple[GrammarSpan, ...] = ()
 
     def __post_init__(self) -> None:
-        names = ("tokens_T", "loss_mask_T", "rollout_logprobs_T", "versions_T")
-        length = _same_length(**{name: getattr(self, name) for name in names})
-        if length and self.loss_mask_T[0]:
+        length = _same_length(
+            tokens_T=self.tokens_T,
+            loss_mask_T=self.loss_mask_T,
+            rollout_logprobs_T=self.rollout_logprobs_T,
+            versions_T=self.versions_T,
+        )
+        if length > 0 and self.loss_mask_T[0]:
             raise ValueError(f"rollout {self.rollout_id}: the first token has no log-prob to train")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainBatch:
-    """Samples with one advantage per token (0 where the loss mask is False). The whole batch, or one
-    data-parallel rank's shard of it."""
+    """Samples with one advantage per token: the whole batch, or one data-parallel rank's shard of it."""
 
     batch_id: int
     version: WeightVersion
     samples: tuple[TrainSample, ...]
     advantages: tuple[NDArray[np.float32], ...]
+    """One array [T] per sample; 0 where its loss mask is False."""
     total_tokens: int
-    """Trained tokens of the whole batch in either case: the loss's global denominator."""
+    """Trained tokens of the whole batch, for a shard as well: the loss's global denominator."""
 
     def __post_init__(self) -> None:
         if len(self.samples) != len(self.advantages):
@@ -401,9 +447,12 @@ class TrainBatch:
             _same_length(tokens_T=sample.tokens_T, advantages_T=advantages_T)
 
 
+# ------------------------------------------------------------------ weights
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Name (Hugging Face's), shape and dtype (torch's name, "bfloat16") of one exported weight."""
+    """One exported weight: its Hugging Face name, its shape, and its dtype by torch's name ("bfloat16")."""
 
     name: str
     shape: tuple[int, ...]
@@ -412,13 +461,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """What one committed weight update did. Seconds per phase; gaps in nats."""
+    """What one committed weight update did. Gaps are in nats."""
 
     version: WeightVersion
     num_bytes: int
     seconds: Mapping[str, float]
-    """Keys: prepare, stage, pause, load, commit, resume, canary; `paused`: while generation stood still."""
+    """Seconds per phase: prepare, stage, pause, load, commit, resume, canary. `paused` is the time during
+    which no engine generated."""
     canary_max_gap: float
     canary_mean_gap: float
     lost_engines: Mapping[str, str] = field(default_factory=dict)
-    """Name -> reason of the engines that failed while others did not. They must leave the fleet."""
+    """Name -> reason, of the engines that failed while others did not. They must leave the fleet."""
