@@ -641,9 +641,8 @@ async def test_the_readme_s_environment_ends_with_the_run(
     tmp_path: Path, model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ):
     """Its program as it stands, with an agent that is well once, then raises, then meets the end."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    _, _, after = readme.partition("## Environments that you start yourself")
-    program = after.partition("```python\n")[2].partition("```")[0]
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    program = page.partition("```python\n")[2].partition("```")[0]
     over = threading.Event()
     seen: list[str] = []
     async with running(tmp_path, model, renderer, leases=True, run_ended=over.is_set) as gateway:
@@ -665,7 +664,7 @@ async def test_the_readme_s_environment_ends_with_the_run(
 
         monkeypatch.setenv("INVRL_ENV_KEY", ENV_KEY)
         assert "http://127.0.0.1:8000" in program
-        compiled = compile(program.replace("http://127.0.0.1:8000", gateway.url), "README.md", "exec")
+        compiled = compile(program.replace("http://127.0.0.1:8000", gateway.url), "environments.md", "exec")
         await asyncio.to_thread(exec, compiled, {"my_agent": my_agent})
         outcomes = [outcome for _, outcome in gateway.store.outbox_after(0)]
         store.close()

@@ -1,0 +1,350 @@
+"""The documentation: the site builds without a warning and loads nothing from another host; every snippet
+parses or resolves; every flag, file and command that a page names exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import logging
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from invrl.cli import main as cli
+from invrl.cli.flags import parse_flags
+from invrl.run.config import SECTIONS, UPSTREAM, Source, resolve
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "rollout_fns" / "README.md",
+    ROOT / "rollout_fns" / "your_task" / "README.md",
+    *sorted(DOCS.rglob("*.md")),
+]
+OTHER_PROGRAM = "<!-- other program -->"
+"""Stands before a TOML block that is not a configuration of ours."""
+CONFIG_COMMANDS = ("train", "serve", "eval", "doctor", "show-config", "soak")
+OTHER_PROGRAMS = ("cd", "export", "pip", "python", "cp", "mkdir", "hf", "tensorboard", "git")
+"""Commands of a shell snippet that are not ours."""
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snippet:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    is_ours: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def snippets_of(page: Path) -> Iterator[Snippet]:
+    lines = page.read_text().splitlines()
+    opened: int | None = None
+    for number, line in enumerate(lines):
+        if not line.lstrip().startswith("```"):
+            continue
+        if opened is None:
+            opened = number
+            continue
+        language = lines[opened].strip().removeprefix("```").strip()
+        before = lines[opened - 1].strip() if opened else ""
+        yield Snippet(
+            page=page_name(page),
+            line=opened + 1,
+            language=language,
+            text="\n".join(lines[opened + 1 : number]) + "\n",
+            is_ours=before != OTHER_PROGRAM,
+        )
+        opened = None
+    assert opened is None, f"{page_name(page)}:{(opened or 0) + 1}: the block has no end"
+
+
+SNIPPETS = [snippet for page in PAGES for snippet in snippets_of(page)]
+
+
+def of_language(*languages: str) -> list[Snippet]:
+    return [snippet for snippet in SNIPPETS if snippet.language in languages]
+
+
+def prose_of(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+# ------------------------------------------------------------------ the site
+
+
+class LoadedResources(HTMLParser):
+    """The addresses that a browser fetches by itself when it shows the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "video", "audio", "embed"):
+            self.addresses.append(attributes.get("src") or "")
+        if tag == "link" and attributes.get("rel") != "canonical":
+            self.addresses.append(attributes.get("href") or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. MkDocs is strict: a warning is an error."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    folder = tmp_path_factory.mktemp("site")
+    warnings: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    handler = Collect(level=logging.WARNING)
+    logger = logging.getLogger("mkdocs")
+    logger.addHandler(handler)
+    try:
+        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))
+    finally:
+        logger.removeHandler(handler)
+    assert warnings == []
+    return folder
+
+
+def test_the_site_has_every_page(site: Path) -> None:
+    for page in DOCS.rglob("*.md"):
+        assert (site / page.relative_to(DOCS).with_suffix(".html")).is_file(), page
+    assert (site / "reference" / "settings.html").is_file(), "generated while the site is built"
+
+
+def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 15
+    for page in pages:
+        parser = LoadedResources()
+        parser.feed(page.read_text())
+        assert [address for address in parser.addresses if "//" in address] == [], page
+        for address in parser.addresses:
+            if not address or address.startswith(("data:", "/")):
+                continue
+            assert (page.parent / address.partition("?")[0]).exists(), f"{page.name}: {address}"
+    for sheet in site.rglob("*.css"):
+        addresses = re.findall(r"(?:url\(|@import )['\"]?(https?:)?//", sheet.read_text())
+        assert addresses == [], sheet
+
+
+def test_the_reference_lists_every_setting(site: Path) -> None:
+    page = (site / "reference" / "settings.html").read_text()
+    for table, section in SECTIONS.items():
+        assert f'id="{table}"' in page
+        for name in section.model_fields:
+            assert f"<code>{name}</code>" in page, f"{table}.{name}"
+
+
+# ------------------------------------------------------------------ snippets
+
+
+def test_every_snippet_names_its_language() -> None:
+    known = {"python", "toml", "bash", "json", "jsonl", "text"}
+    for snippet in SNIPPETS:
+        if snippet.page == "ARCHITECTURE.md" and not snippet.language:
+            continue  # diagrams
+        assert snippet.language in known, f"{snippet.place}: {snippet.language!r}"
+
+
+@pytest.mark.parametrize("snippet", of_language("python"), ids=lambda snippet: snippet.place)
+def test_python_compiles_and_what_it_imports_of_ours_is_there(snippet: Snippet) -> None:
+    tree = ast.parse(snippet.text, snippet.place)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        module = node.module or ""
+        if module.split(".")[0] not in ("invrl", "rollout_fns"):
+            continue
+        found = importlib.import_module(module)
+        for alias in node.names:
+            is_submodule = (
+                importlib.util.find_spec(f"{module}.{alias.name}") if hasattr(found, "__path__") else None
+            )
+            assert hasattr(found, alias.name) or is_submodule, f"{snippet.place}: {module}.{alias.name}"
+
+
+@pytest.mark.parametrize(
+    "snippet", [s for s in of_language("toml") if s.is_ours], ids=lambda snippet: snippet.place
+)
+def test_toml_resolves_as_configuration(snippet: Snippet) -> None:
+    resolve(Source(name=snippet.place, tables=tomllib.loads(snippet.text)))
+
+
+def test_data_parses() -> None:
+    for snippet in of_language("json"):
+        json.loads(snippet.text)
+    for snippet in of_language("jsonl"):
+        for line in snippet.text.splitlines():
+            json.loads(line)
+    for snippet in of_language("toml"):
+        tomllib.loads(snippet.text)
+
+
+def command_lines(snippet: Snippet) -> Iterator[list[str]]:
+    """The commands of a shell snippet as lists of words, without comments."""
+    joined = snippet.text.replace("\\\n", " ")
+    for line in joined.splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"\w+=.*", words[0]):
+            words = words[1:]
+        if words:
+            yield words
+
+
+@pytest.fixture
+def reader_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the pages' command lines name."""
+    settings = ROOT / "rollout_fns" / "your_task" / "my_task.toml"
+    (tmp_path / "my_task.toml").write_text(settings.read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check_command(words: list[str], place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`words` after `invrl`: the command exists, and takes these flags."""
+    if not words or words[0] in ("--version", "--help"):
+        return
+    command, arguments = words[0], words[1:]
+    capsys.readouterr()
+    assert cli.main([command, "--help"]) == 0, f"{place}: there is no `invrl {command}`"
+    help_text = capsys.readouterr().out
+    if command in CONFIG_COMMANDS:
+        own = {"--json", "--minutes", "--out"} & set(
+            re.findall(r"--[\w-]+", help_text.partition("sources:")[0])
+        )
+        kept: list[str] = []
+        rest = list(arguments)
+        while rest:
+            word = rest.pop(0)
+            if word not in own:
+                kept.append(word)
+            elif rest and not rest[0].startswith("--"):
+                rest.pop(0)
+        parse_flags(kept, command="train" if command in ("soak", "show-config", "doctor") else command)
+        return
+    for word in arguments:
+        if word.startswith("-"):
+            flag = word.partition("=")[0]
+            assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", help_text), (
+                f"{place}: {command} {flag}"
+            )
+
+
+@pytest.mark.parametrize("snippet", of_language("bash"), ids=lambda snippet: snippet.place)
+def test_shell_snippets_parse(
+    snippet: Snippet, reader_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked = subprocess.run(["bash", "-n"], input=snippet.text, text=True, capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    for words in command_lines(snippet):
+        program, arguments = words[0], words[1:]
+        arguments = [word for word in arguments if word != "..."]
+        if program.removeprefix(".venv/bin/") == "invrl":
+            check_command(arguments, snippet.place, capsys)
+        elif program.startswith("./") or program.startswith(".venv/bin/"):
+            assert (ROOT / program).is_file(), f"{snippet.place}: {program}"
+        else:
+            assert program in OTHER_PROGRAMS, f"{snippet.place}: {program}"
+
+
+# ------------------------------------------------------------------ what the prose names
+
+
+def known_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """Every flag of every command, as their help texts show them."""
+    flags = {"--version", "--help", "--strict"}
+    for command in cli.COMMANDS:
+        capsys.readouterr()
+        cli.main([command, "--help"])
+        flags |= set(re.findall(r"--[a-z][\w-]*\w", capsys.readouterr().out))
+    return flags
+
+
+FLAGS_OF_OTHERS = {"--steps-per-batch", "--weight-carrier", "--shm-size", "--local-dir"}
+"""Flags that pages name: those that were renamed, and those of other programs."""
+
+
+def test_every_flag_that_a_page_names_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = known_flags(capsys) | FLAGS_OF_OTHERS
+    passed_on = tuple(f"--{package}-" for package in UPSTREAM)
+    for page in PAGES:
+        for code in re.findall(r"`([^`]+)`", prose_of(page)):
+            if "/bench/" in code:
+                continue  # a script of the benchmarks has flags of its own
+            for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*\w", code):
+                if f"{flag}-".startswith(passed_on):
+                    continue
+                assert flag in flags, f"{page_name(page)}: `{code}`"
+
+
+def test_every_file_that_a_page_names_exists() -> None:
+    folders = "invrl|tests|launch|rollout_fns|docs"
+    for page in PAGES:
+        for name in re.findall(rf"`((?:{folders})/[\w./-]*\w/?)`", prose_of(page)):
+            assert (ROOT / name).exists(), f"{page_name(page)}: `{name}`"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if DOCS not in page.parents], ids=page_name)
+def test_links_of_the_pages_outside_of_the_site_lead_somewhere(page: Path) -> None:
+    """Those of the site are checked by MkDocs."""
+    for target in re.findall(r"\]\(([^)]+)\)", prose_of(page)):
+        if not target.startswith(("http", "#")):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_every_command_is_on_the_page_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "reference" / "commands.md").read_text()
+    assert cli.main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert command in overview
+        assert f"| `invrl {command}` |" in page, command
+
+
+def test_every_failure_reason_is_explained() -> None:
+    from invrl.types import FailureReason
+
+    page = (DOCS / "troubleshooting.md").read_text()
+    for reason in FailureReason:
+        assert f"`{reason}`" in page, reason
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 700
+
+
+def test_the_license_is_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
