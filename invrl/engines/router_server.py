@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 
 from invrl.errors import ServerError
-from invrl.host.process import ReservedPort, ServerProcess, random_key
+from invrl.host.ports import ReservedPort
+from invrl.host.process import ServerProcess, random_key
 
 _FLAGS = {
     # A session's turns stay on the engine that caches them; cache_aware sent all sessions that share a

@@ -21,7 +21,7 @@ import orjson
 from numpy.typing import NDArray
 
 from invrl.engines.http_connection import HttpConnection, HttpConnections, HttpError
-from invrl.engines.version_spans import ToldSpan, ToldVersions
+from invrl.engines.version_spans import EngineSpan, VersionTracker
 from invrl.errors import DeadlineError, ServerError, SessionError
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 
@@ -92,7 +92,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     logprobs_T: NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
     """Of the whole output so far: who cancels keeps what was sampled. Exact in the last chunk; before it
-    they are what `ToldVersions` makes of the chunks' labels, never newer than the tokens' own versions."""
+    they are what `VersionTracker` makes of the chunks' labels, never newer than the tokens' own versions."""
     cached_tokens: int = 0
     """Of the prompt: those that the engine had in its cache."""
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
@@ -353,7 +353,7 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] | None = None
     finish_reason: _Finish | None = None
-    weight_versions: list[ToldSpan] | None = None
+    weight_versions: list[EngineSpan] | None = None
 
 
 class _Event(msgspec.Struct):
@@ -389,7 +389,7 @@ class _Reader:
         self._rid = request.rid
         self._each = request.top_logprobs
         self._meta: _Meta | None = None
-        self._versions = ToldVersions()
+        self._versions = VersionTracker()
 
     def add(self, event: _Event) -> GenerateChunk:
         if event.meta_info is None:

@@ -15,7 +15,7 @@ from invrl.errors import ServerError
 from invrl.types import VersionSpan, WeightVersion
 
 
-class ToldSpan(msgspec.Struct):
+class EngineSpan(msgspec.Struct):
     """Tokens [start, end) of an answer, as the engine puts it."""
 
     version: str
@@ -23,7 +23,7 @@ class ToldSpan(msgspec.Struct):
     end: int
 
 
-class ToldVersions:
+class VersionTracker:
     """Of one generation, event by event."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class ToldVersions:
         """Of the event before."""
         self._sampled = 0
 
-    def add(self, label: str, sampled: int, told: Sequence[ToldSpan] | None) -> None:
+    def add(self, label: str, sampled: int, told: Sequence[EngineSpan] | None) -> None:
         """An event of `sampled` new tokens, labelled `label`. `told`: the engine's own spans, which only the
         last event has. ServerError where these leave a token out, or where a version is no number.
 
@@ -69,7 +69,7 @@ class ToldVersions:
         self.spans = (*earlier, VersionSpan(version=version, start=start, end=self._sampled))
 
 
-def _exact(told: Sequence[ToldSpan], sampled: int) -> tuple[VersionSpan, ...]:
+def _exact(told: Sequence[EngineSpan], sampled: int) -> tuple[VersionSpan, ...]:
     """The engine's spans, empty ones left out, cut at `sampled` tokens."""
     spans: list[VersionSpan] = []
     at = 0

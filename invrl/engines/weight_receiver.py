@@ -23,8 +23,8 @@ from invrl.engines.sglang_client import SglangClient
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
+from invrl.weights.arena import ArenaHandle
 from invrl.weights.in_engine import LoaderReply, LoaderRequest, read_reply
-from invrl.weights.shared_memory import ArenaHandle
 
 
 class EngineReceiver(ABC):

@@ -2,4 +2,37 @@
 environment, what is on disk.
 
 Imports only the modules of `invrl/` itself. Start with `process.py`.
+
+What we start, we end. No single mechanism can do that: a process that is killed runs no code, the
+kernel signals only direct children, and a dead ancestor adopts nobody. Which one covers which death:
+
+============================  ======================================================================
+what happens                  what ends the processes below it
+============================  ======================================================================
+a command ends, fails, or     the command: `interrupts.CleanUp` runs the clean-up, in which
+gets SIGINT, SIGTERM, SIGHUP  `ServerProcess.stop` ends each server and Ray's shutdown ends the
+                              actors. `interrupts.py` ends the process after 120 s; what is left
+                              below ends as after kill -9.
+the driver hangs              `lifeline.py` carries the driver's heartbeat. The supervisor
+                              (`run/supervisor.py`) kills a silent driver; the rest as after kill -9.
+kill -9 of the driver         the kernel kills its servers (`descendants.die_with_parent`). The
+                              supervisor has adopted everything else, Ray's processes and daemons in
+                              sessions of their own too, and kills it (`descendants.end_descendants`).
+Ray's raylet or GCS ends      `ray_watch.py` ends the driver with the cause; the rest as after
+or hangs                      kill -9.
+kill -9 of the supervisor,    the kernel kills the driver, and with it the servers. Nobody has adopted
+or of a driver without one    Ray's processes then. The driver's `guardian.py`, which outlives it,
+                              kills what it has seen below the driver or what bears its mark.
+a rollout worker ends or      Ray ends the worker's process group; the worker's own guardian ends
+is killed                     what user code has put into another session. What has escaped both
+                              ends with the incarnation, by the supervisor.
+a gateway process dies        the kernel kills the workers of a dead gateway supervisor
+                              (`descendants.die_with_parent`); a dead worker has no children.
+kill -9 of a launch script,   `launch/run_contained.py`, by the same `descendants.py` as the
+or of what it calls           supervisor. It covers the installation too, before invrl is there.
+============================  ======================================================================
+
+The guardian cannot use `descendants.py`: it must outlive the process that it watches, so it is not an
+ancestor that could adopt orphans. The watched process cannot adopt them either: it would have to collect
+them when they end, beside user code that waits for children of its own.
 """

@@ -26,7 +26,7 @@ def threshold() -> float:
 def killed_for_memory(error: BaseException | None, who: str) -> str:
     """The sentence, if `error` says that Ray's monitor killed `who`; else empty. What the actor itself raised
     is not Ray's word: torch's error for a full GPU has the same name."""
-    from ray.exceptions import RayTaskError  # late: see `heartbeat.remote_with_beat`
+    from ray.exceptions import RayTaskError  # late: see `actor_heartbeat.remote_with_beat`
 
     raised_inside = error is None or isinstance(error, RayTaskError)
     if raised_inside or not _SIGN.search(f"{type(error).__name__}: {error}"):

@@ -23,9 +23,9 @@ import psutil
 
 from invrl import plugins
 from invrl.errors import SessionError
+from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.environment_keys import forget_keys
 from invrl.host.guardian import start_guardian
-from invrl.host.heartbeat import Pulse, pulse
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Outcome, Runner

@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCancelledError
 
 from invrl.errors import DeadlineError, ServerError
-from invrl.host.heartbeat import Heartbeat, beat_of, remote_with_beat
+from invrl.host.actor_heartbeat import ActorHeartbeat, beat_of, remote_with_beat
 from invrl.host.ray_memory import killed_for_memory
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerReply, WorkerSettings
@@ -54,7 +54,7 @@ class RayWorker:
         self.name = name
         self._log = None if logs is None else logs / log_name(name)
         self._death = ""
-        self._heart = Heartbeat(name, lambda: beat_of(self._actor), timeout_s=heartbeat_timeout_s)
+        self._heart = ActorHeartbeat(name, lambda: beat_of(self._actor), timeout_s=heartbeat_timeout_s)
         self._watch: asyncio.Task[None] | None = None
         self._actor: Any = (
             remote_with_beat(RolloutWorker)

@@ -28,11 +28,12 @@ from invrl.errors import ServerError
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host import lifeline
+from invrl.host.actor_heartbeat import remote_with_beat
 from invrl.host.environment_keys import RAY_TOKEN, key_in_environment, take_environment_key
 from invrl.host.guardian import start_guardian
-from invrl.host.heartbeat import remote_with_beat
 from invrl.host.interrupts import CleanUp
-from invrl.host.process import ReservedPort, random_key
+from invrl.host.ports import ReservedPort
+from invrl.host.process import random_key
 from invrl.host.ray_setup import ray_folder, worker_environment
 from invrl.host.ray_watch import end_this_process, watched_ray
 from invrl.rollout.dispatcher import first_to_fail

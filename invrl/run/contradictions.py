@@ -19,7 +19,7 @@ _SEEDED_BACKENDS = {
     "attention_backend": ("torch_native", "fa3", "fa4", "flashinfer", "triton"),
     "sampling_backend": ("pytorch",),
 }
-"""Those in which SGLang can sample by seed; torch_native by `cpu_stand_ins`, on CPU."""
+"""Those in which SGLang can sample by seed; torch_native by `host/sglang_on_cpu.py`, on CPU."""
 Contradictions = Iterator[tuple[str, str, str]]
 """Field (its value is looked up), reason, fix."""
 

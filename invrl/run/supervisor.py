@@ -12,7 +12,6 @@ over, every process below is gone before the next one begins: the supervisor ado
 incarnation. A signal never ends the supervisor itself, so that nothing is left half ended."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -21,18 +20,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import psutil
-
+from invrl.host.descendants import adopt_orphans, collect_ended_children, die_with_parent, end_descendants
 from invrl.host.environment_keys import held_keys
 from invrl.host.lifeline import Listener, Note, NoteKind, environment
-from invrl.host.process import still_running
 from invrl.host.ray_setup import remove_ray_folder
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.config import Config
 from invrl.run.driver_commands import FAILURE_EXIT, INCARNATION_COMMAND, INTERRUPT_EXIT, USAGE_EXIT
 from invrl.store.run_folder import RunFolder
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _WATCHED = _PASSED_ON | {signal.SIGCHLD}
 _LOOK_EVERY_S = 0.2
@@ -44,7 +40,6 @@ _KILL_WITHIN_S = 30.0
 BLOCKED_GRACE_S = 2.0
 """From an interrupt on, for a driver in a call that hears no signal (`NoteKind.BLOCKED`)."""
 _SHOW_CURSOR = "\x1b[?25h"
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +94,7 @@ class Supervisor:
         """Lives until the run is done, fails for good or is interrupted; the exit code. A failed life is
         followed by another `max_restarts` times without a new checkpoint between."""
         with self._signals_wait():
-            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            adopt_orphans()
             restarts = 0
             while True:
                 if self._interrupted_between_incarnations():
@@ -158,7 +153,7 @@ class Supervisor:
         me = os.getpid()
 
         def in_child() -> None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent()
             if os.getppid() != me:  # it died before the line above
                 os._exit(FAILURE_EXIT)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
@@ -173,7 +168,7 @@ class Supervisor:
         try:
             end = self._follow(driver, listener)
         finally:
-            self._end_descendants()
+            _end_descendants()
             listener.close()
         for note in end.notes:
             if note.kind is NoteKind.FOLDER:
@@ -221,7 +216,8 @@ class Supervisor:
             if silent_s > allowed_s and not hung_s:
                 hung_s = silent_s
                 driver.kill()
-            _reap(driver)
+            collect_ended_children(except_pid=driver.pid)
+            driver.poll()
         notes += [note for note in listener.notes() if note.kind is not NoteKind.BEAT]
         code = driver.returncode
         codes = [int(note.text) for note in notes if note.kind is NoteKind.ENDING]
@@ -235,43 +231,13 @@ class Supervisor:
             blocked_in=blocked_in,
         )
 
-    def _end_descendants(self) -> None:
-        """Waits for those that end by themselves, then kills; a killed one's children become ours."""
-        still_running(psutil.Process().children(recursive=True), within_s=_GRACE_S)
-        deadline = time.monotonic() + _KILL_WITHIN_S
-        while left := _alive(psutil.Process().children(recursive=True)):
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            still_running(left, within_s=1.0)
-            _reap(None)
-            if time.monotonic() > deadline:
-                names = ", ".join(f"{process.pid} ({_name_of(process)})" for process in left)
-                _say(f"these processes of the run could not be killed: {names}")
-                return
-        _reap(None)
 
-
-def _reap(driver: subprocess.Popen[bytes] | None) -> None:
-    """Collects whatever has ended: the driver, and orphans that became ours."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            if driver is not None and pid == driver.pid:
-                driver.returncode = os.waitstatus_to_exitcode(status)
-
-
-def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return still_running(processes, within_s=0.0)
-
-
-def _name_of(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.Error:
-        return "?"
+def _end_descendants() -> None:
+    """Wait for the processes that end by themselves, then kill the others."""
+    remaining = end_descendants(terminate=False, grace_s=_GRACE_S, kill_within_s=_KILL_WITHIN_S)
+    if remaining:
+        names = ", ".join(f"{process.pid} ({process.name()})" for process in remaining)
+        _say(f"these processes of the run could not be killed: {names}")
 
 
 def _say(text: str) -> None:

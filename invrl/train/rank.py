@@ -25,8 +25,8 @@ from invrl.train.packing import Row, Shard
 from invrl.train.rank_settings import RankSettings
 from invrl.train.weights import export_weights, weight_specs
 from invrl.types import WeightVersion
+from invrl.weights.arena import ArenaWriter
 from invrl.weights.buckets import BucketSender
-from invrl.weights.shared_memory import ArenaWriter
 
 _TRANSPORTS = {"arena": ArenaWriter, "bucket": BucketSender}
 """The trainer's end of each weight transport. The engines' ends are in `engines/weight_receiver.py`."""

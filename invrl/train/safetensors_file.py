@@ -16,7 +16,7 @@ import torch
 
 from invrl.errors import TrainError
 from invrl.interfaces import WeightLayout
-from invrl.weights.shared_memory import num_bytes, spec_of
+from invrl.weights.tensor_spec import num_bytes, spec_of
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _ALIGNED = 8

@@ -7,8 +7,8 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.environment_keys import forget_keys
-from invrl.host.heartbeat import Pulse, pulse
 from invrl.train.rank_settings import RankSettings
 from invrl.train.rendezvous import listen
 

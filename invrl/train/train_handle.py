@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayTaskError
 
 from invrl.errors import DeadlineError, InvrlError, TrainError
-from invrl.host.heartbeat import Heartbeat, beat_of
+from invrl.host.actor_heartbeat import ActorHeartbeat, beat_of
 from invrl.host.ray_memory import killed_for_memory
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import merge
@@ -54,7 +54,9 @@ class TrainHandle:
         """Once all ranks have started. Returns never; raises ServerError that names a rank which does not
         answer."""
         hearts = [
-            Heartbeat(f"trainer rank {rank}", partial(beat_of, actor), timeout_s=self._heartbeat_timeout_s)
+            ActorHeartbeat(
+                f"trainer rank {rank}", partial(beat_of, actor), timeout_s=self._heartbeat_timeout_s
+            )
             for rank, actor in enumerate(self._actors)
         ]
         watches = [asyncio.create_task(heart.watch()) for heart in hearts]

@@ -15,7 +15,7 @@ from invrl.model_folder import tensor_files
 from invrl.train.families.parameter import Parameter, join, split
 from invrl.train.families.registry import FAMILIES
 from invrl.train.hf_config import HuggingFaceConfig
-from invrl.weights.shared_memory import spec_of
+from invrl.weights.tensor_spec import spec_of
 
 
 def parameters(config: HuggingFaceConfig) -> list[Parameter]:

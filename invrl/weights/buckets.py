@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
-from invrl.weights.shared_memory import checksum, num_bytes, spec_of
+from invrl.weights.tensor_spec import checksum, num_bytes, spec_of
 
 if TYPE_CHECKING:
     import torch

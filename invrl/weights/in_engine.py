@@ -18,7 +18,8 @@ from msgspec import structs
 from invrl.errors import InvrlError, LayoutError, WeightSyncError
 from invrl.interfaces import WeightLayout
 from invrl.types import TensorSpec
-from invrl.weights.shared_memory import ArenaHandle, checksum, map_arena
+from invrl.weights.arena import ArenaHandle, map_arena
+from invrl.weights.tensor_spec import checksum
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ _STREAM_HEAD = (
 )
 
 
-class Engine:
+class PacedEngine:
     """What all connections share."""
 
     def __init__(self, reply_ids: list[int]) -> None:
@@ -35,7 +35,7 @@ class Engine:
 class Connection(asyncio.Protocol):
     """One keep-alive HTTP/1.1 connection: a request at a time, as routers and clients send them."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: PacedEngine) -> None:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._pending = bytearray()
@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
         self.whole(b"{}")
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> PacedEngine:
         return self._engine
 
     def write(self, data: bytes) -> None:
@@ -150,7 +150,7 @@ def fixed_logprob(token: int) -> float:
 
 
 async def serve(port: int, reply_ids: list[int]) -> None:
-    engine = Engine(reply_ids)
+    engine = PacedEngine(reply_ids)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=4096)
     await server.serve_forever()

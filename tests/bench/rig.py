@@ -17,7 +17,8 @@ import psutil
 from invrl.engines.router_server import RouterServer
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.process import ServerProcess, free_port
+from invrl.host.ports import free_port
+from invrl.host.process import ServerProcess
 
 TESTS = Path(__file__).parents[1]
 

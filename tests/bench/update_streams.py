@@ -25,7 +25,7 @@ from uuid import uuid4
 import aiohttp
 from tiny_model import make_tiny_model
 
-from invrl.host.process import free_port
+from invrl.host.ports import free_port
 from invrl.interfaces import Endpoint
 from invrl.rollout.session_client import SessionClient
 from invrl.types import GroupLease, GroupMember, Sampling, Session, Task

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import EngineLimits, GenerateChunk, GenerateRequest, SglangClient
-from invrl.engines.version_spans import ToldSpan, ToldVersions
+from invrl.engines.version_spans import EngineSpan, VersionTracker
 from invrl.errors import ServerError, SessionError
 from invrl.types import Sampling, VersionSpan, WeightVersion
 
@@ -115,9 +115,9 @@ async def test_only_the_end_of_a_stream_tells_where_the_weights_changed(
     are recorded with versions that are none too new."""
     labelled = []
     told = []
-    add = ToldVersions.add
+    add = VersionTracker.add
 
-    def tapped(self: ToldVersions, label: str, sampled: int, spans: Sequence[ToldSpan] | None) -> None:
+    def tapped(self: VersionTracker, label: str, sampled: int, spans: Sequence[EngineSpan] | None) -> None:
         labelled.append((label, sampled))
         told.append(spans)
         add(self, label, sampled, spans)
@@ -129,7 +129,7 @@ async def test_only_the_end_of_a_stream_tells_where_the_weights_changed(
     elif engine is not None:
         engine.holds = lambda count: count > 40 and engine.version == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ToldVersions, "add", tapped)
+        patch.setattr(VersionTracker, "add", tapped)
         stream = client.stream(ask([5, 6, 7, 8], tokens=1500 if engine is None else 90))
         try:
             first = await anext(stream)

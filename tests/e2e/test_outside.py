@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from e2e.runs import DEADLINE_S, flags, invrl, steps_of
-from invrl.host.process import free_port
+from invrl.host.ports import free_port
 from invrl.store.batch_file import batch_path, load_batch
 
 KEY = "env-of-the-outside-test"

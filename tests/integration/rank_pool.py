@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import DeadlineError
-from invrl.host.process import ServerProcess, die_with_parent, random_key
+from invrl.host.descendants import die_with_parent
+from invrl.host.process import ServerProcess, random_key
 from invrl.interfaces import StepResult
 from invrl.metrics import Metric, merge
 from invrl.train.config import TrainConfig

@@ -19,7 +19,7 @@ from invrl.engines.sglang_client import SglangClient
 from invrl.gateway.rendering.model_folder import load_renderer
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.process import free_port
+from invrl.host.ports import free_port
 from invrl.store.run_store import RunStore
 from invrl.types import RolloutSummary, Session, Turn
 

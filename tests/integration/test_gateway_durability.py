@@ -22,7 +22,8 @@ from fakes import FakeEngine, random_reply
 from invrl.gateway.rendering.model_folder import load_renderer
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.process import free_port, still_running
+from invrl.host.ports import free_port
+from invrl.host.process import still_running
 from invrl.rollout.session_client import SessionClient
 from invrl.store.run_store import RunStore
 from invrl.types import GroupLease, GroupMember, RolloutSummary, Session, Task

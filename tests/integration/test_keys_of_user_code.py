@@ -21,7 +21,7 @@ import numpy as np
 import ray
 from invrl.run.cluster import start_ray
 from invrl.run.config import resolve
-from invrl.host.heartbeat import remote_with_beat
+from invrl.host.actor_heartbeat import remote_with_beat
 from invrl.host.ray_watch import raylet_question
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings

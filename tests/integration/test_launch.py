@@ -21,7 +21,7 @@ import pytest
 from invrl.host.process import still_running
 
 ROOT = Path(__file__).parents[2]
-TIED = [sys.executable, str(ROOT / "launch" / "tied.py")]
+CONTAINED = [sys.executable, str(ROOT / "launch" / "run_contained.py")]
 
 
 def run(command: list[str], *, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -37,8 +37,11 @@ def project(tmp_path: Path) -> Path:
     project = tmp_path / "a project"
     (project / "launch").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", project)
-    for name in ("install.sh", "tied.py", "uv_settings.py"):
+    for name in ("install.sh", "run_contained.py", "uv_settings.py"):
         shutil.copy(ROOT / "launch" / name, project / "launch")
+    (project / "invrl" / "host").mkdir(parents=True)
+    for name in ("__init__.py", "host/__init__.py", "host/descendants.py"):
+        shutil.copy(ROOT / "invrl" / name, project / "invrl" / name)
     shutil.copytree(ROOT / "invrl" / "requirements", project / "invrl" / "requirements")
     fake = project / "bin" / "python3.11"
     fake.parent.mkdir()
@@ -141,12 +144,18 @@ def test_uv_is_told_where_pip_looks(tmp_path: Path) -> None:
     assert "UV_INDEX=" not in done.stdout, "what is set for uv already stays"
 
 
-# ------------------------------------------------------------------ tied.py
+# ------------------------------------------------------------------ run_contained.py
 
 
-def test_tied_passes_the_exit_code_on(tmp_path: Path) -> None:
-    assert run([*TIED, "sh", "-c", "exit 7"], cwd=tmp_path).returncode == 7
-    assert run([*TIED, "sh", "-c", "kill -9 $$"], cwd=tmp_path).returncode == 128 + 9
+def test_run_contained_passes_the_exit_code_on(tmp_path: Path) -> None:
+    assert run([*CONTAINED, "sh", "-c", "exit 7"], cwd=tmp_path).returncode == 7
+    assert run([*CONTAINED, "sh", "-c", "kill -9 $$"], cwd=tmp_path).returncode == 128 + 9
+
+
+def test_run_contained_needs_only_the_standard_library(tmp_path: Path) -> None:
+    """It runs before anything is installed: -S leaves out site-packages, psutil among them."""
+    script = CONTAINED[1]
+    assert run([sys.executable, "-I", "-S", script, "sh", "-c", "exit 5"], cwd=tmp_path).returncode == 5
 
 
 ORPHAN = """setsid sleep 1000 & echo $! > {pids}
@@ -172,26 +181,26 @@ def started(file: Path, count: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("end", ["exit 0", "exit 3"])
-def test_tied_ends_orphans_when_the_command_ends(end: str, tmp_path: Path) -> None:
+def test_run_contained_ends_orphans_when_the_command_ends(end: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     both = f"until [ $(wc -l < {pids}) = 2 ]; do sleep 0.05; done"
-    run([*TIED, "bash", "-c", f"{ORPHAN.format(pids=pids)}\n{both}; {end}"], cwd=tmp_path)
+    run([*CONTAINED, "bash", "-c", f"{ORPHAN.format(pids=pids)}\n{both}; {end}"], cwd=tmp_path)
     assert len(pids.read_text().split()) == 2
     assert still_running(processes(pids), within_s=0) == []
 
 
-def test_tied_collects_orphans_that_end_before_the_command_does(tmp_path: Path) -> None:
+def test_run_contained_collects_orphans_that_end_before_the_command_does(tmp_path: Path) -> None:
     """A long run leaves many: each would keep its entry in the process table until the run's end."""
     orphan = f"(setsid sh -c 'echo $$ > {tmp_path}/pid; exit 3' &)"
     written = f"until [ -s {tmp_path}/pid ]; do sleep 0.05; done"
     collected = (
         f"for i in $(seq 600); do [ -e /proc/$(cat {tmp_path}/pid) ] || exit 7; sleep 0.1; done; exit 4"
     )
-    assert run([*TIED, "bash", "-c", f"{orphan}; {written}; {collected}"], cwd=tmp_path).returncode == 7
+    assert run([*CONTAINED, "bash", "-c", f"{orphan}; {written}; {collected}"], cwd=tmp_path).returncode == 7
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_tied_passes_signals_on_once(number: signal.Signals, tmp_path: Path) -> None:
+def test_run_contained_passes_signals_on_once(number: signal.Signals, tmp_path: Path) -> None:
     code = f"""
 import os, signal, time
 got = []
@@ -201,7 +210,7 @@ while not got:
     time.sleep(0.02)
 time.sleep(0.3)
 """
-    process = subprocess.Popen([*TIED, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*CONTAINED, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
@@ -209,12 +218,12 @@ time.sleep(0.3)
     assert (out, process.returncode) == ("got it\n", 0)
 
 
-@pytest.mark.parametrize("victim", ["the calling shell", "tied itself"])
+@pytest.mark.parametrize("victim", ["the calling shell", "run_contained itself"])
 def test_kill_minus_nine_ends_everything(victim: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     inner = f"{ORPHAN.format(pids=pids)}\necho $$ >> {pids}; sleep 1002 & echo $! >> {pids}; wait"
-    shell = ["bash", "-c", f'"{TIED[0]}" "{TIED[1]}" bash -c "$INNER"; true']
-    command = shell if victim == "the calling shell" else [*TIED, "bash", "-c", inner]
+    shell = ["bash", "-c", f'"{CONTAINED[0]}" "{CONTAINED[1]}" bash -c "$INNER"; true']
+    command = shell if victim == "the calling shell" else [*CONTAINED, "bash", "-c", inner]
     process = subprocess.Popen(command, env=os.environ | {"INNER": inner})
     everything = started(pids, 4)
     process.kill()
@@ -225,7 +234,7 @@ def test_kill_minus_nine_ends_everything(victim: str, tmp_path: Path) -> None:
 def test_a_command_deaf_to_term_is_killed_once_its_caller_is_gone(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     inner = f"trap '' TERM; echo $$ > {pids}; while true; do sleep 1; done"
-    process = subprocess.Popen([*TIED, "bash", "-c", inner])
+    process = subprocess.Popen([*CONTAINED, "bash", "-c", inner])
     deaf = started(pids, 1)
     process.kill()
     process.wait()

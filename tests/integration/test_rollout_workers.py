@@ -29,7 +29,8 @@ from invrl.gateway.rendering.model_folder import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.app import make_app
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.process import free_port, still_running
+from invrl.host.ports import free_port
+from invrl.host.process import still_running
 from invrl.host.ray_setup import worker_environment
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.rollout_handle import RolloutHandle

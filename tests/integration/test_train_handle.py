@@ -18,7 +18,7 @@ from train_reference import random_batch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import ConfigError, DeadlineError, ServerError, TrainError
-from invrl.host.heartbeat import remote_with_beat
+from invrl.host.actor_heartbeat import remote_with_beat
 from invrl.host.process import still_running
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig

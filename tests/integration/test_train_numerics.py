@@ -19,7 +19,7 @@ from invrl.gateway.rendering.model_folder import chat_template_source
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 from invrl.train.packing import mini_batches
-from invrl.weights.shared_memory import checksum
+from invrl.weights.tensor_spec import checksum
 
 BOUND = 1e-5  # norm-relative, per tensor
 FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3"]

@@ -21,7 +21,7 @@ from invrl.engines.weight_receiver import ArenaReceiver, BucketReceiver, EngineR
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightReceiver
 from invrl.types import Sampling, WeightVersion
-from invrl.weights.shared_memory import ArenaHandle
+from invrl.weights.arena import ArenaHandle
 from invrl.weights.transaction import CanaryBound, WeightTransaction
 
 CANARY = [[1, 20, 35, 70, 300, 410, 9, 2], [5, 400, 33, 33, 90, 100, 511]]
@@ -151,7 +151,7 @@ class TestRefusedBeforeAByteMoved:
         }
         specs[at : at + 1] = [changed[fault]] if fault in changed else []
         staging = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
-        from invrl.weights.shared_memory import ArenaWriter
+        from invrl.weights.arena import ArenaWriter
 
         wrong.tensors = tuple(specs)
         wrong._writer = ArenaWriter(wrong.tensors)

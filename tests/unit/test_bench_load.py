@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 from bench.load import Script, arrivals, closed_loop, open_loop
-from bench.paced_engine import Connection, Engine, fixed_logprob
+from bench.paced_engine import Connection, PacedEngine, fixed_logprob
 from streamed import collect
 
 from invrl.engines.sglang_client import EngineLimits, GenerateRequest, SglangClient
@@ -20,12 +20,12 @@ SCRIPT = Script(tokens=8, chat=[[], []], prompts=[[], []])
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine([11, 12, 13])
+def engine() -> PacedEngine:
+    return PacedEngine([11, 12, 13])
 
 
 @pytest.fixture
-async def client(engine: Engine) -> AsyncIterator[SglangClient]:
+async def client(engine: PacedEngine) -> AsyncIterator[SglangClient]:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -34,7 +34,9 @@ async def client(engine: Engine) -> AsyncIterator[SglangClient]:
     server.close()
 
 
-async def test_the_stand_in_answers_as_an_engine_whole_and_streamed(engine: Engine, client: SglangClient):
+async def test_the_stand_in_answers_as_an_engine_whole_and_streamed(
+    engine: PacedEngine, client: SglangClient
+):
     engine.pace_s = 0.01
     request = GenerateRequest(
         rid="r", input_ids_T=np.array([1, 2], np.int32), sampling=Sampling(max_new_tokens=5)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from invrl.host.process import ReservedPort, ServerProcess, free_port
+from invrl.host.ports import ReservedPort, free_port
+from invrl.host.process import ServerProcess
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.errors import DamagedFileError
-from invrl.gateway.server.heartbeats import beat_interval_s
+from invrl.gateway.server.heartbeat_page import beat_interval_s
 from invrl.store import run_store_writer
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore, branches

@@ -36,7 +36,7 @@ def test_a_process_that_sigkill_does_not_end_is_an_error_that_names_it(
     server.grace_s = 0.1
     server.wait_until(lambda: b"up" in log.read_bytes(), deadline_s=300.0)
     with monkeypatch.context() as patch:
-        patch.setattr(process, "_KILLED_WITHIN_S", 0.1)
+        patch.setattr(process, "_KILL_DEADLINE_S", 0.1)
         patch.setattr(psutil.Process, "kill", lambda self: None)
         with pytest.raises(ServerError, match=rf"engine-3 does not end: SIGKILL was sent .* to {server.pid}"):
             server.stop()

@@ -12,7 +12,8 @@ import torch
 
 from invrl.errors import LayoutError
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weights.shared_memory import ArenaHandle, ArenaWriter, checksum, map_arena
+from invrl.weights.arena import ArenaHandle, ArenaWriter, map_arena
+from invrl.weights.tensor_spec import checksum
 
 SPECS = (
     TensorSpec(name="a", shape=(3, 5), dtype="float32"),

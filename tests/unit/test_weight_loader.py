@@ -11,8 +11,9 @@ import torch
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.in_engine import LoaderRequest, plan, read_reply, run
-from invrl.weights.shared_memory import ArenaHandle, ArenaWriter, checksum
+from invrl.weights.tensor_spec import checksum
 
 SHAPES = {
     "model.embed_tokens.weight": (10, 4),

@@ -18,7 +18,7 @@ import urllib.request
 from pathlib import Path
 
 from invrl.errors import ServerError
-from invrl.gateway.server.heartbeats import SUPERVISOR, HeartbeatPage, SilenceWatch, worker_place
+from invrl.gateway.server.heartbeat_page import SUPERVISOR, HeartbeatPage, SilenceWatch, worker_place
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.private_file import open_private
 from invrl.host.process import RestartLimit, ServerProcess

@@ -16,7 +16,7 @@ from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.parsing import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.app import make_app
-from invrl.gateway.server.heartbeats import beat_interval_s
+from invrl.gateway.server.heartbeat_page import beat_interval_s
 from invrl.gateway.server.http_protocol import corked_http
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.store.run_store_writer import RunStoreWriter

@@ -20,7 +20,7 @@ from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.model_folder import chat_template_source, load_renderer
 from invrl.gateway.rendering.parsing import choose_parsers
 from invrl.gateway.server.gateway_worker import serve
-from invrl.gateway.server.heartbeats import (
+from invrl.gateway.server.heartbeat_page import (
     SUPERVISOR,
     HeartbeatPage,
     SilenceWatch,
@@ -28,7 +28,8 @@ from invrl.gateway.server.heartbeats import (
     worker_place,
 )
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.process import RestartLimit, die_with_parent
+from invrl.host.descendants import die_with_parent
+from invrl.host.process import RestartLimit
 from invrl.store.schema import connect
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from invrl.engines.liveness import Clock, engine_death, router_death, until_silent
+from invrl.engines.engine_health import Clock, engine_death, router_death, until_silent
 from invrl.host.process import STOPPED, ServerProcess, family_of, state_of
 
 

@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from invrl.engines.version_spans import ToldSpan, ToldVersions
+from invrl.engines.version_spans import EngineSpan, VersionTracker
 from invrl.errors import ServerError
 
 
-def listed(versions: ToldVersions) -> list[int]:
+def listed(versions: VersionTracker) -> list[int]:
     """One per token."""
     return [int(span.version) for span in versions.spans for _ in range(span.start, span.end)]
 
 
 def test_tokens_under_a_new_label_may_be_of_the_weights_before():
-    versions = ToldVersions()
+    versions = VersionTracker()
     for label, sampled in (("3", 2), ("3", 1), ("4", 5), ("4", 2), ("6", 1), ("6", 1)):
         versions.add(label, sampled, None)
     assert listed(versions) == [3, 3, 3, *[3] * 5, 4, 4, 4, 6]
@@ -24,7 +24,7 @@ def test_tokens_under_a_new_label_may_be_of_the_weights_before():
 
 
 def test_one_label_is_the_version_of_all():
-    versions = ToldVersions()
+    versions = VersionTracker()
     for sampled in (1, 0, 7):
         versions.add("3", sampled, None)
     assert listed(versions) == [3] * 8
@@ -33,10 +33,10 @@ def test_one_label_is_the_version_of_all():
 
 
 def test_what_the_last_event_tells_replaces_what_the_labels_said():
-    versions = ToldVersions()
+    versions = VersionTracker()
     versions.add("3", 2, None)
     versions.add("4", 3, None)
-    told = [ToldSpan("3", 0, 4), ToldSpan("3", 4, 4), ToldSpan("4", 4, 9)]
+    told = [EngineSpan("3", 0, 4), EngineSpan("3", 4, 4), EngineSpan("4", 4, 9)]
     versions.add("4", 2, told)
     assert listed(versions) == [3, 3, 3, 3, 4, 4, 4]
     assert versions.certain
@@ -51,7 +51,7 @@ def test_no_recorded_version_is_newer_than_the_weights_were(seed: int):
     version = 1
     truth = [1]
     sent = 1
-    versions = ToldVersions()
+    versions = VersionTracker()
     versions.add("1", 1, None)
     for _ in range(200):
         truth.append(version)
@@ -68,17 +68,17 @@ def test_no_recorded_version_is_newer_than_the_weights_were(seed: int):
 @pytest.mark.parametrize(
     "told",
     [
-        [ToldSpan("3", 0, 2)],
-        [ToldSpan("3", 0, 1), ToldSpan("4", 2, 3)],
-        [ToldSpan("3", 1, 3)],
-        [ToldSpan("default", 0, 3)],
+        [EngineSpan("3", 0, 2)],
+        [EngineSpan("3", 0, 1), EngineSpan("4", 2, 3)],
+        [EngineSpan("3", 1, 3)],
+        [EngineSpan("default", 0, 3)],
     ],
 )
-def test_spans_that_say_not_all_are_a_failure_of_the_fleet(told: list[ToldSpan]):
+def test_spans_that_say_not_all_are_a_failure_of_the_fleet(told: list[EngineSpan]):
     with pytest.raises(ServerError, match="version"):
-        ToldVersions().add("3", 3, told)
+        VersionTracker().add("3", 3, told)
 
 
 def test_a_label_that_is_no_number_is_a_failure_of_the_fleet():
     with pytest.raises(ServerError, match="'default'"):
-        ToldVersions().add("default", 3, None)
+        VersionTracker().add("default", 3, None)

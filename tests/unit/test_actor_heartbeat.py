@@ -16,8 +16,8 @@ import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from invrl.errors import ServerError
-from invrl.host import heartbeat, ray_memory
-from invrl.host.heartbeat import Heartbeat, Pulse, pulse
+from invrl.host import actor_heartbeat, ray_memory
+from invrl.host.actor_heartbeat import ActorHeartbeat, Pulse, pulse
 from invrl.host.process import still_running
 from invrl.host.ray_memory import killed_for_memory
 from invrl.host.ray_watch import RayWatch, Watched
@@ -68,7 +68,7 @@ async def test_who_does_not_answer_is_named_and_killed(start: Callable[[str], su
     process = start("import sys; print('up', flush=True); sys.stdin.read()")
     assert line(process) == "up"
     process.send_signal(signal.SIGSTOP)
-    heart = Heartbeat("trainer rank 1", Asked(Pulse(pid=process.pid, host=HERE), 2), timeout_s=0.5)
+    heart = ActorHeartbeat("trainer rank 1", Asked(Pulse(pid=process.pid, host=HERE), 2), timeout_s=0.5)
     with pytest.raises(ServerError) as error:
         await asyncio.wait_for(heart.watch(), 300)
     words = str(error.value)
@@ -78,14 +78,14 @@ async def test_who_does_not_answer_is_named_and_killed(start: Callable[[str], su
 
 
 async def test_a_process_of_another_host_is_named_and_not_killed() -> None:
-    heart = Heartbeat("the buffer", Asked(Pulse(pid=os.getpid(), host="elsewhere"), 1), timeout_s=0.2)
+    heart = ActorHeartbeat("the buffer", Asked(Pulse(pid=os.getpid(), host="elsewhere"), 1), timeout_s=0.2)
     with pytest.raises(ServerError, match=f"process {os.getpid()} on elsewhere"):
         await asyncio.wait_for(heart.watch(), 300)
 
 
 async def test_silence_before_the_first_answer_counts() -> None:
     with pytest.raises(ServerError, match="the buffer has not answered"):
-        await asyncio.wait_for(Heartbeat("the buffer", Asked(pulse(), 0), timeout_s=0.2).watch(), 300)
+        await asyncio.wait_for(ActorHeartbeat("the buffer", Asked(pulse(), 0), timeout_s=0.2).watch(), 300)
 
 
 async def test_who_is_silent_but_works_is_alive(
@@ -110,8 +110,8 @@ async def test_who_is_silent_but_works_is_alive(
 
     heard = asyncio.Event()
     # Beside other work a CPU may be shared by many: a hundredth of one counts as work here.
-    monkeypatch.setattr(heartbeat, "_BUSY", 0.01)
-    heart = Heartbeat("the worker", ask, timeout_s=1.0)
+    monkeypatch.setattr(actor_heartbeat, "_BUSY", 0.01)
+    heart = ActorHeartbeat("the worker", ask, timeout_s=1.0)
     with pytest.raises(ServerError, match="the worker"):
         await asyncio.wait_for(heart.watch(), 300)
     assert heard.is_set(), "it was killed while it worked"
@@ -128,7 +128,7 @@ async def test_one_that_raises_is_left_to_who_called_it() -> None:
             enough.set()
         raise RayActorError
 
-    watch = asyncio.create_task(Heartbeat("the worker", ask, timeout_s=0.3).watch())
+    watch = asyncio.create_task(ActorHeartbeat("the worker", ask, timeout_s=0.3).watch())
     await enough.wait()
     assert not watch.done()
     watch.cancel()

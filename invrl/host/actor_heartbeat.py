@@ -52,7 +52,7 @@ async def beat_of(actor: Any) -> Pulse:
     return await asyncio.wrap_future(reference.future())
 
 
-class Heartbeat:
+class ActorHeartbeat:
     """Of one process, called `name` in messages. `ask` returns its pulse, or raises: then it is the one who
     called its methods that learns of it, and asking goes on."""
 

@@ -1,0 +1,55 @@
+"""Ports of loopback that stay ours from the moment they are chosen until our server has ended."""
+
+import contextlib
+import secrets
+import socket
+
+_LOOPBACK = "127.0.0.1"
+_FIRST_PORT = 20_000
+_FIRST_EPHEMERAL_PORT = 32_768
+"""Linux gives ports from here on to whoever asks for any."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on now, for a server that binds it at once.
+
+    A server that takes longer to start is given a `ReservedPort`.
+    """
+    with contextlib.closing(ReservedPort()) as port:
+        return port.number
+
+
+class ReservedPort:
+    """A port that stays ours until our server listens on it, and while that server restarts.
+
+    A bound socket that never listens holds it. Linux lets a second socket bind beside it only with
+    SO_REUSEADDR, which uvicorn, tokio and libuv set. A program that looks for a free port without that option
+    finds this one in use, and so does this class. The number is below those that Linux gives away by itself,
+    because an engine takes a minute until it listens.
+    """
+
+    def __init__(self) -> None:
+        while True:
+            self.number = _FIRST_PORT + secrets.randbelow(_FIRST_EPHEMERAL_PORT - _FIRST_PORT)
+            self._socket = socket.socket()
+            try:
+                self._socket.bind((_LOOPBACK, self.number))  # refused where anybody is bound
+            except OSError:
+                self._socket.close()
+                continue
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return
+
+    def is_listened_on(self) -> bool:
+        """Whether somebody listens on the port. Ask once our own server could not: then it is a stranger."""
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((_LOOPBACK, self.number))
+            except OSError:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()

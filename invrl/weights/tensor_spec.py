@@ -1,0 +1,35 @@
+"""A tensor's name, shape, dtype, size and checksum: the terms in which every weight transport speaks.
+
+Imports torch only where tensors are touched.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from invrl.types import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    dtype_name = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name)
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return math.prod(spec.shape) * dtype.itemsize
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Hex xxh3-64 of the tensor's bytes, row-major."""
+    import torch
+    import xxhash
+
+    raw_bytes = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
+    return xxhash.xxh3_64_hexdigest(raw_bytes.numpy().data)
