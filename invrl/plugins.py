@@ -1,8 +1,11 @@
-"""User code by import path: `package.module:name` becomes a callable of the right shape, or a PluginError
-that says what is wrong and what to write instead.
+"""User code by import path: turns `package.module:name` into a callable, or raises a PluginError.
+
+The error says what is wrong and what to write instead.
+
 Invariant: what a loader returns has been imported, is callable, and accepts the call that its Protocol in
-`interfaces.py` makes. Called at start-up, before any process exists, and again in the process that runs
-the code. The current working directory is importable, so a file beside the user's shell will do."""
+`interfaces.py` describes. Loaders run at start-up, before any process exists, and again in the process that
+runs the code. The current working directory is importable, so a file in the user's own folder works.
+"""
 
 import difflib
 import importlib
@@ -21,14 +24,16 @@ from invrl.errors import PluginError
 from invrl.interfaces import GroupRolloutFn, RewardFn, RolloutFn
 
 Plugin = TypeVar("Plugin")
-Refused = Callable[[str, str], PluginError]
-"""Reason and fix to the error that names the setting."""
+MakeError = Callable[[str, str], PluginError]
+"""Makes the error that names the setting, from a reason and a fix."""
 
 
 def load_rollout_function(path: str) -> RolloutFn | GroupRolloutFn:
-    """A group form is one with `group = True` set on it. Raises PluginError, as all loaders do."""
+    """A function with `group = True` set on it is checked as the group form. Raises PluginError."""
     function = load_plugin(path, "rollout_function_path", RolloutFn)
-    return load_plugin(path, "rollout_function_path", GroupRolloutFn) if is_group_form(function) else function
+    if is_group_form(function):
+        return load_plugin(path, "rollout_function_path", GroupRolloutFn)
+    return function
 
 
 def is_group_form(function: RolloutFn | GroupRolloutFn) -> bool:
@@ -37,38 +42,35 @@ def is_group_form(function: RolloutFn | GroupRolloutFn) -> bool:
 
 
 def load_reward_function(path: str) -> RewardFn:
+    """Raises PluginError."""
     return load_plugin(path, "reward_function_path", RewardFn)
 
 
 def load_plugin(
     path: str, field: str, protocol: type[Plugin], built_ins: Mapping[str, Plugin] | None = None
 ) -> Plugin:
-    """The built-in of that name, or the callable at `module:name` (dots after the colon reach into objects),
-    checked against the parameters of `protocol.__call__`. A file below the working directory may stand for
-    its module: `my_agent.py:name`. `field`: the setting. Raises PluginError."""
-    if path in (names := dict(built_ins or {})):
-        return names[path]
-    refused = partial(PluginError, field, path)
+    """The built-in of that name, or the callable at `module:name`; dots after the colon reach into objects.
+
+    The callable is checked against the parameters of `protocol.__call__`. A file below the working directory
+    may be given instead of its module: `my_agent.py:name`. `field` is the setting that errors name. Raises
+    PluginError.
+    """
+    built_ins = built_ins or {}
+    if path in built_ins:
+        return built_ins[path]
+    make_error = partial(PluginError, field, path)
     module_name, colon, attribute = path.partition(":")
-    file = module_name if colon and _is_file_path(module_name) else ""
+    file = ""
+    if colon and _is_file_path(module_name):
+        file = module_name
+        module_name = _module_of_file(file, attribute, make_error)
+    if not colon or not _all_identifiers(f"{module_name}.{attribute}"):
+        raise _malformed(path, list(built_ins), make_error)
+    module = _import(module_name, make_error)
     if file:
-        module_name = _module_of_file(file, attribute, refused)
-    if not (colon and all(part.isidentifier() for part in f"{module_name}.{attribute}".split("."))):
-        reason = "neither a built-in name nor module:name" if names else "not of the form module:name"
-        form = _form_of(path)
-        valid = f"{', '.join(names)}, or {form}" if names else form
-        raise refused(reason, _suggest(path, names, valid))
-    target = _import(module_name, refused)
-    if file and not Path(file).expanduser().samefile(getattr(target, "__file__", None) or os.devnull):
-        reason = f"Python finds another {module_name} first, in {getattr(target, '__file__', 'itself')}"
-        raise refused(reason, "rename the file")
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            public = [name for name in dir(target) if not name.startswith("_")]
-            fix = _suggest(part, public, f"define {attribute!r} in {module_name}")
-            raise refused(f"{module_name} has no {attribute!r}", fix)
-        target = getattr(target, part)
-    _check_call(target, attribute, protocol, refused)
+        _check_same_file(module, module_name, file, make_error)
+    target = _reach(module, module_name, attribute, make_error)
+    _check_call(target, attribute, protocol, make_error)
     return cast(Plugin, target)
 
 
@@ -76,81 +78,138 @@ def _is_file_path(text: str) -> bool:
     return text.endswith(".py") or "/" in text
 
 
-def _module_of_file(file: str, attribute: str, refused: Refused) -> str:
-    """The module's name by which Python imports the file from the working directory. PluginError where there
-    is no such file, or where it has no such name."""
-    here = Path.cwd()
-    path = (here / Path(file).expanduser()).resolve()
+def _all_identifiers(dotted: str) -> bool:
+    return all(part.isidentifier() for part in dotted.split("."))
+
+
+def _malformed(path: str, built_ins: list[str], make_error: MakeError) -> PluginError:
+    """The error for a path that is neither a built-in nor of the form module:name."""
+    form = _suggested_form(path)
+    if not built_ins:
+        return make_error("not of the form module:name", _suggest(path, built_ins, form))
+    fix = _suggest(path, built_ins, f"{', '.join(built_ins)}, or {form}")
+    return make_error("neither a built-in name nor module:name", fix)
+
+
+def _suggested_form(path: str) -> str:
+    """How an import path without a colon should be written: its last part may be the function's name."""
+    without_suffix = path.removesuffix(".py")
+    module_name, dot, name = without_suffix.replace("/", ".").rpartition(".")
+    if dot and not path.endswith(".py") and _all_identifiers(f"{module_name}.{name}"):
+        return f"{module_name}:{name}"
+    if without_suffix.isidentifier():
+        return f"{without_suffix}:NAME, with the name of a function in it"
+    return "module:name"
+
+
+def _module_of_file(file: str, attribute: str, make_error: MakeError) -> str:
+    """The module name under which Python imports the file from the working directory.
+
+    Raises PluginError where there is no such file, or where no module name leads to it.
+    """
+    working_folder = Path.cwd()
+    path = (working_folder / Path(file).expanduser()).resolve()
     if not path.is_file():
-        siblings = [str(Path(file).parent / near.name) for near in path.parent.glob("*.py")]
+        siblings = [str(Path(file).parent / sibling.name) for sibling in path.parent.glob("*.py")]
         fix = _suggest(file, siblings, "give the file, or the module as Python imports it")
-        raise refused(f"there is no file {str(path)!r}", fix)
+        raise make_error(f"there is no file {str(path)!r}", fix)
     if path.suffix != ".py" or not path.stem.isidentifier():
-        raise refused(f"{path.name!r} is no name of a Python module", "rename it, to my_agent.py for example")
-    inside = path.is_relative_to(here.resolve())
-    parts = path.relative_to(here.resolve()).with_suffix("").parts if inside else ()
-    if parts and all(part.isidentifier() for part in parts):
-        return ".".join(parts)
-    reason = f"modules are imported from {here} and the Python path, and the file is below {path.parent}"
+        raise make_error(
+            f"{path.name!r} is no name of a Python module", "rename it, to my_agent.py for example"
+        )
+    if path.is_relative_to(working_folder.resolve()):
+        parts = path.relative_to(working_folder.resolve()).with_suffix("").parts
+        module_name = ".".join(parts)
+        if _all_identifiers(module_name):
+            return module_name
+    reason = (
+        f"modules are imported from {working_folder} and the Python path; the file is below {path.parent}"
+    )
     fix = f"start from {path.parent}, or add it to PYTHONPATH, and write {path.stem}:{attribute}"
-    raise refused(reason, fix)
+    raise make_error(reason, fix)
 
 
-def _form_of(path: str) -> str:
-    """How an import path without a colon would be written: its last part may be the function's name."""
-    module_name, dot, name = path.removesuffix(".py").replace("/", ".").rpartition(".")
-    plausible = all(part.isidentifier() for part in f"{module_name}.{name}".split("."))
-    if path.endswith(".py") or not dot or not plausible:
-        file = path.removesuffix(".py")
-        return f"{file}:NAME, with the name of a function in it" if file.isidentifier() else "module:name"
-    return f"{module_name}:{name}"
-
-
-def _import(module_name: str, refused: Refused) -> object:
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+def _import(module_name: str, make_error: MakeError) -> object:
+    working_folder = os.getcwd()
+    if working_folder not in sys.path:
+        sys.path.insert(0, working_folder)
     importlib.invalidate_caches()
     try:
         return importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            reason = f"there is no module {missing!r} (looked in {here} and the Python path)"
+            reason = f"there is no module {missing!r} (looked in {working_folder} and the Python path)"
             fix = _suggest(missing, _siblings(missing), "give the module as Python imports it")
-            raise refused(reason, fix) from None
+            raise make_error(reason, fix) from None
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        what, place = f"{type(error).__name__}: {error}", f"{frame.filename}:{frame.lineno}"
+        raised = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
         fix = f'make `python -c "import {module_name}"` work'
-        raise refused(f"importing {module_name} raised {what} ({place})", fix) from error
+        raise make_error(f"importing {module_name} raised {raised}", fix) from error
 
 
 def _siblings(missing: str) -> list[str]:
-    """Modules that can be imported from where `missing` was looked for, by their full names."""
-    if not (parent := missing.rpartition(".")[0]):
+    """Full names of the modules that can be imported from the package in which `missing` was looked for."""
+    parent = missing.rpartition(".")[0]
+    if not parent:
         return [module.name for module in pkgutil.iter_modules()]
     spec = importlib.util.find_spec(parent)
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return [f"{parent}.{module.name}" for module in pkgutil.iter_modules(places)]
+    if spec is None:
+        return []
+    folders = list(spec.submodule_search_locations or ())
+    return [f"{parent}.{module.name}" for module in pkgutil.iter_modules(folders)]
 
 
-def _check_call(target: object, attribute: str, protocol: type, refused: Refused) -> None:
-    if inspect.isclass(target) or not callable(target):
-        reason = "a class, not a function" if inspect.isclass(target) else f"{target!r} is not callable"
-        raise refused(reason, "give a function, or an object with a __call__ method")
-    wanted = list(inspect.signature(protocol.__call__).parameters.values())[1:]
-    by_name = {p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY}
+def _check_same_file(module: object, module_name: str, file: str, make_error: MakeError) -> None:
+    """Raises PluginError where Python finds a module of this name at another place than the user's file."""
+    imported_file = getattr(module, "__file__", None)
+    if Path(file).expanduser().samefile(imported_file or os.devnull):
+        return
+    place = getattr(module, "__file__", "itself")
+    raise make_error(f"Python finds another {module_name} first, in {place}", "rename the file")
+
+
+def _reach(module: object, module_name: str, attribute: str, make_error: MakeError) -> object:
+    """The object at `attribute` of the module; dots reach into objects."""
+    target = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            public = [name for name in dir(target) if not name.startswith("_")]
+            fix = _suggest(part, public, f"define {attribute!r} in {module_name}")
+            raise make_error(f"{module_name} has no {attribute!r}", fix)
+        target = getattr(target, part)
+    return target
+
+
+def _check_call(target: object, attribute: str, protocol: type, make_error: MakeError) -> None:
+    """Raises PluginError unless `target` accepts the call that the protocol describes."""
+    fix = "give a function, or an object with a __call__ method"
+    if inspect.isclass(target):
+        raise make_error("a class, not a function", fix)
+    if not callable(target):
+        raise make_error(f"{target!r} is not callable", fix)
+    parameters = list(inspect.signature(protocol.__call__).parameters.values())[1:]
+    by_name = {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    by_position = [None] * (len(parameters) - len(by_name))
     try:
         signature = inspect.signature(target)
-    except ValueError:  # a C function without a signature: its first call will tell
+    except ValueError:  # a C function without a signature can only be checked by calling it
         return
     try:
-        signature.bind(*([None] * (len(wanted) - len(by_name))), **by_name)
+        signature.bind(*by_position, **by_name)
     except TypeError as error:
-        plain = inspect.Signature([p.replace(annotation=p.empty, default=p.empty) for p in wanted])
+        plain_parameters = [
+            parameter.replace(annotation=parameter.empty, default=parameter.empty) for parameter in parameters
+        ]
         reason = f"its signature {signature} does not take the call it will get ({error})"
-        raise refused(reason, f"write it as {attribute.rpartition('.')[2]}{plain}") from None
+        function_name = attribute.rpartition(".")[2]
+        fix = f"write it as {function_name}{inspect.Signature(plain_parameters)}"
+        raise make_error(reason, fix) from None
 
 
 def _suggest(wrong: str, valid: Iterable[str], otherwise: str) -> str:
-    near = difflib.get_close_matches(wrong, list(valid), n=1)
-    return f"did you mean {near[0]!r}? Otherwise {otherwise}" if near else otherwise
+    """A fix that names the valid name nearest to the wrong one, if there is one near."""
+    nearest = difflib.get_close_matches(wrong, list(valid), n=1)
+    if not nearest:
+        return otherwise
+    return f"did you mean {nearest[0]!r}? Otherwise {otherwise}"

@@ -1,5 +1,7 @@
-"""Aggregation: how token losses become one number. Denominators are global (over micro-batches and ranks),
-so that what the micro-batches return may simply be added."""
+"""Aggregation: how token losses become one number.
+
+Denominators are global (over micro-batches and ranks), so the results of micro-batches may simply be added.
+"""
 
 from collections.abc import Callable
 
@@ -7,12 +9,19 @@ from torch import Tensor
 
 
 def token_mean(losses_N: Tensor, denominator: float) -> Tensor:
-    """sum(l) / denominator, with the mini-batch's global number of trained tokens: every token weighs the
-    same, however long its rollout (DAPO, arXiv 2503.14476, section 3.3). N = 0: 0 with a gradient path."""
-    if losses_N.numel() == 0:
+    """The mean over all trained tokens of the mini-batch: [N] -> scalar.
+
+        L = sum_t l_t / D
+
+    D, the denominator, is the mini-batch's global number of trained tokens. Every token has the same weight,
+    however long its rollout is (DAPO, arXiv 2503.14476, section 3.3). With N = 0 the result is 0 and still
+    has a gradient path. Raises ValueError for a denominator below N.
+    """
+    num_tokens = losses_N.numel()
+    if num_tokens == 0:
         return losses_N.sum()
-    if denominator < losses_N.numel():
-        raise ValueError(f"denominator {denominator} for {losses_N.numel()} tokens of one micro-batch")
+    if denominator < num_tokens:
+        raise ValueError(f"denominator {denominator} for {num_tokens} tokens of one micro-batch")
     return losses_N.sum() / denominator
 
 

@@ -1,4 +1,4 @@
-"""The algorithm's axes as settings, and presets of them by name, which are nothing but values of fields."""
+"""The algorithm's axes as settings, and presets of them by name. A preset is only values of these fields."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from invrl.section import Section
 
 Deviation = Literal["sample", "population"]
-"""Of a group's rewards: squares divided by G - 1, or by G."""
+"""The standard deviation of a group's rewards: squares divided by G - 1, or by G."""
 
 PRESETS: dict[str, dict[str, str | float]] = {
     # arXiv 2402.03300 (its KL coefficient and its single update per batch: section 4.2)
@@ -23,15 +23,16 @@ PRESETS: dict[str, dict[str, str | float]] = {
         "num_minibatches": 4,
     },
 }
-"""Only axes that exist. Where a paper's aggregation is not built yet (GRPO's mean per rollout, Dr. GRPO's
-constant), it is token_mean (DAPO's). DAPO's dynamic sampling is the buffer's filter `nonzero_variance`."""
+"""Presets set only axes that exist. A paper's own aggregation that is not built yet (GRPO's mean per rollout,
+Dr. GRPO's constant) is replaced by token_mean (DAPO's). DAPO's dynamic sampling is the buffer's filter
+`nonzero_variance`."""
 
 
 class AlgorithmConfig(Section):
-    """Advantage x ratio level x surrogate x off-policy correction x aggregation x KL x entropy."""
+    """The axes: advantage x ratio level x surrogate x off-policy correction x aggregation x KL."""
 
     algorithm_preset: Literal["", "grpo", "dr_grpo", "dapo"] = Field(
-        "", description="values of these fields by name, below those that are given"
+        "", description="a preset of these fields by name; a field that is given takes precedence"
     )
     advantage: str = Field("grpo", description="'grpo', 'dr_grpo', or module:name of an AdvantageFn")
     advantage_eps: PositiveFloat = Field(1e-4, description="added to the group's reward deviation (grpo)")
@@ -43,7 +44,7 @@ class AlgorithmConfig(Section):
     eps_clip_low: PositiveFloat = Field(0.2, description="lower clip bound: ratio >= 1 - this")
     eps_clip_high: PositiveFloat = Field(0.2, description="upper clip bound: ratio <= 1 + this")
     dual_clip: NonNegativeFloat = Field(
-        3.0, description="bound of the ratio where the advantage is negative (clip); above 1, 0: none"
+        3.0, description="bound of the ratio where the advantage is negative (clip): above 1, or 0 for none"
     )
     correction: Literal["none", "truncated"] = Field(
         "truncated", description="off-policy correction on old/rollout (truncated importance sampling)"
@@ -52,35 +53,37 @@ class AlgorithmConfig(Section):
     aggregation: Literal["token_mean"] = Field("token_mean", description="how token losses become one number")
     kl_coef: NonNegativeFloat = Field(0.0, description="weight of the k3 KL to a frozen reference; 0: none")
     kl_clamp: NonNegativeFloat = Field(
-        10.0, description="most that k3 of one token counts in the loss; 0: no bound"
+        10.0, description="upper bound of one token's k3 in the loss; 0: no bound"
     )
     old_logprobs: Literal["recompute", "engine"] = Field(
         "recompute",
-        description="old policy: recomputed when the batch is taken; or the engine's (no correction is left)",
+        description="old policy: recomputed when the batch is taken; or the engine's (no correction acts)",
     )
     num_minibatches: PositiveInt = Field(
         1,
-        description="optimizer steps per batch (mini-batches); with 1 and recomputed old no ratio is clipped",
+        description="optimizer steps (mini-batches) per batch; with 1 and recomputed old no ratio is clipped",
     )
 
     def without_effect(self) -> list[str]:
-        """What is set here and cannot act with the rest of these settings, one sentence each."""
-        found: list[str] = []
-        one_policy = self.num_minibatches == 1 and self.old_logprobs == "recompute"
-        if one_policy and self.policy_loss == "clip":
-            found.append(
+        """One sentence for each setting that cannot act together with the rest of these settings."""
+        sentences: list[str] = []
+        current_is_old = self.num_minibatches == 1 and self.old_logprobs == "recompute"
+        if current_is_old and self.policy_loss == "clip":
+            sentences.append(
                 "the clip (eps_clip_low, eps_clip_high, dual_clip) never acts: in the one optimizer step of "
                 "a batch the current policy is the old one, so every ratio is 1. It acts with "
                 "--num-minibatches 2 or more, or with --old-logprobs engine"
             )
         if self.old_logprobs == "engine" and self.correction != "none":
-            found.append(
+            sentences.append(
                 f"the {self.correction} correction never acts: with --old-logprobs engine the old policy is "
                 "the one that sampled, so every weight is 1, and only the clip bounds how far apart they are"
             )
-        return found
+        return sentences
 
     @model_validator(mode="before")
     @classmethod
-    def _on_preset(cls, given: dict[str, object]) -> dict[str, object]:
-        return {**PRESETS.get(str(given.get("algorithm_preset")), {}), **given}
+    def _apply_preset(cls, values: dict[str, object]) -> dict[str, object]:
+        """Puts the preset's values below those that were given."""
+        preset = PRESETS.get(str(values.get("algorithm_preset")), {})
+        return {**preset, **values}

@@ -1,15 +1,23 @@
-"""The policy loss of one micro-batch: the axes put together.
+"""The policy loss of one micro-batch: here the axes meet.
 
-Three policies, never confused: *rollout* (what the engine sampled with), *old* (the proximal policy),
-*current* (the one with a gradient). Clipping is on current/old, the correction on old/rollout:
+There are three policies: *rollout* (the one with which the engine sampled), *old* (the proximal policy) and
+*current* (the one with a gradient). Clipping acts on current/old, the correction on old/rollout:
 
     loss = 1/D  sum_t [ w_t * surrogate(r_t, A_t) + kl_coef * min(k3(current_t || reference_t), kl_clamp) ]
 
-with r = current/old, w from `corrections`, D the global trained-token count. No token can own a step:
-log-ratios are clamped before exp (`ratios.py`), k3 at `kl_clamp`, and the surrogate `clip` has a dual clip.
+    r_t = current_t / old_t         ratios.py
+    surrogate                       surrogates.py
+    w_t from old_t / rollout_t      corrections.py
+    k3                              kl.py
+    1/D sum_t                       aggregation.py; D is the global number of trained tokens
+    A_t                             advantages.py, computed when the batch is taken
+
+No single token can dominate a step: log-ratios are clamped before exp (`ratios.py`), k3 is bounded by
+`kl_clamp`, and the surrogate `clip` has a dual clip.
 
 Invariant: the sum of `loss` over micro-batches and ranks, and of its gradient, does not depend on how the
-tokens were split."""
+tokens were split.
+"""
 
 import math
 from collections.abc import Mapping
@@ -29,53 +37,69 @@ from invrl.metrics import Max, Mean, Metric
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """The trained tokens of one micro-batch, flat: float32 [N] each, log-probs in nats at the sampling
-    temperature. N may be 0. Only `current_N` carries a gradient; `old_N` None: the same numbers; the frozen
-    reference is needed when kl_coef > 0; the entropy, of the current distribution, is for the metrics.
-    `denominator`: trained tokens of the whole mini-batch, over all micro-batches and ranks."""
+    """The trained tokens of one micro-batch, flat: float32 [N] each, N >= 0. Log-probs are in nats at the
+    sampling temperature."""
 
     current_N: Tensor
+    """Log-probs under the current policy; the only input with a gradient."""
     old_N: Tensor | None
+    """Log-probs under the old policy; None: they equal the current ones."""
     rollout_N: Tensor
+    """Log-probs that the engine returned."""
     advantages_N: Tensor
     reference_N: Tensor | None
+    """Log-probs under the frozen reference; required when kl_coef > 0."""
     entropy_N: Tensor | None
+    """Entropy of the current distribution in nats; only for the metrics."""
     denominator: float
+    """Trained tokens of the whole mini-batch, over all micro-batches and ranks."""
 
     def __post_init__(self) -> None:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_N")}
-        shapes = {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                shapes[field.name] = tuple(value.shape)
         if len(set(shapes.values())) != 1 or self.current_N.dim() != 1:
             raise ValueError(f"loss inputs are not all of one shape [N]: {shapes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutputs:
-    """A scalar to call backward on, and metrics to merge over micro-batches, ranks and steps."""
-
     loss: Tensor
+    """A scalar to call backward on."""
     metrics: Mapping[str, Metric]
+    """To be merged over micro-batches, ranks and steps."""
 
 
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
-    """The loss above. Raises ValueError for kl_coef > 0 without reference log-probs, or a denominator below
-    N, PluginError for a surrogate that cannot be loaded."""
-    surrogate = surrogate_function(config.policy_loss)
-    old_N = (inputs.current_N if inputs.old_N is None else inputs.old_N).detach()
+    """The loss in the module's docstring.
+
+    Raises ValueError for kl_coef > 0 without reference log-probs and for a denominator below N, PluginError
+    for a surrogate that cannot be loaded.
+    """
+    current_N = inputs.current_N
+    old_N = current_N.detach() if inputs.old_N is None else inputs.old_N.detach()
     rollout_N = inputs.rollout_N.detach()
-    clips = config.policy_loss == CLIP
+    advantages_N = inputs.advantages_N
+
+    surrogate = surrogate_function(config.policy_loss)
+    is_clip = config.policy_loss == CLIP
     bounds = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
-    if clips:
+    if is_clip:  # the only surrogate with a dual clip
         bounds["dual_clip"] = config.dual_clip
-    ratio_N = RATIOS[config.ratio_level](inputs.current_N, old_N)
+    ratio_N = RATIOS[config.ratio_level](current_N, old_N)
     correction = CORRECTIONS[config.correction](old_N, rollout_N, config.correction_cap)
-    losses_N = correction.weight_N * surrogate(ratio_N, inputs.advantages_N, **bounds)
-    kl_N = None if inputs.reference_N is None else k3(inputs.current_N, inputs.reference_N.detach())
+    losses_N = correction.weight_N * surrogate(ratio_N, advantages_N, **bounds)
+
+    kl_N = None
+    if inputs.reference_N is not None:
+        kl_N = k3(current_N, inputs.reference_N.detach())
+    kl_bound = config.kl_clamp or math.inf
     if config.kl_coef:
         if kl_N is None:
             raise ValueError(f"kl_coef is {config.kl_coef} but there are no reference log-probs")
-        bounded_kl_N = kl_N.clamp(max=config.kl_clamp) if config.kl_clamp else kl_N
-        losses_N = losses_N + config.kl_coef * bounded_kl_N
+        losses_N = losses_N + config.kl_coef * kl_N.clamp(max=kl_bound)
     loss = AGGREGATIONS[config.aggregation](losses_N, inputs.denominator)
 
     with torch.no_grad():
@@ -83,20 +107,20 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
         means = {
             "loss": losses_N,
             "ratio_mean": ratio_N,
-            "approx_kl": k3(old_N, inputs.current_N),  # the tokens were drawn from old
+            "approx_kl": k3(old_N, current_N),  # the tokens were drawn from old
             "correction_mean": correction.weight_N,
             "correction_capped_fraction": correction.capped_N,
             "logprob_gap_mean": gap_N,
         }
-        if clips:
-            clipped = clipped_tokens(ratio_N, inputs.advantages_N, **bounds)
+        if is_clip:
+            clipped = clipped_tokens(ratio_N, advantages_N, **bounds)
             means["clip_fraction"] = clipped.any_N
             means["clip_fraction_low"] = clipped.low_N
             means["clip_fraction_high"] = clipped.high_N
             means["clip_fraction_dual"] = clipped.dual_N
         if kl_N is not None:
             means["kl_reference"] = kl_N
-            means["kl_clamped_fraction"] = kl_N > (config.kl_clamp or math.inf)
+            means["kl_clamped_fraction"] = kl_N > kl_bound
         if inputs.entropy_N is not None:
             means["entropy"] = inputs.entropy_N
         maxima = {"ratio_max": ratio_N, "logprob_gap_max": gap_N}
@@ -104,10 +128,21 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
 
 
 def _metrics(means: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, Metric]:
-    """One transfer to the host for all of them. Maxima are of numbers >= 0, so none at all gives 0."""
-    count = next(iter(means.values())).numel()
-    sums = [tensor.detach().double().sum() for tensor in means.values()]
-    most = [torch.cat([t.detach().double(), t.new_zeros(1).double()]).max() for t in maxima.values()]
-    numbers = torch.stack(sums + most).tolist()
-    metrics = [*(Mean(total, count) for total in numbers[: len(means)]), *map(Max, numbers[len(means) :])]
-    return dict(zip([*means, *maxima], metrics, strict=True))
+    """Means and maxima over the tokens, with one transfer to the host for all of them.
+
+    Maxima are of numbers >= 0, so the maximum of no tokens is 0.
+    """
+    num_tokens = next(iter(means.values())).numel()
+    reduced: list[Tensor] = []
+    for tensor in means.values():
+        reduced.append(tensor.detach().double().sum())
+    for tensor in maxima.values():
+        zero = tensor.new_zeros(1).double()
+        reduced.append(torch.cat([tensor.detach().double(), zero]).max())
+    numbers = torch.stack(reduced).tolist()
+    metrics: dict[str, Metric] = {}
+    for name, total in zip(means, numbers[: len(means)], strict=True):
+        metrics[name] = Mean(total, num_tokens)
+    for name, maximum in zip(maxima, numbers[len(means) :], strict=True):
+        metrics[name] = Max(maximum)
+    return metrics

@@ -1,4 +1,4 @@
-"""Importance ratios of one policy to another, at the level (token, later sequence) that they are taken."""
+"""Importance ratios of one policy to another, at the level at which they are taken (so far: the token)."""
 
 from collections.abc import Callable
 
@@ -15,8 +15,13 @@ def clamp_log_ratio(difference_N: Tensor) -> Tensor:
 
 
 def token_ratio(numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
-    """exp(log p - log q) per token: [N], [N] -> [N]. PPO's r_t(theta), arXiv 1707.06347, section 3. The
-    difference is clamped at `LOG_RATIO_BOUND`, beyond which it has no gradient."""
+    """The ratio of two policies per token, from their log-probs: [N], [N] -> [N].
+
+        r_t = exp(log p_t - log q_t)
+
+    PPO's r_t(theta), arXiv 1707.06347, section 3. The difference is clamped at `LOG_RATIO_BOUND`; beyond it
+    the ratio has no gradient.
+    """
     return clamp_log_ratio(numerator_N - denominator_N).exp()
 
 

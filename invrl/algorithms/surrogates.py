@@ -1,5 +1,7 @@
-"""Surrogates: the loss of one token from its ratio (current/old) and its advantage. Each is a PolicyLoss.
-Torch is not imported here: the driver checks the setting with this module, and never holds a tensor."""
+"""Surrogates: the loss of one token from its ratio current/old and its advantage. Each is a PolicyLoss.
+
+Torch is not imported here: the driver checks the setting with this module and never holds a tensor.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,22 @@ def clip(
     eps_clip_high: float,
     dual_clip: float = 0.0,
 ) -> Tensor:
-    """L = -min(r A, clamp(r, 1 - low, 1 + high) A), all [N]: PPO's clipped objective (arXiv 1707.06347, eq.
-    7), the lower and upper bound apart, as DAPO's clip-higher has them (arXiv 2503.14476, section 3.1).
+    """PPO's clipped objective (arXiv 1707.06347, eq. 7), per token: [N], [N] -> [N].
 
-    Where A < 0 that has no upper bound: a ratio that has grown costs its whole size. With `dual_clip` c the
-    loss there is at most -c A (dual-clip PPO, Ye et al. 2020, arXiv 1912.09729, eq. 5); 0: no such bound."""
+        L = -min(r A, clamp(r, 1 - low, 1 + high) A)
+
+    The two bounds are separate settings, as in DAPO's clip-higher (arXiv 2503.14476, section 3.1).
+
+    Where A < 0 this has no upper bound: a ratio that has grown costs its whole size. With `dual_clip` c the
+    loss of such a token is at most -c A (dual-clip PPO, Ye et al. 2020, arXiv 1912.09729, eq. 5). 0 means no
+    such bound.
+    """
     clipped_N = ratio_N.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high)
     losses_N = -(ratio_N * advantages_N).minimum(clipped_N * advantages_N)
     if not dual_clip:
         return losses_N
-    return losses_N.minimum(-dual_clip * advantages_N).where(advantages_N < 0, losses_N)
+    bounded_N = losses_N.minimum(-dual_clip * advantages_N)
+    return bounded_N.where(advantages_N < 0, losses_N)
 
 
 CLIP = "clip"
@@ -47,11 +55,11 @@ class ClippedTokens:
     """Which tokens `clip` takes out of the gradient, bool [N] each. A ratio on a bound is not clipped."""
 
     low_N: Tensor
-    """r < 1 - low, A < 0."""
+    """r < 1 - low and A < 0."""
     high_N: Tensor
-    """r > 1 + high, A > 0."""
+    """r > 1 + high and A > 0."""
     dual_N: Tensor
-    """r > dual_clip, A < 0."""
+    """r > dual_clip and A < 0."""
 
     @property
     def any_N(self) -> Tensor:
@@ -61,10 +69,12 @@ class ClippedTokens:
 def clipped_tokens(
     ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float, dual_clip: float
 ) -> ClippedTokens:
-    """What `clip` does with these settings."""
-    punished_N = advantages_N < 0
+    """Which tokens `clip` clips with these settings."""
+    negative_N = advantages_N < 0
+    positive_N = advantages_N > 0
+    dual_bound = dual_clip or float("inf")
     return ClippedTokens(
-        low_N=(ratio_N < 1.0 - eps_clip_low) & punished_N,
-        high_N=(ratio_N > 1.0 + eps_clip_high) & (advantages_N > 0),
-        dual_N=(ratio_N > (dual_clip or float("inf"))) & punished_N,
+        low_N=(ratio_N < 1.0 - eps_clip_low) & negative_N,
+        high_N=(ratio_N > 1.0 + eps_clip_high) & positive_N,
+        dual_N=(ratio_N > dual_bound) & negative_N,
     )
