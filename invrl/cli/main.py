@@ -332,8 +332,9 @@ def _check_template(arguments: Sequence[str]) -> None:
     would, and compares with the template's own rendering. Exit code 1 if one comes out wrong: neither exact
     nor a fork with its reason. Names the parsers that `auto` chooses.
     """
-    from invrl.gateway.rendering.model_folder import chat_template_source, load_renderer
-    from invrl.gateway.rendering.parsing import detect_parsers
+    from invrl.gateway.rendering.chat_template import chat_template_source
+    from invrl.gateway.rendering.loading import load_renderer
+    from invrl.gateway.rendering.parsers import detect_parsers
     from invrl.gateway.rendering.template_check import check_template, report
     from invrl.model_folder import no_such_folder
 

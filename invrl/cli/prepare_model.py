@@ -19,7 +19,7 @@ from typing import IO, Literal
 
 from invrl.cli.gguf_header import read_architecture
 from invrl.errors import ConfigError
-from invrl.gateway.rendering.model_folder import chat_template_source
+from invrl.gateway.rendering.chat_template import chat_template_source
 from invrl.host.descendants import die_with_parent
 from invrl.model_folder import check_model_folder, no_such_folder, read_model_type
 from invrl.train.families.registry import FAMILIES

@@ -126,15 +126,17 @@ def check_saved(config: Config) -> None:
 
 def check_template(config: Config) -> None:
     """As the gateway renders: a first request, and one that follows a reply."""
-    from invrl.gateway.rendering.model_folder import load_renderer
-    from invrl.gateway.rendering.parsing import choose_parsers
+    from invrl.gateway.rendering.loading import load_renderer
+    from invrl.gateway.rendering.parsers import choose_parsers
     from invrl.gateway.types import Message, Prompt
 
     path, gateway = model_path(config), config.gateway
     chat = tuple(Message(role=role, content="a word") for role in ("user", "assistant", "user"))
     try:
         renderer = load_renderer(str(path), 2**31, chat_template=gateway.chat_template_path)
-        ids = renderer.first(Prompt(messages=chat[:1])) and renderer.first(Prompt(messages=chat))
+        ids = renderer.render_first(Prompt(messages=chat[:1])) and renderer.render_first(
+            Prompt(messages=chat)
+        )
         named = [gateway.tool_call_parser, gateway.reasoning_parser]  # SGLang's import is slow: only for them
         choose_parsers(*("none" if name == "auto" else name for name in named), template="").preload()
     except ConfigError:

@@ -368,7 +368,7 @@ def _given_template(config: Config) -> str:
     """The chat template that the run uses in place of the model's own; "" for none."""
     if not config.gateway.chat_template_path:
         return ""
-    from invrl.gateway.rendering.model_folder import chat_template_source  # loads the tokenizers' library
+    from invrl.gateway.rendering.chat_template import chat_template_source  # loads the tokenizers' library
 
     return chat_template_source("", config.gateway.chat_template_path)
 

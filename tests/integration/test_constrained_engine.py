@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.engines.fleet import Engine, Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
-from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.types import Tool, ToolChoice
 from invrl.types import GrammarSpan, Json, Sampling, TrainBatch, TrainSample, WeightVersion
 

@@ -16,7 +16,7 @@ import pytest
 
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import SglangClient
-from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.ports import free_port

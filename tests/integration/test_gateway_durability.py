@@ -19,7 +19,7 @@ import psutil
 import pytest
 from fakes import FakeEngine, random_reply
 
-from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.ports import free_port

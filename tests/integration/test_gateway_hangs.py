@@ -24,7 +24,7 @@ from test_gateway_durability import (
     workers,
 )
 
-from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.host.process import still_running
 from invrl.store.run_store import RunStore

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.types import Message, Prompt
 
 CONVERSATIONS = (
@@ -43,7 +43,7 @@ def test_rendering_and_ids_are_those_of_transformers(tiny_model: Path, tmp_path:
     for conversation in CONVERSATIONS:
         plain = [{"role": m.role, "content": m.content} for m in conversation]
         expected = theirs.apply_chat_template(plain, tokenize=True, add_generation_prompt=True)
-        assert ours.first(Prompt(messages=tuple(conversation))) == list(expected["input_ids"])
+        assert ours.render_first(Prompt(messages=tuple(conversation))) == list(expected["input_ids"])
     assert ours.end_ids == {theirs.eos_token_id}
     ids = list(range(512))
     assert ours._tokenizer.decode(ids, special=False) == theirs.decode(
@@ -57,7 +57,7 @@ def test_the_gateway_process_needs_no_torch():
 
     program = (
         "import sys; from invrl.gateway.server import gateway_server, app; "
-        "from invrl.gateway.rendering import model_folder; "
+        "from invrl.gateway.rendering import loading; "
         "from transformers.utils import chat_template_utils; print(json.dumps('torch' in sys.modules))"
     )
     out = subprocess.run(

@@ -17,8 +17,9 @@ from model_templates import MODELS, model_folder
 
 from invrl.cli.main import main
 from invrl.errors import SessionError
-from invrl.gateway.rendering.model_folder import chat_template_source, load_renderer
-from invrl.gateway.rendering.parsing import detect_parsers
+from invrl.gateway.rendering.chat_template import chat_template_source
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.parsers import detect_parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.template_check import CORPUS, check_template
 from invrl.gateway.turns.forest import Forest
@@ -77,7 +78,7 @@ def test_what_is_read_off_each_template(name: str, end: str, calls: str, reasoni
     begin = {"llama3.2": "<|begin_of_text|>", "deepseek-v3": "<｜begin▁of▁sentence｜>"}.get(name)
     if begin:  # once, by the template
         [first] = made.encode(begin)
-        ids = made.first(prompt)
+        ids = made.render_first(prompt)
         assert (ids[0], ids.count(first)) == (first, 1)
 
 
@@ -92,24 +93,24 @@ def on_the_last_day_of(year: int) -> type[datetime]:
 
 def test_a_conversation_goes_on_past_midnight(monkeypatch: pytest.MonkeyPatch):
     prompt = Prompt(messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
-    monkeypatch.setattr("invrl.gateway.rendering.model_folder.datetime", on_the_last_day_of(2023))
+    monkeypatch.setattr("invrl.gateway.rendering.chat_template.datetime", on_the_last_day_of(2023))
     made = load_renderer(str(model_folder("llama3.2")), 2**31)
     today = made.text(prompt)
     assert "31 Dec 2023" in today
-    for module in ("invrl.gateway.rendering.model_folder", "transformers.utils.chat_template_utils"):
+    for module in ("invrl.gateway.rendering.chat_template", "transformers.utils.chat_template_utils"):
         monkeypatch.setattr(f"{module}.datetime", on_the_last_day_of(2099))
     assert made.text(prompt) == today
-    path = [*made.first(replace(prompt, messages=prompt.messages[:1])), *made.encode("b<|eot_id|>")]
-    assert [*path, *made.tail(prompt, 2, path).ids] == made.first(prompt)
+    path = [*made.render_first(replace(prompt, messages=prompt.messages[:1])), *made.encode("b<|eot_id|>")]
+    assert [*path, *made.render_tail(prompt, 2, path).ids] == made.render_first(prompt)
 
 
 def test_a_head_that_grows_by_space_alone_is_another_template():
     """DeepSeek's template gathers system messages in front: two empty ones make two newlines."""
     made, empty = renderer("deepseek-v3"), Message("system", "")
     messages = (empty, Message("assistant", "a\n\nb"), empty)
-    path = [*made.first(Prompt(messages=messages[:1])), *made.encode("a\n\nb")]
+    path = [*made.render_first(Prompt(messages=messages[:1])), *made.encode("a\n\nb")]
     assert made.text(Prompt(messages=messages)).removeprefix("<｜begin▁of▁sentence｜>")[:2] == "\n\n"
-    assert made.tail(Prompt(messages=messages), 2, path).fork is ForkReason.TEMPLATE_CHANGED
+    assert made.render_tail(Prompt(messages=messages), 2, path).fork is ForkReason.TEMPLATE_CHANGED
 
 
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]):
@@ -120,13 +121,13 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_wrong_rendering_is_found_and_fails_the_command(monkeypatch: pytest.MonkeyPatch):
-    tail = Renderer.tail
+    tail = Renderer.render_tail
 
     def planted(self: Renderer, prompt: Prompt, depth: int, path: Sequence[int]):
         made = tail(self, prompt, depth, path)
         return replace(made, ids=[*made.ids[:-1], 42])
 
-    monkeypatch.setattr(Renderer, "tail", planted)
+    monkeypatch.setattr(Renderer, "render_tail", planted)
     assert main(["check-template", str(model_folder("qwen2.5"))]) == 1
 
 
@@ -198,11 +199,11 @@ def test_random_conversations_go_on_exactly_or_fork(name: str, data: st.DataObje
         prompt = Prompt(messages=messages, tools=offered, thinking=thinking)
         match = forest.match(messages, offered)
         try:
-            whole = made.first(prompt)
+            whole = made.render_first(prompt)
             if match.node is None:
                 ids, context, parent, depth = whole, whole, None, 0
             else:
-                tail = made.tail(prompt, match.depth, match.node.ids())
+                tail = made.render_tail(prompt, match.depth, match.node.ids())
                 forked = tail.fork is not None
                 parent, depth = (None, 0) if forked else (match.node, match.depth)
                 context = whole if forked else tail.ids

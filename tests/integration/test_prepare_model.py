@@ -25,7 +25,7 @@ from invrl.cli.gguf_header import read_architecture
 from invrl.cli.main import main
 from invrl.cli.prepare_model import prepare
 from invrl.errors import ConfigError
-from invrl.gateway.rendering.model_folder import SHIPPED_TEMPLATES, chat_template_source
+from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES, chat_template_source
 from invrl.model_folder import check_model_folder
 from invrl.train.families.registry import FAMILIES
 

@@ -25,7 +25,7 @@ from invrl.buffer.buffer_handle import BufferHandle
 from invrl.buffer.config import BufferConfig
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.errors import PluginError
-from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.app import make_app
 from invrl.gateway.server.settings import GatewaySettings

@@ -15,7 +15,7 @@ from train_reference import Reference, random_batch, relative, worst
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.gateway.rendering.model_folder import chat_template_source
+from invrl.gateway.rendering.chat_template import chat_template_source
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 from invrl.train.packing import mini_batches

@@ -19,8 +19,8 @@ from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
 from invrl.gateway.dialects.messages import MessagesDialect
 from invrl.gateway.dialects.responses import ResponsesDialect
-from invrl.gateway.rendering.model_folder import load_renderer
-from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Message, TurnRequest
 

@@ -11,8 +11,8 @@ import pytest
 from test_gateway_turns import Running, eventually, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.rendering.model_folder import load_renderer
-from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import MatchLevel
 from invrl.types import FailedRollout, RolloutSummary

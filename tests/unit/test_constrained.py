@@ -12,8 +12,8 @@ import xgrammar
 from test_gateway_turns import ASK, Running, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.rendering.model_folder import load_renderer
-from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Tool, ToolChoice
 from invrl.types import FailedRollout, FailureReason, RolloutSummary
@@ -249,7 +249,7 @@ async def test_allowed_tools_are_those_that_may_be_called(
     assert await names("auto", "calc") == []  # not offered: what looks like a call of it is text
     prompts = [request["input_ids"] for request in gateway.engine.requests]
     assert prompts[0] == prompts[1] == prompts[2]  # which shows both tools
-    assert "shell" in renderer.shown(prompts[0])
+    assert "shell" in renderer.decode(prompts[0])
     assert grammar_of(gateway) == set()
     assert await names("required", "shell") == ["shell"]
     ebnf = gateway.engine.requests[-1]["sampling_params"]["ebnf"]

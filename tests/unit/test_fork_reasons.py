@@ -9,8 +9,8 @@ import pytest
 from test_gateway_turns import ASK, MORE, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.rendering.model_folder import load_renderer
-from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.turns.forest import Forest
 from invrl.gateway.types import ADVICE, Change, ForkReason
 from invrl.observe.step_metrics import rollout_metrics

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from test_gateway_turns import ENV_KEY, Running, model, renderer, running  # noqa: F401
 
-from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.store.lease_store import LeaseStore
 from invrl.types import GroupLease, GroupMember, Task

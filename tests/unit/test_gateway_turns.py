@@ -20,8 +20,8 @@ from tiny_model import make_tiny_model
 
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.gateway.registry import WorkerPlace
-from invrl.gateway.rendering.model_folder import load_renderer
-from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.app import make_app
 from invrl.gateway.server.http_protocol import CorkedHttpProtocol

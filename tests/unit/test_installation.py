@@ -20,7 +20,7 @@ from invrl.cli import main as cli
 from invrl.cli.flags import parse_flags
 from invrl.cli.presets import preset_names
 from invrl.errors import ConfigError
-from invrl.gateway.rendering import model_folder
+from invrl.gateway.rendering import chat_template
 from invrl.run.config import load_resolved, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_a_missing_package_is_told_before_the_template_that_needs_it(
         raise ImportError("apply_chat_template requires jinja2 to be installed")
 
     model = make_tiny_model(tmp_path / "tiny")
-    monkeypatch.setattr(model_folder._JinjaTemplate, "__call__", render)
+    monkeypatch.setattr(chat_template.JinjaTemplate, "__call__", render)
     cli.main(["doctor", "--model-path", str(model), "--run-root", str(tmp_path)])
     [line] = [line for line in capsys.readouterr().out.splitlines() if "chat template:" in line]
     assert "requires jinja2" in line

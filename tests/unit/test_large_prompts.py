@@ -19,9 +19,9 @@ from test_gateway_turns import (
 )
 
 from invrl.gateway.dialects.chat import ChatDialect
-from invrl.gateway.rendering.first_prompts import FirstPrompts
-from invrl.gateway.rendering.model_folder import _FastTokenizer
+from invrl.gateway.rendering.prompt_cache import PromptCache
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.rendering.tokenizer import FastTokenizer
 from invrl.gateway.turns.forest import Forest, Match
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.turns import Turns
@@ -38,18 +38,18 @@ async def test_others_are_served_while_a_large_prompt_is_tokenised(
     monkeypatch: pytest.MonkeyPatch,
     path: str,
 ):
-    encode = _FastTokenizer.encode
+    encode = FastTokenizer.encode
     begun, may_end = threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
 
-    def slow(self: _FastTokenizer, text: str, *, most: int | None = None) -> list[int]:
+    def slow(self: FastTokenizer, text: str, *, max_ids: int | None = None) -> list[int]:
         if len(text) >= len(LARGE):
             threads.append(threading.current_thread())
             begun.set()
             assert may_end.wait(60)
-        return encode(self, text, most=most)
+        return encode(self, text, max_ids=max_ids)
 
-    monkeypatch.setattr(_FastTokenizer, "encode", slow)
+    monkeypatch.setattr(FastTokenizer, "encode", slow)
     async with running(tmp_path, model, renderer, context_length=60_000) as gateway:
         [session, other] = await gateway.open(members=2)
         first = (await gateway.http.post(f"{session.base_url}/chat/completions", json=body(ASK))).json()
@@ -67,7 +67,7 @@ async def test_others_are_served_while_a_large_prompt_is_tokenised(
         assert len(threads) == 1  # the text was tokenised once
         assert threads[0] is not threading.main_thread()
         sent = gateway.engine.requests[-1]["input_ids"]
-        assert renderer.shown(sent).count("word ") == 10_000
+        assert renderer.decode(sent).count("word ") == 10_000
         if path == "/chat/completions":
             assert gateway.turns(session)[1].parent_id == gateway.turns(session)[0].id
 
@@ -187,12 +187,12 @@ async def test_a_large_text_is_refused_before_it_is_tokenised(
     monkeypatch: pytest.MonkeyPatch,
     stream: bool,
 ):
-    def never(self: _FastTokenizer, text: str, *, most: int | None = None) -> list[int]:
+    def never(self: FastTokenizer, text: str, *, max_ids: int | None = None) -> list[int]:
         assert len(text) < 32_768, "the text was tokenised"
-        return encode(self, text, most=most)
+        return encode(self, text, max_ids=max_ids)
 
-    encode = _FastTokenizer.encode
-    monkeypatch.setattr(_FastTokenizer, "encode", never)
+    encode = FastTokenizer.encode
+    monkeypatch.setattr(FastTokenizer, "encode", never)
     async with running(tmp_path, model, renderer) as gateway:
         [session] = await gateway.open()
         asked = {**body({"role": "user", "content": LARGE}), "stream": stream}
@@ -291,14 +291,14 @@ async def test_work_that_nobody_waits_for_is_not_begun():
 
 
 def test_first_prompts_are_bounded_by_their_characters():
-    prompts = FirstPrompts()
+    prompts = PromptCache()
     asked = [Prompt(messages=(Message("user", f"{number} " + "x" * 900_000),)) for number in range(9)]
     for prompt in asked:
-        prompts.keep(prompt, [1, 2, 3])
-    assert [prompts.ids(prompt) for prompt in asked] == [None] * 5 + [[1, 2, 3]] * 4
-    prompts.keep(Prompt(messages=(Message("user", "x" * 2_000_000),)), [1])
-    assert prompts.ids(Prompt(messages=(Message("user", "x" * 2_000_000),))) is None
-    assert prompts.ids(asked[-1]) == [1, 2, 3]
+        prompts.put(prompt, [1, 2, 3])
+    assert [prompts.get(prompt) for prompt in asked] == [None] * 5 + [[1, 2, 3]] * 4
+    prompts.put(Prompt(messages=(Message("user", "x" * 2_000_000),)), [1])
+    assert prompts.get(Prompt(messages=(Message("user", "x" * 2_000_000),))) is None
+    assert prompts.get(asked[-1]) == [1, 2, 3]
     hidden = Prompt(messages=(Message("assistant", reasoning="x" * 2_000_000),))
-    prompts.keep(hidden, [1])
-    assert prompts.ids(hidden) is None
+    prompts.put(hidden, [1])
+    assert prompts.get(hidden) is None

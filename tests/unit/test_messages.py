@@ -14,7 +14,7 @@ import pytest
 from pydantic_core import from_json
 from test_gateway_turns import Running, model, renderer, running  # noqa: F401
 
-from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.types import Session

@@ -78,7 +78,7 @@ async def test_no_canary_of_2000_concurrent_sessions_is_seen_in_another(
     all_have_asked = asyncio.Event()
 
     def repeat(prompt: Sequence[int]) -> list[int]:
-        found = CANARY.findall(renderer.shown(prompt))
+        found = CANARY.findall(renderer.decode(prompt))
         assert len(set(found)) == 1, f"one prompt holds the canaries {set(found)}"
         return [*renderer.encode(f"canary-{found[0]}-end"), 2]
 
@@ -117,7 +117,7 @@ async def test_no_canary_of_2000_concurrent_sessions_is_seen_in_another(
             assert answers[number] == [f"canary-{number:04}-end"] * 2
             for turn in gateway.turns(session):
                 stored += 1
-                text = renderer.shown(turn.context_ids_T.tolist()) + renderer.shown(
+                text = renderer.decode(turn.context_ids_T.tolist()) + renderer.decode(
                     turn.sampled_ids_T.tolist()
                 )
                 assert set(CANARY.findall(text)) == {f"{number:04}"}

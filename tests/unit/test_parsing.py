@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-from invrl.gateway.rendering.parsing import Parsers, detect_parsers, joined, reply
+from invrl.gateway.rendering.parsers import Parsers, detect_parsers
+from invrl.gateway.rendering.reply_parser import join_deltas, reply_message
 from invrl.gateway.types import Message, Tool, ToolChoice
 
 TOOLS = (Tool(name="get_weather", parameters='{"type": "object"}'), Tool(name="halt"))
@@ -116,8 +117,8 @@ def parsed(
         at, turn = at + size, turn + 1
     told += parser.finish()
     middle = len(told) // 2  # who comes late is told the first ones as one
-    assert joined([joined(told[:middle]), *told[middle:]]) == joined(told)
-    return reply(joined(told))
+    assert join_deltas([join_deltas(told[:middle]), *told[middle:]]) == join_deltas(told)
+    return reply_message(join_deltas(told))
 
 
 @pytest.mark.parametrize("spelling", SPELLED)

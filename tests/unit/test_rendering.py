@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 
 from invrl.errors import SessionError
-from invrl.gateway.rendering.model_folder import load_renderer
+from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import ForkReason, Message, Prompt
 
@@ -51,19 +51,19 @@ def test_end_of_turn_is_read_off_the_template(renderer: Renderer):
 
 
 def test_a_first_turn_is_the_whole_rendering(renderer: Renderer):
-    ids = renderer.first(chat(ASK, MORE))
+    ids = renderer.render_first(chat(ASK, MORE))
     assert ids == renderer._tokenizer.encode(chatml([ASK, MORE], True))
 
 
 def test_a_closed_turn_is_continued_after_its_end_token(renderer: Renderer):
     reply = Message("assistant", "calc(12*13)")
-    tail = renderer.tail(chat(ASK, reply, MORE), 2, [END])
+    tail = renderer.render_tail(chat(ASK, reply, MORE), 2, [END])
     assert tail.fork is None
     assert tail.ids == renderer._tokenizer.encode("\n" + chatml([MORE], True))
 
 
 def test_a_turn_that_ran_out_of_tokens_gets_its_end_token_as_context(renderer: Renderer):
-    tail = renderer.tail(chat(ASK, Message("assistant", "calc(12"), MORE), 2, [9])
+    tail = renderer.render_tail(chat(ASK, Message("assistant", "calc(12"), MORE), 2, [9])
     assert tail.ids == renderer._tokenizer.encode("<|im_end|>\n" + chatml([MORE], True))
     assert tail.ids[0] == END
 
@@ -79,9 +79,9 @@ def test_path_and_tail_are_the_templates_own_rendering(renderer: Renderer, conte
     depth = 2 * ((len(messages) - 1) // 2)
     if depth == len(messages):
         depth -= 2
-    head = renderer.first(chat(*messages[: depth - 1]))
+    head = renderer.render_first(chat(*messages[: depth - 1]))
     sampled = [*renderer._tokenizer.encode(messages[depth - 1].content), END]
-    tail = renderer.tail(chat(*messages), depth, head + sampled)
+    tail = renderer.render_tail(chat(*messages), depth, head + sampled)
     assert head + sampled + tail.ids == renderer._tokenizer.encode(chatml(messages, True))
 
 
@@ -99,13 +99,13 @@ def test_stripped_thinking_and_a_changed_template_fork(renderer: Renderer):
 
     thought = Message("assistant", "<think>hm</think>4")
     path = [3, 9, 4, 9, END]
-    stripped = with_template(renderer, strips).tail(chat(ASK, thought, MORE), 2, path)
+    stripped = with_template(renderer, strips).render_tail(chat(ASK, thought, MORE), 2, path)
     assert stripped.fork is ForkReason.THINKING_STRIPPED
     plain = chat(ASK, Message("assistant", "4"), MORE)
-    assert with_template(renderer, strips).tail(plain, 2, [END]).ids
-    kept = with_template(renderer, strips, keep_thinking=True).tail(chat(ASK, thought, MORE), 2, path)
+    assert with_template(renderer, strips).render_tail(plain, 2, [END]).ids
+    kept = with_template(renderer, strips, keep_thinking=True).render_tail(chat(ASK, thought, MORE), 2, path)
     assert (kept.ids, kept.kept_thinking) == (renderer._tokenizer.encode("\n" + chatml([MORE], True)), 3)
-    changed = with_template(renderer, counts).tail(plain, 2, [END])
+    changed = with_template(renderer, counts).render_tail(plain, 2, [END])
     assert changed.fork is ForkReason.TEMPLATE_CHANGED
 
 
@@ -139,7 +139,7 @@ def test_a_template_without_an_end_token_keeps_what_it_writes_after_a_reply(rend
 
     made = with_template(renderer, plain)
     assert made.end_of_turn_id is None
-    tail = made.tail(chat(ASK, Message("assistant", "4"), MORE), 2, [9])
+    tail = made.render_tail(chat(ASK, Message("assistant", "4"), MORE), 2, [9])
     assert tail.ids == renderer._tokenizer.encode(f"\n\nuser: {MORE.content}\n\nassistant: ")
 
 
@@ -150,14 +150,14 @@ def test_what_the_template_refuses_is_a_400(renderer: Renderer):
         return chatml(messages, add_generation_prompt)
 
     with pytest.raises(SessionError, match="roles must alternate") as caught:
-        with_template(renderer, refuses).first(chat(Message("user", "no")))
+        with_template(renderer, refuses).render_first(chat(Message("user", "no")))
     assert caught.value.status == 400
 
 
 def test_ids_outside_of_the_vocabulary_never_reach_an_engine(renderer: Renderer):
     small = Renderer(renderer._template, renderer._tokenizer, end_ids=frozenset({END}), vocab_size=3)
     with pytest.raises(SessionError, match="vocabulary"):
-        small.first(chat(ASK))
+        small.render_first(chat(ASK))
 
 
 @settings(max_examples=200, deadline=None)

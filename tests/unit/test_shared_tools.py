@@ -8,8 +8,9 @@ from pathlib import Path
 from test_gateway_turns import ASK, Running, running
 from tiny_model import make_tiny_model
 
-from invrl.gateway.rendering.model_folder import chat_template_source, load_renderer
-from invrl.gateway.rendering.parsing import choose_parsers
+from invrl.gateway.rendering.chat_template import chat_template_source
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.types import Tool
 from invrl.types import Session

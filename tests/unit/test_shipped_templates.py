@@ -8,9 +8,11 @@ import pytest
 from tiny_model import make_tiny_model
 
 from invrl.errors import ConfigError
-from invrl.gateway.rendering.model_folder import SHIPPED_TEMPLATES, chat_template_source, load_renderer
-from invrl.gateway.rendering.parsing import choose_parsers, joined, reply
+from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES, chat_template_source
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.rendering.reply_parser import join_deltas, reply_message
 from invrl.gateway.rendering.template_check import check_template
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall, ToolChoice
 
@@ -25,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(renderer: Renderer, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:
-    return renderer.shown(renderer.first(Prompt(messages=messages, tools=tools)))
+    return renderer.decode(renderer.render_first(Prompt(messages=messages, tools=tools)))
 
 
 @every_template
@@ -47,7 +49,7 @@ def test_a_call_of_a_reply_is_read_as_it_was_made(model: Path, name: str):
     assert whole.startswith(before)
     said = whole.removeprefix(before).partition("<|im_end|>")[0]
     parser = parsers.reply((TOOL,), ToolChoice(), parallel=True, prompt_text=before, stream=False)
-    read = reply(joined([parser.push(said), *parser.finish()]))
+    read = reply_message(join_deltas([parser.push(said), *parser.finish()]))
     [call] = read.tool_calls
     assert (call.name, call.arguments) == ("calc", '{"a": "é", "b": [1]}')
     assert read.content.strip() == "Let me see."

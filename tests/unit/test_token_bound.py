@@ -48,17 +48,17 @@ def test_no_text_has_fewer_tokens(text: str):
     assert bound is not None
     for whole in (text, text + "<|abcabcabc|>" * 3 + text, text * 20):
         count = len(tokenizer.encode(whole, add_special_tokens=False))
-        assert bound.least(whole) <= count
+        assert bound.min_tokens(whole) <= count
 
 
 def test_the_bound_is_reached():
     bound = bound_of(byte_level("abcde", "123"))
     assert bound is not None
-    assert bound.most == (5, 3)
-    assert bound.least("abcde" * 1000) == 1000
-    assert bound.least("123" * 1000 + "1") == 1001
-    assert bound.least("") == 0
-    assert bound.least("\ud800") == 0  # half a surrogate pair
+    assert bound.max_characters == (5, 3)
+    assert bound.min_tokens("abcde" * 1000) == 1000
+    assert bound.min_tokens("123" * 1000 + "1") == 1001
+    assert bound.min_tokens("") == 0
+    assert bound.min_tokens("\ud800") == 0  # half a surrogate pair
 
 
 def test_letters_that_compose_with_marks_are_not_counted():
@@ -66,7 +66,7 @@ def test_letters_that_compose_with_marks_are_not_counted():
     tokenizer.normalizer = normalizers.NFC()
     bound = bound_of(tokenizer)
     assert bound is not None
-    assert bound.least("e\u0301" * 1000) == 0
+    assert bound.min_tokens("e\u0301" * 1000) == 0
 
 
 def test_there_is_no_bound_where_letters_may_be_lost():
@@ -98,4 +98,4 @@ def test_a_model_folder_has_a_bound(tmp_path: Path, text: str):
     bound = token_bound(json.loads((folder / "tokenizer.json").read_text()))
     assert bound is not None
     count = len(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False))
-    assert 0 < bound.least(text) <= count
+    assert 0 < bound.min_tokens(text) <= count

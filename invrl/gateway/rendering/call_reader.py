@@ -62,13 +62,13 @@ _FORMS = {
 
 class CallReader:
     """One reply. `push` its text as it arrives, then `finish`; without `stream` all comes from `finish`.
-    `most_calls`: those behind them are not told."""
+    `max_calls`: those behind them are not told."""
 
     def __init__(
-        self, name: str, tools: Sequence[Tool], *, turn_id: str, most_calls: int | None, stream: bool
+        self, name: str, tools: Sequence[Tool], *, turn_id: str, max_calls: int | None, stream: bool
     ) -> None:
         self._name, self._tools = name, tools
-        self._turn_id, self._most_calls, self._stream = turn_id, most_calls, stream
+        self._turn_id, self._most_calls, self._stream = turn_id, max_calls, stream
         self._detector = call_parser(name, tools).detector
         self._names = {tool.name for tool in tools}
         mark = self._detector.bot_token

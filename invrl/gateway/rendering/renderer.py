@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from invrl.errors import SessionError
-from invrl.gateway.rendering.first_prompts import FirstPrompts
+from invrl.gateway.rendering.prompt_cache import PromptCache
 from invrl.gateway.types import ForkReason, Message, Prompt, ToolCall
 
 _PROBE = "invrl-probe"
@@ -48,11 +48,11 @@ class Room:
 class TextTokenizer(Protocol):
     """The part of tokenizers.Tokenizer that is used here."""
 
-    def encode(self, text: str, *, most: int | None = None) -> list[int]:
-        """PromptTooLong, which is exact, for more than `most` ids."""
+    def encode(self, text: str, *, max_ids: int | None = None) -> list[int]:
+        """PromptTooLong, which is exact, for more than `max_ids` ids."""
         ...
 
-    def least(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """A number of tokens that the text has in any case, known without tokenising it; 0 if nothing is."""
         ...
 
@@ -89,7 +89,7 @@ class Renderer:
     ) -> None:
         self._template, self._tokenizer, self._vocab_size = template, tokenizer, vocab_size
         self._keep_thinking = keep_thinking
-        self._firsts = FirstPrompts()
+        self._firsts = PromptCache()
         self.after_reply, self.end_of_turn, self.end_of_turn_id = self._find_end_of_turn()
         marks = [tokenizer.encode(mark) for mark in (_THINK, _THOUGHT)]
         self._thinking_ids = [ids[0] for ids in marks] if all(len(ids) == 1 for ids in marks) else []
@@ -99,16 +99,16 @@ class Renderer:
         self.end_ids = end_ids if self.end_of_turn_id is None else end_ids | {self.end_of_turn_id}
         """Tokens that end a turn; the engine must stop at each."""
 
-    def first(self, prompt: Prompt, room: Room | None = None) -> list[int]:
+    def render_first(self, prompt: Prompt, room: Room | None = None) -> list[int]:
         """The whole conversation and the head of the reply. SessionError 400 if the template refuses,
         PromptTooLong if there is no room for it."""
-        ids = self._firsts.ids(prompt)
+        ids = self._firsts.get(prompt)
         if ids is None:
             ids = self.encode(self.text(prompt), room)
-            self._firsts.keep(prompt, ids)
+            self._firsts.put(prompt, ids)
         return ids
 
-    def tail(self, prompt: Prompt, depth: int, path: Sequence[int], room: Room | None = None) -> Tail:
+    def render_tail(self, prompt: Prompt, depth: int, path: Sequence[int], room: Room | None = None) -> Tail:
         """What follows `path`, the recorded ids of the first `depth` messages. If they do not end with the
         template's end-of-turn token (out of tokens, a stop string), the tail begins with it, as context
         that was not sampled. PromptTooLong if there is no room for both."""
@@ -141,7 +141,7 @@ class Renderer:
         ids = sampled_ids[:-1] if sampled_ids and sampled_ids[-1] in self.end_ids else sampled_ids
         return self._tokenizer.decode(ids, special=special)
 
-    def shown(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """All that the ids stand for, special tokens too."""
         return self._tokenizer.decode(ids, special=True)
 
@@ -166,11 +166,11 @@ class Renderer:
         behind `before` other tokens: where possible, this is said before a large text is tokenised."""
         most = None if room is None else room.tokens - before
         if room is not None and most is not None and not room.exact and len(text) >= LARGE_TEXT:
-            least = self._tokenizer.least(text)
+            least = self._tokenizer.min_tokens(text)
             if least > most:
                 raise PromptTooLong(before + least, exact=False)
         try:
-            ids = self._tokenizer.encode(text, most=most)
+            ids = self._tokenizer.encode(text, max_ids=most)
         except PromptTooLong as error:
             raise PromptTooLong(before + error.tokens, exact=True) from None
         if ids and max(ids) >= self._vocab_size:  # such an id would end the engine's process

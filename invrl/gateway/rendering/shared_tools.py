@@ -1,4 +1,4 @@
-"""One object per tool in a gateway's process: agents send the same tools with every request."""
+"""Keeps one object per tool in a gateway process: agents send the same tools with every request."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from invrl.gateway.types import Tool
 
 
 class SharedTools:
-    """Equal tools become one object, which goes when nothing uses it any more."""
+    """Replaces equal tools by one object, which is freed when nothing uses it any more."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Tool, weakref.ref[Tool]] = weakref.WeakKeyDictionary()
 
     def share(self, tools: Iterable[Tool]) -> tuple[Tool, ...]:
         """Tools equal to `tools`, in their order."""
-        return tuple(self._one(tool) for tool in tools)
+        return tuple(self._shared(tool) for tool in tools)
 
-    def _one(self, tool: Tool) -> Tool:
+    def _shared(self, tool: Tool) -> Tool:
         reference = self._known.get(tool)
         known = reference() if reference is not None else None
         if known is not None:

@@ -12,8 +12,8 @@ from invrl.errors import SessionError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import ADVICE, Message, Prompt, Tool, ToolCall
 
-Outcome = Literal["exact", "kept", "forks", "refused", "wrong"]
-_WORST_FIRST: tuple[Outcome, ...] = ("wrong", "forks", "kept", "exact")
+Verdict = Literal["exact", "kept", "forks", "refused", "wrong"]
+_WORST_FIRST: tuple[Verdict, ...] = ("wrong", "forks", "kept", "exact")
 MEANING = {
     "exact": "the ids are those of the template's own rendering",
     "kept": "goes on from what was sampled, where the template would now show other thinking or whitespace",
@@ -26,7 +26,7 @@ MEANING = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     pattern: str
-    outcome: Outcome
+    outcome: Verdict
     reason: str
 
 
@@ -106,13 +106,13 @@ def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False
     """Plays the conversation turn by turn. `cut`: no reply has its end-of-turn token."""
     ends = [at for at, message in enumerate(prompt.messages) if message.role == "assistant"]
     path, depth = list[int](), 0
-    found: dict[Outcome, str] = {"exact": ""}
+    found: dict[Verdict, str] = {"exact": ""}
     try:
         for end in dict.fromkeys([*ends, len(prompt.messages)]):
             request = replace(prompt, messages=prompt.messages[:end])
-            own = renderer.first(request)
+            own = renderer.render_first(request)
             if depth:
-                tail = renderer.tail(request, depth, path)
+                tail = renderer.render_tail(request, depth, path)
                 path = own if tail.fork else [*path, *tail.ids]
                 if tail.fork:
                     found["forks"] = tail.fork.value
@@ -147,7 +147,7 @@ def _spelled(renderer: Renderer, prompt: Prompt, at: int, *, cut: bool) -> list[
 
 def _judge(
     renderer: Renderer, path: Sequence[int], tail: Sequence[int], own: Sequence[int], kept: int
-) -> tuple[Outcome, str]:
+) -> tuple[Verdict, str]:
     """Of ids that go on otherwise than the template's whole rendering `own`."""
     shown, whole = (renderer.reply_text([*ids, -1][:-1], special=True) for ids in (path, own))
     if not whole.endswith(renderer.reply_text(tail, special=True)):

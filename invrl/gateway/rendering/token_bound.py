@@ -1,9 +1,8 @@
-"""The fewest tokens that a text can have, without tokenising it.
+"""A lower bound of the number of tokens in a text, found without tokenising it.
 
-Whatever way a text is cut into tokens, each ASCII letter of it is in one of them. A text with n letters
-therefore has at least n / m tokens, where m is the most letters that any token of the vocabulary has. The
-same goes for digits. This holds only for tokenizers that lose no letter: see `token_bound`. For all others
-there is no bound."""
+However a text is cut into tokens, each of its ASCII letters is in one of them. If no token of the vocabulary
+has more than m letters, a text with n letters has at least n / m tokens. The same holds for digits. It holds
+only for tokenizers that drop no letter (see `token_bound`); for all others there is no bound."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -11,35 +10,41 @@ from dataclasses import dataclass
 from typing import Any
 
 _CLASSES = (string.ascii_letters.encode(), string.digits.encode())
+"""The classes of characters that are counted."""
 _NOT_ASCII = bytes(range(128, 256))
 _KEEPING_SPLITS = {"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}
+"""Behaviours of a splitting pre-tokenizer that drop nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBound:
-    """`most`: of each class of characters, how many a token has at most. `composes`: the tokenizer puts
-    letters and combining marks together (NFC), so that each character outside of ASCII may cost a letter."""
+    """A tokenizer's bound."""
 
-    most: tuple[int, ...]
+    max_characters: tuple[int, ...]
+    """For each class of characters, the most that one token has."""
     composes: bool
+    """The tokenizer joins letters and combining marks (NFC), so that each character outside ASCII may remove
+    one ASCII letter."""
 
-    def least(self, text: str) -> int:
-        """No tokenisation of `text` has fewer tokens. Takes about 10 ms for a million characters or less."""
+    def min_tokens(self, text: str) -> int:
+        """No tokenisation of `text` has fewer tokens. Takes 10 ms or less for a million characters."""
         raw = text.encode("utf-8", "surrogatepass")
-        lost = 0
+        composed = 0
         if self.composes and not text.isascii():
-            lost = len(text) - len(raw.translate(None, _NOT_ASCII))
-        least = 0
-        for members, most in zip(_CLASSES, self.most, strict=True):
-            count = len(raw) - len(raw.translate(None, members)) - lost
-            if most:
-                least = max(least, -(-count // most))
-        return least
+            composed = len(text) - len(raw.translate(None, _NOT_ASCII))
+        bound = 0
+        for members, max_characters in zip(_CLASSES, self.max_characters, strict=True):
+            if max_characters == 0:
+                continue
+            count = len(raw) - len(raw.translate(None, members)) - composed
+            rounded_up = -(-count // max_characters)
+            bound = max(bound, rounded_up)
+        return bound
 
 
 def token_bound(tokenizer: Mapping[str, Any]) -> TokenBound | None:
-    """`tokenizer`: what tokenizer.json holds. None unless it is byte-level BPE that has every byte as a
-    token, normalizes by NFC or not at all, and neither drops nor cuts off what it splits."""
+    """`tokenizer` is the content of tokenizer.json. None unless the tokenizer is byte-level BPE that has
+    every byte as a token, normalizes by NFC or not at all, and neither drops nor truncates what it splits."""
     model = tokenizer.get("model") or {}
     vocabulary = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocabulary, dict):
@@ -55,39 +60,46 @@ def token_bound(tokenizer: Mapping[str, Any]) -> TokenBound | None:
         return None
     if not all(letter in vocabulary for letter in _byte_letters()):
         return None
-    texts = [*vocabulary, *(token["content"] for token in tokenizer.get("added_tokens") or ())]
-    most = []
-    for members in _CLASSES:
-        deleted = dict.fromkeys(members)
-        most.append(max(len(text) - len(text.translate(deleted)) for text in texts))
-    return TokenBound(most=tuple(most), composes=bool(normalizers))
+    added_tokens = tokenizer.get("added_tokens") or ()
+    texts = [*vocabulary, *(token["content"] for token in added_tokens)]
+    max_characters = tuple(_max_characters(texts, members) for members in _CLASSES)
+    return TokenBound(max_characters=max_characters, composes=bool(normalizers))
+
+
+def _max_characters(texts: Sequence[str], members: bytes) -> int:
+    """The most characters out of `members` that one of the texts has."""
+    removed = dict.fromkeys(members)
+    return max(len(text) - len(text.translate(removed)) for text in texts)
 
 
 def _steps(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    """A normalizer or pre-tokenizer as a list of what it does; a sequence's parts under `name`."""
+    """The steps of a normalizer or a pre-tokenizer, in order. A sequence has its parts under `name`."""
     if part is None:
         return []
     if part.get("type") != "Sequence":
         return [part]
-    return [step for inner in part.get(name) or () for step in _steps(inner, name)]
+    steps: list[Mapping[str, Any]] = []
+    for inner in part.get(name) or ():
+        steps.extend(_steps(inner, name))
+    return steps
 
 
 def _splits_bytes(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the pre-tokenizer turns text into bytes, and loses nothing before that."""
-    if not any(step.get("type") == "ByteLevel" for step in steps):
-        return False
-    for step in steps:
-        keeps = step.get("type") in ("ByteLevel", "Digits") or (
-            step.get("type") == "Split" and step.get("behavior") in _KEEPING_SPLITS
-        )
-        if not keeps:
-            return False
-    return True
+    """Whether the pre-tokenizer turns text into bytes and drops nothing before that."""
+    has_byte_level = any(step.get("type") == "ByteLevel" for step in steps)
+    return has_byte_level and all(_drops_nothing(step) for step in steps)
+
+
+def _drops_nothing(step: Mapping[str, Any]) -> bool:
+    if step.get("type") in ("ByteLevel", "Digits"):
+        return True
+    return step.get("type") == "Split" and step.get("behavior") in _KEEPING_SPLITS
 
 
 def _byte_letters() -> list[str]:
-    """The characters that stand for the 256 bytes in byte-level vocabularies (GPT-2's table): printable bytes
-    for themselves, the others, in their order, for those from U+0100 on."""
+    """The characters that stand for the 256 bytes in byte-level vocabularies (GPT-2's table). A printable
+    byte stands for itself; the other bytes, in their order, are the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) for byte in printable] + [chr(0x100 + at) for at in range(len(others))]
+    letters = [chr(byte) for byte in printable]
+    return letters + [chr(0x100 + index) for index in range(len(others))]

@@ -23,7 +23,7 @@ from invrl.gateway.dialects.dialect import Dialect
 from invrl.gateway.dialects.messages import MessagesDialect
 from invrl.gateway.dialects.responses import ResponsesDialect
 from invrl.gateway.registry import SessionRecord, SessionRegistry, WorkerPlace
-from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.agent_api import AgentEndpoint, CountEndpoint, retry_after, session_keys
 from invrl.gateway.server.bounded_route import bounded_route

@@ -13,7 +13,7 @@ import uvloop
 
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.gateway.registry import WorkerPlace
-from invrl.gateway.rendering.parsing import Parsers
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.app import make_app
 from invrl.gateway.server.heartbeat_page import beat_interval_s

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from invrl.errors import ServerError
 from invrl.gateway.registry import WorkerPlace
-from invrl.gateway.rendering.model_folder import chat_template_source, load_renderer
-from invrl.gateway.rendering.parsing import choose_parsers
+from invrl.gateway.rendering.chat_template import chat_template_source
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.server.gateway_worker import serve
 from invrl.gateway.server.heartbeat_page import (
     SUPERVISOR,

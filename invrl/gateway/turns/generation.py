@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from invrl.engines.sglang_client import NO_TOP, GenerateChunk, GenerateEnd, GenerateRequest, GenerateResult
 from invrl.errors import InvrlError, ServerError, SessionError
-from invrl.gateway.rendering.parsing import ReplyParser, joined, reply
 from invrl.gateway.rendering.renderer import Renderer, TextStream
+from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
 from invrl.gateway.types import Answer, Delta, Message, Node, Piece, Tool
 from invrl.types import FinishReason, Turn, VersionSpan
 
@@ -256,7 +256,7 @@ class Generation:
         self, finish: FinishReason, result: GenerateEnd | None = None
     ) -> tuple[Turn, Message, asyncio.Future[None]]:
         proposal = self.proposal
-        message = reply(joined([piece.delta for piece in self._pieces]))
+        message = reply_message(join_deltas([piece.delta for piece in self._pieces]))
         turn = Turn(
             id=proposal.request.rid,
             session_id=proposal.request.routing_key,
@@ -302,7 +302,7 @@ def _resolve(waiter: asyncio.Future[None]) -> None:
 
 def _join(pieces: Sequence[Piece]) -> Piece:
     return Piece(
-        delta=joined([piece.delta for piece in pieces]),
+        delta=join_deltas([piece.delta for piece in pieces]),
         ids_T=np.concatenate([piece.ids_T for piece in pieces]),
         logprobs_T=np.concatenate([piece.logprobs_T for piece in pieces]),
         top=np.concatenate([piece.top for piece in pieces]) if pieces[0].top.size else NO_TOP,

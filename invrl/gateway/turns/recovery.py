@@ -13,8 +13,8 @@ import numpy as np
 
 from invrl.engines.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
 from invrl.gateway.registry import SessionRecord
-from invrl.gateway.rendering.parsing import ReplyParser
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.rendering.reply_parser import ReplyParser
 from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.generation import Generation, Proposal

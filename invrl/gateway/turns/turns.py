@@ -24,8 +24,9 @@ from invrl.engines.sglang_client import GenerateRequest
 from invrl.errors import SessionError
 from invrl.gateway.config import Constrained
 from invrl.gateway.registry import SessionRecord
-from invrl.gateway.rendering.parsing import Parsers, ReplyParser
+from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import PromptTooLong, Renderer, Room
+from invrl.gateway.rendering.reply_parser import ReplyParser
 from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.forest import advice
@@ -378,7 +379,7 @@ class Turns:
         if (node := match.node) is not None:
             recorded = replace(prompt, messages=(*node.conversation(), *match.new))
             path = node.ids()
-            tail = self.renderer.tail(recorded, match.depth, path, room)
+            tail = self.renderer.render_tail(recorded, match.depth, path, room)
             if tail.fork is None:
                 counted = {f"matches/{match.level.name.lower()}": 1}
                 if kept := tail.kept_thinking:
@@ -394,7 +395,7 @@ class Turns:
                     counted=counted,
                 )
             fork, change = tail.fork, None
-        ids = self.renderer.first(prompt, room)
+        ids = self.renderer.render_first(prompt, room)
         if fork is ForkReason.NEW_CONVERSATION and conversation.has_root(ids):
             fork = None  # another sample of a first turn departs from nothing
         counted = {"forked_tokens": len(ids)} if fork else {}
@@ -411,7 +412,7 @@ class Turns:
 
     def _place_text(self, conversation: Conversation, text: str | tuple[int, ...], room: Room) -> _Place:
         """A prompt without a template: what follows the longest recorded text that it begins with."""
-        forest, shown = conversation.forest, self.renderer.shown
+        forest, shown = conversation.forest, self.renderer.decode
         node, covered = forest.match_text(text, shown)
         new = text[covered:]
         path = node.ids() if node is not None else []

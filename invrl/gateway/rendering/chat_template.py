@@ -1,0 +1,147 @@
+"""The chat template of a model: where its Jinja text comes from, and how messages are passed to it.
+
+It is rendered by transformers' own template function, so that prompts are what the model was trained on."""
+
+import contextlib
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from invrl.errors import ConfigError
+from invrl.gateway.rendering.model_files import read_json, special_tokens, unusable_folder
+from invrl.gateway.rendering.renderer import Template
+from invrl.gateway.types import Message, Prompt, Tool, ToolCall
+
+_FOLDER = Path(__file__).parent / "templates"
+SHIPPED_TEMPLATES = {
+    "chatml-tools": _FOLDER / "chatml_tools.jinja",
+    # The short one is for models that lose the thread of a long prompt.
+    "chatml-tools-short": _FOLDER / "chatml_tools_short.jinja",
+}
+"""The chat templates that come with invrl. A setting may give one by its name instead of a path."""
+_NO_PARAMETERS = '{"type": "object", "properties": {}}'
+
+
+def chat_template_source(model_path: str, chat_template: str = "") -> str:
+    """The Jinja text of the chat template. `chat_template` is the path of a file or the name of a shipped
+    template; "" for the model folder's own. ConfigError if there is none."""
+    if chat_template:
+        return _read_template(chat_template)
+    folder = Path(model_path)
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text()
+    template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        by_name = {named["name"]: named["template"] for named in template}
+        template = by_name.get("default")
+    if not template:
+        fix = (
+            "choose an instruct model, or give --chat-template-path FILE "
+            f"(shipped here: {', '.join(SHIPPED_TEMPLATES)})"
+        )
+        raise unusable_folder(folder, "the folder has no chat template", fix)
+    return str(template)
+
+
+def _read_template(chat_template: str) -> str:
+    file = SHIPPED_TEMPLATES.get(chat_template) or Path(chat_template).expanduser()
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        fix = f"give the path of a Jinja file, or a shipped template: {', '.join(SHIPPED_TEMPLATES)}"
+        raise ConfigError("gateway.chat_template_path", chat_template, str(error), fix) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CallForm:
+    """How a template expects a message with tool calls."""
+
+    arguments_as_text: bool
+    """The arguments are JSON text; otherwise an object."""
+    no_content: str | None
+    """The content of a reply that has only calls."""
+
+
+_CALL_FORMS = (
+    _CallForm(arguments_as_text=False, no_content=""),
+    _CallForm(arguments_as_text=True, no_content=""),
+    _CallForm(arguments_as_text=False, no_content=None),
+    _CallForm(arguments_as_text=True, no_content=None),
+)
+_PROBE_CALL = ToolCall("call-1", "probe_tool", '{"probe_key": 1}')
+_PROBE = Prompt(messages=(Message("user", "x"), Message("assistant", tool_calls=(_PROBE_CALL,))))
+
+
+class JinjaTemplate(Template):
+    """A chat template in Jinja. Templates differ in how they expect a tool call: the constructor renders a
+    probe in each form, and the first form in which the call appears is used from then on."""
+
+    def __init__(self, source: str, folder: Path) -> None:
+        self._source = source
+        self._special_tokens = special_tokens(folder)
+        self._today = datetime.now()
+        """The date that templates show. It stays the same past midnight, because all turns of a conversation
+        must render the same beginning."""
+        for form in _CALL_FORMS:
+            self._call_form = form
+            if self._shows_probe():
+                return
+        self._call_form = _CALL_FORMS[0]
+
+    def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        variables: dict[str, Any] = dict(self._special_tokens)
+        variables["add_generation_prompt"] = add_generation_prompt
+        variables["strftime_now"] = self._today.strftime
+        if prompt.thinking is not None:
+            variables["enable_thinking"] = prompt.thinking
+            variables["thinking"] = prompt.thinking
+        rendered, _ = render_jinja_template(
+            conversations=[[self._template_message(message) for message in prompt.messages]],
+            tools=[_template_tool(tool) for tool in prompt.tools] or None,
+            chat_template=self._source,
+            **variables,
+        )
+        return rendered[0]
+
+    def _shows_probe(self) -> bool:
+        try:
+            text = self(_PROBE, add_generation_prompt=False)
+        except Exception:  # a template may raise any exception
+            return False
+        return "probe_tool" in text and '"probe_key": 1' in text
+
+    def _template_message(self, message: Message) -> dict[str, Any]:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.reasoning:
+            fields["reasoning_content"] = message.reasoning
+        if message.tool_call_id:
+            fields["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            fields["content"] = message.content or self._call_form.no_content
+            fields["tool_calls"] = [self._template_call(call) for call in message.tool_calls]
+        return fields
+
+    def _template_call(self, call: ToolCall) -> dict[str, Any]:
+        arguments: Any = call.arguments
+        if not self._call_form.arguments_as_text:
+            with contextlib.suppress(ValueError):
+                parsed = json.loads(call.arguments)
+                # Half of a surrogate pair cannot be encoded: such arguments stay text.
+                json.dumps(parsed, ensure_ascii=False).encode()
+                arguments = parsed
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _template_tool(tool: Tool) -> dict[str, Any]:
+    """A tool in OpenAI's form, in which transformers passes tools to templates."""
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": json.loads(tool.parameters or _NO_PARAMETERS),
+    }
+    return {"type": "function", "function": function}

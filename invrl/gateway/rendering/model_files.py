@@ -1,0 +1,43 @@
+"""The JSON files of a model folder that describe its tokens, and the error for a folder that lacks one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from invrl.errors import ConfigError
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The content of the file; an empty dictionary if there is no such file."""
+    if not file.exists():
+        return {}
+    return json.loads(file.read_text())
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The texts of the special tokens by their names (`bos_token`, ...), which chat templates may use.
+    tokenizer_config.json takes precedence over special_tokens_map.json."""
+    texts: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        for name, token in read_json(folder / file).items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if name.endswith("_token") and isinstance(text, str):
+                texts[name] = text
+    return texts
+
+
+def end_ids(folder: Path) -> set[int]:
+    """The ids of the end tokens that the model's own settings name. Engines stop at them."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        setting = read_json(folder / name).get("eos_token_id")
+        if isinstance(setting, list):
+            ids.update(token_id for token_id in setting if token_id is not None)
+        elif setting is not None:
+            ids.add(setting)
+    return ids
+
+
+def unusable_folder(folder: Path, reason: str, fix: str) -> ConfigError:
+    """The error for a model folder that no renderer can be made of."""
+    return ConfigError("model.model_path", str(folder), reason, fix)

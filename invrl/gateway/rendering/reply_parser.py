@@ -1,0 +1,126 @@
+"""Parses the text of a reply into reasoning, content and tool calls, whole or as it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from invrl.gateway.rendering.call_reader import CallReader
+from invrl.gateway.types import CallDelta, Delta, Message, ToolCall
+
+if TYPE_CHECKING:
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+
+class ReplyParser:
+    """Parses one reply: call `push` with its text as it arrives, then `finish`. Without `stream`, `finish`
+    returns everything. Without a reasoning parser and a call reader, all of the text is content."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None = None,
+        calls: CallReader | None = None,
+        *,
+        stream: bool = True,
+    ) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+        self._stream = stream
+        self._text = ""
+        """The text so far, if nothing is returned before the end."""
+        self._beginning = ""
+        """The text before the first content, kept while the reply may still be thinking."""
+        self._has_content = False
+        """Some content was returned."""
+        self._has_thought = False
+        """Some reasoning was returned, or the end of empty thinking was seen."""
+
+    @property
+    def special(self) -> bool:
+        """The text must include special tokens, because they may mark tool calls."""
+        return self._calls is not None
+
+    def push(self, text: str) -> Delta:
+        """What `text` adds to the reply, as far as it is certain."""
+        if self._reasoning is None and self._calls is None:
+            return self._without_template_newlines(Delta(content=text))
+        if not self._stream:
+            self._text += text
+            return Delta()
+        if not text:
+            return Delta()
+        reasoning, rest = self._split_reasoning("parse_stream_chunk", text)
+        return self._without_template_newlines(self._parsed(reasoning, rest))
+
+    def finish(self) -> tuple[Delta, ...]:
+        """The rest of the reply, once the text is complete."""
+        if not self._stream:
+            reasoning, rest = self._split_reasoning("parse_non_stream", self._text)
+        elif self._reasoning is not None:
+            reasoning, rest = self._split_reasoning("parse_stream_end")
+        else:
+            reasoning, rest = "", ""
+        deltas = [self._parsed(reasoning, rest)]
+        if self._calls is not None:
+            deltas.extend(self._calls.finish())
+        return tuple(self._without_template_newlines(delta) for delta in deltas if delta)
+
+    def _split_reasoning(self, method: str, *text: str) -> tuple[str, str]:
+        """The reasoning and the rest, as this method of SGLang's parser returns them."""
+        if self._reasoning is None:
+            return "", "".join(text)
+        if not self._has_content and not self._has_thought:
+            self._beginning += "".join(text)
+            self._has_thought = self._reasoning.detector.think_end_token in self._beginning
+        reasoning, rest = getattr(self._reasoning, method)(*text)
+        return reasoning or "", rest or ""
+
+    def _parsed(self, reasoning: str, text: str) -> Delta:
+        if self._calls is None:
+            return Delta(reasoning=reasoning, content=text)
+        return structs.replace(self._calls.push(text), reasoning=reasoning)
+
+    def _without_template_newlines(self, delta: Delta) -> Delta:
+        """Removes the newlines around the marks of thinking: they are the template's, not the reply's."""
+        reasoning = delta.reasoning
+        content = delta.content
+        if not self._has_thought:
+            reasoning = reasoning.lstrip("\n")
+        if (reasoning or self._has_thought) and not self._has_content:
+            content = content.lstrip("\n")
+        self._has_thought = self._has_thought or bool(reasoning)
+        self._has_content = self._has_content or bool(content)
+        return structs.replace(delta, reasoning=reasoning, content=content)
+
+
+def reasoning_parser(name: str, *, in_thinking: bool) -> ReasoningParser:
+    """SGLang's parser of that name. ValueError if there is none. `in_thinking`: the prompt has opened the
+    thinking already."""
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    return ReasoningParser(name, stream_reasoning=True, force_reasoning=in_thinking)
+
+
+def join_deltas(deltas: Sequence[Delta]) -> Delta:
+    """What the deltas add, one after the other. The pieces of each call become one."""
+    pieces_of_calls: dict[int, list[CallDelta]] = {}
+    for delta in deltas:
+        for piece in delta.calls:
+            pieces_of_calls.setdefault(piece.index, []).append(piece)
+    calls = []
+    for pieces in pieces_of_calls.values():
+        arguments = "".join(piece.arguments for piece in pieces)
+        calls.append(structs.replace(pieces[0], arguments=arguments))
+    return Delta(
+        content="".join(delta.content for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        calls=tuple(calls),
+    )
+
+
+def reply_message(delta: Delta) -> Message:
+    """The message of a whole reply."""
+    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in delta.calls)
+    return Message("assistant", delta.content, delta.reasoning, calls)
