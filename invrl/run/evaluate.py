@@ -14,9 +14,10 @@ from invrl.host import interrupts
 from invrl.host.printable import for_stdout
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluation import EvalScore, failure_note
-from invrl.run.cluster import all_started, make_rollouts, start_ray, start_serving
+from invrl.run.cluster import all_started, create_rollouts, start_serving
 from invrl.run.config import Config
 from invrl.run.failed_rollouts import EvaluationFailures
+from invrl.run.ray_session import start_ray
 from invrl.store.run_folder import RunFolder
 
 
@@ -31,7 +32,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
     async with interrupts.CleanUp() as stack:
         serving = await stack.enter_async_context(start_serving(config, folder))
         stack.enter_context(start_ray(config, folder.ray_logs_path))
-        rollouts = make_rollouts(config, folder, serving)
+        rollouts = create_rollouts(config, folder, serving)
         stack.push_async_callback(rollouts.stop)
         await all_started(rollouts.start(), serving.wait_ready())
         await serving.fleet.admit()

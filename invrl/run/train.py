@@ -322,7 +322,7 @@ class _Run:
         finally:
             telling.cancel()
             await asyncio.wait({telling})
-        cluster.end_outside()
+        cluster.end_external_environments()
         await cluster.rollouts.stop_dispatching()
         if before is not None and learner is not None:
             after = await self._evaluate(cluster, watch, made)

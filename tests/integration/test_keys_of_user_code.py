@@ -19,7 +19,7 @@ prepare_ray()
 token = held_key("RAY_AUTH_TOKEN")
 import numpy as np
 import ray
-from invrl.run.cluster import start_ray
+from invrl.run.ray_session import start_ray
 from invrl.run.config import resolve
 from invrl.host.actor_heartbeat import remote_with_beat
 from invrl.host.ray_watch import raylet_question

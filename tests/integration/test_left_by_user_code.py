@@ -23,7 +23,7 @@ from invrl.host.ray_setup import prepare_ray
 prepare_ray()
 import psutil
 import ray
-from invrl.run.cluster import start_ray
+from invrl.run.ray_session import start_ray
 from invrl.run.config import resolve
 from invrl.host.process import still_running
 from invrl.rollout.config import RolloutConfig

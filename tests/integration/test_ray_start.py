@@ -23,7 +23,7 @@ from invrl.host.ray_setup import prepare_ray
 
 prepare_ray()
 import ray
-from invrl.run.cluster import start_ray
+from invrl.run.ray_session import start_ray
 from invrl.run.config import load_resolved
 from invrl.store.run_folder import RunFolder
 
@@ -63,7 +63,7 @@ from invrl.host.ray_setup import prepare_ray
 
 prepare_ray()
 import ray
-from invrl.run.cluster import start_ray
+from invrl.run.ray_session import start_ray
 from invrl.run.config import load_resolved
 from invrl.host.ray_watch import raylet_question
 from invrl.store.run_folder import RunFolder
@@ -118,7 +118,7 @@ from invrl.host.ray_setup import prepare_ray
 
 prepare_ray()
 import psutil, ray
-from invrl.run.cluster import start_ray
+from invrl.run.ray_session import start_ray
 from invrl.run.config import load_resolved
 from invrl.errors import ServerError
 from invrl.store.run_folder import RunFolder
