@@ -1,6 +1,7 @@
-"""What a run says while it makes no step: every 30 s what it waits for, why, and what to set.
+"""What a run says while no step ends: every 30 s what it waits for, why, and which setting changes that.
 
-Pure but for `tell_silence`, which asks the buffer. Lines are for a person: what happened, then what to do."""
+Pure but for `report_waits`, which asks the buffer. A message is for a person: what happened, then what to do.
+"""
 
 import asyncio
 import logging
@@ -15,14 +16,14 @@ from invrl.observe.sinks import Sink
 from invrl.store.run_store import WaitsOutside
 
 logger = logging.getLogger(__name__)
-SAID_EVERY_S = 30.0
-_LOOK_EVERY_S = 1.0
-_SHOWN = 4
+MESSAGE_INTERVAL_S = 30.0
+_POLL_INTERVAL_S = 1.0
+_MAX_SESSIONS_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """The settings that end a wait, for what is said of it."""
+    """The settings that end a wait, for the messages."""
 
     rollout_timeout_s: float
     filtered_out: str
@@ -30,145 +31,161 @@ class Deadlines:
     session_idle_timeout_s: float = 0.0
 
 
-class Activity(Sink):
-    """What the run does now, since when, and when its last step ended. `clock`: in seconds."""
+class CurrentPhase(Sink):
+    """What the run does now and since when, and when the next message is due. `clock`: in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.phase_name = ""
+        self.name = ""
         self.step_number = 0
-        self.phase_began = clock()
+        self._began_at = clock()
         self._quiet_since = clock()
 
     def phase(self, name: str, step: int) -> None:
-        if (name, step) != (self.phase_name, self.step_number):
-            self.phase_name = name
+        if name != self.name or step != self.step_number:
+            self.name = name
             self.step_number = step
-            self.phase_began = self._clock()
+            self._began_at = self._clock()
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        self._quiet_since = self._clock()
+        self.restart_interval()
 
-    def something_was_said(self) -> None:
+    def restart_interval(self) -> None:
+        """The next message is due after a whole interval from now."""
         self._quiet_since = self._clock()
 
     @property
-    def phase_s(self) -> float:
-        return self._clock() - self.phase_began
+    def seconds(self) -> float:
+        """Since the phase began."""
+        return self._clock() - self._began_at
 
-    def due(self) -> bool:
-        """Whether nothing was said, and no step made, for `SAID_EVERY_S`. True once in that time."""
+    def is_message_due(self) -> bool:
+        """Whether no step has ended for a whole interval. True once per interval."""
         now = self._clock()
-        if now - self._quiet_since < SAID_EVERY_S:
+        if now - self._quiet_since < MESSAGE_INTERVAL_S:
             return False
         self._quiet_since = now
         return True
 
 
-class Waits(Protocol):
-    """The part of the buffer that is asked."""
+class WaitSource(Protocol):
+    """The part of the buffer that `report_waits` asks."""
 
     async def waiting(self) -> WaitReport: ...
 
 
-class Notes(Protocol):
+class NoteScreen(Protocol):
     def note(self, text: str) -> None: ...
 
 
-async def tell_silence(
-    buffer: Waits,
-    activity: Activity,
-    observer: Notes,
+async def report_waits(
+    buffer: WaitSource,
+    phase: CurrentPhase,
+    observer: NoteScreen,
     deadlines: Deadlines,
     *,
-    every_s: float = _LOOK_EVERY_S,
+    interval_s: float = _POLL_INTERVAL_S,
 ) -> None:
-    """Until the buffer has died, of which the loop's own call tells the user."""
-    activity.something_was_said()  # that everything is up
+    """Shows a message whenever one is due, until it is cancelled. Returns if the buffer has died: the loop's
+    own call then raises the cause."""
+    phase.restart_interval()  # the message that everything is up has just been shown
     while True:
-        if activity.due():
+        if phase.is_message_due():
             report = None
             try:
-                report = await buffer.waiting() if activity.phase_name == "rollout" else None
-            except DeadlineError as error:  # it is busy: the next question may be answered
-                logger.warning("what the next batch waits for is not known at the moment: %s", error)
+                if phase.name == "rollout":
+                    report = await buffer.waiting()
+            except DeadlineError as error:  # the buffer is busy; the next question may be answered
+                logger.warning("the buffer did not say what the next batch waits for: %s", error)
             except ServerError as error:
-                return logger.warning("waits are not told any more: %s", error)
-            observer.note(silence_text(activity, report, deadlines))
-        await asyncio.sleep(every_s)
+                logger.warning("waits are not reported any more: %s", error)
+                return
+            observer.note(wait_message(phase, report, deadlines))
+        await asyncio.sleep(interval_s)
 
 
-def silence_text(activity: Activity, report: WaitReport | None, deadlines: Deadlines) -> str:
-    """`report`: None where the run does not wait for rollouts, or the buffer did not answer."""
-    begun = f"step {activity.step_number}: {activity.phase_name} for {activity.phase_s:.0f} s"
+def wait_message(phase: CurrentPhase, report: WaitReport | None, deadlines: Deadlines) -> str:
+    """`report`: None if the run does not wait for rollouts, or the buffer did not answer."""
+    heading = f"step {phase.step_number}: {phase.name} for {phase.seconds:.0f} s"
     if report is None:
-        return begun
-    lines = [f"{begun}: {_state(report)}", *_reasons(report, deadlines)]
+        return heading
+    lines = [f"{heading}: {_describe_groups(report)}", *_describe_reasons(report, deadlines)]
     return "\n    ".join(lines)
 
 
-def _state(report: WaitReport) -> str:
+def _describe_groups(report: WaitReport) -> str:
     """Where the groups of the next batch are."""
-    out = sum(group.missing for group in report.in_flight)
+    rollouts_in_flight = sum(group.missing for group in report.in_flight)
     parts = [
         f"{report.ready} of {report.wanted} groups ready",
-        f"{len(report.in_flight)} in flight ({out} rollouts)",
+        f"{len(report.in_flight)} in flight ({rollouts_in_flight} rollouts)",
         f"{report.complete} finished since the last batch",
     ]
     if report.dropped:
-        parts.append(f"dropped: {_counts(report.dropped)}")
-    failed = sum(report.failed.values())
-    parts.append(f"{failed} rollouts failed{f' ({_counts(report.failed)})' if failed else ''}")
+        parts.append(f"dropped: {_describe_counts(report.dropped)}")
+    if report.failed:
+        failed = sum(report.failed.values())
+        parts.append(f"{failed} rollouts failed ({_describe_counts(report.failed)})")
+    else:
+        parts.append("0 rollouts failed")
     return ", ".join(parts)
 
 
-def _reasons(report: WaitReport, deadlines: Deadlines) -> list[str]:
-    """Why no batch comes together, each with what to set."""
+def _describe_reasons(report: WaitReport, deadlines: Deadlines) -> list[str]:
+    """Why there is no batch yet; each reason with what to set."""
     reasons: list[str] = []
     if report.filtered_in_row:
-        reasons.append(_filtered(report, deadlines))
+        reasons.append(_describe_filtered(report, deadlines))
     if report.dropped.get("stale"):
         reasons.append("stale groups are older than --max-staleness allows: raise it, or roll out faster")
     if report.failed and not report.complete:
-        reasons.append("no group came through: failures are told above, and each of them in logs/driver.log")
+        reasons.append(
+            "no group has finished: failures are shown above, and each of them is in logs/driver.log"
+        )
     if report.source_end:
-        reasons.append(f"no more tasks come: {report.source_end}")
+        reasons.append(f"there are no more tasks: {report.source_end}")
     if report.in_flight:
-        reasons.append(_longest(report, deadlines))
+        reasons.append(_describe_longest_wait(report, deadlines))
     return reasons
 
 
-def _filtered(report: WaitReport, deadlines: Deadlines) -> str:
-    row = f"the filter {report.filter_name} dropped the last {report.filtered_in_row} groups"
+def _describe_filtered(report: WaitReport, deadlines: Deadlines) -> str:
     rewards = shown_rewards(report.filtered_rewards)
-    why = ""
-    if report.filter_name == "nonzero_variance":
-        why = " Rewards that are equal within a group teach nothing: the task is solved, or out of reach."
-    after = "it goes on so for ever (--max-filtered-batches 0)"
-    if report.filtered_limit:
-        what = "the run ends with its model saved"
-        if deadlines.filtered_out == "train":
-            what = "groups are trained as they come"
-        after = (
-            f"after {report.filtered_limit} in a row {what} "
-            f"(--max-filtered-batches, --filtered-out {deadlines.filtered_out})"
-        )
-    return f"{row} ({rewards}).{why} Set other tasks, or --group-filter none; {after}"
-
-
-def _longest(report: WaitReport, deadlines: Deadlines) -> str:
-    first = report.in_flight[0]
     text = (
-        f"group {first.group_id} (task {first.task_id}) waits longest: {first.missing} of {first.size} "
-        f"rollouts are out, for {first.since_s:.0f} s"
+        f"the filter {report.filter_name} dropped the last {report.filtered_in_row} groups in a row "
+        f"({rewards})."
+    )
+    if report.filter_name == "nonzero_variance":
+        text += " Rewards that are equal within a group teach nothing: the task is solved, or out of reach."
+    return f"{text} Use other tasks, or --group-filter none; {_describe_filter_limit(report, deadlines)}"
+
+
+def _describe_filter_limit(report: WaitReport, deadlines: Deadlines) -> str:
+    """What happens if the filter drops every further group."""
+    if not report.filtered_limit:
+        return "there is no limit on such groups (--max-filtered-batches 0)"
+    consequence = "the run ends and saves its model"
+    if deadlines.filtered_out == "train":
+        consequence = "groups are trained without the filter"
+    return (
+        f"after {report.filtered_limit} in a row {consequence} "
+        f"(--max-filtered-batches, --filtered-out {deadlines.filtered_out})"
+    )
+
+
+def _describe_longest_wait(report: WaitReport, deadlines: Deadlines) -> str:
+    group = report.in_flight[0]
+    text = (
+        f"group {group.group_id} (task {group.task_id}) waits longest: {group.missing} of {group.size} "
+        f"rollouts are out, for {group.since_s:.0f} s"
     )
     if report.outside is not None:
-        return f"{text}. {_outside(report.outside, deadlines)}"
-    return f"{text}; a rollout has failed after --rollout-timeout-s {deadlines.rollout_timeout_s:g}"
+        return f"{text}. {_describe_environments(report.outside, deadlines)}"
+    return f"{text}; a rollout fails after --rollout-timeout-s {deadlines.rollout_timeout_s:g}"
 
 
-def _outside(outside: WaitsOutside, deadlines: Deadlines) -> str:
-    """Whom the run waits for, where it is not us who run rollouts."""
+def _describe_environments(outside: WaitsOutside, deadlines: Deadlines) -> str:
+    """Which environments the run waits for, if it does not run the rollouts itself."""
     parts: list[str] = []
     if outside.offered:
         parts.append(
@@ -180,17 +197,26 @@ def _outside(outside: WaitsOutside, deadlines: Deadlines) -> str:
             f"{deadlines.lease_timeout_s:g}"
         )
     if outside.sessions:
-        silent = ", ".join(f"{one.session_id} for {one.silent_s:.0f} s" for one in outside.sessions[:_SHOWN])
-        more = f" and {len(outside.sessions) - _SHOWN} more" if len(outside.sessions) > _SHOWN else ""
-        gone = f"an environment that makes no call for {deadlines.session_idle_timeout_s:g} s counts as gone"
-        if not deadlines.session_idle_timeout_s:
-            gone = "an environment may be silent for as long as its session lasts"
-        parts.append(
-            f"environments that have not ended their sessions, with the time since their last turn: {silent}"
-            f"{more}; {gone} (--session-idle-timeout-s)"
-        )
-    return "; ".join(parts) or "their environments have ended them, and the outcomes are on their way"
+        parts.append(_describe_silent_sessions(outside, deadlines))
+    if not parts:
+        return "their environments have ended them, and the outcomes are on their way"
+    return "; ".join(parts)
 
 
-def _counts(by_reason: Mapping[str, int]) -> str:
+def _describe_silent_sessions(outside: WaitsOutside, deadlines: Deadlines) -> str:
+    named = outside.sessions[:_MAX_SESSIONS_NAMED]
+    silent = ", ".join(f"{session.session_id} for {session.silent_s:.0f} s" for session in named)
+    not_named = len(outside.sessions) - len(named)
+    if not_named:
+        silent += f" and {not_named} more"
+    limit = f"an environment that makes no call for {deadlines.session_idle_timeout_s:g} s counts as gone"
+    if not deadlines.session_idle_timeout_s:
+        limit = "an environment may be silent for as long as its session lasts"
+    return (
+        f"environments that have not ended their sessions, with the time since their last turn: {silent}; "
+        f"{limit} (--session-idle-timeout-s)"
+    )
+
+
+def _describe_counts(by_reason: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in sorted(by_reason.items()))

@@ -33,6 +33,7 @@ from invrl.engines.engine_server import count_gpus
 from invrl.engines.fleet import Fleet
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.actor_heartbeat import remote_with_beat
 from invrl.host.environment_keys import take_environment_key
 from invrl.host.guardian import start_guardian
 from invrl.host.interrupts import CleanUp

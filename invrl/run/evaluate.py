@@ -38,7 +38,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         await serving.fleet.admit()
         note(f"everything is up; what your agent prints: {folder.printed_by_agents}")
         failures = EvaluationFailures(
-            at_start=config.buffer.max_failures_at_start, rules=config.buffer.failure_rules(), tell=note
+            at_start=config.buffer.max_failures_at_start, rules=config.buffer.failure_rules(), warn=note
         )
         work = rollouts.evaluate(0, lambda score: note(score_note(score)), failures)
         evaluation = await first_to_fail(work, serving.watch())

@@ -1,52 +1,101 @@
-"""Rollouts of an evaluation that fail: the first of each reason is told at once, and the evaluation ends once
-every rollout so far has failed for the same reason. An accuracy of 0 would hide that none was measured.
+"""Failed rollouts on the console: counts by reason, and warnings. In training the buffer counts them; in an
+evaluation nobody else does, so `EvaluationFailures` counts them and ends it when everything fails."""
 
-One object watches all evaluations of an incarnation: after a rollout that finished, failures are only
-counted."""
-
+import asyncio
+import logging
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from invrl.buffer.config import FailureRule
-from invrl.buffer.failures import FailureLimits, FailureStreak, FailureTeller
+from invrl.buffer.failures import FailureLimits, FailureReport, FailureStreak, FailureTeller
+from invrl.errors import DeadlineError, ServerError
 from invrl.types import FailedRollout, FailureReason, Outcome
+
+logger = logging.getLogger(__name__)
+_POLL_INTERVAL_S = 1.0
+
+
+class FailureSource(Protocol):
+    """The part of the buffer that `report_failures` asks."""
+
+    async def failures(self) -> FailureReport: ...
+
+
+class FailureScreen(Protocol):
+    """The part of the observer that `report_failures` writes to."""
+
+    def failures(self, failed: Mapping[str, int]) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+async def report_failures(
+    buffer: FailureSource,
+    teller: FailureTeller,
+    observer: FailureScreen,
+    *,
+    interval_s: float = _POLL_INTERVAL_S,
+) -> None:
+    """Shows failed rollouts while a run trains, until it is cancelled. Returns if the buffer has died: the
+    loop's own call then raises the cause."""
+    while True:
+        try:
+            report = await buffer.failures()
+        except DeadlineError as error:  # the buffer is busy; the next question may be answered
+            logger.warning("the buffer did not say which rollouts have failed: %s", error)
+        except ServerError as error:
+            logger.warning("failed rollouts are not reported any more: %s", error)
+            return
+        else:
+            observer.failures(report.failed)
+            for text in teller.texts(report):
+                observer.note(text)
+        await asyncio.sleep(interval_s)
 
 
 class EvaluationFailures:
-    """`tell` is given each warning. `rules`: what becomes of failures in training; those that count with a
-    reward there are the model's own, and end nothing here."""
+    """The failed rollouts of all evaluations of one incarnation. The first failure of each reason is shown at
+    once. When every rollout so far has failed for the same reason, the evaluation ends with an error: an
+    accuracy of 0 would hide that nothing was measured. Once a rollout has finished, failures are only
+    counted.
+
+    `warn` receives each warning. `rules`: what becomes of failures in training. Failures that count with a
+    reward there are the model's own, and do not end an evaluation."""
 
     def __init__(
         self,
         *,
         at_start: int,
         rules: Mapping[FailureReason, FailureRule],
-        tell: Callable[[str], object],
+        warn: Callable[[str], object],
     ) -> None:
         self._limits = FailureLimits(identical=0, at_start=at_start)
         self._rules = rules
-        self._tell = tell
+        self._warn = warn
         self._streak = FailureStreak()
         self._teller = FailureTeller(self._limits)
         self._failed: dict[str, int] = {}
         self._begun_first: set[str] = set()
-        """Begun before the first rollout ended, and still running."""
+        """Groups that began before the first rollout ended, and are still running."""
 
     def began(self, group_id: str) -> None:
         """The rollouts of one task are about to run."""
-        if not (self._streak.firsts or self._streak.finished_in_all):
+        if not self._streak.firsts and not self._streak.finished_in_all:
             self._begun_first.add(group_id)
 
     def ended(self, group_id: str, outcomes: list[Outcome]) -> None:
-        """Raises IdenticalFailuresError once there is no use in going on."""
+        """The rollouts of one task have ended. Raises IdenticalFailuresError if going on is of no use."""
         self._begun_first.discard(group_id)
         for outcome in outcomes:
             if isinstance(outcome, FailedRollout):
-                self._failed[outcome.reason] = self._failed.get(outcome.reason, 0) + 1
-                counts = isinstance(self._rules.get(outcome.reason), float)
-                self._streak.failed(outcome.reason, outcome.detail, counts=counts)
+                self._count(outcome)
             else:
                 self._streak.finished()
         report = self._streak.report(self._failed, first_ended=not self._begun_first)
         for text in self._teller.texts(report):
-            self._tell(f"evaluation: {text}")
+            self._warn(f"evaluation: {text}")
         self._limits.check(report)
+
+    def _count(self, failure: FailedRollout) -> None:
+        self._failed[failure.reason] = self._failed.get(failure.reason, 0) + 1
+        has_reward = isinstance(self._rules.get(failure.reason), float)
+        self._streak.failed(failure.reason, failure.detail, counts=has_reward)

@@ -1,38 +1,96 @@
-"""What a life of a run begins from, in a sentence: anew, from a checkpoint, or not at all. A command that is
-repeated says so, because the same words may train anew, go on, or do nothing."""
+"""Where an incarnation of a run starts: at the run's newest whole checkpoint, or at step 0.
+
+Steps after that checkpoint are lost: their rows leave `metrics.jsonl`, and their saved batches are renamed.
+(What they did in the ledger counts as lost by itself, see `buffer/ledger_store.py`; the buffer's part of a
+resume is `Buffer.restore`.) A repeated command says where it starts, because the same words may begin a new
+run, resume one, or do nothing."""
 
 from dataclasses import dataclass
 
-from invrl.run.checkpoints import Checkpoint
+from invrl.run.checkpoints import Checkpoint, Checkpoints
+from invrl.run.store_check import check_store, check_store_of
+from invrl.store.batch_file import put_lost_aside
 from invrl.store.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
-    text: str
-    finished: bool = False
-    """There is nothing left to do."""
+class Start:
+    """`checkpoint`: None at step 0."""
+
+    checkpoint: Checkpoint | None
+    findings: tuple[str, ...] = ()
+    """What a person is told of damaged files and of files of lost steps."""
+
+    @property
+    def step(self) -> int:
+        """The last step that was made before this incarnation; its weights have this version."""
+        if self.checkpoint is None:
+            return 0
+        return self.checkpoint.step
+
+    def read_snapshot(self) -> bytes | None:
+        """The buffer's snapshot; None at step 0."""
+        if self.checkpoint is None:
+            return None
+        return self.checkpoint.buffer.read_bytes()
 
 
-def beginning_of(folder: RunFolder, begin: Checkpoint | None, *, num_steps: int) -> Beginning:
-    """`begin`: the newest whole checkpoint, None without one."""
+def find_start(folder: RunFolder, checkpoints: Checkpoints) -> Start:
+    """Chooses the newest checkpoint whose files are what was written, and sets aside what later steps left in
+    the folder. Raises DamagedFileError if there are checkpoints and none is whole."""
+    findings: list[str] = []
+    checkpoint = checkpoints.newest_whole(findings.append)
+    step = Start(checkpoint=checkpoint).step
+    metrics_finding = folder.rewind_metrics(step)
+    if metrics_finding:
+        findings.append(metrics_finding)
+    renamed = put_lost_aside(folder.rollout_data_path, after_step=step)
+    if renamed:
+        names = ", ".join(path.name for path in renamed)
+        findings.append(f"batches of a lost incarnation are renamed: {names}")
+    return Start(checkpoint=checkpoint, findings=tuple(findings))
+
+
+def start_at_zero(folder: RunFolder) -> Start:
+    """For a run that ignores the checkpoints in its folder: all rows of its metrics are lost."""
+    metrics_finding = folder.rewind_metrics(0)
+    if not metrics_finding:
+        return Start(checkpoint=None)
+    return Start(checkpoint=None, findings=(metrics_finding,))
+
+
+def check_store_at(start: Start, folder: RunFolder) -> None:
+    """The run's store is whole, and holds what the checkpoint needs of it. Raises DamagedFileError."""
+    snapshot = start.read_snapshot()
+    if start.checkpoint is not None and snapshot is not None:
+        check_store_of(folder.store_path, start.checkpoint.path, snapshot)
+    elif folder.store_path.exists():
+        check_store(folder.store_path)
+
+
+def is_finished(folder: RunFolder, start: Start, *, num_steps: int) -> bool:
+    """Whether the run came to its end and has no more steps to make."""
+    return start.checkpoint is not None and start.step >= num_steps and _ended_after(folder) is not None
+
+
+def describe_start(folder: RunFolder, start: Start, *, num_steps: int) -> str:
+    """One sentence for the console."""
     ended_after = _ended_after(folder)
-    if begin is None:
+    if start.checkpoint is None:
         if ended_after is not None:
-            text = f"the run ended after step {ended_after} without a checkpoint: it starts anew, from step 0"
-            return Beginning(text=text)
+            return f"the run ended after step {ended_after} without a checkpoint: it starts again from step 0"
         if folder.store_path.exists():
-            text = f"the run in {folder.path} ended before its first checkpoint: it starts anew, from step 0"
-            return Beginning(text=text)
-        return Beginning(text=f"a new run of {num_steps} steps")
-    if ended_after is not None and begin.step >= num_steps:
-        text = (
-            f"the run is finished: it has made its {num_steps} steps. To go on raise --num-steps; to train "
-            "anew give another --run-name"
+            return f"the run in {folder.path} ended before its first checkpoint: it starts again from step 0"
+        return f"a new run of {num_steps} steps"
+    if is_finished(folder, start, num_steps=num_steps):
+        return (
+            f"the run is finished: it has made its {num_steps} steps. To continue it, raise --num-steps; to "
+            "train from the beginning, give another --run-name"
         )
-        return Beginning(text=text, finished=True)
-    early = "" if ended_after is None else f"; it had ended after step {ended_after}"
-    return Beginning(text=f"going on from the checkpoint of step {begin.step} of {num_steps}{early}")
+    text = f"resuming from the checkpoint of step {start.step} of {num_steps}"
+    if ended_after is None:
+        return text
+    return f"{text}; the run had ended after step {ended_after}"
 
 
 def _ended_after(folder: RunFolder) -> int | None:

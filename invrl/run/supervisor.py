@@ -115,7 +115,7 @@ class Supervisor:
                 restarts = restarts + 1 if after == before else 1
                 if self._interrupted or end.said(NoteKind.FINAL) or restarts > self._max_restarts:
                     return FAILURE_EXIT
-                _say(f"going on from step {after} (restart {restarts} of {self._max_restarts})")
+                _say(f"resuming from step {after} (restart {restarts} of {self._max_restarts})")
 
     @contextlib.contextmanager
     def _signals_wait(self) -> Iterator[None]:

@@ -1,58 +1,70 @@
-"""Saves the weights that nothing on disk holds yet, where a run ends before its last step.
+"""Saves weights that no checkpoint holds when a run ends before its last step.
 
-An interrupt, or the failure of something else than the trainer, ends a run whose trainer is well: what it has
-learnt since the last checkpoint is saved as a Hugging Face folder. Invariant: nothing that happens here hides
-what ended the run."""
+When an interrupt, or a failure outside of the trainer, ends a run, the trainer still has what it learnt since
+the last checkpoint. That is saved as a Hugging Face folder. Invariant: an error here is shown, but never
+hides the error that ended the run."""
 
 import asyncio
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from invrl.interfaces import Trainer
 from invrl.run.checkpoints import Checkpoints
 
+SAVE_AFTER_INTERRUPT_S = 120.0
+"""For the batch that the trainer is at, and for saving the weights after it."""
 logger = logging.getLogger(__name__)
 
 
 class CountingTrainer(Trainer, Protocol):
-    """A trainer that knows how far it is, also after nobody waits for its last batch any more."""
+    """A trainer that counts its batches, including one whose result nobody awaits any more."""
 
     async def batches_trained(self) -> int:
-        """Since its start; it ends the batch that it is at first."""
+        """Batches since the trainer started. A batch that is in progress is finished first."""
         ...
 
 
-async def save_last_weights(
+async def save_unsaved_weights(
     trainer: CountingTrainer,
     checkpoints: Checkpoints,
     *,
-    begun_at: int,
-    within_s: float,
+    first_step: int,
+    timeout_s: float,
     note: Callable[[str], object],
 ) -> None:
-    """`begun_at`: the step of the weights that the trainer began with. Tells `note` where the newest weights
-    are, or why they could not be saved."""
+    """`first_step`: the step of the weights that the trainer started with. `note` receives where the newest
+    weights are, or why they could not be saved."""
     try:
-        async with asyncio.timeout(within_s):
-            step = begun_at + await trainer.batches_trained()
-            if step == begun_at:
+        async with asyncio.timeout(timeout_s):
+            step = first_step + await trainer.batches_trained()
+            if step == first_step:
                 return
             if step != checkpoints.saved_step:
                 note(f"saving the weights of step {step} before the end ...")
                 await checkpoints.save_model(trainer, step)
     except Exception as error:
         logger.warning("the newest weights could not be saved", exc_info=error)
-        reason = f"not within {within_s:g} s" if isinstance(error, TimeoutError) else str(error)
-        note(f"the newest weights could not be saved: {reason.splitlines()[0] if reason else repr(error)}")
+        note(f"the newest weights could not be saved: {_reason(error, timeout_s)}")
     if checkpoints.saved_step is not None:
-        note(_where(checkpoints, checkpoints.saved_step))
+        note(_describe_weights(checkpoints, checkpoints.saved_step))
 
 
-def _where(checkpoints: Checkpoints, step: int) -> str:
-    """What a person can do with the newest weights."""
-    path: Path = checkpoints.model_of(step)
+def _reason(error: Exception, timeout_s: float) -> str:
+    """One line."""
+    if isinstance(error, TimeoutError):
+        return f"not within {timeout_s:g} s"
+    lines = str(error).splitlines()
+    if not lines:
+        return repr(error)
+    return lines[0]
+
+
+def _describe_weights(checkpoints: Checkpoints, step: int) -> str:
+    """Where the weights of a step are, and what can be done with them."""
+    model = checkpoints.model_of(step)
     latest = checkpoints.latest()
-    on = f"a run goes on from step {latest.step}" if latest else "there is no checkpoint to go on from"
-    return f"model of step {step}: {path} (for --model-path; {on})"
+    resume = "there is no checkpoint to resume from"
+    if latest is not None:
+        resume = f"a run resumes from step {latest.step}"
+    return f"model of step {step}: {model} (for --model-path; {resume})"

@@ -1,8 +1,9 @@
-"""The weight transaction over the fleet as it is now. What an update loses leaves the fleet and is started
-again in the background; an engine that comes back is given the version that the fleet holds then.
+"""Gives new weights to the fleet as it is now: the transaction (`weights/transaction.py`) over its engines,
+and what becomes of an engine that the transaction loses.
 
-Invariant: no update stages, loads or commits while a restarted engine takes the fleet's version, so what it
-reads stays whole, and an engine is admitted with the newest version or not at all."""
+A lost engine leaves the fleet and is started again in the background. When it is up it loads the version that
+the fleet holds then. Invariant: while a restarted engine loads the fleet's version, no update stages, loads
+or commits, so the staged weights stay whole. An engine is admitted with the newest version or not at all."""
 
 import asyncio
 from pathlib import Path
@@ -24,8 +25,8 @@ _CANARY_TEXTS = (
 _CANARY_TOKENS = 32
 
 
-def fleet_updater(config: Config, sender: WeightSender, fleet: Fleet) -> "FleetUpdater":
-    """With the run's deadlines, and canaries that its dtypes allow."""
+def create_weight_updater(config: Config, sender: WeightSender, fleet: Fleet) -> "WeightUpdater":
+    """With the run's deadlines, and a canary bound for its dtypes."""
     transaction = WeightTransaction(
         sender,
         fleet.receivers,
@@ -33,11 +34,11 @@ def fleet_updater(config: Config, sender: WeightSender, fleet: Fleet) -> "FleetU
         bound=CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype),
         deadline_s=config.weight_sync.weight_sync_timeout_s,
     )
-    return FleetUpdater(transaction, fleet)
+    return WeightUpdater(transaction, fleet)
 
 
-class FleetUpdater:
-    """`run` once per version."""
+class WeightUpdater:
+    """`update` runs once per version."""
 
     def __init__(self, transaction: WeightTransaction, fleet: Fleet) -> None:
         self._transaction = transaction
@@ -45,28 +46,34 @@ class FleetUpdater:
         self._weights_in_use = asyncio.Lock()
         """Held by an update from its staging to its canary, and by an engine that comes back."""
 
-    async def run(self, version: WeightVersion) -> WeightUpdate:
-        """Raises WeightSyncError; engines that it lost get no more traffic."""
+    async def update(self, version: WeightVersion) -> WeightUpdate:
+        """Gives the trainer's weights to every engine as this version. Raises WeightSyncError. Engines that
+        the update loses get no more requests."""
         async with self._weights_in_use:
             try:
                 update = await self._transaction.run(version)
             except WeightSyncError as error:
-                for name in error.unrestored:
-                    self._fleet.evict(name, str(error))
+                for engine in error.unrestored:
+                    self._fleet.evict(engine, str(error))
                 raise
-            for name, reason in update.lost_engines.items():
-                self._fleet.evict(name, f"lost in the update to version {version}: {reason}")
+            for engine, reason in update.lost_engines.items():
+                self._fleet.evict(engine, f"lost in the update to version {version}: {reason}")
         self._fleet.restart_evicted(self._bring_up)
         return update
 
     async def _bring_up(self, engine: WeightReceiver, admit: Admit) -> None:
+        """Loads and proves the fleet's version on a restarted engine, then admits it."""
         async with self._weights_in_use:
             await self._transaction.bring_up(engine)
             await admit()
 
 
 def canary_prompts(model_folder: Path) -> list[list[int]]:
-    """Token ids of a few texts, at most 32 each: prose, code and numbers, so that most of a
-    vocabulary's kinds of token are asked for. Needs tokenizer.json only."""
+    """Token ids of prose, code and numbers, at most 32 per text, so that most kinds of token of a vocabulary
+    are compared. Needs tokenizer.json only."""
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
-    return [tokenizer.encode(text, add_special_tokens=False).ids[:_CANARY_TOKENS] for text in _CANARY_TEXTS]
+    prompts = []
+    for text in _CANARY_TEXTS:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        prompts.append(encoding.ids[:_CANARY_TOKENS])
+    return prompts

@@ -20,11 +20,11 @@ from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import WeightSyncError
 from invrl.host.process import family_of, still_running
 from invrl.rollout.config import EngineConfig
-from invrl.run.weight_updater import FleetUpdater
+from invrl.run.weight_updater import WeightUpdater
 from invrl.types import Sampling, WeightVersion
 from invrl.weights.transaction import CanaryBound, WeightTransaction
 
-Parts = tuple[Fleet, FleetUpdater, TorchSender]
+Parts = tuple[Fleet, WeightUpdater, TorchSender]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ async def shared(
             canary_prompts=[[1, 2, 3, 400, 17], [9, 8, 7]],
             bound=CanaryBound.for_dtypes("float32"),
         )
-        yield fleet, FleetUpdater(transaction, fleet), sender
+        yield fleet, WeightUpdater(transaction, fleet), sender
     finally:
         await fleet.stop()
 
@@ -97,7 +97,7 @@ async def test_update_eviction_and_return(pair: Parts) -> None:
     """One story, since each act needs the two engines of the one before."""
     fleet, updates, sender = pair
     sender.train(1)
-    update = await updates.run(WeightVersion(1))
+    update = await updates.update(WeightVersion(1))
     assert update.canary_max_gap <= 1e-3
     for receiver in await fleet.receivers():
         staged = await sender.stage(WeightVersion(1))
@@ -112,7 +112,7 @@ async def test_update_eviction_and_return(pair: Parts) -> None:
 
     refusing.receiver.commit = refuse  # type: ignore[method-assign]
     sender.train(2)
-    update = await updates.run(WeightVersion(2))
+    update = await updates.update(WeightVersion(2))
     assert list(update.lost_engines) == ["engine-1"]
     assert set(fleet.engines) == {"engine-0"}
     await leaves(fleet, refusing)
@@ -126,7 +126,7 @@ async def test_update_eviction_and_return(pair: Parts) -> None:
     os.kill(dead.server.pid, signal.SIGKILL)
     await leaves(fleet, dead)
     sender.train(3)
-    update = await updates.run(WeightVersion(3))
+    update = await updates.update(WeightVersion(3))
     assert update.lost_engines == {}
     assert await versions_seen(fleet) == {3}
     await comes_back(fleet, dead)

@@ -12,7 +12,7 @@ import pytest
 from invrl.buffer.buffer_handle import BufferHandle
 from invrl.buffer.failures import FailureLimits, FailureReport, FailureTeller
 from invrl.errors import DeadlineError
-from invrl.run.train import tell_failures
+from invrl.run.failed_rollouts import report_failures
 
 LIMITS = FailureLimits(identical=128, at_start=32)
 
@@ -35,7 +35,7 @@ async def test_a_cancellation_that_comes_together_with_an_answer_is_not_lost() -
             pass
 
     telling = asyncio.create_task(
-        tell_failures(handle(answer), FailureTeller(LIMITS), Screen(), every_s=3600.0)
+        report_failures(handle(answer), FailureTeller(LIMITS), Screen(), interval_s=3600.0)
     )
     await asyncio.sleep(0)
     answer.set_result(FailureReport(failed={}, finished=0, alike=0))

@@ -17,7 +17,7 @@ from invrl.engines.fleet import Fleet
 from invrl.errors import ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.rollout.config import EngineConfig
-from invrl.run.weight_updater import FleetUpdater
+from invrl.run.weight_updater import WeightUpdater
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.transaction import CanaryBound, WeightTransaction
 
@@ -225,12 +225,12 @@ async def fleet(
 
 
 @pytest.fixture
-def updater(fleet: Fleet) -> FleetUpdater:
+def updater(fleet: Fleet) -> WeightUpdater:
     bound = CanaryBound(max_gap=0.1, mean_gap=0.1)
     transaction = WeightTransaction(
         FakeReceiver.trainer, fleet.receivers, canary_prompts=[[1, 2, 3]], bound=bound
     )
-    return FleetUpdater(transaction, fleet)
+    return WeightUpdater(transaction, fleet)
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
@@ -251,14 +251,14 @@ async def test_a_call_that_moves_weights_has_the_time_of_a_phase(fleet: Fleet) -
 
 @pytest.mark.parametrize("phase", ["check", "pause", "load", "commit"])
 async def test_an_update_goes_on_without_waiting_for_the_engine_that_it_lost(
-    fleet: Fleet, updater: FleetUpdater, phase: str
+    fleet: Fleet, updater: WeightUpdater, phase: str
 ) -> None:
-    await updater.run(WeightVersion(1))
+    await updater.update(WeightVersion(1))
     await fleet.admit()
     receiver(fleet, "engine-1").fails = phase
     lost = fleet.engines["engine-1"].server
     FakeServer.may_be_ready.clear()  # its successor takes its time
-    update = await updater.run(WeightVersion(2))
+    update = await updater.update(WeightVersion(2))
     assert list(update.lost_engines) == ["engine-1"]
     assert set(fleet.engines) == {"engine-0", "engine-2"}
     assert {receiver(fleet, name).weights for name in fleet.engines} == {"2"}
@@ -266,23 +266,23 @@ async def test_an_update_goes_on_without_waiting_for_the_engine_that_it_lost(
     await eventually(lambda: len(FakeServer.made) == 4)
     assert lost.stopped  # type: ignore[attr-defined]
     assert lost.url not in fleet.router.urls  # type: ignore[attr-defined]
-    await updater.run(WeightVersion(3))
+    await updater.update(WeightVersion(3))
     FakeServer.may_be_ready.set()
     await eventually(lambda: len(fleet.engines) == 3)
     assert (receiver(fleet, "engine-1").weights, receiver(fleet, "engine-1").version) == ("3", 3)
     assert fleet.evicted == {}
     assert fleet.engines["engine-1"].server.url in fleet.router.urls  # type: ignore[attr-defined]
-    await updater.run(WeightVersion(4))
+    await updater.update(WeightVersion(4))
     assert {receiver(fleet, name).weights for name in fleet.engines} == {"4"}
 
 
 async def test_an_engine_that_comes_up_during_an_update_gets_the_new_version(
-    fleet: Fleet, updater: FleetUpdater
+    fleet: Fleet, updater: WeightUpdater
 ) -> None:
-    await updater.run(WeightVersion(1))
+    await updater.update(WeightVersion(1))
     await fleet.admit()
     FakeReceiver.trainer.hold = asyncio.Event()
-    update = asyncio.create_task(updater.run(WeightVersion(2)))
+    update = asyncio.create_task(updater.update(WeightVersion(2)))
     await eventually(lambda: FakeReceiver.trainer.staged == [1, 2])
     fleet.evict("engine-1", "it died")
     await eventually(lambda: len(FakeReceiver.made) == 4)
@@ -297,9 +297,9 @@ async def test_an_engine_that_comes_up_during_an_update_gets_the_new_version(
     assert (newcomer.weights, newcomer.version) == ("2", 2)
 
 
-async def test_what_a_newcomer_loads_is_not_staged_over(fleet: Fleet, updater: FleetUpdater) -> None:
+async def test_what_a_newcomer_loads_is_not_staged_over(fleet: Fleet, updater: WeightUpdater) -> None:
     """Without the pin, version 3 would be written into the slot that the newcomer reads version 1 from."""
-    await updater.run(WeightVersion(1))
+    await updater.update(WeightVersion(1))
     await fleet.admit()
     goes_on = asyncio.Event()
     init = FakeReceiver.__init__
@@ -316,8 +316,8 @@ async def test_what_a_newcomer_loads_is_not_staged_over(fleet: Fleet, updater: F
     await newcomer.loading.wait()
 
     async def two_updates() -> None:
-        await updater.run(WeightVersion(2))
-        await updater.run(WeightVersion(3))
+        await updater.update(WeightVersion(2))
+        await updater.update(WeightVersion(3))
 
     updates = asyncio.create_task(two_updates())
     for _ in range(100):
@@ -329,8 +329,8 @@ async def test_what_a_newcomer_loads_is_not_staged_over(fleet: Fleet, updater: F
     assert {receiver(fleet, name).weights for name in fleet.engines} == {"3"}
 
 
-async def test_an_engine_is_started_again_a_few_times_only(fleet: Fleet, updater: FleetUpdater) -> None:
-    await updater.run(WeightVersion(1))
+async def test_an_engine_is_started_again_a_few_times_only(fleet: Fleet, updater: WeightUpdater) -> None:
+    await updater.update(WeightVersion(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeReceiver, "check", FakeReceiver.commit)  # raises: it takes no such arguments
         fleet.evict("engine-1", "it died")
@@ -338,25 +338,25 @@ async def test_an_engine_is_started_again_a_few_times_only(fleet: Fleet, updater
     assert len(FakeServer.made) == 5
     assert "did not come back" in fleet.evicted["engine-1"]
     assert all(server.stopped for server in FakeServer.made[3:])
-    await updater.run(WeightVersion(2))
+    await updater.update(WeightVersion(2))
     await eventually(fleet._replacements["engine-1"].done)
     assert len(FakeServer.made) == 5
     fleet.check()
 
 
 async def test_what_left_before_the_first_version_comes_back_after_it(
-    fleet: Fleet, updater: FleetUpdater
+    fleet: Fleet, updater: WeightUpdater
 ) -> None:
     fleet.evict("engine-2", "it died")
-    await updater.run(WeightVersion(1))
+    await updater.update(WeightVersion(1))
     await eventually(lambda: "engine-2" in fleet.engines)
     assert receiver(fleet, "engine-2").weights == "1"
 
 
 async def test_a_newcomer_that_dies_while_it_loads_does_not_hold_the_updates(
-    fleet: Fleet, updater: FleetUpdater, deaths: Deaths
+    fleet: Fleet, updater: WeightUpdater, deaths: Deaths
 ) -> None:
-    await updater.run(WeightVersion(1))
+    await updater.update(WeightVersion(1))
     init = FakeReceiver.__init__
 
     def stuck(self: FakeReceiver, name: str, client: object, *, deadline_s: float) -> None:
@@ -369,7 +369,7 @@ async def test_a_newcomer_that_dies_while_it_loads_does_not_hold_the_updates(
         await eventually(lambda: len(FakeReceiver.made) == 4)
     await FakeReceiver.made[3].loading.wait()
     deaths.future(FakeServer.made[3]).set_result("it hangs")
-    await updater.run(WeightVersion(2))
+    await updater.update(WeightVersion(2))
     await eventually(lambda: "engine-1" in fleet.engines)
     assert receiver(fleet, "engine-1") is FakeReceiver.made[4]
     assert FakeServer.made[3].stopped
@@ -479,9 +479,9 @@ async def test_a_router_that_reaches_no_engine_is_an_error(fleet: Fleet) -> None
 
 
 async def test_a_port_that_somebody_took_is_a_reason_for_another_try(
-    fleet: Fleet, updater: FleetUpdater, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await updater.run(WeightVersion(1))
+    await updater.update(WeightVersion(1))
     init = FakeServer.__init__
 
     def first_loses_its_port(self: FakeServer, *args, **kwargs) -> None:

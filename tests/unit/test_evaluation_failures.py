@@ -18,7 +18,7 @@ class Watched:
     def __init__(self, at_start: int = 4) -> None:
         self.told: list[str] = []
         rules = BufferConfig().failure_rules()
-        self.watch = EvaluationFailures(at_start=at_start, rules=rules, tell=self.told.append)
+        self.watch = EvaluationFailures(at_start=at_start, rules=rules, warn=self.told.append)
 
     def fail(self, group: str, reason: str = "exception") -> None:
         self.watch.ended(group, [broken(group, reason)])

@@ -21,7 +21,13 @@ from invrl.buffer.failures import FailureLimits, FailureTeller
 from invrl.buffer.group_filters import group_filter_function
 from invrl.errors import FilteredOutError
 from invrl.metrics import resolve
-from invrl.observe.wait_messages import SAID_EVERY_S, Activity, Deadlines, silence_text, tell_silence
+from invrl.observe.wait_messages import (
+    MESSAGE_INTERVAL_S,
+    CurrentPhase,
+    Deadlines,
+    report_waits,
+    wait_message,
+)
 from invrl.rollout.config import RolloutConfig
 from invrl.run.loop import Learner, Parts, run_loop
 from invrl.run.save_schedule import SaveSchedule
@@ -134,8 +140,8 @@ def test_a_task_source_with_a_bug_names_its_line() -> None:
 
     buffer = Buffer(config(), ROLLOUT, tasks=broken(), group_filter=lambda group: None)
     lease_all(buffer)
-    text = silence_text(Activity(), buffer.wait_report(), DEADLINES)
-    assert "no more tasks come: the task source raised KeyError: 'no such file' (at " in text
+    text = wait_message(CurrentPhase(), buffer.wait_report(), DEADLINES)
+    assert "there are no more tasks: the task source raised KeyError: 'no such file' (at " in text
     assert 'in broken: raise KeyError("no such file"))' in text
 
 
@@ -215,24 +221,24 @@ class Clock:
 
 def test_every_half_minute_without_a_step_something_is_due() -> None:
     clock = Clock()
-    activity = Activity(clock)
+    phase = CurrentPhase(clock)
     said: list[float] = []
     for second in range(200):
         clock.now = 100.0 + second
         if second == 100:
-            activity.step(1, {})
-        if activity.due():
+            phase.step(1, {})
+        if phase.is_message_due():
             said.append(second)
     assert said == [30, 60, 90, 130, 160, 190]
-    assert SAID_EVERY_S == 30
+    assert MESSAGE_INTERVAL_S == 30
 
 
 def waiting(buffer: Buffer, deadlines: Deadlines = DEADLINES) -> str:
     clock = Clock()
-    activity = Activity(clock)
-    activity.phase("rollout", 7)
+    phase = CurrentPhase(clock)
+    phase.phase("rollout", 7)
     clock.now += 62.0
-    return silence_text(activity, buffer.wait_report(), deadlines)
+    return wait_message(phase, buffer.wait_report(), deadlines)
 
 
 def test_a_solved_task_is_said_to_be_one_with_what_to_set() -> None:
@@ -241,10 +247,10 @@ def test_a_solved_task_is_said_to_be_one_with_what_to_set() -> None:
     text = waiting(buffer)
     assert text.startswith("step 7: rollout for 62 s: 0 of 2 groups ready, ")
     assert "4 finished since the last batch, dropped: 4 zero_variance, 0 rollouts failed" in text
-    assert "the filter nonzero_variance dropped the last 4 groups (rewards: 4 x all 1)." in text
+    assert "the filter nonzero_variance dropped the last 4 groups in a row (rewards: 4 x all 1)." in text
     assert "the task is solved, or out of reach" in text
     assert (
-        "after 6 in a row the run ends with its model saved (--max-filtered-batches, --filtered-out end)"
+        "after 6 in a row the run ends and saves its model (--max-filtered-batches, --filtered-out end)"
     ) in text
 
 
@@ -254,21 +260,21 @@ def test_failures_and_the_rollouts_that_are_out_are_named() -> None:
     buffer.record(failure("g0", 0))
     text = waiting(buffer)
     assert "1 rollouts failed (1 exception)" in text
-    assert "no group came through: failures are told above" in text
+    assert "no group has finished: failures are shown above" in text
     assert "group g0 (task t0) waits longest: 2 of 2 rollouts are out" in text
-    assert "a rollout has failed after --rollout-timeout-s 300" in text
+    assert "a rollout fails after --rollout-timeout-s 300" in text
 
 
 def outside_text(outside: WaitsOutside, idle_s: float = 900.0) -> str:
     buffer = buffer_of(config())
     lease_all(buffer)
     clock = Clock()
-    activity = Activity(clock)
-    activity.phase("rollout", 1)
+    phase = CurrentPhase(clock)
+    phase.phase("rollout", 1)
     deadlines = Deadlines(
         rollout_timeout_s=300.0, filtered_out="end", lease_timeout_s=60.0, session_idle_timeout_s=idle_s
     )
-    return silence_text(activity, replace(buffer.wait_report(), outside=outside), deadlines)
+    return wait_message(phase, replace(buffer.wait_report(), outside=outside), deadlines)
 
 
 def test_it_is_said_which_outside_environment_is_waited_for_since_when_and_until_when() -> None:
@@ -331,17 +337,17 @@ async def test_the_buffer_finds_the_silent_environment_in_the_store(tmp_path: Pa
 
 def test_another_phase_is_said_with_its_time() -> None:
     clock = Clock()
-    activity = Activity(clock)
-    activity.phase("checkpoint", 3)
+    phase = CurrentPhase(clock)
+    phase.phase("checkpoint", 3)
     clock.now += 31.0
-    assert silence_text(activity, None, DEADLINES) == "step 3: checkpoint for 31 s"
+    assert wait_message(phase, None, DEADLINES) == "step 3: checkpoint for 31 s"
 
 
 async def test_the_buffer_is_asked_while_rollouts_are_waited_for() -> None:
     clock = Clock()
-    activity = Activity(clock)
+    phase = CurrentPhase(clock)
     clock.now += 155.0  # until everything was up
-    activity.phase("rollout", 1)
+    phase.phase("rollout", 1)
     noted = asyncio.Event()
     notes: list[str] = []
 
@@ -354,7 +360,7 @@ async def test_the_buffer_is_asked_while_rollouts_are_waited_for() -> None:
         async def waiting(self):
             return buffer_of(config()).wait_report()
 
-    telling = asyncio.create_task(tell_silence(Asked(), activity, Screen(), DEADLINES, every_s=0.0))
+    telling = asyncio.create_task(report_waits(Asked(), phase, Screen(), DEADLINES, interval_s=0.0))
     try:
         for _ in range(20):
             await asyncio.sleep(0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from invrl.run.checkpoints import Checkpoint
-from invrl.run.resume import beginning_of
+from invrl.run.resume import Start, describe_start, is_finished
 from invrl.store.run_folder import RunFolder
 
 
@@ -15,15 +15,21 @@ from invrl.store.run_folder import RunFolder
     ("step", "ended", "store", "told", "finished"),
     [
         (None, None, False, "a new run of 8 steps", False),
-        (None, None, True, "ended before its first checkpoint: it starts anew, from step 0", False),
-        (None, "8", True, "the run ended after step 8 without a checkpoint: it starts anew", False),
-        (6, None, True, "going on from the checkpoint of step 6 of 8", False),
-        (6, "6", True, "going on from the checkpoint of step 6 of 8; it had ended after step 6", False),
-        (4, "4", True, "going on from the checkpoint of step 4 of 8; it had ended after step 4", False),
-        (8, "8", True, "the run is finished: it has made its 8 steps. To go on raise --num-steps", True),
-        (8, None, True, "going on from the checkpoint of step 8 of 8", False),
+        (None, None, True, "ended before its first checkpoint: it starts again from step 0", False),
+        (None, "8", True, "the run ended after step 8 without a checkpoint: it starts again", False),
+        (6, None, True, "resuming from the checkpoint of step 6 of 8", False),
+        (6, "6", True, "resuming from the checkpoint of step 6 of 8; the run had ended after step 6", False),
+        (4, "4", True, "resuming from the checkpoint of step 4 of 8; the run had ended after step 4", False),
+        (
+            8,
+            "8",
+            True,
+            "the run is finished: it has made its 8 steps. To continue it, raise --num-steps",
+            True,
+        ),
+        (8, None, True, "resuming from the checkpoint of step 8 of 8", False),
         (9, "9", True, "the run is finished", True),
-        (8, "not a number", True, "going on from the checkpoint of step 8", False),
+        (8, "not a number", True, "resuming from the checkpoint of step 8", False),
     ],
 )
 def test_what_an_incarnation_says_that_it_begins_from(
@@ -34,7 +40,7 @@ def test_what_an_incarnation_says_that_it_begins_from(
         folder.finished_path.write_text(ended)
     if store:
         folder.store_path.touch()
-    begin = None if step is None else Checkpoint(step=step, path=tmp_path / f"step-{step:06d}")
-    beginning = beginning_of(folder, begin, num_steps=8)
-    assert told in beginning.text
-    assert beginning.finished is finished
+    checkpoint = None if step is None else Checkpoint(step=step, path=tmp_path / f"step-{step:06d}")
+    start = Start(checkpoint=checkpoint)
+    assert told in describe_start(folder, start, num_steps=8)
+    assert is_finished(folder, start, num_steps=8) is finished

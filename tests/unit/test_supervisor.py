@@ -105,8 +105,8 @@ def test_a_driver_that_has_told_its_failure_is_not_told_again(start: Start) -> N
     assert (code, out) == (1, "1\n2\n3\n")
     lines = err.splitlines()
     assert lines == [
-        "invrl: going on from step 0 (restart 1 of 2)",
-        "invrl: going on from step 0 (restart 2 of 2)",
+        "invrl: resuming from step 0 (restart 1 of 2)",
+        "invrl: resuming from step 0 (restart 2 of 2)",
     ]
 
 
@@ -124,7 +124,7 @@ sys.exit(1)"""
     # Incarnations 1 and 2 are followed by a first restart each, because incarnation 2 made a checkpoint;
     # incarnation 3 made none.
     assert (code, out) == (1, "1\n2\n3\n")
-    assert [line.split("going on ")[1] for line in err.splitlines()] == [
+    assert [line.split("resuming ")[1] for line in err.splitlines()] == [
         "from step 0 (restart 1 of 1)",
         "from step 2 (restart 1 of 1)",
     ]

@@ -10,7 +10,7 @@ import pytest
 
 from invrl.errors import TrainError
 from invrl.run.checkpoints import Checkpoints, check_served
-from invrl.run.unsaved_weights import save_last_weights
+from invrl.run.unsaved_weights import save_unsaved_weights
 
 
 class EndedTrainer:
@@ -41,8 +41,8 @@ async def ended(
     trainer: EndedTrainer, checkpoints: Checkpoints, *, begun_at: int = 0, within_s: float = 120.0
 ) -> list[str]:
     notes: list[str] = []
-    await save_last_weights(
-        cast(Any, trainer), checkpoints, begun_at=begun_at, within_s=within_s, note=notes.append
+    await save_unsaved_weights(
+        cast(Any, trainer), checkpoints, first_step=begun_at, timeout_s=within_s, note=notes.append
     )
     return notes
 
@@ -54,7 +54,7 @@ async def test_weights_without_a_checkpoint_are_saved(tmp_path: Path) -> None:
     assert (model / "model.safetensors").read_text() == "5"
     check_served(model)
     assert f"model of step 5: {model}" in where
-    assert "there is no checkpoint to go on from" in where
+    assert "there is no checkpoint to resume from" in where
 
 
 async def test_steps_count_from_the_checkpoint_that_the_incarnation_began_with(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ async def test_steps_count_from_the_checkpoint_that_the_incarnation_began_with(t
     await before.save(cast(Any, EndedTrainer(4)), 4, b"")
     *_, where = await ended(EndedTrainer(3), Checkpoints(tmp_path), begun_at=4)
     assert (tmp_path / "model-000007" / "model.safetensors").read_text() == "3"
-    assert "a run goes on from step 4" in where
+    assert "a run resumes from step 4" in where
 
 
 async def test_what_is_saved_already_is_only_named(tmp_path: Path) -> None:

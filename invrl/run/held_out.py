@@ -1,0 +1,99 @@
+"""The held-out evaluations of a training run: before the first step, every `eval_interval` steps, and after
+the last step; and what training gained. `invrl eval` is `evaluate.py`."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from invrl.host.disk import write_atomically
+from invrl.observe.sinks import RunObserver
+from invrl.rollout.evaluation import EvalScore, Evaluation, failure_note, gain_interval
+from invrl.rollout.rollout_handle import RolloutHandle
+from invrl.run.config import Config
+from invrl.run.failed_rollouts import EvaluationFailures
+from invrl.store.run_folder import RunFolder
+from invrl.types import WeightVersion
+
+
+class HeldOutEvaluations:
+    """Those of one incarnation. Every evaluation warns of rollouts that failed."""
+
+    def __init__(
+        self, config: Config, folder: RunFolder, rollouts: RolloutHandle, observer: RunObserver
+    ) -> None:
+        self._before_path: Path = folder.report_path / "evaluation-before.json"
+        self._rollouts = rollouts
+        self._observer = observer
+        self._failures = EvaluationFailures(
+            at_start=config.buffer.max_failures_at_start,
+            rules=config.buffer.failure_rules(),
+            warn=observer.note,
+        )
+
+    async def before_training(self, first_step: int) -> Evaluation | None:
+        """The evaluation before step 1. It is made once in a run: a later incarnation reads it back. None if
+        its file is lost."""
+        path = self._before_path
+        try:
+            if path.exists():
+                return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+        except msgspec.MsgspecError as error:
+            self._observer.note(f"{path} is damaged ({error}): nothing to compare the end with")
+            return None
+        if first_step:
+            self._observer.note(f"{path} is missing: nothing to compare the end with")
+            return None
+        evaluation = await self.evaluate(0)
+        write_atomically(path, msgspec.json.encode(evaluation).decode())
+        return evaluation
+
+    async def during_training(self, version: WeightVersion) -> Mapping[str, float]:
+        """The metric values of an evaluation that the loop asks for."""
+        evaluation = await self._rollouts.evaluate(version, watch=self._failures)
+        self._note_failures(evaluation)
+        return await asyncio.to_thread(evaluation.values)  # its bootstrap intervals take a while
+
+    async def evaluate(self, step: int) -> Evaluation:
+        """Evaluates after `step`, and writes the result into the metrics."""
+        self._observer.phase("evaluating", step)
+        evaluation = await self._rollouts.evaluate(step, watch=self._failures)
+        self._note_failures(evaluation)
+        self._observer.step(step, await asyncio.to_thread(evaluation.values))
+        return evaluation
+
+    def _note_failures(self, evaluation: Evaluation) -> None:
+        for score in evaluation.scores.values():
+            if score.failures:
+                self._observer.note(f"held-out tasks, {failure_note(score)}")
+
+    def report_gain(self, before: Evaluation, after: Evaluation) -> None:
+        """One line per set and mode."""
+        for name, score_after in after.scores.items():
+            self._observer.note(describe_gain(name, before.scores[name], score_after))
+
+
+def describe_gain(name: str, before: EvalScore, after: EvalScore) -> str:
+    gain = gain_interval(before, after)
+    return (
+        f"held-out accuracy, {name} ({_describe_size(after)}): "
+        f"{before.accuracy.value:.3f} -> {after.accuracy.value:.3f}, "
+        f"gain {gain.value:+.3f}, 95 % interval [{gain.low:+.3f}, {gain.high:+.3f}]"
+        f"{_describe_failures(before, 'before')}{_describe_failures(after, 'after')}"
+    )
+
+
+def _describe_size(score: EvalScore) -> str:
+    """How many values an accuracy is the mean of: each task may have been tried several times."""
+    tasks = f"{len(score.task_ids):,} tasks"
+    if score.samples == len(score.task_ids):
+        return tasks
+    return f"{tasks}, {score.samples:,} samples"
+
+
+def _describe_failures(score: EvalScore, when: str) -> str:
+    failed = sum(score.failures.values())
+    if not failed:
+        return ""
+    return f"; {failed} of {score.samples} rollouts failed {when}"

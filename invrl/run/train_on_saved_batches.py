@@ -1,0 +1,57 @@
+"""`invrl train --debug-train-only`: the trainer alone, on batches that another run has saved."""
+
+import asyncio
+from pathlib import Path
+
+from invrl.host import interrupts
+from invrl.observe.sinks import RunObserver
+from invrl.run.checkpoints import Checkpoint, Checkpoints
+from invrl.run.cluster import start_trainer
+from invrl.run.config import Config
+from invrl.run.loop import no_step_note, train_values
+from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, save_unsaved_weights
+from invrl.store.batch_file import batch_path, load_batch, saved_steps
+from invrl.store.run_folder import RunFolder
+
+
+async def train_on_saved_batches(
+    config: Config,
+    folder: RunFolder,
+    checkpoints: Checkpoints,
+    observer: RunObserver,
+    checkpoint: Checkpoint | None,
+) -> None:
+    """Makes one step per saved batch after the step of `checkpoint`, up to step `num_steps`, and saves a
+    checkpoint. SGLang need not be installed. Given the checkpoint of a run and the batches that it trained
+    next, losses and weights are those of that run, bit for bit in float32."""
+    first_step = 0
+    if checkpoint is not None:
+        first_step = checkpoint.step
+    data = Path(config.run.load_rollout_data).expanduser().absolute()
+    steps = [step for step in saved_steps(data, after_step=first_step) if step <= config.run.num_steps]
+    observer.phase("starting", 0)
+    async with start_trainer(config, folder) as trainer:
+        if checkpoint is not None:
+            await trainer.load_checkpoint(str(checkpoint.megatron))
+        try:
+            for step in steps:
+                observer.phase("train", step)
+                result = await trainer.train(load_batch(batch_path(data, step)))
+                note = no_step_note(step, result)
+                if note:
+                    observer.note(note)
+                observer.step(step, train_values(result))
+        except asyncio.CancelledError:
+            interrupts.allow_more(SAVE_AFTER_INTERRUPT_S)
+            await save_unsaved_weights(
+                trainer,
+                checkpoints,
+                first_step=first_step,
+                timeout_s=SAVE_AFTER_INTERRUPT_S,
+                note=observer.note,
+            )
+            raise
+        last_step = steps[-1] if steps else first_step
+        observer.phase("checkpoint", last_step)
+        saved = await checkpoints.save(trainer, last_step)
+    observer.note(f"model: {saved.hugging_face}")
