@@ -15,11 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from invrl.cli import main as cli
 from invrl.cli.flags import parse_flags
+from invrl.errors import SessionError
 from invrl.run.config import SECTIONS, UPSTREAM, Source, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +40,7 @@ PAGES = [
 OTHER_PROGRAM = "<!-- other program -->"
 """Stands before a TOML block that is not a configuration of ours."""
 CONFIG_COMMANDS = ("train", "serve", "eval", "doctor", "show-config", "soak")
-OTHER_PROGRAMS = ("cd", "export", "pip", "python", "cp", "mkdir", "hf", "tensorboard", "git")
+OTHER_PROGRAMS = ("cd", "curl", "export", "pip", "python", "cp", "mkdir", "hf", "tensorboard", "git")
 """Commands of a shell snippet that are not ours."""
 
 
@@ -198,6 +202,40 @@ def test_python_compiles_and_what_it_imports_of_ours_is_there(snippet: Snippet) 
 )
 def test_toml_resolves_as_configuration(snippet: Snippet) -> None:
     resolve(Source(name=snippet.place, tables=tomllib.loads(snippet.text)))
+
+
+def test_the_example_of_a_dialect_reads_and_writes_its_wire() -> None:
+    [snippet] = [snippet for snippet in of_language("python") if snippet.page == "docs/extend/dialect.md"]
+    module: dict[str, Any] = {}
+    exec(compile(snippet.text, snippet.place, "exec"), module)
+    dialect = module["AskDialect"](model="tiny", vocab_size=512, token_text=str)
+    request = dialect.parse(b'{"model": "tiny", "question": "Well?", "stream": true}', retry=False)
+    assert [message.content for message in request.turn.messages] == ["Well?"]
+    assert request.turn.stream
+    for refused in (
+        b'{"model": "tiny", "question": ""}',
+        b'{"model": "tiny", "question": "x", "images": [1]}',
+    ):
+        with pytest.raises(SessionError) as caught:
+            dialect.parse(refused, retry=False)
+        assert caught.value.status == 400
+        assert b"error" in dialect.error(caught.value)
+    assert json.loads(dialect.stream(request, []).tail([])) == {"done": True}
+
+
+def test_the_examples_of_a_loss_load_and_compute() -> None:
+    [snippet] = [snippet for snippet in of_language("python") if snippet.page == "docs/extend/loss.md"]
+    module: dict[str, Any] = {}
+    exec(compile(snippet.text, snippet.place, "exec"), module)
+    ratio_N = torch.ones(3, requires_grad=True)
+    advantages_N = torch.tensor([1.0, -1.0, 0.0])
+    losses_N = module["soft_clip"](ratio_N, advantages_N, eps_clip_low=0.2, eps_clip_high=0.2)
+    losses_N.sum().backward()
+    assert torch.equal(losses_N.detach(), -advantages_N)
+    assert torch.allclose(ratio_N.grad, -advantages_N)
+    ranks_G = module["ranks"](np.array([0.0, 5.0, 5.0, 100.0]), eps=1e-4)
+    assert ranks_G.tolist() == [-1.0, 0.0, 0.0, 1.0]
+    assert module["ranks"](np.array([2.0]), eps=1e-4).tolist() == [0.0]
 
 
 def test_data_parses() -> None:
