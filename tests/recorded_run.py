@@ -16,6 +16,7 @@ from invrl.buffer.open_group import Place, RolloutState
 from invrl.gateway.types import Message
 from invrl.run.config import Source, resolve
 from invrl.run.folder import make_run_folder
+from invrl.store.rows import StoredSession
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import (
@@ -79,7 +80,9 @@ class RecordedRun:
             sampling=Sampling(),
         )
         self.opened += 1
-        self.writer.open_sessions([session], [hashlib.sha256(name.encode()).digest()], self.opened).result(60)
+        key_hash = hashlib.sha256(name.encode()).digest()
+        record = StoredSession(session=session, key_hash=key_hash, opened_at=self.opened)
+        self.writer.open_sessions([record]).result(60)
         replies = [reply] if isinstance(reply, str | Message) else list(reply)
         parent: str | None = None
         for number, text in enumerate(replies):

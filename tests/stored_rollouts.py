@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from invrl.store.rows import StoredSession
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import GroupLease, RolloutSummary, Sampling, Session, Turn, VersionSpan, WeightVersion
 
@@ -59,7 +60,8 @@ def finish(store: RunStoreWriter, summary: RolloutSummary) -> None:
         purpose="train",
         sampling=Sampling(),
     )
-    store.open_sessions([session], [hashlib.sha256(name.encode()).digest()], 0.0).result(60)
+    key_hash = hashlib.sha256(name.encode()).digest()
+    store.open_sessions([StoredSession(session=session, key_hash=key_hash, opened_at=0.0)]).result(60)
     parent: str | None = None
     for number in range(summary.num_turns):
         turn = _turn(f"{name}/{number}", name, parent, summary.oldest_version)

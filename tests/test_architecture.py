@@ -35,12 +35,23 @@ MAY_IMPORT["cli"] = set(MAY_IMPORT)
 INSIDE_THE_GATEWAY: dict[str, set[str]] = {
     "types": set(),
     "config": set(),
-    "registry": {"types"},
+    "keys": set(),
+    "session_record": set(),
+    "registry": {"keys", "session_record"},
     "rendering": {"types"},
     "dialects": {"types"},
-    "turns": {"types", "registry", "rendering"},
-    "sessions": {"types", "registry", "turns"},
-    "server": {"types", "registry", "rendering", "dialects", "turns", "sessions"},
+    "turns": {"types", "session_record", "rendering"},
+    "sessions": {"types", "session_record", "registry", "turns"},
+    "server": {
+        "types",
+        "keys",
+        "session_record",
+        "registry",
+        "rendering",
+        "dialects",
+        "turns",
+        "sessions",
+    },
 }
 """What a package of the gateway may import of the others, besides the settings."""
 WITHOUT_EVENT_LOOP = ("types", "rendering", "dialects")

@@ -1,157 +1,68 @@
 """The registry of sessions: who may sample, in which session, until when. Pure and in memory.
 
-Invariants: a key opens its own session and nothing else; keys are kept as hashes and compared in constant
-time; admission happens only when a session opens, so an admitted session is never refused mid-way; a key and
-an id begin with the number of the worker that holds the session, and a key ends with a code by which every
-worker sees that this gateway made it. The session API opens and closes sessions here, the agent API looks
-keys up."""
+Invariants: a key opens its own session and nothing else; admission happens only when a session opens, so an
+admitted session is never refused later; a key and an id begin with the number of the worker that holds the
+session. The session API opens and closes sessions here; the agent API looks keys up."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import re
 import secrets
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from invrl.errors import SessionError
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    GroupMember,
-    Outcome,
-    Purpose,
-    Reward,
-    Sampling,
-    Session,
-    SessionLimits,
-)
-
-SessionState = Literal["open", "unrewarded", "finished", "aborted", "expired"]
-"""`unrewarded`: finished, but for its reward, which it waits for. `expired`: its time was up."""
+from invrl.gateway.keys import KEY_PREFIX, hash_key, hash_of_same_key, signed_key, unauthorized
+from invrl.gateway.session_record import LastHeard, SessionRecord
+from invrl.store.rows import SessionState
+from invrl.types import GroupMember, Outcome, Purpose, Reward, Sampling, Session, SessionLimits
 
 Name = TypeVar("Name", str, bytes)
 
-_NAME = re.compile(r"(?:isk|ses)-([0-9a-f]{2})")
-_KEY_CODE_BYTES = 12
+_ID_PREFIX = "ses-"
+_NAME = re.compile(rf"(?:{KEY_PREFIX}|{_ID_PREFIX})([0-9a-f]{{2}})")
 _RETRY_AFTER_S = 1.0
-_CLOSED_KEPT = 8192
-"""Closed sessions that still answer with their outcome; older ones are forgotten (the store has them)."""
+_CLOSED_SESSIONS = 8192
+"""Closed sessions that are held here with their outcome; older ones are looked up in the store."""
 _MAX_FAMILY = 64
-"""Sessions that may descend from one."""
+"""Limit for a session and all that descend from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerPlace:
-    """Which worker this is. As it stands: the only one."""
+    """Which of the gateway's workers this is. By default: the only one."""
 
     number: int = 0
     urls: Sequence[str] = ("",)
-    """Each worker's own address."""
+    """The address of each worker."""
     open_sessions: memoryview = field(default_factory=lambda: memoryview(bytearray(8)).cast("Q"))
-    """How many each worker holds (uint64), in memory that all of them share."""
+    """The number of open sessions of each worker (uint64), in memory that all of them share."""
     starts: int = 1
+    """How often this worker was started."""
 
     @property
     def mark(self) -> str:
-        """What names of this worker's sessions begin with, after `isk-` or `ses-`."""
+        """What keys and ids of this worker's sessions contain after their prefix."""
         return f"{self.number:02x}"
 
     def owner(self, name: str) -> int | None:
-        """The worker that a session's key or id names."""
-        found = _NAME.match(name)
-        number = int(found[1], 16) if found else len(self.urls)
-        return number if number < len(self.urls) else None
-
-
-@dataclass(slots=True, eq=False)
-class LifeSign:
-    """When the environment that holds some sessions was last heard of. The sessions that were opened together
-    share one, and so do their children: an environment may run them one after the other."""
-
-    seen_at: float = field(default_factory=time.time)
-    """Unix seconds."""
-
-    def see(self) -> None:
-        """A call begins, goes on, or ends."""
-        self.seen_at = time.time()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class SessionRecord:
-    session: Session
-    key_hash: bytes
-    opened_at: float
-    reward_deadline: float | None = None
-    """Unix seconds: until when a finished session waits for its reward; None: it does not."""
-    parent: SessionRecord | None = field(default=None, repr=False)
-    children: list[SessionRecord] = field(default_factory=list, repr=False)
-    state: SessionState = "open"
-    frozen: bool = False
-    """Finish or abort has begun: nothing that comes now changes what the session hands over."""
-    reward: float | None = None
-    components: Mapping[str, float] = field(default_factory=dict)
-    turn_rewards: dict[str, Reward] = field(default_factory=dict)
-    branch_rewards: dict[str, Reward] = field(default_factory=dict)
-    outcome: Outcome | None = None
-    overridden: set[str] = field(default_factory=set)
-    """Sampling parameters that a client asked for and the run did not grant."""
-    forced: Counter[str] = field(default_factory=Counter)
-    """Its requests whose reply's form was to be forced, by the field that asked for it."""
-    ignored: Counter[str] = field(default_factory=Counter)
-    """Its requests, by the fields of theirs that nothing reads."""
-    life: LifeSign = field(default_factory=LifeSign)
-    counts: Counter[str] = field(default_factory=Counter)
-    """How its requests went on from what was recorded: match levels, thinking kept, prompt ids of forks."""
-
-    def top(self) -> SessionRecord:
-        """The session that this one descends from: the one whose outcome counts."""
-        return self if self.parent is None else self.parent.top()
-
-    def family(self, *, finished: bool = False) -> Iterator[SessionRecord]:
-        """This session and its descendants; `finished`: without those that were aborted or expired."""
-        yield self
-        for child in self.children:
-            if not finished or child.state == "finished":
-                yield from child.family(finished=finished)
-
-
-def hash_key(key: str) -> bytes:
-    """Keys carry 192 random bits: a plain hash is enough."""
-    return hashlib.sha256(key.encode()).digest()
-
-
-def hash_of_one(keys: Sequence[str]) -> bytes:
-    """Of the one key that a request carries. SessionError 401 if it carries none, or two that differ."""
-    hashes = [hash_key(key) for key in keys]
-    if not hashes:
-        raise unauthorized("no key: give it as bearer or as x-api-key, a session's own also in the path")
-    if not all(hmac.compare_digest(hashes[0], other) for other in hashes):
-        raise unauthorized("the request carries two keys that differ", code="conflicting_keys")
-    return hashes[0]
-
-
-def signed_key(name: str, secret: bytes) -> str:
-    """The session key that begins with `name`, which holds the random bits. What is added is a code that
-    takes `secret` to make."""
-    code = hmac.digest(secret, b"session key\0" + name.encode(), "sha256")[:_KEY_CODE_BYTES]
-    return name + base64.urlsafe_b64encode(code).decode()
-
-
-def is_signed(key: str, secret: bytes) -> bool:
-    """Whether `key` was made with `secret`. Says nothing about its session, which may be closed."""
-    name = key[: -4 * _KEY_CODE_BYTES // 3]
-    return hmac.compare_digest(signed_key(name, secret).encode(), key.encode())
+        """The worker that holds the session with this key or id; None if the name says no worker."""
+        match = _NAME.match(name)
+        if match is None:
+            return None
+        number = int(match[1], 16)
+        if number >= len(self.urls):
+            return None
+        return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What is opened as one: a session for each of a group's members."""
+    """A request to open sessions: one for each of these members of a group, all of them or none."""
 
     task_id: str
     group_id: str
@@ -161,14 +72,14 @@ class Opening:
     limits: SessionLimits = field(default_factory=SessionLimits)
     parent: SessionRecord | None = None
     request_id: str = ""
-    """Who asks again under the same id gets the same sessions."""
+    """A request that is repeated with the same id gets the same sessions."""
 
 
 class SessionRegistry:
-    """The sessions of one worker. `recall`: a closed one by its id or its key's hash, from the store.
-    `secret`: what ids and keys of requests with an id are made from, so that the store need not hold keys.
-    `incarnation`: of the run. Two incarnations under one secret make different sessions for the same request
-    id: the first one's are lost, and its places are leased again."""
+    """The sessions of one worker. `recall_closed`: reads a closed session by its id or the hash of its key
+    from the store. `secret`: ids and keys of requests with an id are derived from it, so that the store need
+    not hold keys. `incarnation`: of the run. Two incarnations with one secret make different sessions for the
+    same request id: those of the first are lost, and their places are leased again."""
 
     def __init__(
         self,
@@ -179,206 +90,243 @@ class SessionRegistry:
         secret: bytes = b"",
         incarnation: str = "",
         place: WorkerPlace | None = None,
-        recall: Callable[[str | bytes], SessionRecord | None] = lambda _: None,
+        recall_closed: Callable[[str | bytes], SessionRecord | None] = lambda _: None,
     ) -> None:
-        self._max_open, self._ttl_s, self._public_url = max_open, ttl_s, public_url.rstrip("/")
-        self._secret, self._incarnation = secret, incarnation
-        self._recall, self._worker = recall, place or WorkerPlace()
+        self._max_open = max_open
+        self._ttl_s = ttl_s
+        self._public_url = public_url.rstrip("/")
+        self._secret = secret
+        self._incarnation = incarnation
+        self._recall_closed = recall_closed
+        self._worker = place or WorkerPlace()
         self._by_id: dict[str, SessionRecord] = {}
         self._by_key: dict[bytes, SessionRecord] = {}
         self._open: dict[str, SessionRecord] = {}
+        """Sessions without an outcome, by id."""
         self._closed: dict[str, SessionRecord] = {}
         self._counts: Counter[SessionState] = Counter()
 
-    def open(self, group: Opening, now: float) -> list[SessionRecord]:
-        """All members of a group, or none: SessionError 429 if they do not fit, 409 under a closed parent."""
-        held, more = sum(self._worker.open_sessions), len(group.members)
-        if held + more > self._max_open:
-            full = f"{held} sessions are open; {more} more would pass {self._max_open}"
-            raise SessionError(full, status=429, code="too_many_sessions", retry_after_s=_RETRY_AFTER_S)
-        parent = group.parent
+    def open(self, opening: Opening, now: float) -> list[SessionRecord]:
+        """Opens all sessions or none. SessionError 429 if there are too many open sessions, 403 if the family
+        is too large, 409 if the parent is closed."""
+        open_sessions = sum(self._worker.open_sessions)
+        new_sessions = len(opening.members)
+        if open_sessions + new_sessions > self._max_open:
+            reason = f"{open_sessions} sessions are open; {new_sessions} more would pass {self._max_open}"
+            raise SessionError(reason, status=429, code="too_many_sessions", retry_after_s=_RETRY_AFTER_S)
+        parent = opening.parent
         if parent is not None and parent.frozen:
             raise SessionError(f"session {parent.session.id} is closed", status=409, code="session_closed")
         if parent is not None and len(list(parent.top().family())) > _MAX_FAMILY:
             reason = f"{_MAX_FAMILY} sessions descend from one"
             raise SessionError(reason, status=403, code="too_many_children")
-        sessions = [self._session(group, at) for at in range(more)]
-        records = [SessionRecord(session=s, key_hash=hash_key(s.key), opened_at=now) for s in sessions]
+        records: list[SessionRecord] = []
+        for position in range(new_sessions):
+            session = self._new_session(opening, position)
+            records.append(SessionRecord(session=session, key_hash=hash_key(session.key), opened_at=now))
         self.restore(records)
         return records
 
-    def reopened(self, group: Opening) -> list[SessionRecord]:
-        """The sessions that an earlier try of the same request opened; none if there was none. SessionError
-        409 if that was another request."""
-        if not group.request_id:
+    def reopened(self, opening: Opening) -> list[SessionRecord]:
+        """The sessions that an earlier try of the same request opened; none if there was no such try.
+        SessionError 409 if the earlier request with this id asked for other sessions."""
+        if not opening.request_id:
             return []
-        asked = [self._session(group, at) for at in range(len(group.members))]
-        found = [record for one in asked if (record := self._find(self._by_id, one.id))]
-        pairs = zip(found, asked, strict=False)
-        keyed = [replace(old.session, key=new.key, base_url=new.base_url) for old, new in pairs]
-        more = self._find(self._by_id, self._names(group, len(asked))[0])
-        if found and (more or keyed != asked):
-            reason = f"request_id {group.request_id!r} has opened other sessions"
+        expected = [self._new_session(opening, position) for position in range(len(opening.members))]
+        records: list[SessionRecord] = []
+        for session in expected:
+            record = self.find(session.id)
+            if record is not None:
+                records.append(record)
+        if not records:
+            return []
+        # The store has no keys: what was restored from it gets its key and its URL here.
+        with_keys = [
+            replace(record.session, key=session.key, base_url=session.base_url)
+            for record, session in zip(records, expected, strict=False)
+        ]
+        id_after_last, _ = self._names(opening, len(expected))
+        opened_more = self.find(id_after_last) is not None
+        if opened_more or with_keys != expected:
+            reason = f"request_id {opening.request_id!r} has opened other sessions"
             raise SessionError(reason, status=409, code="request_id_reused", param="request_id")
-        for record, session in zip(found, keyed, strict=True):
-            record.session = session  # with its key, which the store does not have
-        return found
+        for record, session in zip(records, with_keys, strict=True):
+            record.session = session
+        return records
 
     def restore(self, records: Iterable[SessionRecord]) -> None:
-        """Sessions that are not over, from the oldest to the newest, each with all that descend from it."""
-        life_of_group: dict[str, LifeSign] = {}
+        """Adds sessions that are not over, from the oldest to the newest, and their descendants."""
+        last_heard_of_group: dict[str, LastHeard] = {}
         for record in records:
             session = record.session
             if session.parent_id:
-                record.parent = self._by_id[session.parent_id]
-                record.parent.children.append(record)
-                record.life = record.parent.life
+                parent = self._by_id[session.parent_id]
+                parent.children.append(record)
+                record.parent = parent
+                record.last_heard = parent.last_heard
             else:
-                record.life = life_of_group.setdefault(session.group_id, record.life)
-            self._by_id[session.id] = self._by_key[record.key_hash] = record
+                record.last_heard = last_heard_of_group.setdefault(session.group_id, record.last_heard)
+            self._by_id[session.id] = record
+            self._by_key[record.key_hash] = record
             if record.outcome is None:
                 self._open[session.id] = record
                 self._counts[record.state] += 1
-        self._worker.open_sessions[self._worker.number] = len(self._open)
+        self._publish_open_sessions()
 
     def forget(self, records: Sequence[SessionRecord]) -> None:
-        """Sessions whose opening came to nothing; nobody has their keys."""
+        """Removes sessions whose opening failed; their keys were given to nobody."""
         for record in records:
-            del self._open[record.session.id], self._by_id[record.session.id], self._by_key[record.key_hash]
+            del self._open[record.session.id]
+            del self._by_id[record.session.id]
+            del self._by_key[record.key_hash]
             self._counts["open"] -= 1
             if record.parent is not None:
                 record.parent.children.remove(record)
-        self._worker.open_sessions[self._worker.number] = len(self._open)
+        self._publish_open_sessions()
 
     def by_key(self, keys: Sequence[str]) -> SessionRecord:
-        """The open session that all of `keys` name. SessionError 401: none given, unknown, closed, or
-        two that differ."""
-        key_hash = hash_of_one(keys)
+        """The open session that all of `keys` name. SessionError 401 if there is no key, if it is unknown or
+        its session is closed, or if two keys differ; 410 if the run has ended."""
+        key_hash = hash_of_same_key(keys)
         record = self._find(self._by_key, key_hash)
         if record is None or not hmac.compare_digest(record.key_hash, key_hash):
             raise unauthorized("unknown session key")
-        if record.state != "open":
-            code = "session_timeout" if record.state == "expired" else "session_closed"
-            dropped = _why_dropped(record)
-            if dropped:
-                raise unauthorized(f"the session is {record.state}: {dropped}", code="group_dropped")
-            if _outlived_the_run(record):
-                raise SessionError("the run has ended", status=410, code="run_ended")
-            raise unauthorized(f"the session is {record.state}", code=code)
-        return record
+        if record.state == "open":
+            return record
+        if record.group_dropped():
+            reason = f"the session is {record.state}: {record.group_dropped()}"
+            raise unauthorized(reason, code="group_dropped")
+        if record.outlived_the_run():
+            raise SessionError("the run has ended", status=410, code="run_ended")
+        code = "session_timeout" if record.state == "expired" else "session_closed"
+        raise unauthorized(f"the session is {record.state}", code=code)
 
     def by_id(self, session_id: str) -> SessionRecord:
-        record = self._find(self._by_id, session_id)
+        """SessionError 404 if there is no such session."""
+        record = self.find(session_id)
         if record is None:
             raise SessionError(f"no session {session_id!r}", status=404, code="session_not_found")
         return record
 
+    def find(self, session_id: str) -> SessionRecord | None:
+        """The session with this id, open or closed."""
+        return self._find(self._by_id, session_id)
+
     def reward(self, record: SessionRecord, reward: Reward) -> None:
-        """The last value wins until the session is finished; a child's until its parent is. SessionError
-        409 after that."""
+        """Sets a reward; a later one replaces it, until the session is finished (a child's until its parent
+        is). SessionError 409 after that, 410 if the run has ended."""
         top = record.top()
-        late = top.frozen and top.reward_deadline is None
-        if late or record.state in ("aborted", "expired"):
-            code = "reward_too_late" if record.state == "expired" else "session_closed"
-            state = "being closed" if record.state == "open" else record.state
-            dropped = _why_dropped(record)
-            if dropped:
-                reason = f"session {record.session.id} is {state}: {dropped}"
-                raise SessionError(reason, status=409, code="group_dropped")
-            if _outlived_the_run(record):
-                raise SessionError("the run has ended", status=410, code="run_ended")
-            raise SessionError(f"session {record.session.id} is {state}", status=409, code=code)
+        top_is_settled = top.frozen and top.reward_deadline is None
+        if top_is_settled or record.state in ("aborted", "expired"):
+            raise self._reward_refusal(record)
         if reward.turn:
             record.turn_rewards[reward.turn] = reward
         elif reward.branch:
             record.branch_rewards[reward.branch] = reward
         else:
-            record.reward, record.components = reward.value, dict(reward.components)
+            record.reward = reward.value
+            record.components = dict(reward.components)
+
+    def _reward_refusal(self, record: SessionRecord) -> SessionError:
+        """Why a closed session takes no reward."""
+        state = "being closed" if record.state == "open" else record.state
+        reason = f"session {record.session.id} is {state}"
+        if record.group_dropped():
+            reason = f"{reason}: {record.group_dropped()}"
+            return SessionError(reason, status=409, code="group_dropped")
+        if record.outlived_the_run():
+            return SessionError("the run has ended", status=410, code="run_ended")
+        code = "reward_too_late" if record.state == "expired" else "session_closed"
+        return SessionError(reason, status=409, code=code)
 
     def wait(self, record: SessionRecord, deadline: float) -> None:
-        """A finished session without a reward waits for one."""
-        self._counts.update({record.state: -1, "unrewarded": 1})
-        record.state, record.reward_deadline = "unrewarded", deadline
+        """A finished session without a reward waits for one until `deadline` (Unix seconds)."""
+        self._counts[record.state] -= 1
+        self._counts["unrewarded"] += 1
+        record.state = "unrewarded"
+        record.reward_deadline = deadline
 
     def close(self, record: SessionRecord, state: SessionState, outcome: Outcome) -> None:
-        self._counts.update({record.state: -1, state: 1})
-        record.state, record.outcome, record.frozen = state, outcome, True
+        self._counts[record.state] -= 1
+        self._counts[state] += 1
+        record.state = state
+        record.outcome = outcome
+        record.frozen = True
         del self._open[record.session.id]
-        if record.parent is None:  # until then it is asked for what its children were
-            for one in record.family():
-                self._keep_closed(one)
-        self._worker.open_sessions[self._worker.number] = len(self._open)
+        if record.parent is None:  # a child is kept until its parent closes and needs its result
+            for member in record.family():
+                self._keep_closed(member)
+        self._publish_open_sessions()
 
-    def _session(self, group: Opening, at: int) -> Session:
-        (session_id, key), member = self._names(group, at), group.members[at]
+    def expired(self, now: float) -> list[SessionRecord]:
+        """Open sessions past their time to live, and unrewarded ones past their reward's deadline."""
+        return [record for record in self._open.values() if now > self._end_of(record)]
+
+    def open_records(self) -> list[SessionRecord]:
+        """Sessions that can be called, children among them."""
+        return [record for record in self._open.values() if record.state == "open"]
+
+    def counts(self) -> Mapping[SessionState, int]:
+        """The number of sessions in each state since the start."""
+        return dict(self._counts)
+
+    def _new_session(self, opening: Opening, position: int) -> Session:
+        """The session for the member at this position of the request."""
+        session_id, key = self._names(opening, position)
+        member = opening.members[position]
         return Session(
             id=session_id,
             key=key,
             base_url=f"{self._public_url}/s/{key}/v1",
-            task_id=group.task_id,
-            group_id=group.group_id,
+            task_id=opening.task_id,
+            group_id=opening.group_id,
             index=member.index,
             attempt=member.attempt,
-            purpose=group.purpose,
-            sampling=group.sampling,
-            limits=group.limits,
-            parent_id=group.parent.session.id if group.parent else "",
+            purpose=opening.purpose,
+            sampling=opening.sampling,
+            limits=opening.limits,
+            parent_id=opening.parent.session.id if opening.parent else "",
         )
 
-    def _names(self, group: Opening, at: int) -> tuple[str, str]:
-        """Id and key of the session of member `at`: random, or the same for each try of one request in one
-        incarnation of the run."""
-        bits = secrets.token_bytes(32)
-        if group.request_id:
-            place = f"opening\0{self._incarnation}\0{group.request_id}\0{at}".encode()
-            bits = hmac.digest(self._secret, place, "sha512")
+    def _names(self, opening: Opening, position: int) -> tuple[str, str]:
+        """Id and key of a session: random, or, for a request with an id, the same at each of its tries within
+        one incarnation of the run."""
+        if opening.request_id:
+            seed = f"opening\0{self._incarnation}\0{opening.request_id}\0{position}"
+            bits = hmac.digest(self._secret, seed.encode(), "sha512")
+        else:
+            bits = secrets.token_bytes(32)
         mark = self._worker.mark
+        session_id = f"{_ID_PREFIX}{mark}{bits[24:32].hex()}"
         random_part = base64.urlsafe_b64encode(bits[:24]).decode()
-        return f"ses-{mark}{bits[24:32].hex()}", signed_key(f"isk-{mark}{random_part}", self._secret)
+        key = signed_key(f"{KEY_PREFIX}{mark}{random_part}", self._secret)
+        return session_id, key
 
-    def _find(self, held: Mapping[Name, SessionRecord], name: Name) -> SessionRecord | None:
-        record = held.get(name)
-        if record is None and (record := self._recall(name)) is not None:
-            self._by_id[record.session.id] = self._by_key[record.key_hash] = record
+    def _find(self, records: Mapping[Name, SessionRecord], name: Name) -> SessionRecord | None:
+        record = records.get(name)
+        if record is not None:
+            return record
+        record = self._recall_closed(name)
+        if record is not None:
+            self._by_id[record.session.id] = record
+            self._by_key[record.key_hash] = record
             self._keep_closed(record)
         return record
 
     def _keep_closed(self, record: SessionRecord) -> None:
         self._closed[record.session.id] = record
-        if len(self._closed) > _CLOSED_KEPT:
-            oldest = self._closed.pop(next(iter(self._closed)))
-            del self._by_id[oldest.session.id], self._by_key[oldest.key_hash]
+        if len(self._closed) > _CLOSED_SESSIONS:
+            oldest_id = next(iter(self._closed))
+            oldest = self._closed.pop(oldest_id)
+            del self._by_id[oldest_id]
+            del self._by_key[oldest.key_hash]
 
-    def expired(self, now: float) -> list[SessionRecord]:
-        """Open sessions past their time to live, and unrewarded ones past their reward's deadline."""
+    def _end_of(self, record: SessionRecord) -> float:
+        """Unix seconds at which the session expires."""
+        if record.reward_deadline is not None:
+            return record.reward_deadline
+        return record.opened_at + min(self._ttl_s, record.session.limits.timeout_s)
 
-        def end(record: SessionRecord) -> float:
-            own = record.opened_at + min(self._ttl_s, record.session.limits.timeout_s)
-            return own if record.reward_deadline is None else record.reward_deadline
-
-        return [record for record in self._open.values() if now > end(record)]
-
-    def open_records(self) -> list[SessionRecord]:
-        """Sessions that can still be called, children among them."""
-        return [record for record in self._open.values() if record.state == "open"]
-
-    def counts(self) -> Mapping[SessionState, int]:
-        """Sessions by state since the start."""
-        return dict(self._counts)
-
-
-def _why_dropped(record: SessionRecord) -> str:
-    """What a session was told that was cancelled because its group was dropped; "" for any other."""
-    outcome = record.outcome
-    if isinstance(outcome, FailedRollout) and outcome.reason is FailureReason.GROUP_DROPPED:
-        return outcome.detail
-    return ""
-
-
-def _outlived_the_run(record: SessionRecord) -> bool:
-    outcome = record.outcome
-    return isinstance(outcome, FailedRollout) and outcome.reason is FailureReason.RUN_ENDED
-
-
-def unauthorized(message: str, code: str = "invalid_api_key") -> SessionError:
-    return SessionError(message, status=401, code=code)
+    def _publish_open_sessions(self) -> None:
+        """Tells the other workers how many sessions are open here."""
+        self._worker.open_sessions[self._worker.number] = len(self._open)

@@ -111,7 +111,7 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
             settings = _gateway_settings(config, folder, fleet, free_port=reserved.number, env_key=env_key)
             gateway = GatewayServer(settings, folder=folder.path / "private", log=folder.log_path("gateway"))
         stack.callback(gateway.stop)
-        stack.push_async_callback(gateway.tell_the_end)
+        stack.push_async_callback(gateway.wait_end_grace)
         yield Serving(fleet=fleet, gateway=gateway, settings=settings, fleet_start=fleet_start)
 
 

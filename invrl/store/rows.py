@@ -1,8 +1,8 @@
 """Sessions and turns as rows of the run's store, in both directions."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from invrl.types import (
     VersionSpan,
 )
 
-_TURN_FIELDS = tuple(field.name for field in fields(Turn))
+_TURN_FIELDS = tuple(turn_field.name for turn_field in fields(Turn))
 _TURN_ARRAYS = {"context_ids_T": np.int32, "sampled_ids_T": np.int32, "logprobs_T": np.float32}
 TURN_COLUMNS = ", ".join(name.removesuffix("_T") for name in _TURN_FIELDS)
 """The columns of a turn, in the order of the fields of `Turn`."""
@@ -29,20 +29,30 @@ SESSION_COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+SessionState = Literal["open", "unrewarded", "finished", "aborted", "expired"]
+"""`unrewarded`: finished, and waiting for its reward. `expired`: its time was up. (Rows of sessions that were
+open when their run ended have the state `lost`. No query reads them.)"""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class StoredSession:
-    """A session as it was committed. Its key is not in the store: `session.key` and its URL are empty."""
+    """All that the store holds of a session apart from its turns. The store has only the hash of the key: in
+    what is read from it, `session.key` and the URL are empty. The gateway's record of a live session
+    (`gateway/session_record.py`) extends this one."""
 
     session: Session
     key_hash: bytes
     opened_at: float
-    state: str
-    reward_deadline: float | None
-    reward: float | None
-    components: Mapping[str, float]
-    turn_rewards: dict[str, Reward]
-    branch_rewards: dict[str, Reward]
-    outcome: Outcome | None
+    state: SessionState = "open"
+    reward_deadline: float | None = None
+    """Unix seconds until which a finished session waits for its reward. None: it does not wait."""
+    reward: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: dict[str, Reward] = field(default_factory=dict)
+    """By turn id."""
+    branch_rewards: dict[str, Reward] = field(default_factory=dict)
+    """By the id of the turn that the branches go through."""
+    outcome: Outcome | None = None
 
 
 def turn_values(turn: Turn) -> tuple[object, ...]:

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-from invrl.store.rows import TURN_COLUMNS, turn_values
+from invrl.store.rows import TURN_COLUMNS, StoredSession, turn_values
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, busy_timeout_s, connect
-from invrl.types import FailedRollout, Outcome, Reward, Session, Turn
+from invrl.types import FailedRollout, Outcome, Reward, Turn
 
 _encode = msgspec.json.encode
 _Statement = tuple[str, tuple[object, ...]]
@@ -71,14 +71,7 @@ class RunStoreWriter:
         self._thread = threading.Thread(target=self._run, name="run-store-writer", daemon=True)
         self._thread.start()
 
-    def open_sessions(
-        self,
-        sessions: Sequence[Session],
-        key_hashes: Sequence[bytes],
-        opened_at: float,
-        *,
-        leased: bool = False,
-    ) -> Future[None]:
+    def open_sessions(self, records: Sequence[StoredSession], *, leased: bool = False) -> Future[None]:
         """Adds all of the sessions or none. With `leased` each takes the place of its lease; if one has no
         lease that was taken, the future has an IntegrityError, because the session's key hash is NULL."""
         lease = (
@@ -88,11 +81,12 @@ class RunStoreWriter:
         key_hash = f"(SELECT ? {lease})" if leased else "?"
         insert = f"INSERT INTO sessions VALUES (?,{key_hash},?,?,?,?,?,?,?,'open',NULL,NULL,NULL,?,?,NULL)"
         statements: list[_Statement] = []
-        for session, key in zip(sessions, key_hashes, strict=True):
+        for record in records:
+            session = record.session
             claim = (session.group_id, session.index, session.attempt, session.task_id) if leased else ()
             values = (
                 session.id,
-                key,
+                record.key_hash,
                 *claim,
                 session.task_id,
                 session.group_id,
@@ -100,7 +94,7 @@ class RunStoreWriter:
                 session.attempt,
                 session.purpose,
                 _encode(session.sampling),
-                opened_at,
+                record.opened_at,
                 session.parent_id,
                 _encode(session.limits),
             )

@@ -115,7 +115,7 @@ async def stack(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterato
         )
         writer = RunStoreWriter(store_path)
         client = SglangClient(engine.url, limits=EngineLimits(vocab_size=512, context_length=1024))
-        app = make_app(settings, engine=client, renderer=renderer, store=writer, on_shutdown=client.close)
+        app = make_app(settings, sampler=client, renderer=renderer, store=writer, on_shutdown=client.close)
         served = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
         config = uvicorn.Config(app, port=settings.gateway_port, log_level="warning", **served)
         server = uvicorn.Server(config)

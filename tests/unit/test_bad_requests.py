@@ -30,7 +30,7 @@ from test_gateway_turns import (  # noqa: F401
 
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.server import http_protocol as corked_http
+from invrl.gateway.server import http_protocol
 
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
 
@@ -280,7 +280,7 @@ async def test_a_hundred_megabytes_are_413(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The answer comes while the body does, of which no more is held than a body may have."""
-    monkeypatch.setattr(corked_http, "_LINGER_S", 0.05)
+    monkeypatch.setattr(http_protocol, "_LINGER_S", 0.05)
     [session] = await gateway.open()
     upload = Upload()
     await upload.send(gateway.url, f"/s/{session.key}/v1{route.path}", head, pieces=1600)
@@ -295,7 +295,7 @@ async def test_an_upload_that_never_ends_is_408_and_then_closed(
     route: Route,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(corked_http, "_LINGER_S", 0.05)
+    monkeypatch.setattr(http_protocol, "_LINGER_S", 0.05)
     async with running(tmp_path, model, renderer) as gateway:  # noqa: F811
         [session] = await gateway.open()
     async with running(tmp_path, model, renderer, body_timeout_s=0.2) as gateway:
@@ -316,7 +316,7 @@ async def test_a_body_that_ends_after_its_refusal_leaves_the_connection_open(
         lingering.extend([made] * (delay == later))
         return made
 
-    monkeypatch.setattr(corked_http, "_LINGER_S", later)
+    monkeypatch.setattr(http_protocol, "_LINGER_S", later)
     monkeypatch.setattr(loop, "call_later", call_later)
     [session] = await gateway.open()
     host, _, port = gateway.url.removeprefix("http://").partition(":")

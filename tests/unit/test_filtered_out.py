@@ -32,6 +32,7 @@ from invrl.rollout.config import RolloutConfig
 from invrl.run.loop import Learner, Parts, run_loop
 from invrl.run.save_schedule import SaveSchedule
 from invrl.store.lease_store import LeaseStore
+from invrl.store.rows import StoredSession
 from invrl.store.run_store import SilentSession, WaitsOutside
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Group, Sampling, Session, TakenBatch, Task, TrainBatch, WeightUpdate, WeightVersion
@@ -322,7 +323,8 @@ async def test_the_buffer_finds_the_silent_environment_in_the_store(tmp_path: Pa
         sampling=Sampling(),
     )
     opened_at = time.time() - 95.0
-    await asyncio.wrap_future(writer.open_sessions([session], [b"h"], opened_at, leased=True))
+    record = StoredSession(session=session, key_hash=b"h", opened_at=opened_at)
+    await asyncio.wrap_future(writer.open_sessions([record], leased=True))
     report = await actor.waiting()
     assert report.outside is not None
     assert (report.outside.offered, report.outside.leased) == (2, 1)

@@ -28,8 +28,8 @@ from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import Place, RolloutState
 from invrl.buffer.training_samples import build_batch
-from invrl.gateway.registry import SessionRecord
-from invrl.gateway.sessions.closing import failed, summarise
+from invrl.gateway.session_record import SessionRecord
+from invrl.gateway.sessions.rollout_summary import failed, summarise
 from invrl.interfaces import RolloutResult
 from invrl.rollout import runner
 from invrl.rollout.config import RolloutConfig

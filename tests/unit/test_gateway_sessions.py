@@ -11,11 +11,23 @@ import pytest
 from test_run_store import turn
 
 from invrl.errors import SessionError
-from invrl.gateway.registry import Opening, Reward, SessionRecord, SessionRegistry, is_signed
-from invrl.gateway.sessions.closing import auxiliary_roots, failed, summarise
+from invrl.gateway.keys import is_signed
+from invrl.gateway.registry import Opening, SessionRegistry
+from invrl.gateway.session_record import SessionRecord
+from invrl.gateway.sessions.conversation_roots import auxiliary_roots
+from invrl.gateway.sessions.rollout_summary import failed, summarise
 from invrl.gateway.turns.sampling import resolve
 from invrl.gateway.types import ClientSampling
-from invrl.types import FailedRollout, FailureReason, GroupMember, Purpose, RolloutSummary, Sampling, Turn
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    GroupMember,
+    Purpose,
+    Reward,
+    RolloutSummary,
+    Sampling,
+    Turn,
+)
 
 MEMBERS = [GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2)]
 

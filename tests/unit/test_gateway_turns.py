@@ -24,7 +24,7 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.app import make_app
-from invrl.gateway.server.http_protocol import CorkedHttpProtocol
+from invrl.gateway.server.http_protocol import LimitedHttpProtocol
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
@@ -121,7 +121,7 @@ async def running(
         )
         app = make_app(
             settings,
-            engine=client,
+            sampler=client,
             renderer=renderer,
             parsers=parsers,
             store=store,
@@ -129,7 +129,7 @@ async def running(
             on_shutdown=client.close,
             run_ended=run_ended,
         )
-        served = {"http": CorkedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
+        served = {"http": LimitedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
         config = uvicorn.Config(app, port=settings.gateway_port, log_level="warning", **served)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

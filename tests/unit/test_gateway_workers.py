@@ -18,12 +18,13 @@ from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 
 from invrl.engines.sglang_client import EngineLimits, SglangClient
-from invrl.gateway.registry import WorkerPlace, signed_key
+from invrl.gateway.keys import signed_key
+from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server import forwarder
 from invrl.gateway.server.app import make_app
-from invrl.gateway.server.http_protocol import CorkedHttpProtocol
-from invrl.gateway.server.peers import merged
+from invrl.gateway.server.http_protocol import LimitedHttpProtocol
+from invrl.gateway.server.peers import merge_metrics
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
@@ -62,9 +63,9 @@ class Workers:
         store = RunStoreWriter(Path(settings.store_path))
         client = SglangClient(settings.router_url, limits=EngineLimits(vocab_size=512, context_length=1024))
         place = WorkerPlace(number=number, urls=self.urls, open_sessions=self._shared)
-        parts = {"engine": client, "renderer": renderer, "store": store, "on_shutdown": client.close}
+        parts = {"sampler": client, "renderer": renderer, "store": store, "on_shutdown": client.close}
         app = make_app(settings, **parts, place=place)
-        served = {"http": CorkedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
+        served = {"http": LimitedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
         config = uvicorn.Config(app, port=settings.gateway_port, log_level="critical", **served)
         server = self._servers[number] = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[self.listeners[number]]))
@@ -245,7 +246,7 @@ def test_merging_adds_up_but_for_lag():
         for lag, name in ((1.5, "length"), (0.5, "abort"))
     ]
     expected = {"run_id": "r", "loop_lag_ms": {"max": 1.5}, "turns": {"stop": 2, "length": 2, "abort": 2}}
-    assert merged(parts) == expected
+    assert merge_metrics(parts) == expected
 
 
 class DyingOwner:

@@ -19,6 +19,7 @@ from invrl.rollout.config import RolloutConfig
 from invrl.rollout.external_environments import LeaseOffers
 from invrl.rollout.session_client import SessionClient
 from invrl.store.lease_store import LeaseStore
+from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter, abandon_open_sessions
 from invrl.types import DroppedGroup, GroupLease, GroupMember, Sampling, Session, Task
@@ -59,9 +60,9 @@ def opened(writer: RunStoreWriter, of: GroupLease, *members: GroupMember, task_i
         )
         for one in members
     ]
-    hashes = [one.id.encode() for one in sessions]
+    records = [StoredSession(session=one, key_hash=one.id.encode(), opened_at=1.0) for one in sessions]
     try:
-        writer.open_sessions(sessions, hashes, 1.0, leased=True).result(60)
+        writer.open_sessions(records, leased=True).result(60)
     except sqlite3.IntegrityError:
         return False
     return True

@@ -20,6 +20,7 @@ from invrl.errors import DamagedFileError
 from invrl.gateway.server.heartbeat_page import beat_interval_s
 from invrl.store import run_store_writer
 from invrl.store.lease_store import LeaseStore
+from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore, branches
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import busy_timeout_s
@@ -49,6 +50,10 @@ def session(name: str, index: int = 0) -> Session:
         purpose="train",
         sampling=Sampling(),
     )
+
+
+def stored_session(name: str, key_hash: bytes, opened_at: float, index: int = 0) -> StoredSession:
+    return StoredSession(session=session(name, index), key_hash=key_hash, opened_at=opened_at)
 
 
 def turn(name: str, session_id: str = "a", parent: str | None = None, sampled: int = 3) -> Turn:
@@ -118,7 +123,7 @@ def same(left: Turn, right: Turn) -> bool:
 
 def test_a_rollout_comes_back_as_it_was_written(tmp_path: Path):
     writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
-    writer.open_sessions([session("a")], [b"hash-a"], 1.0)
+    writer.open_sessions([stored_session("a", b"hash-a", 1.0)])
     for made in (turn("1"), turn("2", parent="1"), turn("3", parent="1")):
         writer.add_turn(made, b"[]")
     writer.mark_delivered("1")
@@ -135,7 +140,9 @@ def test_a_rollout_comes_back_as_it_was_written(tmp_path: Path):
 
 def test_outcomes_leave_in_order_once_and_only_where_they_are_handed_over(tmp_path: Path):
     writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
-    writer.open_sessions([session(n, i) for i, n in enumerate("abc")], [b"a", b"b", b"c"], 1.0)
+    writer.open_sessions(
+        [stored_session(name, name.encode(), 1.0, index) for index, name in enumerate("abc")]
+    )
     assert reader.outbox_after(0) == []
     writer.close_session("a", "finished", summary("a"), hand_over=True)
     writer.close_session("b", "expired", failure("b"), hand_over=True)
@@ -155,7 +162,7 @@ def test_outcomes_leave_in_order_once_and_only_where_they_are_handed_over(tmp_pa
 def test_closing_is_one_transaction(tmp_path: Path):
     """The state must not change when the outbox row cannot be written."""
     writer, reader = RunStoreWriter(tmp_path / "run.db"), RunStore(tmp_path / "run.db")
-    writer.open_sessions([session("a")], [b"a"], 1.0).result(60)
+    writer.open_sessions([stored_session("a", b"a", 1.0)]).result(60)
     writer.close_session("a", "finished", summary("a"), hand_over=True).result(60)
     again = writer.close_session("a", "aborted", failure("a"), hand_over=True)
     with pytest.raises(sqlite3.IntegrityError):
@@ -263,7 +270,7 @@ def test_what_no_database_can_hold_fails_alone(tmp_path: Path):
 
 def test_keys_are_not_in_the_file(tmp_path: Path):
     writer = RunStoreWriter(tmp_path / "run.db")
-    writer.open_sessions([session("a")], [b"hash"], 1.0).result(60)
+    writer.open_sessions([stored_session("a", b"hash", 1.0)]).result(60)
     writer.close()
     stored = b"".join(file.read_bytes() for file in tmp_path.iterdir())
     assert b"isk-secret" not in stored
@@ -278,9 +285,9 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path):
         import sys
         from pathlib import Path
         sys.path.insert(0, sys.argv[2])
-        from test_run_store import session, turn, RunStoreWriter
+        from test_run_store import stored_session, turn, RunStoreWriter
         writer = RunStoreWriter(Path(sys.argv[1]))
-        writer.open_sessions([session("a")], [b"a"], 1.0)
+        writer.open_sessions([stored_session("a", b"a", 1.0)])
         for number in range(100_000):
             writer.add_turn(turn(str(number)), b"[]").result(60)
             print(number, flush=True)
@@ -315,7 +322,7 @@ def test_equal_tools_are_stored_once(tmp_path: Path):
     path = tmp_path / "run.db"
     writer = RunStoreWriter(path)
     own = [b'[{"name": "%d", "description": "%s"}]' % (number, b"x" * 50_000) for number in range(3)]
-    writer.open_sessions([session("a"), session("b")], [b"a", b"b"], 0.0).result(60)
+    writer.open_sessions([stored_session("a", b"a", 0.0), stored_session("b", b"b", 0.0)]).result(60)
     for number in range(60):
         made = turn(str(number), session_id="ab"[number % 2])
         writer.add_turn(made, b"[]", own[number % 3]).result(60)
@@ -335,7 +342,7 @@ def test_a_store_that_holds_tools_in_its_turns_is_refused(tmp_path: Path):
     path = tmp_path / "run.db"
     writer = RunStoreWriter(path)
     tools = b'[{"name": "a"}]'
-    writer.open_sessions([session("a")], [b"a"], 0.0).result(60)
+    writer.open_sessions([stored_session("a", b"a", 0.0)]).result(60)
     writer.add_turn(turn("1"), b"[]", tools).result(60)
     writer.close()
     with contextlib.closing(sqlite3.connect(path)) as db:

@@ -13,6 +13,7 @@ from recorded_run import RecordedRun, record_run
 from invrl.cli import main as cli
 from invrl.gateway.types import Message, ToolCall
 from invrl.observe.samples import likeness, read_samples, spread
+from invrl.store.rows import StoredSession
 from invrl.types import (
     DropReason,
     FailedRollout,
@@ -59,7 +60,8 @@ def test_a_run_that_goes_on_is_shown_too_and_nothing_of_it_is_changed(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("1+1", "2", 1.0, step=None)  # finished, its group is not complete
-    run.writer.open_sessions([_open_session()], [b"hash"], 7.0).result(60)
+    record = StoredSession(session=_open_session(), key_hash=b"hash", opened_at=7.0)
+    run.writer.open_sessions([record]).result(60)
     before = rows_of(run.folder.store_path)
     out = shown(run, capsys)
     assert "no step has been made of them so far" in out
@@ -282,7 +284,8 @@ def test_a_failure_that_counts_has_the_reward_of_the_run(run: RecordedRun) -> No
         detail="late",
         partial=run.summary(_open_session(), 0.0, 1, 0, cut=False),
     )
-    run.writer.open_sessions([_open_session()], [b"hash"], 7.0).result(60)
+    record = StoredSession(session=_open_session(), key_hash=b"hash", opened_at=7.0)
+    run.writer.open_sessions([record]).result(60)
     run.writer.close_session("ses-open", "aborted", with_partial, hand_over=True).result(60)
     rules = {FailureReason.TIMEOUT: -1.0}
     assert [one.reward for one in read_samples(run.folder.store_path, rules)] == [0.5, -1.0]

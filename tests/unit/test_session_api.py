@@ -24,9 +24,9 @@ from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually, model, r
 
 from invrl.buffer.training_samples import samples_from_rollout
 from invrl.cli.flags import parse_flags
-from invrl.gateway.registry import SessionRecord
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import Opened, OpenedSession, Rewarded, SessionView
+from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions import lifecycle
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.turns import Turns

@@ -19,9 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from invrl.errors import DeadlineError, ServerError, SessionError
 from invrl.gateway.dialects.dialect import Asked, CountingDialect, Dialect
-from invrl.gateway.registry import SessionRecord, SessionRegistry
+from invrl.gateway.keys import keys_of_request
+from invrl.gateway.registry import SessionRegistry
 from invrl.gateway.server.connection import ClientConnection
+from invrl.gateway.server.refusals import retry_after
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.generation import Generation
 from invrl.gateway.turns.turns import Turns
 from invrl.gateway.types import AnswerStart, Piece, TurnRequest
@@ -31,22 +34,6 @@ Headers = Mapping[str, str]
 _JSON = {"content-type": "application/json"}
 _RETRY_COUNT = "x-stainless-retry-count"
 """The official clients' count of their own retries, "0" on a first try."""
-
-
-def session_keys(path_key: str | None, headers: Headers) -> list[str]:
-    """Every session key that a request carries: in the path, as bearer, as x-api-key. With a key in the
-    path, headers count only where they hold a session key: agents send some placeholder there."""
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-    keys = [key for key in given if key]
-    if path_key is None:
-        return keys
-    return [path_key, *(key for key in keys if key.startswith("isk-"))]
-
-
-def retry_after(error: SessionError) -> dict[str, str]:
-    """The header of a refusal that will not last."""
-    return {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,8 +48,8 @@ class AgentEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = ClientConnection(scope, receive, send)
         try:
-            record = self.registry.by_key(session_keys(scope["path_params"].get("key"), client.headers))
-            record.life.see()
+            record = self.registry.by_key(keys_of_request(scope["path_params"].get("key"), client.headers))
+            record.last_heard.update()
             if scope["method"] != "POST":
                 raise SessionError("this route takes POST only", status=405, code="method_not_allowed")
             limit, deadline_s = self.settings.max_body_bytes, self.settings.body_timeout_s
@@ -85,7 +72,7 @@ class AgentEndpoint:
         retry = count not in (None, "0")
         conversation = self.turns.conversation(record)
         with conversation.call(), contextlib.ExitStack() as stack:
-            stack.callback(record.life.see)
+            stack.callback(record.last_heard.update)
             generations: list[Generation] = []
 
             async def answered() -> bool:

@@ -1,5 +1,6 @@
-"""The session API's requests: the key is checked before a byte of the body is read, and the body has a size
-and a deadline, as on agents' routes."""
+"""Routes of the session API that check the key before they read the body, and bound the body's size and time.
+
+The routes of agents have the same limits (`agent_api.py`)."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -12,28 +13,29 @@ from invrl.gateway.server.connection import ClientConnection
 
 
 def bounded_route(*, authorize: Callable[[Request], None], limit: int, deadline_s: float) -> type[APIRoute]:
-    """Routes that answer what `authorize` raises, which sees a request without its body; then 413 past
-    `limit` bytes, 408 where a body is not whole after `deadline_s`."""
+    """A route class. Its routes first call `authorize` with a request whose body has not been read, and
+    answer the error that it raises. Then they read the body: 413 if it has more than `limit` bytes, 408 if it
+    is not complete after `deadline_s`."""
 
     class BoundedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
-            async def bounded(request: Request) -> Response:
+            async def handle_bounded(request: Request) -> Response:
                 authorize(request)
                 client = ClientConnection(request.scope, request.receive, request._send)
 
-                async def rest() -> Message:
+                async def receive_after_body() -> Message:
                     await client.gone.wait()
                     return {"type": "http.disconnect"}
 
-                whole = Request(request.scope, rest)
+                request_with_body = Request(request.scope, receive_after_body)
                 try:
-                    whole._body = await client.body(limit=limit, deadline_s=deadline_s)
-                    return await handle(whole)
+                    request_with_body._body = await client.body(limit=limit, deadline_s=deadline_s)
+                    return await handle(request_with_body)
                 finally:
                     client.release()
 
-            return bounded
+            return handle_bounded
 
     return BoundedRoute

@@ -1,8 +1,9 @@
-"""One HTTP exchange with an agent, close to the wire: did the client go away, did it get everything?
+"""One HTTP exchange with a client, at the level of ASGI messages: has the client disconnected, and did it
+receive the whole answer?
 
-Invariant: an answer counts as delivered only if the client was still there after its last byte was
-written. The body's end is sent apart from its last bytes, because from then on the server reports
-every connection as gone. Used by `agent_api.py` and `forwarder.py`."""
+Invariant: an answer counts as delivered only if the client was still connected after the last byte had been
+written. The end of the body is sent as a message of its own, after the last bytes: once it is sent, the
+server reports every connection as disconnected."""
 
 from __future__ import annotations
 
@@ -18,33 +19,34 @@ _EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-cont
 
 
 class ClientConnection:
-    """The request that came and the answer on its way."""
+    """A request and the answer to it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._receive, self._send = receive, send
+        self._receive = receive
+        self._send = send
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.gone = asyncio.Event()
-        """The client has disconnected."""
+        """Set when the client has disconnected."""
         self.started = False
-        """The answer's head has been sent: no other status can follow."""
+        """The head of the answer has been sent: its status cannot be changed any more."""
         self.error_event: Callable[[SessionError], bytes] = lambda _: b""
-        """How a stream that has begun tells an error."""
-        self._watch: asyncio.Task[None] | None = None
+        """Formats an error for a stream that has begun."""
+        self._disconnect_watch: asyncio.Task[None] | None = None
 
     async def body(self, *, limit: int, deadline_s: float) -> bytes:
-        """The whole body. SessionError 413 past `limit` bytes, 408 past the deadline."""
+        """Reads the whole body. SessionError 413 if it has more than `limit` bytes, 408 past the deadline."""
         try:
             async with asyncio.timeout(deadline_s):
-                body = await self._read(limit)
+                body = await self._read_body(limit)
         except TimeoutError:
             reason = f"the request's body was not complete after {deadline_s:.0f} s"
             raise SessionError(reason, status=408, code="timeout") from None
-        self._watch = asyncio.create_task(self._watch_client())
+        self._disconnect_watch = asyncio.create_task(self._watch_for_disconnect())
         return body
 
     async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
-        """Sends a whole answer; True if the client was there to the end. The server goes on listening to a
-        client whose body has not ended, so that the answer is not lost to a reset."""
+        """Sends a whole answer. True if the client was connected to the end. If the client has not finished
+        its own body, the server goes on reading it, so that the answer is not lost to a reset connection."""
         await self.start(status, {**headers, "content-length": str(len(body))})
         return await self.end(body)
 
@@ -53,30 +55,30 @@ class ClientConnection:
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.started = True
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw_headers})
 
     async def write(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes) -> bool:
-        """Sends the last bytes; True if the client was there to the end."""
+        """Sends the last bytes. True if the client was connected to the end."""
         await self.write(data)
         delivered = not self.gone.is_set()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         return delivered
 
     async def unless_gone(self, answering: Coroutine[Any, Any, bool]) -> bool:
-        """Its result; False as soon as the client has disconnected, which cancels it. Runs in the caller's
-        task: another one would cost two rounds of the event loop."""
+        """Returns the result of `answering`. If the client disconnects, cancels it and returns False. It runs
+        in the task of the caller: another task would cost two rounds of the event loop."""
         caller = asyncio.current_task()
-        assert self._watch is not None, "the body has been read"
+        assert self._disconnect_watch is not None, "the body has been read"
         assert caller is not None
 
-        def leave(_: object) -> None:
+        def cancel_caller(_: object) -> None:
             caller.cancel()
 
-        self._watch.add_done_callback(leave)
+        self._disconnect_watch.add_done_callback(cancel_caller)
         try:
             return await answering
         except asyncio.CancelledError:
@@ -84,16 +86,16 @@ class ClientConnection:
                 raise
             return False
         finally:
-            self._watch.remove_done_callback(leave)
+            self._disconnect_watch.remove_done_callback(cancel_caller)
 
     def release(self) -> None:
-        """The exchange is over. Without the reference its watch would be garbage that only the collector
-        finds, with everything it has seen."""
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        """The exchange is over. If the connection kept its task, the two would be a reference cycle that only
+        the garbage collector frees, with everything that they refer to."""
+        if self._disconnect_watch is not None:
+            self._disconnect_watch.cancel()
+            self._disconnect_watch = None
 
-    async def _read(self, limit: int) -> bytes:
+    async def _read_body(self, limit: int) -> bytes:
         body = bytearray()
         while True:
             message: Message = await self._receive()
@@ -107,7 +109,7 @@ class ClientConnection:
             if not message.get("more_body"):
                 return bytes(body)
 
-    async def _watch_client(self) -> None:
+    async def _watch_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.gone.set()

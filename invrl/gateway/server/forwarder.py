@@ -1,94 +1,103 @@
-"""Takes a request to the worker that holds its session, and the answer back.
+"""Forwards a request to the worker that holds its session, and the answer back to the client.
 
-ASGI, around the application of each of several workers: any connection serves any session. Invariants: no
-body is read of a request without a key that this gateway made (its owner says whether it opens anything); an
-answer streams through as it comes; a client that goes away ends the request at the owner too; a request that
-the owner could not begin to answer because it died is sent to its successor, for which it is a retry like the
-client's own; an answer that breaks off there breaks off here. Added by `app.py`."""
+An ASGI layer around the application of each worker when there are several: any connection serves any session.
+Invariants: the body of a request is read only if its key was made by this gateway (whether the key opens a
+session is for the owner to say); an answer is passed on as it arrives; if the client disconnects, the request
+to the owner ends too; if the owner dies before it begins to answer, the request goes to its successor, for
+which it is a retry like one of the client's; if the owner dies during the answer, the answer breaks off."""
 
 import asyncio
 import hmac
 import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import aiohttp
 import msgspec
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
 from invrl.errors import SessionError
-from invrl.gateway.registry import hash_key, hash_of_one, is_signed, unauthorized
-from invrl.gateway.server.agent_api import session_keys
+from invrl.gateway.keys import hash_key, hash_of_same_key, is_signed, keys_of_request, unauthorized
 from invrl.gateway.server.connection import ClientConnection
 from invrl.gateway.server.peers import Peers
+from invrl.gateway.server.refusals import FormatError
 from invrl.gateway.server.settings import GatewaySettings
 
 _log = logging.getLogger(__name__)
 _SUCCESSOR_S = 30.0
-"""How long a dead owner's successor may take to answer."""
+"""How long the successor of a dead worker may take to answer."""
 _PAUSE_S = 0.05
-_OF_THE_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect"}
-_OF_THE_SERVER = {"date", "server"}
+"""Between two tries to reach the owner."""
+_CONNECTION_HEADERS = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect"}
+"""Headers of one connection, which are not forwarded."""
+_SERVER_HEADERS = {"date", "server"}
+"""Headers that this worker's own server adds to the answer."""
 
 
-class _Opening(msgspec.Struct):
+class _OpenRequest(msgspec.Struct):
+    """The field that matters here of a request that opens sessions."""
+
     request_id: str | None = None
 
 
 class Forwarder:
-    """`refusal`: the body of an error, as the request's client expects it."""
-
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        peers: Peers,
-        settings: GatewaySettings,
-        refusal: Callable[[Scope, SessionError], bytes],
+        self, app: ASGIApp, *, peers: Peers, settings: GatewaySettings, format_error: FormatError
     ) -> None:
-        self._app, self._peers, self._settings, self._refusal = app, peers, settings, refusal
+        self._app = app
+        self._peers = peers
+        self._settings = settings
+        self._format_error = format_error
         self._env_key = settings.env_key.get_secret_value()
-        # An answer that is not streamed comes after its generation, which is asked for twice at most.
+        # An answer that is not streamed arrives after its generation, which is requested at most twice.
         longest_s = 2 * settings.generate_timeout_s + 60
         self._timeout = aiohttp.ClientTimeout(sock_connect=_SUCCESSOR_S, sock_read=longest_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
         client = ClientConnection(scope, receive, send)
         place = self._peers.place
         path_key, session_id = _names_in_path(scope["path"])
-        keys = session_keys(path_key or None, client.headers)
-        owner = place.owner(path_key or session_id or next(iter(keys), ""))
-        opening = owner is None and scope["method"] == "POST" and scope["path"] == "/sessions"
-        if not opening and owner in (None, place.number):
-            return await self._app(scope, receive, send)
+        keys = keys_of_request(path_key or None, client.headers)
+        first_key = keys[0] if keys else ""
+        owner = place.owner(path_key or session_id or first_key)
+        opens_sessions = owner is None and scope["method"] == "POST" and scope["path"] == "/sessions"
+        if not opens_sessions and owner in (None, place.number):
+            await self._app(scope, receive, send)
+            return
         try:
-            self._check_keys(keys, only_environment=opening)
-            limit, deadline_s = self._settings.max_body_bytes, self._settings.body_timeout_s
-            raw = await client.body(limit=limit, deadline_s=deadline_s)
-            if opening:
-                owner = self._opener(raw)
+            if opens_sessions:
+                self._check_environment_key(keys)
+            else:
+                self._check_keys(keys)
+            body = await client.body(
+                limit=self._settings.max_body_bytes, deadline_s=self._settings.body_timeout_s
+            )
+            if opens_sessions:
+                owner = self._opener(body)
                 if owner == place.number:
-                    return await self._app(scope, _again(raw, client), send)
+                    await self._app(scope, _receive_again(body, client), send)
+                    return
             assert owner is not None
-            await client.unless_gone(self._forward(client, scope, owner, raw))
+            await client.unless_gone(self._forward(client, scope, owner, body))
         except SessionError as error:
             if not client.gone.is_set():
                 headers = {"content-type": "application/json"}
-                await client.answer(error.status, headers, self._refusal(scope, error))
+                await client.answer(error.status, headers, self._format_error(Request(scope), error))
         finally:
             client.release()
 
-    def _check_keys(self, keys: Sequence[str], *, only_environment: bool) -> None:
-        """SessionError 401 unless each key is the environment's or, without `only_environment`, a session's
-        that this gateway made."""
-        if only_environment:
-            allowed = hmac.compare_digest(hash_of_one(keys), hash_key(self._env_key))
-            if not allowed:
-                raise unauthorized("this needs the environment key")
-            return
+    def _check_environment_key(self, keys: Sequence[str]) -> None:
+        """SessionError 401 unless the request carries the environment key."""
+        if not hmac.compare_digest(hash_of_same_key(keys), hash_key(self._env_key)):
+            raise unauthorized("this needs the environment key")
+
+    def _check_keys(self, keys: Sequence[str]) -> None:
+        """SessionError 401 unless each key is the environment key or a session key made by this gateway."""
         secret = self._env_key.encode()
         for key in keys:
             is_environment = hmac.compare_digest(hash_key(key), hash_key(self._env_key))
@@ -97,65 +106,81 @@ class Forwarder:
         if not keys:
             raise unauthorized("no key: give it as bearer or as x-api-key, a session's own also in the path")
 
-    def _opener(self, raw: bytes) -> int:
-        """Who opens sessions: who was asked, but the same worker for each try of a request that has an id."""
+    def _opener(self, body: bytes) -> int:
+        """The worker that opens the sessions: this one, or, for a request with an id, the same worker at each
+        of its tries."""
         place = self._peers.place
         try:
-            named = msgspec.json.decode(raw, type=_Opening).request_id
-        except (ValueError, RecursionError):  # the opener says what is wrong with it
-            named = None
-        return zlib.crc32(named.encode()) % len(place.urls) if named else place.number
+            request_id = msgspec.json.decode(body, type=_OpenRequest).request_id
+        except (ValueError, RecursionError):  # the session API reports what is wrong with the body
+            request_id = None
+        if not request_id:
+            return place.number
+        return zlib.crc32(request_id.encode()) % len(place.urls)
 
-    async def _forward(self, client: ClientConnection, scope: Scope, owner: int, raw: bytes) -> bool:
-        query = scope["query_string"].decode("latin-1")
-        path = scope["raw_path"].decode("latin-1") + ("?" + query if query else "")
+    async def _forward(self, client: ClientConnection, scope: Scope, owner: int, body: bytes) -> bool:
+        """True if the client received the whole answer. SessionError 503 if neither the owner nor a successor
+        answers."""
+        path = scope["raw_path"].decode("latin-1")
+        if scope["query_string"]:
+            path += "?" + scope["query_string"].decode("latin-1")
         url = URL(self._peers.place.urls[owner] + path, encoded=True)
-        headers = {name: text for name, text in client.headers.items() if name not in _OF_THE_CONNECTION}
-        headers["content-length"] = str(len(raw))
-        until = asyncio.get_running_loop().time() + _SUCCESSOR_S
+        headers = {name: text for name, text in client.headers.items() if name not in _CONNECTION_HEADERS}
+        headers["content-length"] = str(len(body))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _SUCCESSOR_S
         while True:
             try:
-                return await self._relay(client, scope["method"], url, headers, raw)
+                return await self._relay(client, scope["method"], url, headers, body)
             except (aiohttp.ClientError, TimeoutError) as error:
-                if client.started:  # left unfinished, the answer ends with the client's connection
+                if client.started:  # the answer stays incomplete and ends with the client's connection
                     _log.warning("worker %d broke off an answer: %r", owner, error)
                     return False
-                if asyncio.get_running_loop().time() > until:
-                    reason = f"worker {owner} of the gateway does not answer"
-                    code = "gateway_unavailable"
-                    raise SessionError(reason, status=503, code=code, retry_after_s=1.0) from None
+                if loop.time() > deadline:
+                    raise SessionError(
+                        f"worker {owner} of the gateway does not answer",
+                        status=503,
+                        code="gateway_unavailable",
+                        retry_after_s=1.0,
+                    ) from None
             await asyncio.sleep(_PAUSE_S)
 
     async def _relay(
-        self, client: ClientConnection, method: str, url: URL, headers: dict[str, str], raw: bytes
+        self, client: ClientConnection, method: str, url: URL, headers: dict[str, str], body: bytes
     ) -> bool:
-        ask, timeout = self._peers.http.request, self._timeout
-        async with ask(
-            method, url, headers=headers, data=raw, allow_redirects=False, timeout=timeout
+        async with self._peers.http.request(
+            method, url, headers=headers, data=body, allow_redirects=False, timeout=self._timeout
         ) as answer:
-            kept = {name.lower(): text for name, text in answer.headers.items()}
-            own = _OF_THE_CONNECTION | _OF_THE_SERVER
-            await client.start(answer.status, {name: text for name, text in kept.items() if name not in own})
+            not_forwarded = _CONNECTION_HEADERS | _SERVER_HEADERS
+            answer_headers = {name.lower(): text for name, text in answer.headers.items()}
+            forwarded = {name: text for name, text in answer_headers.items() if name not in not_forwarded}
+            await client.start(answer.status, forwarded)
             async for piece in answer.content.iter_any():
                 await client.write(piece)
         return await client.end(b"")
 
 
 def _names_in_path(path: str) -> tuple[str, str]:
-    """The key and the id of the session that a path names; "" for what it does not name."""
-    _, kind, name, *_ = [*path.split("/"), "", ""]
-    key = name if kind == "s" else ""
-    session_id = name if kind == "sessions" else ""
-    return key, session_id
+    """The key and the id of the session that a path names; "" for each that it does not name."""
+    parts = path.split("/")
+    if len(parts) < 3:
+        return "", ""
+    kind = parts[1]
+    name = parts[2]
+    if kind == "s":
+        return name, ""
+    if kind == "sessions":
+        return "", name
+    return "", ""
 
 
-def _again(raw: bytes, client: ClientConnection) -> Receive:
-    """A request whose body has been read, for who reads it next."""
-    waiting: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+def _receive_again(body: bytes, client: ClientConnection) -> Receive:
+    """A `receive` that returns a body that has been read already."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
-        if waiting:
-            return waiting.pop()
+        if messages:
+            return messages.pop()
         await client.gone.wait()
         return {"type": "http.disconnect"}
 

@@ -1,10 +1,10 @@
-"""The gateway's processes, and what others hold of them.
+"""The gateway as the driver holds it, and the entry point of its supervisor process.
 
-`python -m invrl.gateway.server.gateway_server SETTINGS-FILE HEARTBEATS SOCKET...` supervises the workers
-(`supervisor.py`); `GatewayServer` starts such a process, starts it
-again when it dies or hangs, and ends it.
-Invariant: the sockets are of the process that holds `GatewayServer`, so what connects while the gateway is
-dead waits for its successor. Importing this module loads no tokenizer and no web framework."""
+`GatewayServer` starts the supervisor process, replaces it when it dies or hangs, and stops it. The process
+runs `python -m invrl.gateway.server.gateway_server SETTINGS-FILE HEARTBEATS SOCKET...`, which forks the
+workers (`supervisor.py`).
+Invariant: the process that holds `GatewayServer` owns the sockets, so connections that arrive while the
+supervisor is dead wait for its successor. Importing this module loads no tokenizer and no web framework."""
 
 import asyncio
 import contextlib
@@ -27,49 +27,53 @@ _log = logging.getLogger(__name__)
 _RESTARTS_PER_MINUTE = 5
 _BACKLOG = 4096
 _ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Nothing may start a thread before the workers are forked."""
+"""Keeps libraries from starting threads before the workers are forked."""
 
 
 class GatewayServer:
-    """A gateway in processes of its own. The settings file in `folder` holds keys: only its owner reads it.
-    Raises ServerError where it cannot listen."""
+    """A gateway in processes of its own. The settings file in `folder` contains keys: only its owner can read
+    it. ServerError if the gateway cannot listen on its address."""
 
     module = "invrl.gateway.server.gateway_server"
 
     def __init__(self, settings: GatewaySettings, *, folder: Path, log: Path) -> None:
-        self._settings, self._log_file = settings, log
+        workers = settings.gateway_workers
+        self._settings = settings
+        self._log_file = log
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = folder / "gateway.json"
-        with open_private(self._file) as out:
+        self._settings_file = folder / "gateway.json"
+        with open_private(self._settings_file) as out:
             out.write(settings.to_json().encode())
         self._sockets = [_listen(settings.gateway_host, settings.gateway_port)]
-        if settings.gateway_workers > 1:
-            self._sockets += [_listen("127.0.0.1", 0) for _ in range(settings.gateway_workers)]
-        workers = settings.gateway_workers
+        if workers > 1:
+            self._sockets += [_listen("127.0.0.1", 0) for _ in range(workers)]
         self._heartbeat_file = HeartbeatPage.create(workers=workers)
         self._heartbeats = HeartbeatPage(self._heartbeat_file, workers=workers)
         self._watch = SilenceWatch(self._heartbeats, [SUPERVISOR], timeout_s=settings.heartbeat_timeout_s)
-        self._hung_workers_told = [0] * workers
+        self._hung_workers_reported = [0] * workers
+        """By worker: how many of its hangs have been logged."""
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
-        self._told_until = 0.0
-        """Monotonic seconds; in the past where nobody is told that the run has ended."""
+        self._end_grace_until = 0.0
+        """Monotonic seconds: until then environments are told that the run has ended. 0 before `end_run`."""
         self.process = self._start()
 
     @property
     def url(self) -> str:
-        """Where this machine reaches it (agents: `settings.url`)."""
+        """The address for processes of this machine. (Agents use `settings.url`.)"""
         host = self._settings.gateway_host
-        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self._settings.gateway_port}"
+        if host == "0.0.0.0":
+            host = "127.0.0.1"
+        return f"http://{host}:{self._settings.gateway_port}"
 
     def wait_ready(self, *, deadline_s: float = 60.0) -> None:
-        """Until it answers. Raises ServerError, DeadlineError."""
-        self.process.wait_until(self._answers, deadline_s=deadline_s)
+        """Waits until the gateway answers. Raises ServerError or DeadlineError if it does not."""
+        self.process.wait_until(self._is_healthy, deadline_s=deadline_s)
 
     def check_alive(self) -> None:
-        """Starts it again if it has died, and kills it if it hangs, which the next call takes for a death.
-        From the thread that started it, which it dies with. Raises ServerError where it dies again and
-        again."""
-        self._tell_of_hung_workers()
+        """Restarts the supervisor if it has died. Kills it if it hangs; the next call restarts it. To be
+        called from the thread that created this object: the process dies with that thread. ServerError if the
+        supervisor has died too often."""
+        self._report_hung_workers()
         if self.process.alive():
             if self._watch.silent():
                 self._kill_hung_supervisor()
@@ -80,23 +84,24 @@ class GatewayServer:
         self.process = self._start()
 
     def end_run(self) -> None:
-        """From now on environments that we do not start are told that the run has ended: who asks for a task,
-        and who calls a session, whose rollout nobody waits for any more."""
+        """From now on the gateway answers that the run has ended: to an environment that asks for a task, and
+        to one that calls a session whose rollout is not needed any more."""
         self._heartbeats.end_run()
-        self._told_until = time.monotonic() + self._settings.end_grace_s
+        self._end_grace_until = time.monotonic() + self._settings.end_grace_s
 
-    async def tell_the_end(self) -> None:
-        """Before `stop`: waits until environments have had time to hear of it, if `end_run` was called."""
-        await asyncio.sleep(max(0.0, self._told_until - time.monotonic()))
+    async def wait_end_grace(self) -> None:
+        """After `end_run` and before `stop`: waits until environments have had `end_grace_s` to learn that
+        the run has ended. Returns at once if `end_run` was not called."""
+        await asyncio.sleep(max(0.0, self._end_grace_until - time.monotonic()))
 
     def stop(self) -> None:
         self.process.stop()
-        for one in self._sockets:
-            one.close()
+        for listener in self._sockets:
+            listener.close()
         os.close(self._heartbeat_file)
 
     def _kill_hung_supervisor(self) -> None:
-        """Its workers die with it."""
+        """The workers die with it."""
         _log.warning(
             "the gateway's supervisor (process %d) showed no sign of life for %g s "
             "(run.heartbeat_timeout_s): it is killed",
@@ -105,13 +110,13 @@ class GatewayServer:
         )
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGKILL)
-        self._watch.start_over(SUPERVISOR)  # killed once; the kernel says when it is gone
+        self._watch.start_over(SUPERVISOR)  # kill it once; the kernel reports when it is gone
 
-    def _tell_of_hung_workers(self) -> None:
-        for number, told in enumerate(self._hung_workers_told):
+    def _report_hung_workers(self) -> None:
+        for number, reported in enumerate(self._hung_workers_reported):
             hung = self._heartbeats.hung(worker_place(number))
-            if hung > told:
-                self._hung_workers_told[number] = hung
+            if hung > reported:
+                self._hung_workers_reported[number] = hung
                 _log.warning(
                     "worker %d of the gateway showed no sign of life for %g s (run.heartbeat_timeout_s) "
                     "and was replaced, see %s",
@@ -122,11 +127,12 @@ class GatewayServer:
 
     def _start(self) -> ServerProcess:
         self._watch.start_over(SUPERVISOR)
-        files = [self._heartbeat_file, *(one.fileno() for one in self._sockets)]
-        command = [sys.executable, "-m", self.module, str(self._file), *map(str, files)]
-        return ServerProcess("gateway", command, log=self._log_file, env=_ENV, keep=files)
+        inherited_files = [self._heartbeat_file, *(listener.fileno() for listener in self._sockets)]
+        file_arguments = [str(file) for file in inherited_files]
+        command = [sys.executable, "-m", self.module, str(self._settings_file), *file_arguments]
+        return ServerProcess("gateway", command, log=self._log_file, env=_ENV, keep=inherited_files)
 
-    def _answers(self) -> bool:
+    def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(self.url + "/health", timeout=2.0) as answer:
                 return bool(answer.status == 200)
@@ -143,14 +149,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def main() -> None:
-    file, heartbeats, *sockets = sys.argv[1:]
+    settings_file, heartbeat_file, *socket_files = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     from invrl.gateway.server.supervisor import supervise
 
-    settings = GatewaySettings.model_validate_json(Path(file).read_text())
-    page = HeartbeatPage(int(heartbeats), workers=settings.gateway_workers)
-    listener, *own = [socket.socket(fileno=int(each)) for each in sockets]
-    supervise(settings, listener, own, page)
+    settings = GatewaySettings.model_validate_json(Path(settings_file).read_text())
+    heartbeats = HeartbeatPage(int(heartbeat_file), workers=settings.gateway_workers)
+    listener, *own_sockets = [socket.socket(fileno=int(file)) for file in socket_files]
+    supervise(settings, listener, own_sockets, heartbeats)
 
 
 if __name__ == "__main__":

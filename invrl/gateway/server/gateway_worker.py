@@ -1,5 +1,6 @@
-"""One worker of the gateway: the application on the sockets that it inherited. Forked by `run/supervisor.py`;
-threads, event loop and store exist only from here on."""
+"""One worker of the gateway: it serves the application on the sockets that it inherited.
+
+The supervisor forks it. Threads, the event loop and the store exist only from `serve` on."""
 
 import asyncio
 import gc
@@ -17,7 +18,7 @@ from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.app import make_app
 from invrl.gateway.server.heartbeat_page import beat_interval_s
-from invrl.gateway.server.http_protocol import corked_http
+from invrl.gateway.server.http_protocol import limited_http_protocol
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.store.run_store_writer import RunStoreWriter
 
@@ -32,20 +33,14 @@ def serve(
     beat: Callable[[], None],
     run_ended: Callable[[], bool],
 ) -> None:
-    """Runs until SIGTERM (blocked by who calls, awaited from here on); every accepted turn is committed when
-    this returns. `beat` is called again and again, as long as the event loop runs. `run_ended`: whether
-    outside environments are to be told so."""
+    """Runs until SIGTERM, which the caller has blocked. When it returns, every accepted turn is committed.
+    `beat` is called regularly as long as the event loop runs. `run_ended`: whether environments that the run
+    did not start are to be told that it has ended."""
     # uvicorn raises the signal that ended it once more, for the handler that was there before its own. (With
-    # SIG_IGN the kernel would forget one that came while it was blocked.)
+    # SIG_IGN the kernel would discard a signal that arrived while it was blocked.)
     signal.signal(signal.SIGTERM, lambda *_: None)
     store = RunStoreWriter(Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s)
-    engine = SglangClient(
-        settings.router_url,
-        limits=EngineLimits(vocab_size=settings.vocab_size, context_length=settings.context_length),
-        api_key=settings.router_api_key.get_secret_value() if settings.router_api_key else "",
-        name="the fleet",
-        generate_deadline_s=settings.generate_timeout_s,
-    )
+    fleet = _fleet_client(settings)
 
     async def beat_forever() -> None:
         while True:
@@ -54,34 +49,37 @@ def serve(
 
     async def run() -> None:
         beating = asyncio.create_task(beat_forever())
+        app = make_app(
+            settings,
+            sampler=fleet,
+            renderer=renderer,
+            parsers=parsers,
+            store=store,
+            place=place,
+            on_shutdown=fleet.close,
+            ending=lambda: server.should_exit,
+            run_ended=run_ended,
+        )
+        http_protocol = limited_http_protocol(
+            head_timeout_s=settings.head_timeout_s, write_timeout_s=settings.write_timeout_s
+        )
         config = uvicorn.Config(
-            make_app(
-                settings,
-                engine=engine,
-                renderer=renderer,
-                parsers=parsers,
-                store=store,
-                place=place,
-                on_shutdown=engine.close,
-                ending=lambda: server.should_exit,
-                run_ended=run_ended,
-            ),
+            app,
             access_log=False,
             log_level="warning",
             timeout_graceful_shutdown=3,
             timeout_keep_alive=75,
             proxy_headers=False,
-            http=corked_http(
-                head_timeout_s=settings.head_timeout_s, write_timeout_s=settings.write_timeout_s
-            ),
+            http=http_protocol,
             backlog=4096,
         )
         server = uvicorn.Server(config)
-        # Once uvicorn has its handler, which it sets before its first await.
-        unblock = signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM}
-        asyncio.get_running_loop().call_soon(*unblock)
-        gc.freeze()  # what is loaded stays: going through it again stopped every stream for 0.2 s
-        # Sessions die by reference count; a look at all of them for cycles stopped every stream for 60 ms.
+        # uvicorn sets its handler before its first await; SIGTERM is unblocked right after that.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
+        gc.freeze()  # what is loaded stays: collecting it again stopped every stream for 0.2 s
+        # Sessions are freed by reference count; a search for cycles in all of them stopped every stream for
+        # 60 ms.
         gc.set_threshold(5000, 3, 1000)
         await server.serve(sockets)
         beating.cancel()
@@ -89,3 +87,16 @@ def serve(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
     store.close()
+
+
+def _fleet_client(settings: GatewaySettings) -> SglangClient:
+    api_key = ""
+    if settings.router_api_key is not None:
+        api_key = settings.router_api_key.get_secret_value()
+    return SglangClient(
+        settings.router_url,
+        limits=EngineLimits(vocab_size=settings.vocab_size, context_length=settings.context_length),
+        api_key=api_key,
+        name="the fleet",
+        generate_deadline_s=settings.generate_timeout_s,
+    )

@@ -1,11 +1,11 @@
-"""Signs of life of the gateway's processes, in a page of memory that all of them share.
+"""Heartbeats of the gateway's processes, in one page of memory that all of them share.
 
-The supervisor and each worker's event loop count up a number of their own. The supervisor looks at the
-workers' numbers, and the process that started the gateway at the supervisor's. A number that stands still for
-`heartbeat_timeout_s` means that its process is stopped or hung: it is killed, and replaced like a dead one.
-The page also tells the workers that the run has ended.
-Invariant: silence counts only while the watcher itself runs, so a machine that was suspended, or a watcher
-that was, accuses nobody."""
+The supervisor and the event loop of each worker count up a number of their own. The supervisor checks the
+workers' numbers; the process that started the gateway checks the supervisor's. A process whose number has not
+changed for `heartbeat_timeout_s` is stopped or hangs: it is killed and replaced like one that died. The page
+also tells the workers that the run has ended.
+Invariant: a suspended machine or a stopped watcher makes no process count as silent: of the time between two
+checks, at most a quarter of the timeout counts."""
 
 import mmap
 import os
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 SUPERVISOR = 0
 """The supervisor's place in the page; worker n has place n + 1."""
 START_ALLOWANCE_S = 120.0
-"""Until a process that was just started must have shown its first sign of life."""
+"""A process that was just started must send its first heartbeat within this time."""
 _WORD_BYTES = 8
 
 
@@ -24,14 +24,14 @@ def worker_place(number: int) -> int:
 
 
 def beat_interval_s(timeout_s: float) -> float:
-    """Seconds between two signs of life, and between two looks at them."""
+    """Seconds between two heartbeats of a process, and between two checks of them."""
     return min(1.0, timeout_s / 8)
 
 
 class HeartbeatPage:
-    """Two uint64 for the supervisor and for each of `workers` workers: its beats, and how often it was killed
-    because they stopped; and one more, which is not 0 once the run has ended. `file`: open file of
-    `HeartbeatPage.create`, which processes inherit."""
+    """An array of uint64. The supervisor and each of `workers` workers have two words: the number of their
+    heartbeats, and how often the process was killed because they stopped. The last word is not 0 once the
+    run has ended. `file`: the open file that `create` returned, which child processes inherit."""
 
     def __init__(self, file: int, *, workers: int) -> None:
         self._places = workers + 1
@@ -39,13 +39,13 @@ class HeartbeatPage:
 
     @staticmethod
     def create(*, workers: int) -> int:
-        """An open file for the page, all numbers 0."""
+        """Returns an open file for the page; all words are 0."""
         file = os.memfd_create("invrl-gateway-heartbeats")
         os.ftruncate(file, _page_bytes(workers))
         return file
 
     def end_run(self) -> None:
-        """For good: the next run has another page."""
+        """Tells all workers that the run has ended. It is never taken back: the next run has another page."""
         self._words[-1] = 1
 
     def run_has_ended(self) -> bool:
@@ -55,18 +55,18 @@ class HeartbeatPage:
         self._words[place] += 1
 
     def beats(self, place: int) -> int:
-        """0: none since the process of this place was started."""
+        """Heartbeats since the process in this place was started."""
         return self._words[place]
 
     def start_over(self, place: int) -> None:
-        """Another process takes this place, and has not shown a sign of life."""
+        """Another process takes this place and has not sent a heartbeat yet."""
         self._words[place] = 0
 
     def count_hung(self, place: int) -> None:
         self._words[self._places + place] += 1
 
     def hung(self, place: int) -> int:
-        """How often a process in this place was killed because it was silent."""
+        """How often a process in this place was killed because its heartbeats stopped."""
         return self._words[self._places + place]
 
 
@@ -75,7 +75,8 @@ def _page_bytes(workers: int) -> int:
 
 
 class SilenceWatch:
-    """Looks again and again at the beats of `places` and says which have been silent for `timeout_s`."""
+    """Finds the processes of `places` that have sent no heartbeat for `timeout_s`. `silent` has to be called
+    regularly."""
 
     def __init__(
         self,
@@ -88,28 +89,32 @@ class SilenceWatch:
         self._page = page
         self._timeout_s = timeout_s
         self._clock = clock
-        self._last_look = clock()
+        self._last_check_at = clock()
         self._beats = dict.fromkeys(places, 0)
         self._silent_s = dict.fromkeys(places, 0.0)
 
     def silent(self) -> list[int]:
-        """Places without a beat for `timeout_s`; those without any beat may take `START_ALLOWANCE_S`."""
+        """The places without a heartbeat for `timeout_s`. A process that has not sent its first one is
+        allowed `START_ALLOWANCE_S`."""
         now = self._clock()
-        # A long time between two looks is ours: we were stopped, or busy, and perhaps everybody was.
-        elapsed_s = min(now - self._last_look, self._timeout_s / 4)
-        self._last_look = now
-        found = []
-        for place, before in self._beats.items():
+        # If much time has passed since the last check, this process was stopped or busy, and perhaps all
+        # others were too: only a part of that time counts.
+        elapsed_s = min(now - self._last_check_at, self._timeout_s / 4)
+        self._last_check_at = now
+        silent_places = []
+        for place, last_beats in self._beats.items():
             beats = self._page.beats(place)
-            if beats != before:
+            if beats != last_beats:
                 self._beats[place] = beats
                 self._silent_s[place] = 0.0
                 continue
             self._silent_s[place] += elapsed_s
-            allowed_s = self._timeout_s if beats else max(self._timeout_s, START_ALLOWANCE_S)
+            allowed_s = self._timeout_s
+            if beats == 0:
+                allowed_s = max(self._timeout_s, START_ALLOWANCE_S)
             if self._silent_s[place] >= allowed_s:
-                found.append(place)
-        return found
+                silent_places.append(place)
+        return silent_places
 
     def start_over(self, place: int) -> None:
         """Another process takes this place."""

@@ -1,11 +1,12 @@
-"""uvicorn's HTTP protocol with limits on what a client may keep waiting, and one write to the socket for what
-an answer writes in one go.
+"""uvicorn's HTTP protocol with limits on how long a client may keep a connection waiting, and with the writes
+of one answer combined into one write to the socket.
 
-Head, events and end of an answer would each be a system call that wakes the client. A client that goes on
-sending a body after its answer (413, 408) is listened to for a while, so that it can read it, then closed.
-Invariants: a connection that sends no whole head in `head_timeout_s`, or a head without end, is closed; so is
-one that sends neither head nor body (trailers, the length of a chunk) without end; so is one that does not
-read its answer, whose handler then sees that the client is gone."""
+Without that, the head, the events and the end of an answer would each be a system call that wakes the client.
+A client that still sends its body after it was answered (413, 408) is given some seconds to read the answer;
+then the connection is closed.
+Invariants: a connection is closed if it does not send a whole head within `head_timeout_s`, if its head grows
+without end, or if it sends data without end that is neither head nor body (trailers, the length of a chunk).
+It is aborted if the client does not read its answer; the handler then sees a disconnected client."""
 
 import asyncio
 from typing import Any
@@ -13,28 +14,31 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _LINGER_S = 5.0
+"""How long a client may go on sending a body whose request has been answered."""
 _MAX_UNREAD_BYTES = 65_536
-"""Of one head, or of what is neither head nor body, after the first piece of it that the socket gave (256 KiB
-at most)."""
+"""Limit for a head, and for data that is neither head nor body. The first piece of it that the socket
+returned (256 KiB at most) is not counted."""
 _LEAST_BYTES_PER_S = 1000.0
-"""A client that reads more slowly than this does not read."""
+"""A client that reads more slowly than this counts as one that does not read."""
 _HEAD_TOO_LARGE = "431 Request Header Fields Too Large"
 _HEAD_TOO_SLOW = "408 Request Timeout"
 
 
-class _Cork:
-    """A transport whose writes leave together: when the answer is whole, when the event loop comes round, or
-    when it is closed. What the client has not read `write_timeout_s` after that is thrown away."""
+class _CoalescingTransport:
+    """A transport that collects writes and sends them together: when the answer is complete, in the next
+    round of the event loop, or when it is closed. Data that the client has not read `write_timeout_s` after
+    the close is discarded."""
 
     def __init__(self, transport: asyncio.Transport, write_timeout_s: float) -> None:
-        self._transport, self._loop = transport, asyncio.get_running_loop()
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
         self._write_timeout_s = write_timeout_s
-        self._held: list[bytes] = []
+        self._pending: list[bytes] = []
 
     def write(self, data: bytes) -> None:
-        if not self._held:
+        if not self._pending:
             self._loop.call_soon(self.flush)
-        self._held.append(data)
+        self._pending.append(data)
 
     def close(self) -> None:
         self.flush()
@@ -45,48 +49,53 @@ class _Cork:
             self._loop.call_later(self._write_timeout_s, self._transport.abort)
 
     def flush(self) -> None:
-        if self._held and not self._transport.is_closing():
-            self._transport.write(b"".join(self._held))
-        self._held.clear()
+        if self._pending and not self._transport.is_closing():
+            self._transport.write(b"".join(self._pending))
+        self._pending.clear()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
 
-class CorkedHttpProtocol(HttpToolsProtocol):
-    """With the limits of the class; `corked_http` makes a class with others."""
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """The timeouts are class attributes, because uvicorn constructs the protocol; `limited_http_protocol`
+    returns a subclass with other values."""
 
     head_timeout_s = 30.0
-    """From the connection's beginning, or from the first byte of a later request, to the end of its head."""
+    """From the start of the connection, or from the first byte of a later request, to the end of its head."""
     write_timeout_s = 30.0
-    """Seconds in which a client that is behind must have read as much as `_LEAST_BYTES_PER_S` asks for."""
+    """The interval over which a client that is behind must read `_LEAST_BYTES_PER_S` on average."""
 
-    _lingering: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _in_head = False
-    """A head has begun and not ended."""
-    _was_read = False
-    """What the socket gave last held the beginning or the end of a head, or some of a body."""
+    """A head has begun and has not ended."""
+    _parser_advanced = False
+    """The data received last contained the start or the end of a head, or a part of a body."""
     _unread_bytes = 0
-    """Of all that came since then."""
+    """Bytes received since the parser last advanced."""
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(_Cork(transport, self.write_timeout_s))  # type: ignore[arg-type]
-        self._await_head()
+        coalescing = _CoalescingTransport(transport, self.write_timeout_s)
+        super().connection_made(coalescing)  # type: ignore[arg-type]
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._head_timer, self._write_timer, self._lingering):
+        for timer in (self._head_timer, self._write_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._was_read = False
+        self._parser_advanced = False
         super().data_received(data)
         if self.transport.is_closing():
             return
-        self._unread_bytes = 0 if self._was_read else self._unread_bytes + len(data)
+        if self._parser_advanced:
+            self._unread_bytes = 0
+        else:
+            self._unread_bytes += len(data)
         if self._unread_bytes > _MAX_UNREAD_BYTES:
             if self._in_head:
                 self._refuse(_HEAD_TOO_LARGE)
@@ -94,27 +103,27 @@ class CorkedHttpProtocol(HttpToolsProtocol):
                 self.transport.close()
             return
         idle = self.cycle is None or self.cycle.response_complete
-        if idle and self._head_timer is None and self._lingering is None:
-            self._await_head()
+        if idle and self._head_timer is None and self._linger_timer is None:
+            self._start_head_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        self._was_read = True
+        self._parser_advanced = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers, which come behind a body, are dropped: nobody reads them, and they would be kept with the
-        head."""
+        """Trailers, which follow a body, are dropped: nothing reads them, and uvicorn would store them with
+        the headers."""
         if self._in_head:
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
-        self._was_read = True
+        self._parser_advanced = True
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._was_read = True
+        self._parser_advanced = True
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -122,19 +131,19 @@ class CorkedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        if self._lingering is not None:
-            self._lingering.cancel()
-            self._lingering = None
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
 
     def on_response_complete(self) -> None:
         self.transport.flush()  # type: ignore[attr-defined]
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body:
-            self._lingering = self.loop.call_later(_LINGER_S, self.transport.close)
+            self._linger_timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._await_reader(self.transport.get_write_buffer_size())
+        self._start_write_timer(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -142,10 +151,10 @@ class CorkedHttpProtocol(HttpToolsProtocol):
             self._write_timer.cancel()
             self._write_timer = None
 
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_is_late)
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self._on_head_timeout)
 
-    def _head_is_late(self) -> None:
+    def _on_head_timeout(self) -> None:
         self._head_timer = None
         if self._in_head:
             self._refuse(_HEAD_TOO_SLOW)
@@ -153,24 +162,25 @@ class CorkedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: str) -> None:
-        """An answer to a request without a whole head, which no handler has seen."""
+        """Answers a request whose head is not complete, so that no handler has seen it."""
         head = f"HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode())
         self.transport.close()
 
-    def _await_reader(self, unsent: int) -> None:
-        """`unsent`: bytes that wait now."""
-        self._write_timer = self.loop.call_later(self.write_timeout_s, self._check_reader, unsent)
+    def _start_write_timer(self, unsent_bytes: int) -> None:
+        """`unsent_bytes`: bytes in the write buffer at this moment."""
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self._check_reader, unsent_bytes)
 
-    def _check_reader(self, before: int) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        if before - unsent < _LEAST_BYTES_PER_S * self.write_timeout_s:
+    def _check_reader(self, unsent_bytes_before: int) -> None:
+        unsent_bytes = self.transport.get_write_buffer_size()
+        bytes_read = unsent_bytes_before - unsent_bytes
+        if bytes_read < _LEAST_BYTES_PER_S * self.write_timeout_s:
             self.transport.abort()
         else:
-            self._await_reader(unsent)
+            self._start_write_timer(unsent_bytes)
 
 
-def corked_http(*, head_timeout_s: float, write_timeout_s: float) -> type[CorkedHttpProtocol]:
-    """The protocol with these limits."""
-    limits = {"head_timeout_s": head_timeout_s, "write_timeout_s": write_timeout_s}
-    return type("LimitedHttpProtocol", (CorkedHttpProtocol,), limits)
+def limited_http_protocol(*, head_timeout_s: float, write_timeout_s: float) -> type[LimitedHttpProtocol]:
+    """A protocol class with these timeouts."""
+    timeouts = {"head_timeout_s": head_timeout_s, "write_timeout_s": write_timeout_s}
+    return type("ConfiguredHttpProtocol", (LimitedHttpProtocol,), timeouts)

@@ -1,19 +1,19 @@
-"""How late the event loop runs what is due: the first sign of a gateway that has too much to do."""
+"""How late the event loop runs what is due: the first sign of an overloaded gateway."""
 
 import asyncio
 from collections import deque
 from collections.abc import Mapping
 
 _INTERVAL_S = 0.05
-_KEPT = 1200
-"""One minute."""
+_WINDOW = 1200
+"""Measurements of one minute."""
 
 
 class LoopLag:
-    """Lag of the running event loop over the last minute, in milliseconds."""
+    """The lag of the running event loop over the last minute, in milliseconds."""
 
     def __init__(self) -> None:
-        self._lags_ms: deque[float] = deque(maxlen=_KEPT)
+        self._lags_ms: deque[float] = deque(maxlen=_WINDOW)
 
     async def measure(self) -> None:
         """Runs until it is cancelled."""
@@ -24,6 +24,14 @@ class LoopLag:
             self._lags_ms.append(1000 * (loop.time() - due))
 
     def summary(self) -> Mapping[str, float]:
-        ordered = sorted(self._lags_ms) or [0.0]
-        at = {"p50": len(ordered) // 2, "p99": int(0.99 * len(ordered)), "max": -1}
-        return {name: round(ordered[index], 3) for name, index in at.items()}
+        """The median, the 99th percentile and the maximum; 0 before the first measurement."""
+        lags_ms = sorted(self._lags_ms)
+        if not lags_ms:
+            lags_ms = [0.0]
+        median = lags_ms[len(lags_ms) // 2]
+        percentile_99 = lags_ms[int(0.99 * len(lags_ms))]
+        return {
+            "p50": round(median, 3),
+            "p99": round(percentile_99, 3),
+            "max": round(lags_ms[-1], 3),
+        }

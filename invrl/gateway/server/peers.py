@@ -1,7 +1,7 @@
-"""The other workers of one gateway, as one of them reaches them.
+"""The other workers of the same gateway, as one worker reaches them.
 
-Each worker has an address of its own on the loopback interface, where it serves exactly what it serves on the
-public port, for the same keys. Used by `forwarder.py` and `app.py`."""
+Each worker has an address of its own on the loopback interface. There it serves the same routes for the same
+keys as on the public port."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ import msgspec
 from invrl.gateway.registry import WorkerPlace
 
 _log = logging.getLogger(__name__)
-_ASK_S = 5.0
+_METRICS_TIMEOUT_S = 5.0
 
 
 class Peers:
@@ -24,7 +24,7 @@ class Peers:
 
     @property
     def http(self) -> aiohttp.ClientSession:
-        """Without deadlines of its own; one per event loop, made when it is first needed."""
+        """A client without deadlines of its own. It belongs to one event loop and is created on first use."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0),
@@ -35,17 +35,20 @@ class Peers:
         return self._session
 
     async def metrics(self, own: Mapping[str, object], env_key: str) -> Mapping[str, object]:
-        """Those of all workers as one; without those of a worker that does not answer."""
-        others = [url for number, url in enumerate(self.place.urls) if number != self.place.number]
-        found = await asyncio.gather(*(self._ask(url + "/metrics?worker=own", env_key) for url in others))
-        return merged([own, *(each for each in found if each is not None)])
+        """The metrics of all workers, merged. A worker that does not answer is left out."""
+        other_urls = [url for number, url in enumerate(self.place.urls) if number != self.place.number]
+        answers = await asyncio.gather(*(self._fetch_metrics(url, env_key) for url in other_urls))
+        others = [answer for answer in answers if answer is not None]
+        return merge_metrics([own, *others])
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(self, url: str, env_key: str) -> Mapping[str, object] | None:
-        headers, timeout = {"authorization": f"Bearer {env_key}"}, aiohttp.ClientTimeout(total=_ASK_S)
+    async def _fetch_metrics(self, worker_url: str, env_key: str) -> Mapping[str, object] | None:
+        url = worker_url + "/metrics?worker=own"
+        headers = {"authorization": f"Bearer {env_key}"}
+        timeout = aiohttp.ClientTimeout(total=_METRICS_TIMEOUT_S)
         try:
             async with self.http.get(url, headers=headers, timeout=timeout) as answer:
                 return msgspec.json.decode(await answer.read(), type=dict[str, object])
@@ -54,14 +57,18 @@ class Peers:
             return None
 
 
-def merged(parts: Sequence[Mapping[str, Any]], *, reduce: Any = sum) -> Mapping[str, object]:
-    """Numbers are added up, those below `loop_lag_ms` are the largest; of other values the first counts."""
+def merge_metrics(parts: Sequence[Mapping[str, Any]], *, reduce: Any = sum) -> Mapping[str, object]:
+    """Numbers are added up; those below `loop_lag_ms` become their maximum. Of other values the first part's
+    is taken."""
     names = dict.fromkeys(name for part in parts for name in part)
-    whole: dict[str, object] = {}
+    merged: dict[str, object] = {}
     for name in names:
         values = [part[name] for part in parts if name in part]
         if isinstance(values[0], Mapping):
-            whole[name] = merged(values, reduce=max if name == "loop_lag_ms" else reduce)
+            inner_reduce = max if name == "loop_lag_ms" else reduce
+            merged[name] = merge_metrics(values, reduce=inner_reduce)
+        elif isinstance(values[0], int | float):
+            merged[name] = reduce(values)
         else:
-            whole[name] = reduce(values) if isinstance(values[0], int | float) else values[0]
-    return whole
+            merged[name] = values[0]
+    return merged

@@ -1,12 +1,16 @@
-"""What the session API takes and answers, as types: requests are checked by them, OpenAPI shows them."""
+"""The bodies of the session API, requests and answers. Requests are validated by them; OpenAPI shows them."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from invrl.gateway.registry import SessionState
+from invrl.gateway.session_record import SessionRecord
 from invrl.section import Section
+from invrl.store.rows import SessionState
 from invrl.types import (
     MAX_NAME_LENGTH,
     MAX_REWARD,
@@ -37,11 +41,11 @@ class SamplingBody(Section):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """None: as the gateway has it."""
+    """None: the gateway's own setting."""
 
 
 class LimitsBody(Section):
-    """None: as much as the gateway grants."""
+    """None: as much as the gateway grants at most."""
 
     max_turns: _Count | None = None
     max_sampled_tokens: _Count | None = None
@@ -52,7 +56,7 @@ class LimitsBody(Section):
 class ChildBody(Section):
     limits: LimitsBody = LimitsBody()
     request_id: _Name = ""
-    """Makes opening safe to try again: the same id, the same sessions."""
+    """Makes a request safe to repeat: the same id gets the same sessions."""
 
 
 class OpenBody(ChildBody):
@@ -64,7 +68,7 @@ class OpenBody(ChildBody):
 
 
 class RewardBody(Section):
-    """Of the session, or of one of its turns, or of the branches through a turn."""
+    """The reward of the session, of one of its turns, or of the branches through a turn."""
 
     reward: _RewardValue
     components: dict[_Name, _RewardValue] = Field(default_factory=dict, max_length=MAX_REWARD_COMPONENTS)
@@ -80,7 +84,9 @@ class FinishBody(Section):
     components: dict[_Name, _RewardValue] = Field(default_factory=dict, max_length=MAX_REWARD_COMPONENTS)
 
     def value(self) -> Reward | None:
-        return None if self.reward is None else Reward(value=self.reward, components=self.components)
+        if self.reward is None:
+            return None
+        return Reward(value=self.reward, components=self.components)
 
 
 class AbortBody(Section):
@@ -94,18 +100,19 @@ class LeaseBody(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSession(Session):
-    """All that a client needs is here: `base_url`, `key` and `model`."""
+    """A session with all that a client needs: `base_url`, `key` and `model`."""
 
     model: str
-    """What clients name in their requests."""
+    """The name under which clients call the model."""
 
     @classmethod
-    def of(cls, session: Session, model: str) -> "OpenedSession":
-        return cls(**{one.name: getattr(session, one.name) for one in fields(session)}, model=model)
+    def of(cls, session: Session, model: str) -> OpenedSession:
+        values = {field.name: getattr(session, field.name) for field in fields(session)}
+        return cls(**values, model=model)
 
 
 class Opened(BaseModel):
-    """The sessions, in the order of the members that they were opened for; a child is the only one."""
+    """The sessions in the order of the members that they were opened for; for a child, this one alone."""
 
     sessions: list[OpenedSession]
 
@@ -117,16 +124,16 @@ class Rewarded(BaseModel):
 
 
 class Heartbeat(BaseModel):
-    """What an environment learns when it says that it is there."""
+    """The answer to an environment's heartbeat."""
 
     session_id: str
     state: SessionState
     session_idle_timeout_s: float
-    """The next call of a session of this group is due within so many seconds; 0: no limit."""
+    """Seconds within which the next call of a session of this group is due; 0: no limit."""
 
 
 class Unrewarded(BaseModel):
-    """Finished, but for the reward, which must come by `deadline` (Unix seconds)."""
+    """A finished session that waits for its reward until `deadline` (Unix seconds)."""
 
     outcome: Literal["unrewarded"] = "unrewarded"
     session_id: str
@@ -134,14 +141,14 @@ class Unrewarded(BaseModel):
 
 
 class Lease(BaseModel):
-    """Open sessions for these members within `lease_timeout_s`."""
+    """A leased task. Sessions for its members must be opened within `lease_timeout_s`."""
 
     group_id: str
     task: dict[str, Any]
-    """`id`, `payload`, `label`, `split`, as the task source gave them."""
+    """`id`, `payload`, `label` and `split`, as the task source returned them."""
     members: list[GroupMember]
     model: str
-    """What clients name in their requests; each session says it too."""
+    """The name under which clients call the model; each session has it too."""
     lease_timeout_s: float
 
 
@@ -151,10 +158,10 @@ class Leased(BaseModel):
 
 
 class ChangeLine(BaseModel):
-    """The first place in which a request differs from what was recorded."""
+    """The first difference between a request and the recorded conversation."""
 
     message: int
-    """Its place in the request."""
+    """The index of the message in the request."""
     role: str
     part: str
     recorded: str
@@ -174,12 +181,13 @@ class TurnLine(BaseModel):
     sampled_tokens: int
     constrained: bool
     started_at: float
-    """Unix time, as `finished_at`: of the request, and of its last token."""
+    """Unix seconds: when the request came."""
     finished_at: float
+    """Unix seconds: when its last token was sampled."""
 
 
 class SessionView(BaseModel):
-    """A session to who asks for it: not its key."""
+    """A session's state, without its key."""
 
     id: str
     task_id: str
@@ -204,8 +212,33 @@ class SessionView(BaseModel):
     forks: dict[str, int]
     auxiliary_roots: list[str]
 
+    @classmethod
+    def of(
+        cls,
+        record: SessionRecord,
+        *,
+        model: str,
+        turns: Sequence[Mapping[str, Any]],
+        forks: Mapping[str, int],
+        auxiliary_roots: Sequence[str],
+    ) -> SessionView:
+        """Fields of the session and of its record have the same names here, but for those that are set below.
+        `turns`: the fields of each `TurnLine`."""
+        values: dict[str, Any] = {}
+        for source in (record.session, record):
+            for name in cls.model_fields:
+                if hasattr(source, name):
+                    values[name] = getattr(source, name)
+        values["model"] = model
+        values["children"] = [child.session.id for child in record.children]
+        values["overridden"] = sorted(record.overridden)
+        values["turns"] = turns
+        values["forks"] = forks
+        values["auxiliary_roots"] = auxiliary_roots
+        return cls(**values)
+
 
 class ErrorBody(BaseModel):
-    """Every refusal: its `message`, `type`, `param` and `code`."""
+    """A refusal: its `message`, `type`, `param` and `code`."""
 
     error: dict[Literal["message", "type", "param", "code"], str | None]

@@ -1,4 +1,4 @@
-"""What a gateway process is told at its start, as one JSON file. Imports without tokenizers."""
+"""The settings of a gateway process, which it reads from a JSON file. Imports no tokenizer."""
 
 import json
 
@@ -8,7 +8,7 @@ from invrl.gateway.config import GatewayConfig
 
 
 class GatewaySettings(GatewayConfig):
-    """All a gateway needs to know: its section of the configuration, and what belongs to others."""
+    """The gateway's section of the configuration, and values of other sections that the gateway needs."""
 
     run_id: str = ""
     incarnation: str = Field(
@@ -17,7 +17,7 @@ class GatewaySettings(GatewayConfig):
     gateway_port: PositiveInt
     router_url: str
     router_api_key: SecretStr | None = None
-    env_key: SecretStr = Field(min_length=16, description="key of those who open sessions")
+    env_key: SecretStr = Field(min_length=16, description="the key that opens sessions")
     model_path: str
     model_name: str
     store_path: str
@@ -25,29 +25,33 @@ class GatewaySettings(GatewayConfig):
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: PositiveInt = 512
     sampling_seed: NonNegativeInt | None = Field(
-        None, description="what each generation's own seed is made from; None: engines draw freely"
+        None, description="the seed from which that of each generation is derived; None: engines draw freely"
     )
     context_length: PositiveInt
     vocab_size: PositiveInt
     leases: bool = Field(False, description="training sessions are opened on leased tasks only")
     max_body_bytes: PositiveInt = 16 * 2**20
     body_timeout_s: PositiveFloat = 30.0
-    head_timeout_s: PositiveFloat = Field(30.0, description="until a connection has sent a whole head")
+    head_timeout_s: PositiveFloat = Field(30.0, description="seconds to send a whole head in")
     write_timeout_s: PositiveFloat = Field(
-        30.0, description="until a client that reads none of its answer is given up"
+        30.0, description="seconds after which a client that does not read its answer is disconnected"
     )
     heartbeat_timeout_s: PositiveFloat = Field(
-        30.0, description="a process of the gateway that shows no sign of life for so long is replaced"
+        30.0, description="seconds without a heartbeat until a process of the gateway is replaced"
     )
-    keep_alive_s: PositiveFloat = Field(10.0, description="seconds of silence before a stream's comment")
+    keep_alive_s: PositiveFloat = Field(10.0, description="silent seconds before a stream's comment")
 
     @property
     def url(self) -> str:
-        """Where agents are sent."""
-        return (self.gateway_public_url or f"http://{self.gateway_host}:{self.gateway_port}").rstrip("/")
+        """The address that agents are given."""
+        if self.gateway_public_url:
+            return self.gateway_public_url.rstrip("/")
+        return f"http://{self.gateway_host}:{self.gateway_port}"
 
     def to_json(self) -> str:
-        """With the secrets: for a file that only its owner reads."""
-        values = self.model_dump().items()
-        secret = {name: value.get_secret_value() for name, value in values if isinstance(value, SecretStr)}
-        return json.dumps(dict(values) | secret)
+        """JSON with the secrets in clear text, for a file that only its owner can read."""
+        values = self.model_dump()
+        for name, value in values.items():
+            if isinstance(value, SecretStr):
+                values[name] = value.get_secret_value()
+        return json.dumps(values)

@@ -1,9 +1,10 @@
-"""The gateway's supervisor: loads what is slow to load once, forks the workers, and forks again what dies or
-hangs.
+"""The gateway's supervisor. It loads once what is slow to load, forks the workers, and replaces a worker that
+dies or hangs.
 
-Invariants: it has no thread and no event loop, so that a fork is whole; a worker dies with it, and it with
-whoever started it (PR_SET_PDEATHSIG). The sockets are its parent's: while nobody accepts, connections wait in
-the kernel. SIGTERM ends all in good order; Ctrl-C is the parent's to pass on."""
+Invariants: the supervisor has no thread and no event loop, so that a fork copies a consistent process.
+Workers die with it, and it dies with the process that started it (PR_SET_PDEATHSIG). The sockets belong to
+that process: while nobody accepts, connections wait in the kernel. SIGTERM ends all workers in good order;
+Ctrl-C is handled by the parent process."""
 
 import gc
 import logging
@@ -19,7 +20,8 @@ from invrl.errors import ServerError
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.chat_template import chat_template_source
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import choose_parsers
+from invrl.gateway.rendering.parsers import Parsers, choose_parsers
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.gateway_worker import serve
 from invrl.gateway.server.heartbeat_page import (
     SUPERVISOR,
@@ -35,89 +37,153 @@ from invrl.store.schema import connect
 
 _log = logging.getLogger(__name__)
 _RESTARTS_PER_MINUTE = 10
+"""For each worker."""
 
 
 def supervise(
     settings: GatewaySettings,
     listener: socket.socket,
-    own: Sequence[socket.socket],
+    own_sockets: Sequence[socket.socket],
     heartbeats: HeartbeatPage,
 ) -> None:
-    """Returns after SIGTERM, with all workers gone. ServerError when a worker cannot live. `own`: a loopback
-    socket for each worker, if there are several."""
+    """Runs the workers until SIGTERM, and returns when all of them have ended. ServerError if a worker dies
+    again and again. `own_sockets`: a loopback socket for each worker, if there are several workers."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
-    signals = {signal.SIGTERM, signal.SIGCHLD}
-    timeout_s = settings.heartbeat_timeout_s
-    path, template = settings.model_path, settings.chat_template_path
-    keep = settings.keep_thinking
-    renderer = load_renderer(path, settings.vocab_size, chat_template=template, keep_thinking=keep)
-    names = settings.tool_call_parser, settings.reasoning_parser
-    parsers = choose_parsers(*names, template=chat_template_source(path, template))
+    renderer = load_renderer(
+        settings.model_path,
+        settings.vocab_size,
+        chat_template=settings.chat_template_path,
+        keep_thinking=settings.keep_thinking,
+    )
+    parsers = choose_parsers(
+        settings.tool_call_parser,
+        settings.reasoning_parser,
+        template=chat_template_source(settings.model_path, settings.chat_template_path),
+    )
     parsers.preload()
-    connect(Path(settings.store_path)).close()  # the file exists before workers come to it at once
-    urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in own] or [""]
-    shared = memoryview(mmap.mmap(-1, 8 * len(urls))).cast("Q")
-    running: dict[int, int] = {}
-    starts, limit = [0] * len(urls), RestartLimit(_RESTARTS_PER_MINUTE * len(urls))
-    gc.freeze()  # what is shared stays shared
-    places = {worker_place(number): number for number in range(len(urls))}
-    watch = SilenceWatch(heartbeats, list(places), timeout_s=timeout_s)
+    connect(Path(settings.store_path)).close()  # creates the file before several workers open it at once
+    workers = _Workers(settings, renderer, parsers, listener, own_sockets, heartbeats)
+    gc.freeze()  # keeps the objects that all workers share in shared pages
     while True:
         heartbeats.beat(SUPERVISOR)
-        for number in set(range(len(urls))) - set(running.values()):
-            starts[number] += 1
-            if starts[number] > 1 and not limit.allows():
-                raise ServerError(f"worker {number} of the gateway died again and again")
-            place = WorkerPlace(number=number, urls=urls, open_sessions=shared, starts=starts[number])
-            sockets = [listener, *own[number : number + 1]]
-            beat = partial(heartbeats.beat, worker_place(number))
-            watch.start_over(worker_place(number))
-            work = partial(
-                serve,
-                settings,
-                renderer,
-                parsers,
-                place,
-                sockets,
-                beat=beat,
-                run_ended=heartbeats.run_has_ended,
-            )
-            running[_fork(work)] = number
-        received = signal.sigtimedwait(signals, beat_interval_s(timeout_s))
+        workers.start_missing()
+        received = signal.sigtimedwait(
+            {signal.SIGTERM, signal.SIGCHLD}, beat_interval_s(settings.heartbeat_timeout_s)
+        )
         if received is not None and received.si_signo == signal.SIGTERM:
             break
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            _log.warning("worker %d ended (wait status %d)", running.pop(ended[0]), ended[1])
-            if not running:
-                break
-        hung = {places[place] for place in watch.silent()}
-        for pid, number in running.items():
-            if number in hung:
-                _log.warning(
-                    "worker %d (process %d) showed no sign of life for %g s (run.heartbeat_timeout_s): "
-                    "it is killed",
-                    number,
-                    pid,
-                    timeout_s,
-                )
-                heartbeats.count_hung(worker_place(number))
-                watch.start_over(worker_place(number))  # killed once; the kernel says when it is gone
-                os.kill(pid, signal.SIGKILL)
-    for pid in running:
-        os.kill(pid, signal.SIGTERM)
-    for pid in running:  # who waits for us has the deadline
-        os.waitpid(pid, 0)
+        workers.reap()
+        workers.kill_hung()
+    workers.stop()
+
+
+class _Workers:
+    """The worker processes of one supervisor."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        renderer: Renderer,
+        parsers: Parsers,
+        listener: socket.socket,
+        own_sockets: Sequence[socket.socket],
+        heartbeats: HeartbeatPage,
+    ) -> None:
+        self._settings = settings
+        self._renderer = renderer
+        self._parsers = parsers
+        self._listener = listener
+        self._own_sockets = own_sockets
+        self._heartbeats = heartbeats
+        self._urls = [f"http://127.0.0.1:{own.getsockname()[1]}" for own in own_sockets] or [""]
+        count = len(self._urls)
+        self._open_sessions = memoryview(mmap.mmap(-1, 8 * count)).cast("Q")
+        self._starts = [0] * count
+        self._restarts = RestartLimit(_RESTARTS_PER_MINUTE * count)
+        self._numbers_by_pid: dict[int, int] = {}
+        """The number of each running worker."""
+        self._numbers_by_place = {worker_place(number): number for number in range(count)}
+        self._watch = SilenceWatch(
+            heartbeats, list(self._numbers_by_place), timeout_s=settings.heartbeat_timeout_s
+        )
+
+    def start_missing(self) -> None:
+        """Forks every worker that does not run. ServerError if they die too often."""
+        running = set(self._numbers_by_pid.values())
+        for number in range(len(self._urls)):
+            if number in running:
+                continue
+            self._starts[number] += 1
+            if self._starts[number] > 1 and not self._restarts.allows():
+                raise ServerError(f"worker {number} of the gateway died again and again")
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        self._watch.start_over(worker_place(number))
+        place = WorkerPlace(
+            number=number,
+            urls=self._urls,
+            open_sessions=self._open_sessions,
+            starts=self._starts[number],
+        )
+        work = partial(
+            serve,
+            self._settings,
+            self._renderer,
+            self._parsers,
+            place,
+            [self._listener, *self._own_sockets[number : number + 1]],
+            beat=partial(self._heartbeats.beat, worker_place(number)),
+            run_ended=self._heartbeats.run_has_ended,
+        )
+        pid = _fork(work)
+        self._numbers_by_pid[pid] = number
+
+    def reap(self) -> None:
+        """Takes note of the workers that have ended."""
+        while self._numbers_by_pid:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            number = self._numbers_by_pid.pop(pid)
+            _log.warning("worker %d ended (wait status %d)", number, status)
+
+    def kill_hung(self) -> None:
+        """Kills the workers without a heartbeat; `reap` finds them later."""
+        hung = {self._numbers_by_place[place] for place in self._watch.silent()}
+        for pid, number in self._numbers_by_pid.items():
+            if number not in hung:
+                continue
+            _log.warning(
+                "worker %d (process %d) showed no sign of life for %g s (run.heartbeat_timeout_s): "
+                "it is killed",
+                number,
+                pid,
+                self._settings.heartbeat_timeout_s,
+            )
+            self._heartbeats.count_hung(worker_place(number))
+            self._watch.start_over(worker_place(number))  # kill it once; the kernel reports when it is gone
+            os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Ends all workers in good order. Without a deadline: the parent of the supervisor has one."""
+        for pid in self._numbers_by_pid:
+            os.kill(pid, signal.SIGTERM)
+        for pid in self._numbers_by_pid:
+            os.waitpid(pid, 0)
 
 
 def _fork(work: Callable[[], None]) -> int:
-    """`work` in a child that dies with this process."""
-    parent, pid = os.getpid(), os.fork()
+    """Runs `work` in a child process that dies with this one. Returns the child's process id."""
+    parent = os.getpid()
+    pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
         die_with_parent()
-        if os.getppid() == parent:  # otherwise it died before we asked to die with it
+        parent_is_alive = os.getppid() == parent  # it may have died before the line above took effect
+        if parent_is_alive:
             work()
             code = 0
     except BaseException:

@@ -1,8 +1,9 @@
-"""Opening, rewarding and closing sessions: the registry, the live conversations and the store, kept in step.
-Invariants: a session is closed once; who closes it again gets the same outcome. Freeze, snapshot, build: once
-a close has begun, no call, delivery or reward changes what the session hands over. A session's children end
-with it at the latest and are part of its outcome. Called by the session API, and by itself when a session's
-time is up."""
+"""Opening, rewarding and closing sessions: keeps the registry, the live conversations and the store in step.
+
+Invariants: a session is closed once; a second close gets the same outcome. A close first freezes the session,
+then takes a snapshot, then builds the outcome: once a close has begun, no call, delivery or reward changes
+what the session hands over. The children of a session end with it at the latest and are part of its outcome.
+The session API drives this, and `expire_forever` ends sessions whose time is up."""
 
 import asyncio
 import logging
@@ -14,17 +15,27 @@ from dataclasses import dataclass, field
 
 from invrl.errors import SessionError
 from invrl.gateway.config import SessionPolicy
-from invrl.gateway.registry import Opening, SessionRecord, SessionRegistry, SessionState
-from invrl.gateway.sessions.closing import failed, summarise, token_counts, with_partial
+from invrl.gateway.registry import Opening, SessionRegistry
+from invrl.gateway.session_record import SessionRecord
+from invrl.gateway.sessions.rollout_summary import failed, summarise, token_counts, with_partial
 from invrl.gateway.turns.turns import Turns
 from invrl.store.lease_store import LeaseStore
+from invrl.store.rows import SessionState
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Reward, Sampling, SessionLimits
 
-Failure = tuple[FailureReason, str]
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
+"""How long a close waits for answers that are on their way to the client."""
 _EXPIRY_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """Why a session is closed as failed."""
+
+    reason: FailureReason
+    detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,14 +44,14 @@ class Lifecycle:
     turns: Turns
     store: RunStoreWriter
     sampling: Sampling
-    """For sessions that are opened without one."""
+    """For sessions that are opened without sampling parameters."""
     policy: SessionPolicy
     leases: LeaseStore | None = None
-    """Where training sessions need a lease: in runs whose environments lease tasks."""
+    """Set in runs whose environments lease tasks: there, training sessions need a lease."""
     run_ended: Callable[[], bool] = lambda: False
-    """Whether nobody waits for the rollouts of such environments any more."""
+    """Whether the rollouts of such environments are not needed any more."""
     tokens: Counter[str] = field(default_factory=Counter, init=False)
-    """Sampled, delivered and trained ones, over closed sessions."""
+    """Sampled, delivered and trained tokens of closed sessions."""
 
     @property
     def limits(self) -> SessionLimits:
@@ -53,31 +64,23 @@ class Lifecycle:
             max_concurrent_calls=policy.session_max_calls,
         )
 
-    async def open(self, group: Opening) -> list[SessionRecord]:
-        """All members or none; the same request again gets the same sessions. SessionError 429 when they do
-        not fit, 400 where tokens sampled so could not be trained, 409 for places that are not leased, 410
-        once the run has ended."""
-        training = group.purpose == "train"
-        if training and self.run_ended():
-            raise SessionError("the run has ended", status=410, code="run_ended")
-        if training and (group.sampling.temperature <= 0 or group.sampling.top_p != 1):
-            reason = (
-                "training needs temperature > 0 and top_p = 1: the log-probs of other samplings are not "
-                "those of the policy"
-            )
-            raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
-        now, leased = time.time(), self.leases is not None and training and group.parent is None
-        if earlier := self.registry.reopened(group):
-            for record in earlier:
-                record.life.see()
-            await asyncio.wrap_future(self.store.open_sessions([], [], now))  # after the one that holds them
-            return [self.registry.by_id(record.session.id) for record in earlier]  # unless that one failed
-        records = self.registry.open(group, now)
-        for record in records:  # before the commit, after which others see the sessions, and may end them
+    async def open(self, opening: Opening) -> list[SessionRecord]:
+        """Opens all sessions or none; a repeated request gets the same sessions. SessionError 429 if they do
+        not fit, 400 if tokens sampled so could not be trained, 409 for members that are not leased, 410 once
+        the run has ended."""
+        if opening.purpose == "train":
+            self._check_training(opening)
+        now = time.time()
+        earlier = self.registry.reopened(opening)
+        if earlier:
+            return await self._open_again(earlier)
+        records = self.registry.open(opening, now)
+        # Before the commit: after it, others see the sessions in the store and may end them.
+        for record in records:
             self.turns.open(record)
-        sessions, hashes = [one.session for one in records], [one.key_hash for one in records]
+        needs_lease = self.leases is not None and opening.purpose == "train" and opening.parent is None
         try:
-            await asyncio.wrap_future(self.store.open_sessions(sessions, hashes, now, leased=leased))
+            await asyncio.wrap_future(self.store.open_sessions(records, leased=needs_lease))
         except sqlite3.Error as error:
             self.registry.forget(records)
             for record in records:
@@ -85,51 +88,74 @@ class Lifecycle:
             if not isinstance(error, sqlite3.IntegrityError):
                 raise
             if "NOT NULL" in str(error):
-                reason = f"not all of these members of group {group.group_id!r} are leased"
+                reason = f"not all of these members of group {opening.group_id!r} are leased"
                 raise SessionError(reason, status=409, code="not_leased", param="members") from None
-            reason = f"request_id {group.request_id!r} has opened sessions that are lost"
+            reason = f"request_id {opening.request_id!r} has opened sessions that are lost"
             raise SessionError(reason, status=409, code="request_id_reused", param="request_id") from None
         return records
+
+    def _check_training(self, opening: Opening) -> None:
+        """SessionError if the run does not take training sessions like these."""
+        if self.run_ended():
+            raise SessionError("the run has ended", status=410, code="run_ended")
+        if opening.sampling.temperature <= 0 or opening.sampling.top_p != 1:
+            reason = (
+                "training needs temperature > 0 and top_p = 1: the log-probs of other samplings are not "
+                "those of the policy"
+            )
+            raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
+
+    async def _open_again(self, records: list[SessionRecord]) -> list[SessionRecord]:
+        """Answers a repeated request, after the commit of the first one. SessionError 404 if that failed."""
+        for record in records:
+            record.last_heard.update()
+        await asyncio.wrap_future(self.store.open_sessions([]))  # commits are in order
+        return [self.registry.by_id(record.session.id) for record in records]
 
     async def open_child(
         self, parent: SessionRecord, limits: SessionLimits, request_id: str
     ) -> SessionRecord:
-        """A session for a sub-agent, in its parent's place. SessionError as `open`."""
-        of = parent.session
-        child = Opening(
-            task_id=of.task_id,
-            group_id=of.group_id,
-            members=[GroupMember(index=of.index, attempt=of.attempt)],
-            purpose=of.purpose,
-            sampling=of.sampling,
+        """Opens a session for a sub-agent, in its parent's place. SessionError as `open`."""
+        session = parent.session
+        opening = Opening(
+            task_id=session.task_id,
+            group_id=session.group_id,
+            members=[GroupMember(index=session.index, attempt=session.attempt)],
+            purpose=session.purpose,
+            sampling=session.sampling,
             limits=limits,
             parent=parent,
-            request_id=request_id and f"{of.id}/{request_id}",
+            request_id=f"{session.id}/{request_id}" if request_id else "",
         )
-        return (await self.open(child))[0]
+        [record] = await self.open(opening)
+        return record
 
     async def reward(self, record: SessionRecord, reward: Reward) -> None:
-        """The final reward, or that of a turn or branch of this session. SessionError 404 if it has no such
-        turn, 409 once the session is closed. An unrewarded session ends with its final reward."""
-        named, conversation = reward.turn or reward.branch, self.turns.find(record)
-        if named and (conversation is None or named not in {turn.id for turn in conversation.turns}):
-            reason = f"session {record.session.id} has no turn {named!r}"
-            raise SessionError(reason, status=404, code="turn_not_found", param="turn")
+        """Sets the final reward, or that of a turn or branch of this session. A session that waits for its
+        final reward is then closed. SessionError 404 if there is no such turn, 409 once the session is
+        closed."""
+        turn_id = reward.turn or reward.branch
+        if turn_id:
+            conversation = self.turns.find(record)
+            if conversation is None or all(turn.id != turn_id for turn in conversation.turns):
+                reason = f"session {record.session.id} has no turn {turn_id!r}"
+                raise SessionError(reason, status=404, code="turn_not_found", param="turn")
         self.registry.reward(record, reward)
         await asyncio.wrap_future(self.store.set_reward(record.session.id, reward))
-        if record.reward_deadline is not None and not named:
+        if record.reward_deadline is not None and not turn_id:
             await self._close(record, "finished")
 
     async def finish(self, record: SessionRecord, reward: Reward | None = None) -> Outcome | None:
-        """None while the session waits for its reward."""
-        if reward is not None and (not record.frozen or record.reward_deadline is not None):
+        """None if the session now waits for its reward."""
+        takes_reward = not record.frozen or record.reward_deadline is not None
+        if reward is not None and takes_reward:
             await self.reward(record, reward)
         return await self._close(record, "finished")
 
     async def abort(
         self, record: SessionRecord, reason: FailureReason, detail: str, *, state: SessionState = "aborted"
     ) -> Outcome:
-        outcome = await self._close(record, state, (reason, detail))
+        outcome = await self._close(record, state, _Failure(reason=reason, detail=detail))
         assert outcome is not None, "an aborted session waits for nothing"
         return outcome
 
@@ -139,45 +165,18 @@ class Lifecycle:
             await self.expire(time.time())
 
     async def expire(self, now: float) -> None:
-        """Ends the sessions whose time is up at `now` (Unix seconds), side by side: one whose client does not
-        read its answer takes `_SETTLE_S`."""
+        """Ends the sessions whose time is up at `now` (Unix seconds). It ends them concurrently, because a
+        session whose client does not read its answer takes `_SETTLE_S`."""
         overdue = self.registry.expired(now)
-        ending = [self._expire(record) for record in overdue]
-        ending += [self._give_up(record) for record in self._forsaken(now) if record not in overdue]
-        ending += [self._cut_off(record) for record in self._left_over()]
-        for error in await asyncio.gather(*ending, return_exceptions=True):
+        endings = [self._expire(record) for record in overdue]
+        for record in self._abandoned(now):
+            if record not in overdue:
+                endings.append(self._abort_abandoned(record))
+        for record in self._left_after_run():
+            endings.append(self._abort_after_run(record))
+        for error in await asyncio.gather(*endings, return_exceptions=True):
             if isinstance(error, Exception):  # the next round tries again
                 _log.error("cannot expire a session", exc_info=error)
-
-    def _forsaken(self, now: float) -> list[SessionRecord]:
-        """Training sessions whose environment, which leased their places, has not been heard of for
-        `session_idle_timeout_s`. A call that is being answered is a sign of life."""
-        idle_s = self.policy.session_idle_timeout_s
-        if self.leases is None or not idle_s:
-            return []
-        records = [one for one in self.registry.open_records() if one.session.purpose == "train"]
-        for record in records:
-            if self.turns.is_called(record):
-                record.life.seen_at = now
-        return [one for one in records if one.parent is None and now - one.life.seen_at > idle_s]
-
-    async def _give_up(self, record: SessionRecord) -> None:
-        detail = (
-            "no call of its group came within session_idle_timeout_s = "
-            f"{self.policy.session_idle_timeout_s:g}: its environment has ended or hangs (one that computes "
-            f"for longer between two calls sends POST /sessions/{record.session.id}/heartbeat)"
-        )
-        await self.abort(record, FailureReason.ENVIRONMENT_GONE, detail, state="expired")
-
-    def _left_over(self) -> list[SessionRecord]:
-        """Training sessions that outlived the run, without those that end with their parents."""
-        if not self.run_ended():
-            return []
-        records = self.registry.open_records()
-        return [one for one in records if one.session.purpose == "train" and one.parent is None]
-
-    async def _cut_off(self, record: SessionRecord) -> None:
-        await self.abort(record, FailureReason.RUN_ENDED, "the run has ended")
 
     async def _expire(self, record: SessionRecord) -> None:
         if record.state == "unrewarded" and record.reward is None:
@@ -189,10 +188,46 @@ class Lifecycle:
             detail = "the session was open for longer than its timeout_s"
             await self.abort(record, FailureReason.TIMEOUT, detail, state="expired")
 
+    def _abandoned(self, now: float) -> list[SessionRecord]:
+        """Training sessions whose environment leased their places and has not been heard from for
+        `session_idle_timeout_s`. A call that is being answered counts as hearing from it."""
+        idle_s = self.policy.session_idle_timeout_s
+        if self.leases is None or not idle_s:
+            return []
+        training = [record for record in self.registry.open_records() if record.session.purpose == "train"]
+        for record in training:
+            if self.turns.is_called(record):
+                record.last_heard.at = now
+        return [
+            record for record in training if record.parent is None and now - record.last_heard.at > idle_s
+        ]
+
+    async def _abort_abandoned(self, record: SessionRecord) -> None:
+        detail = (
+            "no call of its group came within session_idle_timeout_s = "
+            f"{self.policy.session_idle_timeout_s:g}: its environment has ended or hangs (one that computes "
+            f"for longer between two calls sends POST /sessions/{record.session.id}/heartbeat)"
+        )
+        await self.abort(record, FailureReason.ENVIRONMENT_GONE, detail, state="expired")
+
+    def _left_after_run(self) -> list[SessionRecord]:
+        """Training sessions that are open although the run has ended; children end with their parents."""
+        if not self.run_ended():
+            return []
+        return [
+            record
+            for record in self.registry.open_records()
+            if record.session.purpose == "train" and record.parent is None
+        ]
+
+    async def _abort_after_run(self, record: SessionRecord) -> None:
+        await self.abort(record, FailureReason.RUN_ENDED, "the run has ended")
+
     async def _close(
-        self, record: SessionRecord, state: SessionState, failure: Failure | None = None
+        self, record: SessionRecord, state: SessionState, failure: _Failure | None = None
     ) -> Outcome | None:
-        """Without a `failure` the outcome is what the session's turns and reward say."""
+        """Closes a session and its children. Without a `failure` the outcome follows from the turns and the
+        reward; None if the session now waits for its reward."""
         if record.outcome is not None:
             return record.outcome
         conversation = self.turns.conversation_to_close(record)
@@ -206,29 +241,39 @@ class Lifecycle:
                 await self._conclude(record, state, failure)
             return record.outcome
 
-    async def _conclude(self, record: SessionRecord, state: SessionState, failure: Failure | None) -> None:
-        family = [self.turns.conversation_to_close(one) for one in record.family(finished=True)]
-        turns = [turn for one in family for turn in one.turns]
-        delivered = {turn_id for one in family for turn_id in one.delivered}
-        now, auxiliary = time.time(), self.policy.train_auxiliary_roots
-        outcome = summarise(record, turns, delivered, now, train_auxiliary=auxiliary)
-        unrewarded = isinstance(outcome, FailedRollout) and outcome.reason is FailureReason.BAD_REWARD
+    async def _conclude(self, record: SessionRecord, state: SessionState, failure: _Failure | None) -> None:
+        """Determines the outcome of a frozen session and hands it over, or lets the session wait for its
+        reward."""
+        conversations = [self.turns.conversation_to_close(member) for member in record.family(finished=True)]
+        turns = [turn for conversation in conversations for turn in conversation.turns]
+        delivered = {turn_id for conversation in conversations for turn_id in conversation.delivered}
+        now = time.time()
+        train_auxiliary = self.policy.train_auxiliary_roots
         if failure is not None:
-            outcome = failed(record, *failure)
-        elif unrewarded and self.policy.reward_deadline_s:
-            if record.state == "open":
-                deadline = now + self.policy.reward_deadline_s
-                self.registry.wait(record, deadline)
-                await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))
-            return
-        top = record.parent is None
-        if top and isinstance(outcome, FailedRollout):
-            outcome = with_partial(outcome, record, turns, delivered, now, train_auxiliary=auxiliary)
-        record.reward_deadline, hand_over = None, top and record.session.purpose == "train"
+            outcome: Outcome = failed(record, failure.reason, failure.detail)
+        else:
+            outcome = summarise(record, turns, delivered, now, train_auxiliary=train_auxiliary)
+            unrewarded = isinstance(outcome, FailedRollout) and outcome.reason is FailureReason.BAD_REWARD
+            if unrewarded and self.policy.reward_deadline_s:
+                await self._await_reward(record, now)
+                return
+        is_top = record.parent is None
+        if is_top and isinstance(outcome, FailedRollout):
+            outcome = with_partial(outcome, record, turns, delivered, now, train_auxiliary=train_auxiliary)
+        record.reward_deadline = None
+        hand_over = is_top and record.session.purpose == "train"
         stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
         await asyncio.wrap_future(stored)
         self.registry.close(record, state, outcome)
-        if top:
+        if is_top:
             self.tokens.update(token_counts(turns, delivered, outcome))
-            for one in record.family():
-                self.turns.close(one)
+            for member in record.family():
+                self.turns.close(member)
+
+    async def _await_reward(self, record: SessionRecord, now: float) -> None:
+        """Lets a finished session wait for its reward; without effect if it waits already."""
+        if record.state != "open":
+            return
+        deadline = now + self.policy.reward_deadline_s
+        self.registry.wait(record, deadline)
+        await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))

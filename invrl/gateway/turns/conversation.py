@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import SessionError
-from invrl.gateway.registry import SessionRecord
+from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.forest import Forest
 from invrl.gateway.turns.generation import Generation
 from invrl.gateway.types import Change, MatchLevel, Node

@@ -54,7 +54,7 @@ Commit = Callable[[Turn, Proposal, Message], "asyncio.Future[None]"]
 """Records a turn with its reply; done when it is durable."""
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
     """What the gateway asks of the fleet (`SglangClient`); cancelling ends the generation there."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
@@ -70,11 +70,11 @@ class Generation:
     collector for cycles comes, which is about once in half a million requests."""
 
     def __init__(
-        self, proposal: Proposal, *, engine: Engine, renderer: Renderer, parser: ReplyParser, commit: Commit
+        self, proposal: Proposal, *, sampler: Sampler, renderer: Renderer, parser: ReplyParser, commit: Commit
     ) -> None:
         self.proposal = proposal
         self.delivered = False
-        self._engine, self._commit = engine, commit
+        self._sampler, self._commit = sampler, commit
         self._parser = parser
         self._stream: TextStream = renderer.stream(proposal.request.stop, special=parser.special)
         self._pieces: list[Piece] = []
@@ -210,7 +210,7 @@ class Generation:
     async def _ask(self, request: GenerateRequest) -> GenerateEnd:
         if self.proposal.stream:
             result = None
-            async with contextlib.aclosing(self._engine.stream(request)) as items:
+            async with contextlib.aclosing(self._sampler.stream(request)) as items:
                 async for item in items:
                     if isinstance(item, GenerateChunk):
                         self._take(item)
@@ -219,7 +219,7 @@ class Generation:
             if result is None:
                 raise ServerError("the engine's stream ended without a result")
         else:
-            result = await self._engine.generate(request)
+            result = await self._sampler.generate(request)
             if len(result.ids_T):
                 self._take(result)
         sent = len(request.input_ids_T)

@@ -6,26 +6,18 @@ was committed is answered with that turn."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import fields
 
 import msgspec
 import numpy as np
 
 from invrl.engines.sglang_client import GenerateChunk, GenerateRequest, GenerateResult
-from invrl.gateway.registry import SessionRecord
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser
 from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.generation import Generation, Proposal
 from invrl.gateway.types import CallDelta, Delta, Message, Node, Tool
-from invrl.store.rows import StoredSession
 from invrl.types import Sampling, Turn
-
-
-def restored_record(stored: StoredSession) -> SessionRecord:
-    values = {field.name: getattr(stored, field.name) for field in fields(stored)}
-    return SessionRecord(**values, frozen=stored.state != "open")
 
 
 def restore(
@@ -84,7 +76,7 @@ def replay(
     matched = next((each for each in stop if each in text), None) if turn.finish_reason == "stop" else None
     told = _Told(node.messages[-1], special=parser.special)
     generation = Generation(
-        proposal, engine=_Recorded(turn, matched), renderer=renderer, parser=told, commit=_committed
+        proposal, sampler=_Recorded(turn, matched), renderer=renderer, parser=told, commit=_committed
     )
     generation.started_at, generation.finished_at = turn.started_at, turn.finished_at
     return generation

@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from invrl.engines.sglang_client import GenerateRequest
 from invrl.errors import SessionError
 from invrl.gateway.config import Constrained
-from invrl.gateway.registry import SessionRecord
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import PromptTooLong, Renderer, Room
 from invrl.gateway.rendering.reply_parser import ReplyParser
 from invrl.gateway.rendering.shared_tools import SharedTools
+from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.forest import advice
-from invrl.gateway.turns.generation import Engine, Generation, Proposal
+from invrl.gateway.turns.generation import Generation, Proposal, Sampler
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.recovery import replay, restore
 from invrl.gateway.turns.sampling import resolve, sampling_seed
@@ -103,7 +103,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 class Turns:
     """All live conversations and how they go on."""
 
-    engine: Engine
+    sampler: Sampler
     renderer: Renderer
     parsers: Parsers = field(default_factory=Parsers)
     store: RunStoreWriter
@@ -237,7 +237,7 @@ class Turns:
                 constrained=bool(forced),
                 grammar=json.dumps(forced) if forced and self.constrained == "masked" else "",
             ),
-            engine=self.engine,
+            sampler=self.sampler,
             renderer=self.renderer,
             parser=self._parser(request, place.context_ids, turn_id),
             commit=lambda turn, proposal, reply: self._commit(conversation, turn, proposal, reply),

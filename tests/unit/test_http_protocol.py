@@ -11,7 +11,11 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from invrl.gateway.server.http_protocol import CorkedHttpProtocol, _Cork, corked_http
+from invrl.gateway.server.http_protocol import (
+    LimitedHttpProtocol,
+    _CoalescingTransport,
+    limited_http_protocol,
+)
 
 
 class Wire:
@@ -40,25 +44,25 @@ class Wire:
 
 async def test_writes_of_one_turn_of_the_loop_leave_together():
     wire = Wire()
-    cork = _Cork(wire, 30.0)  # type: ignore[arg-type]
-    cork.write(b"head ")
-    cork.write(b"body")
+    transport = _CoalescingTransport(wire, 30.0)  # type: ignore[arg-type]
+    transport.write(b"head ")
+    transport.write(b"body")
     assert wire.written == []
     await asyncio.sleep(0)
     assert wire.written == [b"head body"]
-    cork.write(b"more")
+    transport.write(b"more")
     await asyncio.sleep(0)
     assert wire.written == [b"head body", b"more"]
-    assert cork.get_extra_info("peername") == "peername"
+    assert transport.get_extra_info("peername") == "peername"
 
 
 async def test_closing_writes_what_was_held_first():
     wire = Wire()
-    cork = _Cork(wire, 30.0)  # type: ignore[arg-type]
-    cork.write(b"last")
-    cork.close()
+    transport = _CoalescingTransport(wire, 30.0)  # type: ignore[arg-type]
+    transport.write(b"last")
+    transport.close()
     assert (wire.written, wire.closed) == ([b"last"], True)
-    cork.write(b"too late")
+    transport.write(b"too late")
     await asyncio.sleep(0)
     assert wire.written == [b"last"]
 
@@ -69,14 +73,14 @@ class Server:
     def __init__(self, app: ASGIApp, **limits: float) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
-        protocol = corked_http(**{"head_timeout_s": 300.0, "write_timeout_s": 300.0, **limits})
+        protocol = limited_http_protocol(**{"head_timeout_s": 300.0, "write_timeout_s": 300.0, **limits})
         config = uvicorn.Config(app, log_level="critical", http=protocol, timeout_keep_alive=300)
         self._server = uvicorn.Server(config)
 
     @property
-    def protocols(self) -> list[CorkedHttpProtocol]:
+    def protocols(self) -> list[LimitedHttpProtocol]:
         """Of the open connections."""
-        return [one for one in self._server.server_state.connections if isinstance(one, CorkedHttpProtocol)]
+        return [one for one in self._server.server_state.connections if isinstance(one, LimitedHttpProtocol)]
 
     async def __aenter__(self) -> Server:
         self._serving = asyncio.create_task(self._server.serve([self._listener]))
@@ -273,8 +277,8 @@ async def test_what_a_closed_connection_has_not_read_is_thrown_away_in_the_end()
         def abort(self) -> None:
             aborted.set()
 
-    cork = _Cork(Full(), 0.01)  # type: ignore[arg-type]
-    cork.write(b"never read")
-    cork.close()
+    transport = _CoalescingTransport(Full(), 0.01)  # type: ignore[arg-type]
+    transport.write(b"never read")
+    transport.close()
     async with asyncio.timeout(60):
         await aborted.wait()

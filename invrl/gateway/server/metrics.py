@@ -1,0 +1,42 @@
+"""The gateway's metrics: what one worker counted, and all workers together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from invrl.gateway.registry import SessionRegistry
+from invrl.gateway.server.loop_lag import LoopLag
+from invrl.gateway.server.peers import Peers
+from invrl.gateway.server.settings import GatewaySettings
+from invrl.gateway.sessions.lifecycle import Lifecycle
+from invrl.gateway.sessions.rollout_summary import token_shares
+from invrl.gateway.turns.turns import Turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GatewayMetrics:
+    settings: GatewaySettings
+    registry: SessionRegistry
+    lifecycle: Lifecycle
+    turns: Turns
+    loop_lag: LoopLag
+    peers: Peers
+
+    async def collect(self, *, all_workers: bool) -> Mapping[str, object]:
+        """The numbers of this worker, or of all workers of the gateway."""
+        metrics: Mapping[str, Any] = self._own()
+        if all_workers:
+            metrics = await self.peers.metrics(metrics, self.settings.env_key.get_secret_value())
+        return {**metrics, **token_shares(metrics["tokens"])}
+
+    def _own(self) -> Mapping[str, object]:
+        lag_ms = self.loop_lag.summary()
+        place = self.peers.place
+        return {
+            "run_id": self.settings.run_id,
+            "tokens": self.lifecycle.tokens,
+            "sessions": self.registry.counts(),
+            "loop_lag_ms": lag_ms,
+            "workers": {str(place.number): {"starts": place.starts, **lag_ms}},
+            **self.turns.metrics(),
+        }

@@ -1,0 +1,58 @@
+"""Refusals of requests: every error becomes an answer in the shape that the client's library expects."""
+
+import logging
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from invrl.errors import SessionError
+
+_log = logging.getLogger(__name__)
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+FormatError = Callable[[Request, SessionError], bytes]
+"""The body of an error, as the client of this request expects it."""
+
+
+def retry_after(error: SessionError) -> dict[str, str]:
+    """The header of a refusal that is temporary; no header for any other."""
+    if error.retry_after_s is None:
+        return {}
+    return {"retry-after": f"{error.retry_after_s:g}"}
+
+
+def add_error_handlers(app: FastAPI, format_error: FormatError) -> None:
+    """Makes `app` answer every exception of its routes as a refusal."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        refusal = _as_session_error(request, error)
+        refusal.message = refusal.message.encode(errors="replace").decode()  # JSON has no lone surrogates
+        headers = retry_after(refusal)
+        if isinstance(error, HTTPException) and error.headers:
+            headers = {**error.headers, **headers}
+        body = format_error(request, refusal)
+        return Response(body, status_code=refusal.status, headers=headers, media_type="application/json")
+
+    for kind in (SessionError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, refuse)
+
+
+def _as_session_error(request: Request, error: Exception) -> SessionError:
+    if isinstance(error, SessionError):
+        return error
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"][1:])
+        message = str(first["msg"])
+        if field:
+            message = f"{field}: {message}"
+        return SessionError(message, status=400, code="invalid_request", param=field or None)
+    if isinstance(error, HTTPException):
+        path = request.url.path.partition("/s/")[0] or "/s/…"  # no session key in an error
+        message = f"{request.method} {path}: {error.detail}"
+        code = _CODES.get(error.status_code, "invalid_request")
+        return SessionError(message, status=error.status_code, code=code)
+    _log.error("a request failed inside of the gateway", exc_info=error)
+    return SessionError("internal error", status=500, code="internal_error")

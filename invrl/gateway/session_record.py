@@ -1,0 +1,75 @@
+"""The record of a live session: everything the gateway knows about it apart from its turns."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+from invrl.store.rows import StoredSession
+from invrl.types import FailedRollout, FailureReason
+
+
+@dataclass(slots=True, eq=False)
+class LastHeard:
+    """When the environment that runs a session was last heard from. Sessions that were opened together share
+    one object, and so do their children: an environment may run them one after the other."""
+
+    at: float = field(default_factory=time.time)
+    """Unix seconds."""
+
+    def update(self) -> None:
+        """To be called when a call begins, continues, or ends."""
+        self.at = time.time()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SessionRecord(StoredSession):
+    """What the store holds of a session, and what lives in the memory of its worker alone."""
+
+    parent: SessionRecord | None = field(default=None, repr=False)
+    children: list[SessionRecord] = field(default_factory=list, repr=False)
+    frozen: bool = False
+    """Finish or abort has begun: what the session hands over does not change any more."""
+    overridden: set[str] = field(default_factory=set)
+    """Sampling parameters that a client asked for and the run did not grant."""
+    forced: Counter[str] = field(default_factory=Counter)
+    """Requests that wanted the form of the reply forced, by the field that asked for it."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Requests by those of their fields that the gateway does not know."""
+    last_heard: LastHeard = field(default_factory=LastHeard)
+    counts: Counter[str] = field(default_factory=Counter)
+    """How requests continued what was recorded: match levels, tokens of kept thinking and of forked
+    prompts."""
+
+    @classmethod
+    def restored(cls, stored: StoredSession) -> SessionRecord:
+        """The record of a session that an earlier worker opened."""
+        values = {field.name: getattr(stored, field.name) for field in fields(stored)}
+        return cls(**values, frozen=stored.state != "open")
+
+    def top(self) -> SessionRecord:
+        """The session at the root of the family. Its outcome is the one that counts."""
+        record = self
+        while record.parent is not None:
+            record = record.parent
+        return record
+
+    def family(self, *, finished: bool = False) -> Iterator[SessionRecord]:
+        """This session and its descendants. `finished`: without those that were aborted or expired, and
+        without their descendants."""
+        yield self
+        for child in self.children:
+            if not finished or child.state == "finished":
+                yield from child.family(finished=finished)
+
+    def group_dropped(self) -> str:
+        """What was told to a session that was cancelled because its group was dropped; "" for any other."""
+        if isinstance(self.outcome, FailedRollout) and self.outcome.reason is FailureReason.GROUP_DROPPED:
+            return self.outcome.detail
+        return ""
+
+    def outlived_the_run(self) -> bool:
+        """Whether the session was ended because the run had ended."""
+        return isinstance(self.outcome, FailedRollout) and self.outcome.reason is FailureReason.RUN_ENDED

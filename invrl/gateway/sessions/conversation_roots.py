@@ -1,0 +1,70 @@
+"""The conversations of a session, told apart by their root turns: the main one and the auxiliary ones. Pure.
+
+A root turn begins a conversation. The conversation with the most tokens delivered to the client is the main
+one of its session; the others (titles, summaries, parallel conversations) are auxiliary."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from invrl.gateway.types import ForkReason
+from invrl.types import Turn
+
+
+def roots(turns: Sequence[Turn]) -> Mapping[str, str]:
+    """The root of each turn, by turn id. Parents come before their children in `turns`."""
+    root_of: dict[str, str] = {}
+    for turn in turns:
+        root_of[turn.id] = turn.id if turn.parent_id is None else root_of[turn.parent_id]
+    return root_of
+
+
+def auxiliary_roots(turns: Sequence[Turn], delivered: Collection[str]) -> tuple[str, ...]:
+    """The roots of every conversation but its session's main one. Only tokens that were delivered whole
+    decide which one is the main one: aborted or abandoned turns say nothing about the agent's purpose. Roots
+    with equal prompts are samples of one conversation. A root that departed from what was recorded (edited
+    history, stripped thinking) belongs to the conversation with which it shares the longest beginning."""
+    root_of = roots(turns)
+    delivered_tokens = Counter[str]()
+    """By root."""
+    for turn in turns:
+        if turn.id in delivered and turn.finish_reason != "abort":
+            delivered_tokens[root_of[turn.id]] += len(turn.sampled_ids_T)
+    auxiliary: list[str] = []
+    session_ids = dict.fromkeys(turn.session_id for turn in turns)
+    for session_id in session_ids:
+        root_turns = [turn for turn in turns if turn.session_id == session_id and turn.parent_id is None]
+        conversation_of = _conversations(root_turns)
+        size = Counter[str]()
+        for turn in root_turns:
+            size[conversation_of[turn.id]] += delivered_tokens[turn.id]
+        main = max(size, key=lambda first_root: size[first_root])
+        auxiliary += [turn.id for turn in root_turns if conversation_of[turn.id] != main]
+    return tuple(auxiliary)
+
+
+def _conversations(root_turns: Sequence[Turn]) -> Mapping[str, str]:
+    """For each root of one session, the id of the first root of its conversation."""
+    beginnings = [turn for turn in root_turns if turn.fork_reason in ("", ForkReason.NEW_CONVERSATION)]
+    if not beginnings:
+        beginnings = list(root_turns)
+    first_by_prompt: dict[bytes, Turn] = {}
+    conversation_of: dict[str, str] = {}
+    for turn in beginnings:
+        first = first_by_prompt.setdefault(turn.context_ids_T.tobytes(), turn)
+        conversation_of[turn.id] = first.id
+    for turn in root_turns:
+        if turn.id not in conversation_of:
+            shared_tokens = {first.id: _shared_tokens(first, turn) for first in first_by_prompt.values()}
+            conversation_of[turn.id] = max(shared_tokens, key=lambda first_id: shared_tokens[first_id])
+    return conversation_of
+
+
+def _shared_tokens(first: Turn, second: Turn) -> int:
+    """The number of tokens at the beginning of both contexts that are equal."""
+    length = min(len(first.context_ids_T), len(second.context_ids_T))
+    differences = np.flatnonzero(first.context_ids_T[:length] != second.context_ids_T[:length])
+    if len(differences) == 0:
+        return length
+    return int(differences[0])

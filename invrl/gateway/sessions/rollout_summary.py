@@ -1,0 +1,231 @@
+"""What a closed session hands over: a summary with its reward, or the reason why there is none. Pure.
+
+The turns of a session's finished children are part of its summary."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from invrl.gateway.session_record import SessionRecord
+from invrl.gateway.sessions.conversation_roots import auxiliary_roots, roots
+from invrl.types import FailedRollout, FailureReason, Outcome, RolloutSummary, Turn, WeightVersion
+
+
+def failed(record: SessionRecord, reason: FailureReason, detail: str) -> FailedRollout:
+    session = record.session
+    return FailedRollout(
+        session_id=session.id,
+        task_id=session.task_id,
+        group_id=session.group_id,
+        index=session.index,
+        attempt=session.attempt,
+        reason=reason,
+        detail=detail,
+    )
+
+
+def with_partial(
+    failure: FailedRollout,
+    record: SessionRecord,
+    turns: Sequence[Turn],
+    delivered: Collection[str],
+    now: float,
+    *,
+    train_auxiliary: bool = True,
+) -> FailedRollout:
+    """Adds to a failure the summary of the session's turns without a final reward, for a run that gives a
+    reward to such failures."""
+    without_reward = replace(record, reward=None, components={})
+    partial = summarise(
+        without_reward, turns, delivered, now, train_auxiliary=train_auxiliary, needs_reward=False
+    )
+    if isinstance(partial, FailedRollout):
+        return failure
+    return replace(failure, partial=partial)
+
+
+def summarise(
+    record: SessionRecord,
+    turns: Sequence[Turn],
+    delivered: Collection[str],
+    now: float,
+    *,
+    train_auxiliary: bool = True,
+    needs_reward: bool = True,
+) -> Outcome:
+    """The outcome of a session that is finished at `now` (Unix seconds). `turns`: those of its family;
+    `delivered`: the ids of turns whose answer reached the client. Versions are those of tokens that may be
+    trained. A session without such tokens has failed as EMPTY (or CONSTRAINED), a training session without a
+    reward as BAD_REWARD. Without a reward, other sessions count as reward 0, and so does a training session
+    if `needs_reward` is False."""
+    auxiliary = dict.fromkeys(auxiliary_roots(turns, delivered))
+    untrained_roots = {} if train_auxiliary else auxiliary
+    root_of = roots(turns)
+    arrived = [turn for turn in turns if turn.id in delivered]
+    trained = [turn for turn in arrived if turn.trainable and root_of[turn.id] not in untrained_roots]
+    versions = [span.version for turn in trained for span in turn.spans if span.end > span.start]
+    if not versions:
+        return _without_tokens(record, turns, arrived)
+    is_top = record.parent is None
+    if needs_reward and record.reward is None and record.session.purpose == "train" and is_top:
+        return failed(record, FailureReason.BAD_REWARD, "the session was finished without a reward")
+    session = record.session
+    rewards = _family_rewards(record, turns)
+    later = [turn for turn in turns if turn.parent_id is not None]
+    fork_counts = Counter(f"forks/{turn.fork_reason}" for turn in turns if turn.fork_reason)
+    return RolloutSummary(
+        session_id=session.id,
+        task_id=session.task_id,
+        group_id=session.group_id,
+        index=session.index,
+        attempt=session.attempt,
+        reward=rewards.final,
+        reward_components=record.components,
+        num_turns=len(turns),
+        prompt_tokens=sum(turn.prompt_tokens for turn in turns),
+        cached_tokens=sum(turn.cached_tokens for turn in turns),
+        later_prompt_tokens=sum(turn.prompt_tokens for turn in later),
+        later_cached_tokens=sum(turn.cached_tokens for turn in later),
+        sampled_tokens=_sampled_tokens(turns),
+        delivered_tokens=_sampled_tokens(arrived),
+        auxiliary_tokens=_sampled_tokens(turn for turn in turns if root_of[turn.id] in auxiliary),
+        trained_tokens=_sampled_tokens(trained),
+        truncated=any(turn.finish_reason == "length" for turn in trained),
+        oldest_version=WeightVersion(min(versions)),
+        newest_version=WeightVersion(max(versions)),
+        forks=fork_counts.total(),
+        counts=record.counts + fork_counts,
+        started_at=record.opened_at,
+        finished_at=now,
+        turn_rewards=rewards.of_turns,
+        branch_rewards=rewards.of_branches,
+        turn_levels=rewards.turn_levels,
+        child_rewards=rewards.of_children,
+        child_reward_from=rewards.children_take_from,
+        untrained_roots=tuple(untrained_roots),
+    )
+
+
+def _without_tokens(record: SessionRecord, turns: Sequence[Turn], arrived: Sequence[Turn]) -> FailedRollout:
+    """The failure of a session without a token to train. `arrived`: the turns that reached the client."""
+    all_skipped = all(turn.constrained and not turn.grammar for turn in arrived)
+    setting_applies = record.session.purpose != "serve"
+    if arrived and all_skipped and setting_applies:
+        forced = Counter[str]()
+        for member in record.family():
+            forced += member.forced
+        return failed(record, FailureReason.CONSTRAINED, _why_constrained(forced))
+    return failed(record, FailureReason.EMPTY, _why_empty(turns, arrived))
+
+
+def _why_constrained(forced: Mapping[str, int]) -> str:
+    """`forced`: requests by the field that forced their replies; empty after a restart of the gateway."""
+    fields = " and ".join(sorted(forced)) or "tool_choice or response_format"
+    return (
+        f"all turns constrained: the client sends {fields}, and --constrained skip trains no reply that a "
+        "grammar forced; start the run with --constrained free, or let the client leave the choice to the "
+        "model (tool_choice auto, no response_format; pydantic-ai: PromptedOutput, instructor: Mode.MD_JSON)"
+    )
+
+
+def _why_empty(turns: Sequence[Turn], arrived: Sequence[Turn]) -> str:
+    """Counts each sampled token under one reason. Tokens without another reason are those under untrained
+    roots."""
+    sampled = _sampled_tokens(turns)
+    reached = _sampled_tokens(arrived)
+    free = _sampled_tokens(turn for turn in arrived if turn.trainable)
+    return (
+        f"no token to train: of {sampled} sampled in {len(turns)} turns {sampled - reached} did not reach "
+        f"the client, {reached - free} were constrained or aborted, {free} are of auxiliary conversations"
+    )
+
+
+def token_counts(turns: Sequence[Turn], delivered: Collection[str], outcome: Outcome) -> Mapping[str, int]:
+    trained = 0 if isinstance(outcome, FailedRollout) else outcome.trained_tokens
+    return {
+        "sampled": _sampled_tokens(turns),
+        "delivered": _sampled_tokens(turn for turn in turns if turn.id in delivered),
+        "trained": trained,
+    }
+
+
+def token_shares(counts: Mapping[str, int]) -> Mapping[str, float]:
+    """Shares of the tokens sampled in closed sessions. `counts`: sums of `token_counts`."""
+    sampled = max(counts.get("sampled", 0), 1)
+    return {f"{name}_fraction": counts.get(name, 0) / sampled for name in ("delivered", "trained")}
+
+
+def _sampled_tokens(turns: Sequence[Turn] | Iterator[Turn]) -> int:
+    return sum(len(turn.sampled_ids_T) for turn in turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FinalReward:
+    """The final reward that counts for a session, and the session that it was given to."""
+
+    value: float
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FamilyRewards:
+    """The rewards of a session and its finished descendants, as `RolloutSummary` holds them."""
+
+    final: float
+    of_turns: Mapping[str, float]
+    of_branches: Mapping[str, float]
+    turn_levels: Mapping[str, str]
+    of_children: Mapping[str, float]
+    children_take_from: Mapping[str, str]
+
+
+def _family_rewards(record: SessionRecord, turns: Sequence[Turn]) -> _FamilyRewards:
+    finals = dict(_final_rewards(record))
+    own = finals.pop(record.session.id)
+    of_turns: dict[str, float] = {}
+    of_branches: dict[str, float] = {}
+    for member in record.family(finished=True):
+        for turn_id, reward in member.turn_rewards.items():
+            of_turns[turn_id] = reward.value
+        for turn_id, reward in member.branch_rewards.items():
+            of_branches[turn_id] = reward.value
+    levels = _levels(record, turns)
+    rewarded_turns = [*of_turns, *of_branches]
+    return _FamilyRewards(
+        final=own.value,
+        of_turns=of_turns,
+        of_branches=of_branches,
+        turn_levels={turn_id: levels[turn_id] for turn_id in rewarded_turns if turn_id in levels},
+        of_children={child: reward.value for child, reward in finals.items()},
+        children_take_from={child: reward.session_id for child, reward in finals.items()},
+    )
+
+
+def _final_rewards(
+    record: SessionRecord, inherited: _FinalReward | None = None
+) -> Iterator[tuple[str, _FinalReward]]:
+    """Of each session of the family, by id, its own final reward or else that of its parent. If the first
+    session of the family has no reward, it is 0."""
+    if record.reward is not None:
+        reward = _FinalReward(value=record.reward, session_id=record.session.id)
+    elif inherited is not None:
+        reward = inherited
+    else:
+        reward = _FinalReward(value=0.0, session_id=record.session.id)
+    yield record.session.id, reward
+    for child in record.children:
+        if child.state == "finished":
+            yield from _final_rewards(child, reward)
+
+
+def _levels(record: SessionRecord, turns: Sequence[Turn]) -> Mapping[str, str]:
+    """For each turn, whether it is of the session itself or of a child, and how many turns come before it on
+    its branch. Parents come before their children in `turns`."""
+    depths: dict[str, int] = {}
+    levels: dict[str, str] = {}
+    for turn in turns:
+        depth = 0 if turn.parent_id is None else depths[turn.parent_id] + 1
+        depths[turn.id] = depth
+        owner = "main" if turn.session_id == record.session.id else "child"
+        levels[turn.id] = f"{owner}/{depth}"
+    return levels
