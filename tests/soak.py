@@ -1,5 +1,9 @@
-"""`invrl soak`: a real run in which processes are killed and stopped, at random or by plan, until the time
-is over.
+"""A real run in which processes are killed and stopped, at random or by plan, until the time is over.
+
+    python tests/soak.py --minutes M [--out FILE] [--seed S] [flags of `invrl train`]
+
+Writes its result as JSON (default: RUN_FOLDER/soak.json): what was done, when it was noticed, and what came
+of it. --seed also draws the faults.
 
 Each fault strikes one role's process in one phase of the loop: kill -9, or SIGSTOP for 90 s. The run must
 train on: by itself (a worker, the gateway), after a restart from its checkpoint, or, when the supervisor was
@@ -20,17 +24,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from invrl.buffer.ledger_store import check_lineage, read_incarnations, read_ledger
 from invrl.buffer.open_group import RolloutState
+from invrl.cli.arguments import split_options
+from invrl.cli.main import exit_code_of
+from invrl.cli.run_process import checked_configuration, log_to_folder
 from invrl.errors import BufferStateError, ConfigError, DeadlineError, InvrlError, ServerError
-from invrl.host.environment_keys import held_keys
-from invrl.run.config import Config
+from invrl.host.environment_keys import held_keys, hold_keys
+from invrl.run.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
 from invrl.types import RolloutSummary
@@ -310,20 +318,28 @@ def random_faults(seed: int) -> Iterator[tuple[str, str, str]]:
         number += 1
 
 
-def main(own: Mapping[str, str], flags: Sequence[str], ready: Callable[[], tuple[Config, RunFolder]]) -> str:
-    """`own`: the soak's flags, `flags`: those of the run, which `ready` checks. What to tell the user."""
-    given = own.get("--minutes", "30")
-    try:
-        minutes = float(given)
-        if not 0 < minutes < math.inf:
-            raise ValueError
-    except ValueError:
-        raise ConfigError("--minutes", given, "not a number of minutes", "give --minutes 30") from None
-    config, folder = ready()
+def main(arguments: Sequence[str]) -> None:
+    """Run the soak and print its summary. Raises ConfigError for bad input."""
+    if "-h" in arguments or "--help" in arguments:
+        print(__doc__)
+        return
+    options, flags = split_options(arguments, ["--minutes", "--out"])
+    minutes = _read_minutes(options.get("--minutes", "30"))
+    config = checked_configuration(flags, command="train")
+    folder = make_run_folder(config)  # the drivers that the run starts hold it
+    log_to_folder(folder)
     flags = [*flags, "--run-root", str(folder.path.parent), "--run-name", folder.path.name]
     flags += "--progress none --num-steps 1000000 --max-restarts 3 --save-interval 2".split()
-    out = Path(own.get("--out") or folder.path / "soak.json").expanduser().absolute()
-    return soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out)
+    out = Path(options.get("--out") or folder.path / "soak.json").expanduser().absolute()
+    print(soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out))
+
+
+def _read_minutes(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        minutes = float(text)
+        if 0 < minutes < math.inf:
+            return minutes
+    raise ConfigError("--minutes", text, "not a number of minutes", "give --minutes 30")
 
 
 def soak(folder: RunFolder, flags: Sequence[str], *, minutes: float, seed: int, out: Path) -> str:
@@ -362,3 +378,8 @@ def soak(folder: RunFolder, flags: Sequence[str], *, minutes: float, seed: int, 
         }
         out.write_text(json.dumps(result, indent=2) + "\n")
     return f"{len(faults)} faults, nothing lost and nothing trained twice: {checked}\n{out}"
+
+
+if __name__ == "__main__":
+    hold_keys()
+    sys.exit(exit_code_of(partial(main, sys.argv[1:])))

@@ -1,4 +1,5 @@
-"""The command line: one function per command, the flags, and the checks made before a run starts.
+"""The command line: the commands, the flags, and the checks made before a run starts.
 
-May import every package. Start with `main.py`.
+May import every package; nothing imports it. Start with `main.py`, which lists the commands; each is a file
+in `commands/`.
 """

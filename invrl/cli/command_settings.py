@@ -1,6 +1,6 @@
 """Which settings a command uses. `invrl serve` and `invrl eval` do not train, so most of the configuration
 means nothing to them: their flags are those of the settings named here, and their checks look at no other.
-Every other command takes them all."""
+Every other command takes all settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,73 +12,80 @@ _RUN = frozenset({"run_name", "run_root", "seed", "heartbeat_timeout_s"})
 _TRAINING_GATEWAY = frozenset(
     {"train_auxiliary_roots", "lease_timeout_s", "reward_deadline_s", "late_reward", "end_grace_s"}
 )
-"""Of the gateway: what becomes of rewards and leases, and of who leases at the end."""
+"""Of [gateway]: what happens to rewards and leases, and to environments that lease when the run ends."""
 _TRAINING_ROLLOUTS = frozenset(
     {
-        *("external_environments", "rollout_batch_size", "n_samples_per_prompt", "rollout_max_attempts"),
-        *("temperature", "eval_interval"),
+        "external_environments",
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "rollout_max_attempts",
+        "temperature",
+        "eval_interval",
     }
 )
-"""Of the rollout half: how batches are made. Held-out tasks have temperatures of their own (`eval_modes`)."""
+"""Of [rollout]: how batches are made. Held-out tasks have temperatures of their own (`eval_modes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandSettings:
-    """Those that one command uses: keys by table, and packages whose options are passed on."""
+    """The settings that one command uses."""
 
     keys: Mapping[str, frozenset[str]]
+    """By table."""
     packages: tuple[str, ...] = UPSTREAM
+    """Packages whose options are passed on."""
     neutral: Tables = field(default_factory=dict)
-    """Values of settings that it does not use, at which none of them contradicts one that it does use."""
+    """Values for settings that the command does not use, chosen so that they contradict none that it does
+    use."""
 
     def uses(self, table: str, key: str) -> bool:
         return key in self.keys.get(table, ())
 
     def source(self) -> Source:
-        """The neutral values, to be the last source of the configuration."""
+        """The neutral values, as the last source of the configuration."""
         return Source(name="the command", tables=self.neutral)
 
 
-def _all(table: str) -> frozenset[str]:
+def _all_keys(table: str) -> frozenset[str]:
     return frozenset(SECTIONS[table].model_fields)
 
 
-_EVERYTHING = CommandSettings(keys={table: _all(table) for table in SECTIONS})
-_OF_COMMAND = {
-    "serve": CommandSettings(
-        keys={
-            "run": _RUN,
-            "model": _all("model"),
-            "rollout": frozenset({"temperature", "max_new_tokens"}),
-            "engine": _all("engine"),
-            # A reply that a client wants forced into a form is always forced when serving.
-            "gateway": _all("gateway") - _TRAINING_GATEWAY - {"constrained"},
-        },
-        packages=("sglang", "router"),
-        # One rollout at a time, as short as can be: no limit of a session is below it.
-        neutral={
-            "rollout": {
-                "rollout_concurrency": 1,
-                "rollout_workers": 1,
-                "eval_samples_per_task": 1,
-                "rollout_timeout_s": 1e-3,
-            }
-        },
-    ),
-    "eval": CommandSettings(
-        keys={
-            "run": _RUN,
-            "model": _all("model"),
-            "rollout": frozenset(RolloutConfig.model_fields) - _TRAINING_ROLLOUTS,
-            "engine": _all("engine"),
-            "gateway": _all("gateway") - _TRAINING_GATEWAY,
-        },
-        packages=("sglang", "router"),
-        neutral={"rollout": {"eval_interval": 0}, "buffer": {"batch_timeout_s": 1e9}},  # no steps, no batches
-    ),
-}
+_EVERYTHING = CommandSettings(keys={table: _all_keys(table) for table in SECTIONS})
+_SERVE = CommandSettings(
+    keys={
+        "run": _RUN,
+        "model": _all_keys("model"),
+        "rollout": frozenset({"temperature", "max_new_tokens"}),
+        "engine": _all_keys("engine"),
+        # A reply that a client wants forced into a form is always forced when serving.
+        "gateway": _all_keys("gateway") - _TRAINING_GATEWAY - {"constrained"},
+    },
+    packages=("sglang", "router"),
+    # One rollout at a time, as short as can be: no limit of a session is below it.
+    neutral={
+        "rollout": {
+            "rollout_concurrency": 1,
+            "rollout_workers": 1,
+            "eval_samples_per_task": 1,
+            "rollout_timeout_s": 1e-3,
+        }
+    },
+)
+_EVAL = CommandSettings(
+    keys={
+        "run": _RUN,
+        "model": _all_keys("model"),
+        "rollout": frozenset(RolloutConfig.model_fields) - _TRAINING_ROLLOUTS,
+        "engine": _all_keys("engine"),
+        "gateway": _all_keys("gateway") - _TRAINING_GATEWAY,
+    },
+    packages=("sglang", "router"),
+    # There are no steps and no batches.
+    neutral={"rollout": {"eval_interval": 0}, "buffer": {"batch_timeout_s": 1e9}},
+)
+_BY_COMMAND = {"serve": _SERVE, "eval": _EVAL}
 
 
 def settings_of(command: str) -> CommandSettings:
-    """Of `invrl COMMAND`."""
-    return _OF_COMMAND.get(command, _EVERYTHING)
+    """The settings of `invrl COMMAND`."""
+    return _BY_COMMAND.get(command, _EVERYTHING)

@@ -1,1 +1,1 @@
-"""`invrl bench`: how fast the loop is, as ratios of two measurements of one run."""
+"""How fast the loop is, as ratios of two measurements of one run."""

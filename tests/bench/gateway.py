@@ -1,4 +1,4 @@
-"""`invrl bench gateway`: what the gateway costs, beside the same turns straight at a paced stand-in engine.
+"""What the gateway costs, beside the same turns straight at a paced stand-in engine.
 
 Engine, router, gateway and this load generator share the machine's cores. Pairs are measured in turns,
 several times in one run; a ratio or a difference is taken within a repetition, and the median of the
@@ -10,7 +10,7 @@ repetitions counts. Four parts:
 - `saturated`: requests/s when a token takes no time and every agent asks again at once.
 - `hold`: streams that all stay open at once, and the gateway's memory meanwhile.
 
-The same ratio against the real engine is `gateway_router` of `invrl bench loop`. Called by `cli.py`.
+The same ratio against the real engine is `gateway_router` of `tests/run_bench.py loop`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="invrl bench gateway")
+    parser = argparse.ArgumentParser(prog="tests/run_bench.py gateway")
     parser.add_argument(
         "--model-path", default="", help="model folder, for its tokenizer (default: a tiny one)"
     )

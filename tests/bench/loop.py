@@ -1,7 +1,7 @@
-"""`invrl bench loop`: the loop's ratios, measured in one run; JSON, a history, and a flag for each that fell.
+"""The loop's ratios, measured in one run; JSON, a history, and a flag for each that fell.
 
 Three parts, one after the other: the rollout half beside the engine alone, the trainer beside Hugging Face,
-and a short training run. Called by `cli.py`.
+and a short training run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="invrl bench loop")
+    parser = argparse.ArgumentParser(prog="tests/run_bench.py loop")
     parser.add_argument("--model-path", default="", help="model folder (SmolLM2; --smoke has its own)")
     parser.add_argument("--smoke", action="store_true", help="a tiny random model: does the bench work?")
     parser.add_argument("--repetitions", type=int, default=0, help="of each pair (3; smoke: 2)")

@@ -18,9 +18,18 @@ DEADLINE_S = 1800
 
 def invrl(folder: Path, *arguments: str, python_path: str = str(ROOT)) -> str:
     """What the command printed. It must exit with 0."""
+    return run_python(folder, "-m", "invrl.cli", *arguments, python_path=python_path)
+
+
+def run_bench(folder: Path, *arguments: str) -> str:
+    """What `tests/run_bench.py` printed. It must exit with 0."""
+    return run_python(folder, str(ROOT / "tests" / "run_bench.py"), *arguments, python_path=str(ROOT))
+
+
+def run_python(folder: Path, *arguments: str, python_path: str) -> str:
     env = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "invrl.cli", *arguments],
+        [sys.executable, *arguments],
         env=env,
         cwd=folder,
         timeout=DEADLINE_S,

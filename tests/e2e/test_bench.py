@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from bench.ratios import TARGETS
 
-from e2e.runs import DEADLINE_S, invrl
+from e2e.runs import DEADLINE_S, run_bench
 
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_the_bench_measures_every_ratio_and_every_process(tmp_path: Path) -> None:
     """It checks by itself that our training step and Hugging Face's have the same gradient."""
     out = tmp_path / "bench.json"
-    invrl(tmp_path, "bench", "loop", "--smoke", "--repetitions", "1", "--out", str(out))
+    run_bench(tmp_path, "loop", "--smoke", "--repetitions", "1", "--out", str(out))
     result = json.loads(out.read_text())
     assert result["ratios"].keys() == TARGETS.keys()
     assert all(ratio > 0 for ratio in result["ratios"].values())

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from bench.gateway import SMOKE, TARGETS
 
-from e2e.runs import DEADLINE_S, invrl
+from e2e.runs import DEADLINE_S, run_bench
 
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_the_bench_of_the_gateway_measures_everything(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    printed = invrl(tmp_path, "bench", "gateway", "--smoke", "--out", str(out))
+    printed = run_bench(tmp_path, "gateway", "--smoke", "--out", str(out))
     result = json.loads(out.read_text())
     assert result["ratios"].keys() == TARGETS.keys()
     assert all(f"\n{name} " in printed for name in TARGETS)

@@ -1,5 +1,5 @@
 """Every role of a real run is killed once (-9), every phase of the loop is hit: nothing is lost, nothing is
-trained twice. `invrl soak` does the same at random for as long as it is told to."""
+trained twice. `tests/soak.py` does the same at random for as long as it is told to."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 from tiny_model import make_tiny_model
 
+from invrl.cli.commands.prepare_model import prepare
 from invrl.cli.gguf_header import read_architecture
 from invrl.cli.main import main
-from invrl.cli.prepare_model import prepare
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES, chat_template_source
 from invrl.model_folder import check_model_folder

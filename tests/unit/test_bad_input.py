@@ -350,7 +350,7 @@ def test_a_run_folder_in_which_a_run_lives(
     with folder.held("train"):
         before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
         given = {"resume": [str(folder.path)], "replay": [str(folder.path), "--step", "1"]}
-        monkeypatch.setattr(cli.interrupts, "catch", lambda: None)
+        monkeypatch.setattr("invrl.host.interrupts.catch", lambda: None)
         assert cli.main([command, *given.get(command, flags)]) == 2
         error = capsys.readouterr().err
         assert f"process {os.getpid()} (invrl train) works in {folder.path}" in error
@@ -360,7 +360,7 @@ def test_a_run_folder_in_which_a_run_lives(
 def test_a_run_folder_of_another_configuration_or_of_nobody(
     refused: Refused, good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli.interrupts, "catch", lambda: None)
+    monkeypatch.setattr("invrl.host.interrupts.catch", lambda: None)
     handlers = logging.getLogger().handlers[:]
     monkeypatch.setattr(supervisor, "supervise", lambda config, folder: 0)
     runs = ("--run-root", str(tmp_path / "runs"), "--run-name", "first")

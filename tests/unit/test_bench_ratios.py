@@ -1,14 +1,15 @@
-"""What `invrl bench` compares, and what it makes of a run's metrics and processes."""
+"""What the bench compares, and what it makes of a run's metrics and processes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import run_bench
 from bench.live_run import role_of, step_shares
 from bench.ratios import Entry, Speeds, append_history, falls, missed, read_history
 
-from invrl.cli import main as cli
+from invrl.cli.main import main as invrl
 
 
 def entry(machine: str = "laptop", model: str = "m", **ratios: float) -> Entry:
@@ -57,7 +58,7 @@ def test_a_run_that_fell_exits_with_1_and_names_the_ratio(
 
     for fleet, code in ((0.97, 0), (0.99, 0), (0.80, 1)):
         monkeypatch.setattr(loop, "_measure", lambda *_, fleet=fleet: ({"fleet": fleet}, {}))
-        assert cli.main(["bench", "loop", "--model-path", "m", "--results", str(tmp_path)]) == code
+        assert run_bench.main(["loop", "--model-path", "m", "--results", str(tmp_path)]) == code
     out = capsys.readouterr()
     assert "FELL: fleet fell to 0.800: -18% from 0.980 in 2 runs" in out.err
     assert [one.ratios["fleet"] for one in read_history(tmp_path / "history.jsonl")] == [0.97, 0.99, 0.8]
@@ -65,8 +66,18 @@ def test_a_run_that_fell_exits_with_1_and_names_the_ratio(
 
 
 def test_an_unknown_bench_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "lop"]) == 2
-    assert "invrl bench loop" in capsys.readouterr().err
+    assert run_bench.main(["lop"]) == 2
+    assert "run_bench.py loop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["bench", "soak"])
+def test_commands_of_earlier_versions_are_answered_with_their_scripts(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invrl([name, "loop"]) == 2
+    [fix] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  fix:")]
+    [script] = [word for word in fix.split() if word.startswith("tests/")]
+    assert (Path(__file__).parents[2] / script).is_file()
 
 
 def test_shares_are_of_wall_time_without_the_first_and_the_last_step() -> None:

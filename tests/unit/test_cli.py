@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 import sys
@@ -38,7 +37,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     stand_in = types.ModuleType("stand_in")
     for name in ("invrl.run.train", "invrl.run.serve", "invrl.run.evaluate"):
         monkeypatch.setitem(sys.modules, name, stand_in)
-    monkeypatch.setattr(cli.interrupts, "catch", lambda: None)
+    monkeypatch.setattr("invrl.host.interrupts.catch", lambda: None)
     handlers = logging.getLogger().handlers[:]
     yield stand_in
     logging.getLogger().handlers[:] = handlers
@@ -55,8 +54,10 @@ def train(model: Path, tmp_path: Path, *more: str) -> int:
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    helps = {name: inspect.getdoc(command) or "" for name, command in cli.COMMANDS.items()}
-    assert all(name in out and text and text.splitlines()[0] in out for name, text in helps.items())
+    for name, command in cli.COMMANDS.items():
+        assert name in out
+        assert command.summary
+        assert command.summary in out
     assert cli.main([]) == 2
 
 
@@ -66,9 +67,12 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "example" in out or "usage" in out
     shown = set(re.findall(r"--[a-z0-9-]+", out.partition("sources:")[2]))
-    own = {leaf.flag for leaf in flags.LEAVES if settings_of(name).uses(leaf.table, leaf.key)}
-    assert {leaf.flag for leaf in flags.LEAVES} & shown == (own if name in cli.TAKE_CONFIG else set())
-    assert max(map(len, out.splitlines())) <= 112
+    own = {
+        setting.flag for setting in flags.SETTING_FLAGS if settings_of(name).uses(setting.table, setting.key)
+    }
+    settings = {setting.flag for setting in flags.SETTING_FLAGS}
+    assert settings & shown == (own if cli.COMMANDS[name].takes_settings else set())
+    assert max(map(len, out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,7 @@ def test_a_failed_run_is_exit_code_1_and_names_its_log(
         return cli.main([INCARNATION_COMMAND, str(folder.path)])  # in this process
 
     monkeypatch.setattr(supervisor, "supervise", supervise)
-    monkeypatch.setattr(cli, "prepare_ray", lambda: None)
+    monkeypatch.setattr("invrl.cli.run_process.prepare_ray", lambda: None)
     vars(cluster)["run_incarnation"] = run_incarnation
     assert train(model, tmp_path) == 1
     err = capsys.readouterr().err
@@ -161,12 +165,12 @@ def test_serve_and_eval_show_what_they_use_and_no_more() -> None:
         assert uses("gateway", "chat_template_path")
         assert uses("engine", "num_engines")
         assert not uses("run", "num_steps")
-        assert not any(uses(leaf.table, leaf.key) for leaf in flags.LEAVES if leaf.table in TRAIN_ONLY)
+        assert not any(uses(leaf.table, leaf.key) for leaf in flags.SETTING_FLAGS if leaf.table in TRAIN_ONLY)
     assert settings_of("serve").uses("rollout", "temperature")
     assert not settings_of("serve").uses("rollout", "rollout_function_path")
     assert settings_of("eval").uses("rollout", "rollout_function_path")
     assert settings_of("eval").uses("rollout", "eval_samples_per_task")
-    assert all(settings_of("train").uses(leaf.table, leaf.key) for leaf in flags.LEAVES)
+    assert all(settings_of("train").uses(leaf.table, leaf.key) for leaf in flags.SETTING_FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +238,7 @@ def test_eval_takes_the_model_of_a_checkpoint_and_a_task_file(
 
     vars(cluster)["run_evaluation"] = run_evaluation
     monkeypatch.setattr(supervisor, "supervise_once", supervise_once)
-    monkeypatch.setattr(cli, "prepare_ray", lambda: None)
+    monkeypatch.setattr("invrl.cli.run_process.prepare_ray", lambda: None)
     tasks, checkpoint = tmp_path / "tasks.jsonl", tmp_path / "step-000002"
     tasks.write_text('{"id": 1}\n')
     (checkpoint / "megatron").mkdir(parents=True)

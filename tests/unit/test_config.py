@@ -13,7 +13,8 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from invrl.algorithms.config import PRESETS, AlgorithmConfig
-from invrl.cli.flags import LEAVES, flag_help, parse_flags
+from invrl.cli.flag_help import flag_help
+from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.cli.run_checks import USER_CODE, run_checks
 from invrl.engines.sglang_client import EngineLimits
 from invrl.errors import ConfigError, PluginError
@@ -44,24 +45,24 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_leaf_names_are_unique_across_sections() -> None:
-    counts = Counter(leaf.key for leaf in LEAVES)
+    counts = Counter(leaf.key for leaf in SETTING_FLAGS)
     assert [key for key, count in counts.items() if count > 1] == []
 
 
 def test_every_leaf_has_a_flag_that_sets_it_and_a_line_of_help() -> None:
     text = flag_help()
     other = {"str": "x", "int": "2", "float": "0.5", "tuple": "x"}
-    for leaf in LEAVES:
-        assert leaf.info.description, leaf.key
+    for leaf in SETTING_FLAGS:
+        assert leaf.field.description, leaf.key
         assert leaf.flag in text
         if leaf.is_switch:
             arguments, value = [f"--no-{leaf.flag[2:]}"], False
         else:
-            literal = get_origin(leaf.info.annotation) is Literal
+            literal = get_origin(leaf.field.annotation) is Literal
             given = (
-                get_args(leaf.info.annotation)[-1]
+                get_args(leaf.field.annotation)[-1]
                 if literal
-                else other[getattr(leaf.info.annotation, "__name__", "str")]
+                else other[getattr(leaf.field.annotation, "__name__", "str")]
             )
             arguments, value = [leaf.flag, given], given
         (source,) = parse_flags(arguments)

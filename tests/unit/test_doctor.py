@@ -18,7 +18,7 @@ from tiny_model import CHAT_TEMPLATE, make_tiny_model
 
 from invrl.cli import machine_checks
 from invrl.cli import main as cli
-from invrl.cli.doctor import Finding, Status, diagnose
+from invrl.cli.commands.doctor import Finding, Status, diagnose
 from invrl.cli.flags import parse_flags
 from invrl.cli.machine_checks import MACHINE_CHECKS, Machine
 from invrl.cli.run_checks import run_checks

@@ -1,20 +1,22 @@
-"""`invrl doctor`: everything that a run needs and that can be looked at before it, each with its fix.
-Invariant: all checks run, whatever the others found; none leaves anything behind. A check returns what
-it saw, raises ConfigError for what would stop a run, and `Doubt` for what may. Those that `invrl train`
-makes too are the same functions (`cli/run_checks.py`)."""
+"""`invrl doctor`: every check of what a run needs, each with its fix.
+
+Invariants: every check runs, whatever the others found, and none leaves anything behind."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
+from invrl.cli import machine_checks
+from invrl.cli.command import CommandFailed
 from invrl.cli.flags import parse_flags
 from invrl.cli.machine_checks import MACHINE_CHECKS, Doubt, Machine, packages_missing
 from invrl.cli.run_checks import run_checks
 from invrl.errors import ConfigError
 from invrl.run.config import Config, Source, resolve
+from invrl.run.driver_commands import FAILURE_EXIT
 from invrl.run.folder import check_run_folder
 
 
@@ -37,6 +39,32 @@ class Finding:
         return line if self.status is Status.OK else f"{line}: {self.reason}. Fix: {self.fix}"
 
 
+def doctor(arguments: Sequence[str]) -> None:
+    """usage: invrl doctor [--json] [flags of `invrl train`]
+
+    Prints one line per check, with the fix of what failed. Exit code 1 if any did. --json prints a list
+    of {check, status, value, reason, fix}.
+
+    example:
+      invrl doctor --config quickstart --model-path MODEL"""
+    as_json = "--json" in arguments
+    flags = [argument for argument in arguments if argument != "--json"]
+    findings = diagnose(flags, machine_checks.look())
+    print_findings(findings, as_json=as_json)
+    if any(finding.status is Status.FAILED for finding in findings):
+        raise CommandFailed(FAILURE_EXIT)
+
+
+def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        return
+    for finding in findings:
+        print(finding)
+    failed = sum(finding.status is Status.FAILED for finding in findings)
+    print(f"{len(findings)} checks, {failed} failed")
+
+
 def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
     """One finding per check, and one per mistake in the configuration."""
     config, mistakes = read_configuration(arguments)
@@ -45,15 +73,6 @@ def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
     checks = {name: partial(check, config, machine) for name, check in MACHINE_CHECKS.items()}
     checks = {**checks, "run folder": partial(check_run_folder, config), **run_checks(config)}
     return (findings or [well]) + [_examine(name, check) for name, check in checks.items()]
-
-
-def write_report(findings: Iterable[Finding], *, as_json: bool) -> bool:
-    """Prints them; whether none failed."""
-    findings = list(findings)
-    failed = sum(finding.status is Status.FAILED for finding in findings)
-    lines = [*map(str, findings), f"{len(findings)} checks, {failed} failed"]
-    print(json.dumps([asdict(one) for one in findings], indent=2) if as_json else "\n".join(lines))
-    return not failed
 
 
 def _found(check: str, error: ConfigError) -> Finding:

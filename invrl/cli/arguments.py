@@ -1,0 +1,57 @@
+"""Reading a command's own arguments: flags that are no settings, and the run folder that comes first."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from invrl.errors import ConfigError
+from invrl.run.config import nearest
+from invrl.store.run_folder import RunFolder
+
+
+def take_value(flag: str, value: str | None, rest: list[str]) -> str:
+    """The value of `flag`: what stood behind its `=`, or else the first of `rest`, which is removed there.
+    Raises ConfigError if there is none."""
+    if value is not None:
+        return value
+    if not rest or rest[0].startswith("--"):
+        raise ConfigError(flag, "", "a value is missing", f"write {flag} VALUE")
+    return rest.pop(0)
+
+
+def split_options(arguments: Sequence[str], known: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The values of the known flags, written `--name value` or `--name=value`, and all other arguments."""
+    options: dict[str, str] = {}
+    others: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, text = argument.partition("=")
+        if flag in known:
+            options[flag] = take_value(flag, text if equals else None, rest)
+        else:
+            others.append(argument)
+    return options, others
+
+
+def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """The values of the known flags. Raises ConfigError if there is anything else."""
+    options, others = split_options(arguments, known)
+    if others:
+        raise unknown_flag(others[0], known)
+    return options
+
+
+def unknown_flag(argument: str, known: Sequence[str]) -> ConfigError:
+    flag = argument.partition("=")[0]
+    return ConfigError("command line", flag, "no such flag", nearest(flag, known))
+
+
+def read_run_folder(arguments: Sequence[str]) -> RunFolder:
+    """The run folder that the first argument names. Raises ConfigError if it is none."""
+    fix = "give the folder that `invrl train` printed"
+    if not arguments:
+        raise ConfigError("RUN", "", "it is missing", fix)
+    folder = RunFolder(path=Path(arguments[0]).expanduser().absolute())
+    if not folder.config_path.exists():
+        raise ConfigError("RUN", str(folder.path), "not a run folder: it has no config.resolved.toml", fix)
+    return folder

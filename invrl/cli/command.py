@@ -1,0 +1,35 @@
+"""A command of `invrl`: where its function is, and how it ends without success."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+
+class CommandFailed(Exception):
+    """Ends the command with this exit code. The user has been told the reason already."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+class Command(NamedTuple):
+    """A row of the table in `main.py`. It names its function instead of importing it, so that `invrl --help`
+    loads no command."""
+
+    module: str
+    """Below `invrl.cli.commands`."""
+    function: str
+    """Takes the arguments after the command's name. Its docstring is the command's help."""
+    summary: str = ""
+    """One line for `invrl --help`."""
+    takes_settings: bool = False
+    """Whether the flags of the configuration are flags of this command."""
+
+    def load(self) -> Callable[[Sequence[str]], None]:
+        return getattr(import_module(f"invrl.cli.commands.{self.module}"), self.function)
+
+    def help(self) -> str:
+        """The docstring of the function, without its indentation."""
+        return inspect.getdoc(self.load()) or ""

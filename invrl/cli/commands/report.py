@@ -1,0 +1,17 @@
+"""`invrl report`: draws the reward curve of a run folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from invrl.errors import ConfigError
+from invrl.observe.report import write_report
+
+
+def report(arguments: Sequence[str]) -> None:
+    """usage: invrl report RUN_FOLDER
+
+    Draws the reward curve of a run, also of one that failed. Writes report/reward.png into the folder
+    and prints its path."""
+    if len(arguments) != 1:
+        raise ConfigError("report", list(arguments), "it takes one run folder", "give one")
+    print(write_report(Path(arguments[0]).expanduser()))

@@ -1,0 +1,267 @@
+"""`invrl samples`: which rollouts of a run are shown, and how."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from invrl.cli.arguments import read_run_folder, take_value, unknown_flag
+from invrl.errors import ConfigError
+from invrl.observe.samples import (
+    Sample,
+    by_reward,
+    changes,
+    evaluated_steps,
+    first_ids,
+    read_samples,
+    spread,
+    trained_steps,
+)
+from invrl.observe.samples_text import changes_json, describe_changes, describe_samples, samples_json
+from invrl.run.config import load_resolved, nearest
+from invrl.run.store_check import check_store
+from invrl.store.run_store import RunStore
+
+Order = Literal["", "worst", "best", "changed", "failed"]
+Purpose = Literal["train", "eval", "serve"]
+Step = int | Literal["last", "all"] | None
+
+_ORDERS: tuple[Order, ...] = ("worst", "best", "changed", "failed")
+_SWITCHES = tuple(f"--{name}" for name in (*_ORDERS, "eval", "full", "json"))
+_VALUES = ("--step", "--task", "--limit", "-n")
+_DEFAULT_LIMIT = 5
+_PURPOSE_NAMES = {"train": "training", "eval": "held-out", "serve": "served"}
+_MANY_STEPS = 12
+"""More steps than this are not listed one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesQuery:
+    """The flags of the command."""
+
+    step: Step = None
+    """None: not given."""
+    task: str | None = None
+    order: Order = ""
+    held_out: bool = False
+    limit: int = _DEFAULT_LIMIT
+    """0: all."""
+    full: bool = False
+    as_json: bool = False
+
+
+def samples(arguments: Sequence[str]) -> None:
+    """usage: invrl samples RUN_FOLDER [--step N|last|all] [--task ID] [--eval]
+                                    [--worst | --best | --changed | --failed]
+                                    [-n N] [--full] [--json]
+      --step N    the rollouts that step N trained (0: the evaluation before training); 'all': every
+                  rollout of the run, dropped and failed ones too. Default: the last step; 'all' with
+                  --task and --failed
+      --task ID   of one task, in all epochs (`invrl ledger RUN_FOLDER` lists them)
+      --worst     the lowest rewards first; --best: the highest
+      --changed   the tasks that changed most between the first and the last time that they were run,
+                  which is before and after training for held-out tasks: first by how far the mean
+                  reward moved, then by how little the replies are alike
+      --failed    rollouts that failed, and what they say
+      --eval      held-out rollouts in place of training ones
+      -n N, --limit N   how many to show (default: 5; 0: all); without --worst or --best evenly spread
+                  over them all
+      --full      texts as long as they are
+      --json      a JSON list, with everything
+    Reads only; the run may be going on. Control characters in what the model said are shown as
+    escapes."""
+    folder = read_run_folder(arguments)
+    query = read_query(arguments[1:])
+    check_store(folder.store_path)
+    rules = load_resolved(folder.config_path).buffer.failure_rules()
+    run_samples = read_samples(folder.store_path, rules)
+    with contextlib.closing(RunStore(folder.store_path)) as store:
+        print(answer(query, run_samples, store))
+
+
+def read_query(arguments: Sequence[str]) -> SamplesQuery:
+    """The flags after RUN_FOLDER. Raises ConfigError for one that is unknown, lacks its value, or contradicts
+    another."""
+    values: dict[str, str] = {}
+    switches: set[str] = set()
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, text = argument.partition("=")
+        if flag in _VALUES:
+            name = "--limit" if flag == "-n" else flag
+            values[name] = take_value(flag, text if equals else None, rest)
+        elif argument in _SWITCHES:
+            switches.add(argument)
+        else:
+            raise unknown_flag(argument, [*_VALUES, *_SWITCHES])
+    order = _read_order(switches)
+    step = _read_step(values.get("--step"))
+    if order == "changed" and step is not None:
+        reason = "--changed compares the first time of a task with its last, over the whole run"
+        raise ConfigError("--step", step, reason, "leave --step out")
+    return SamplesQuery(
+        step=step,
+        task=values.get("--task"),
+        order=order,
+        held_out="--eval" in switches,
+        limit=_read_limit(values.get("--limit")),
+        full="--full" in switches,
+        as_json="--json" in switches,
+    )
+
+
+def _read_order(switches: set[str]) -> Order:
+    orders: list[Order] = [order for order in _ORDERS if f"--{order}" in switches]
+    if not orders:
+        return ""
+    if len(orders) > 1:
+        flags = " ".join(f"--{order}" for order in orders)
+        raise ConfigError("command line", flags, "they exclude each other", "give one of them")
+    return orders[0]
+
+
+def _read_step(text: str | None) -> Step:
+    if text is None or text == "last" or text == "all":
+        return text
+    if not text.isdecimal():
+        raise ConfigError("--step", text, "not a step", "give a number, last or all")
+    return int(text)
+
+
+def _read_limit(text: str | None) -> int:
+    if text is None:
+        return _DEFAULT_LIMIT
+    if not text.isdecimal():
+        raise ConfigError("--limit", text, "not a number", "give --limit N; 0: all")
+    return int(text)
+
+
+def answer(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> str:
+    """What the command prints. Raises ConfigError for a step or a task that the run does not have, and where
+    there is nothing to show."""
+    if not samples:
+        reason = "no rollout has ended in it so far"
+        raise ConfigError("RUN", "", reason, "wait for the first one, or look at the run's log")
+    of_task = _select_task(query, samples)
+    if query.order == "changed":
+        return _changes(query, of_task, store)
+    chosen, heading = _select_step(query, of_task)
+    if query.order == "failed":
+        chosen = [sample for sample in chosen if sample.failure is not None]
+    if query.order in ("worst", "best"):
+        shown = by_reward(chosen, query.limit, best=query.order == "best")
+    else:
+        shown = spread(chosen, query.limit)
+    if not shown:
+        kind = "that failed" if query.order == "failed" else "with a reward"
+        raise ConfigError("--" + query.order, heading, f"there is no rollout {kind}", "leave it out")
+    if query.as_json:
+        return samples_json(shown, store)
+    return describe_samples(shown, store, total=chosen, where=heading, full=query.full)
+
+
+def _select_task(query: SamplesQuery, samples: Sequence[Sample]) -> list[Sample]:
+    if query.task is None:
+        return list(samples)
+    names = first_ids(sample.task_id for sample in samples)
+    of_task = [sample for sample in samples if query.task in (sample.task_id, names[sample.task_id])]
+    if not of_task:
+        task_ids = {sample.task_id for sample in samples}
+        reason = f"no rollout of it has ended; the run has those of {len(task_ids)} tasks"
+        fix = nearest(query.task, task_ids, many="`invrl ledger RUN --tasks` lists those of training")
+        raise ConfigError("--task", query.task, reason, fix)
+    return of_task
+
+
+def _select_step(query: SamplesQuery, samples: Sequence[Sample]) -> tuple[list[Sample], str]:
+    """The rollouts of the step, and what a heading calls them."""
+    trained = trained_steps(samples)
+    evaluated = evaluated_steps(samples)
+    purpose = _purpose(query, samples, trained)
+    steps = evaluated if purpose == "eval" else trained
+    of_purpose = [sample for sample in samples if sample.purpose == purpose]
+    prefix = "" if query.task is None else f"task {query.task}, "
+    purpose_name = _PURPOSE_NAMES[purpose]
+    wanted = _wanted_step(query)
+    if wanted == "all":
+        return of_purpose, f"{prefix}all {purpose_name} rollouts"
+    if wanted == "last" and not steps:
+        return of_purpose, f"{prefix}{purpose_name} rollouts (no step has been made of them so far)"
+    step = steps[-1] if wanted == "last" else wanted
+    if step not in steps:
+        fix = _step_fix(steps, evaluated)
+        raise ConfigError("--step", step, _describe_steps(trained, evaluated), fix)
+    heading = f"{prefix}evaluation after step {step}" if purpose == "eval" else f"{prefix}step {step}"
+    if step == steps[-1]:
+        heading += ", the last"
+    untrained = sum(sample.step is None for sample in of_purpose)
+    if purpose != "eval" and untrained and query.step is None:
+        heading += f"; {untrained:,} more were not trained: --step all"
+    return [sample for sample in of_purpose if sample.step == step], heading
+
+
+def _wanted_step(query: SamplesQuery) -> int | Literal["last", "all"]:
+    if query.step is not None:
+        return query.step
+    if query.task is not None or query.order == "failed":
+        return "all"
+    return "last"
+
+
+def _purpose(query: SamplesQuery, samples: Sequence[Sample], trained: Sequence[int]) -> Purpose:
+    """Training rollouts, unless others were asked for or there are only others."""
+    purposes = {sample.purpose for sample in samples}
+    if "eval" in purposes:
+        # Step 0, the evaluation before training, is no training step.
+        is_evaluated_only = isinstance(query.step, int) and query.step not in trained
+        if query.held_out or "train" not in purposes or is_evaluated_only:
+            return "eval"
+    elif query.held_out:
+        fix = "leave it out; runs with --eval-tasks have some"
+        raise ConfigError("--eval", "", "no held-out rollout has ended", fix)
+    if "train" in purposes:
+        return "train"
+    return "serve"
+
+
+def _describe_steps(trained: Sequence[int], evaluated: Sequence[int]) -> str:
+    text = "no step has been trained yet"
+    if trained:
+        text = f"the run has trained {_ranges(trained)}"
+    if evaluated:
+        text += f" and was evaluated after {_ranges(evaluated)}"
+    return text
+
+
+def _step_fix(steps: Sequence[int], evaluated: Sequence[int]) -> str:
+    if not steps:
+        return "leave --step out"
+    fix = f"give --step {steps[-1]}, or one of the others"
+    if evaluated:
+        fix += "; --eval for held-out rollouts"
+    return fix
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """ "steps 1 to 12", or "steps 0, 5, 10" where some between are missing."""
+    noun = "step" if len(steps) == 1 else "steps"
+    if len(steps) > 2 and steps[-1] - steps[0] == len(steps) - 1:
+        return f"{noun} {steps[0]} to {steps[-1]}"
+    if len(steps) > _MANY_STEPS:
+        return f"{noun} {', '.join(map(str, steps[:5]))}, ... {steps[-1]}"
+    return f"{noun} {', '.join(map(str, steps))}"
+
+
+def _changes(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> str:
+    if query.held_out:
+        samples = [sample for sample in samples if sample.purpose == "eval"]
+    task_changes = changes(samples, store)
+    if not task_changes:
+        reason = "no task has been run under two different weights with another reward or reply"
+        fix = "--eval-tasks measures held-out tasks before and after; a training task comes back each epoch"
+        raise ConfigError("--changed", query.task or "", reason, fix)
+    shown = task_changes[: query.limit] if query.limit else task_changes
+    if query.as_json:
+        return changes_json(shown, store)
+    return describe_changes(shown, store, total=len(task_changes), full=query.full)

@@ -1,0 +1,138 @@
+"""The help of the flags that are settings: the most important ones first, then every section, 100 columns
+wide."""
+
+import textwrap
+from collections.abc import Iterable
+from typing import Literal, get_args, get_origin
+
+from invrl.cli.command_settings import settings_of
+from invrl.cli.flags import CONFIG_FLAG, SETTING_FLAGS, SettingFlag
+from invrl.cli.presets import preset_names
+from invrl.run.config import SECTIONS
+
+_FIRST_SETTINGS = {
+    "train": (
+        "model_path",
+        "rollout_function_path",
+        "task_file",
+        "reward_function_path",
+        "num_steps",
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "max_new_tokens",
+        "lr",
+        "run_name",
+    ),
+    "eval": (
+        "model_path",
+        "rollout_function_path",
+        "reward_function_path",
+        "task_file",
+        "eval_sets",
+        "eval_tasks",
+        "eval_samples_per_task",
+        "max_new_tokens",
+        "run_name",
+    ),
+    "serve": (
+        "model_path",
+        "gateway_host",
+        "gateway_port",
+        "num_engines",
+        "temperature",
+        "max_new_tokens",
+        "chat_template_path",
+        "run_name",
+    ),
+}
+"""What a first run sets, in the order in which a user thinks of it. Other commands: as `train`."""
+_PACKAGE_HELP = {
+    "sglang": "SGLang's ServerArgs, for example --sglang-chunked-prefill-size 512",
+    "router": "sglang-router's arguments, for example --router-policy manual",
+    "megatron": "fields of its Transformer-, DistributedDataParallel- and OptimizerConfig",
+}
+_WIDTH = 100
+_TEXT_COLUMN = 36
+
+
+def flag_help(command: str = "train") -> str:
+    """Every flag of the command with its default."""
+    first = _first_settings(command)
+    lines = ["sources:"]
+    presets = ", ".join(preset_names())
+    config_text = f"TOML file; its tables are the sections below, flags win over it. Or a preset: {presets}"
+    lines += _entry(f"{CONFIG_FLAG} FILE", config_text)
+    lines += ["", "settings to start with (the table in brackets is where a TOML file has them):"]
+    for setting in first:
+        lines += _setting_entry(setting, prefix=f"[{setting.table}] ")
+    used = settings_of(command)
+    for table, section in SECTIONS.items():
+        others = [
+            setting
+            for setting in SETTING_FLAGS
+            if setting.table == table and used.uses(table, setting.key) and setting not in first
+        ]
+        if others:
+            summary = (section.__doc__ or "").strip().splitlines()[0]
+            lines += ["", *textwrap.wrap(f"[{table}] {summary}", _WIDTH)]
+            lines += _setting_entries(others)
+    lines += ["", "options of other packages (checked against the installed version):"]
+    for package in used.packages:
+        lines += _entry(f"--{package}-*", _PACKAGE_HELP[package])
+    return "\n".join(lines)
+
+
+def _first_settings(command: str) -> list[SettingFlag]:
+    keys = _FIRST_SETTINGS.get(command, _FIRST_SETTINGS["train"])
+    by_key = {setting.key: setting for setting in SETTING_FLAGS}
+    return [by_key[key] for key in keys]
+
+
+def _setting_entries(settings: Iterable[SettingFlag]) -> list[str]:
+    return [line for setting in settings for line in _setting_entry(setting)]
+
+
+def _setting_entry(setting: SettingFlag, *, prefix: str = "") -> list[str]:
+    names = f"{setting.flag} {_placeholder(setting)}"
+    if setting.is_switch:
+        names = f"{setting.flag}, {setting.negative_flag}"
+    text = f"{prefix}{setting.field.description}"
+    default = _default(setting)
+    if default:
+        text += f" (default: {default})"
+    return _entry(names, text)
+
+
+def _default(setting: SettingFlag) -> str:
+    """The default as the flag would be written; empty if it is an empty text or list."""
+    default = setting.field.default
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, tuple):
+        return ",".join(str(part) for part in default)
+    return str(default)
+
+
+def _placeholder(setting: SettingFlag) -> str:
+    """What stands for the value: the choices, or the type."""
+    annotation = setting.field.annotation
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
+    if get_origin(annotation) is tuple:
+        return "A,B"
+    if annotation is int:
+        return "N"
+    if annotation is float:
+        return "X"
+    return "TEXT"
+
+
+def _entry(names: str, text: str) -> list[str]:
+    """The names on the left and the text on the right; long names have a line of their own."""
+    head = f"  {names}"
+    indent = " " * _TEXT_COLUMN
+    lines = textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+    if len(head) > _TEXT_COLUMN - 2:
+        return [head, *lines]
+    first_line = head.ljust(_TEXT_COLUMN) + lines[0][_TEXT_COLUMN:]
+    return [first_line, *lines[1:]]

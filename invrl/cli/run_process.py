@@ -1,0 +1,79 @@
+"""What the commands that start or drive a run have in common: the checked configuration, the driver's log,
+and the two lines that a failed run prints."""
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from invrl.cli.command import CommandFailed
+from invrl.cli.command_settings import settings_of
+from invrl.cli.flags import parse_flags
+from invrl.cli.headline import headline
+from invrl.errors import ConfigError, DamagedFileError, IdenticalFailuresError
+from invrl.host import interrupts, lifeline
+from invrl.host.lifeline import NoteKind
+from invrl.host.printable import printable
+from invrl.host.private_file import make_private
+from invrl.host.ray_setup import prepare_ray
+from invrl.run.config import Config, load_resolved, resolve
+from invrl.run.driver_commands import FAILURE_EXIT
+from invrl.store.run_folder import RunFolder
+
+_LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+_CHATTY_LOGGERS = ("httpx", "httpcore", "matplotlib", "asyncio", "urllib3")
+
+
+def checked_configuration(arguments: Sequence[str], *, command: str) -> Config:
+    """The configuration of `invrl COMMAND` with these flags, after every check that needs no process.
+    Raises ConfigError."""
+    from invrl.cli.run_checks import check_run
+
+    sources = parse_flags(arguments, command=command)
+    config = resolve(*sources, settings_of(command).source())
+    if command == "eval":
+        from invrl.rollout.tasks import held_out_only
+
+        config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
+    check_run(config, trains=command == "train", evaluates=command == "eval")
+    return config
+
+
+def log_to_folder(folder: RunFolder) -> None:
+    """Send this process's log to the driver's log file in the run folder."""
+    log_file = folder.log_path("driver")
+    make_private(log_file)
+    logging.basicConfig(filename=log_file, format=_LOG_FORMAT, level="INFO", force=True)
+    for name in _CHATTY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@contextmanager
+def driver_of(folder: RunFolder) -> Iterator[Config]:
+    """Around the work of a driver, in a folder that its supervisor holds. Yields the run's configuration."""
+    lifeline.hold()
+    config = load_resolved(folder.config_path)
+    log_to_folder(folder)
+    with failure_reported(folder):
+        prepare_ray()
+        yield config
+
+
+@contextmanager
+def failure_reported(folder: RunFolder) -> Iterator[None]:
+    """Around a run's work: a failure becomes two lines on the terminal, and the whole of it goes to the
+    driver's log. Raises CommandFailed in its place; a ConfigError passes through."""
+    interrupts.catch()
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if isinstance(error, DamagedFileError | IdenticalFailuresError):
+            lifeline.tell(NoteKind.FINAL)  # another incarnation would fail in the same way
+        lifeline.tell(NoteKind.REPORTED)
+        logging.getLogger(__name__).exception("the run failed")
+        reason, place = headline(error).lines(folder.log_path("driver"))
+        # The text may quote exceptions of user code.
+        print(printable(f"invrl: the run failed: {reason}\n{place}"), file=sys.stderr)
+        raise CommandFailed(FAILURE_EXIT) from error
