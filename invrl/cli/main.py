@@ -3,6 +3,7 @@ block, with exit code 2.
 
 Imports only what every command needs: `invrl --help` and `invrl --version` must answer at once."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -79,29 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_keys()
     if arguments is None:
         arguments = sys.argv[1:]
-    exit_code = _run(arguments)
+    exit_code = exit_code_of(partial(_run, arguments))
     _tell_supervisor(exit_code)
     return exit_code
-
-
-def _run(arguments: Sequence[str]) -> int:
-    if not arguments:
-        _print_overview()
-        return USAGE_EXIT
-    name = arguments[0]
-    if name in ("-h", "--help", "help"):
-        _print_overview()
-        return 0
-    if name in ("-V", "--version"):
-        print(f"invrl {__version__}")
-        return 0
-    return exit_code_of(partial(_run_command, name, arguments[1:]))
 
 
 def exit_code_of(work: Callable[[], None]) -> int:
     """Do the work and return the exit code for how it ended. Prints the error that ended it, if any."""
     try:
         work()
+        sys.stdout.flush()
     except ConfigError as error:
         _print_bad_input(error)
         return USAGE_EXIT
@@ -113,10 +101,24 @@ def exit_code_of(work: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         print("invrl: interrupted", file=sys.stderr)
         return INTERRUPT_EXIT
-    except BrokenPipeError:  # `invrl ... | head`
-        sys.stderr.close()
+    except BrokenPipeError:
+        # `invrl ... | head`: nobody reads any more. Python flushes stdout once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE_EXIT
     return 0
+
+
+def _run(arguments: Sequence[str]) -> None:
+    if not arguments:
+        _print_overview()
+        raise CommandFailed(USAGE_EXIT)
+    name = arguments[0]
+    if name in ("-h", "--help", "help"):
+        _print_overview()
+    elif name in ("-V", "--version"):
+        print(f"invrl {__version__}")
+    else:
+        _run_command(name, arguments[1:])
 
 
 def _run_command(name: str, arguments: Sequence[str]) -> None:

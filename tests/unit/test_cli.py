@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
+import os
 import re
+import subprocess
 import sys
 import tomllib
 import types
@@ -13,6 +16,7 @@ from pathlib import Path
 import pytest
 from tiny_model import make_tiny_model
 
+import invrl
 from invrl.cli import flags
 from invrl.cli import main as cli
 from invrl.cli.command_settings import settings_of
@@ -59,6 +63,48 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert command.summary
         assert command.summary in out
     assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+def test_a_reader_that_goes_away_is_no_error_message(arguments: list[str]) -> None:
+    """As in `invrl --help | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "invrl.cli", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"invrl {importlib.metadata.version('invrl')}\n"
+    assert importlib.metadata.version("invrl") == invrl.__version__
+
+
+def test_help_and_version_load_no_command() -> None:
+    """They answer at once: pydantic alone would take longer than all the rest."""
+    code = """
+import sys
+from invrl.cli.main import main
+main([sys.argv[1]])
+heavy = {"pydantic", "numpy", "ray", "torch", "transformers", "tokenizers", "fastapi", "invrl.cli.flags"}
+sys.exit(", ".join(heavy & sys.modules.keys()))
+"""
+    for flag in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=False)
+        assert done.stderr.strip() == "", done.stderr
+
+
+def test_the_help_of_train_begins_with_what_a_first_run_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help"]) == 0
+    flags_in_order = re.findall(r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert flags_in_order[:11] == [
+        "--config", "--model-path", "--rollout-function-path", "--task-file", "--reward-function-path",
+        "--num-steps", "--rollout-batch-size", "--n-samples-per-prompt", "--max-new-tokens", "--lr",
+        "--run-name",
+    ]  # fmt: skip
+    assert len(flags_in_order) == len(set(flags_in_order)), "each setting has one entry"
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
