@@ -1,9 +1,10 @@
-"""Which tokens a grammar let the engine sample, found again from the grammar and the sampled ids.
+"""Which tokens a grammar let the engine sample, computed again from the grammar and the sampled ids.
 
-An engine under a grammar samples from the softmax over the tokens that the grammar keeps at that place, and
-tells log-probs of that distribution. A grammar is deterministic: XGrammar, asked with the same grammar, the
-same tokenizer and the same ids, keeps the same tokens here as it did there. So what travels with a sample is
-the grammar's text, not a set of tokens per place."""
+An engine under a grammar samples from the softmax over the tokens that the grammar allows at that place, and
+returns the log-probs of that distribution. A grammar is deterministic: XGrammar with the same grammar,
+the same tokenizer and the same ids allows the same tokens here as it did in the engine. So a sample
+carries the grammar's text, not a set of tokens per place.
+"""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import TrainError
-from invrl.train.packing import Row
+from invrl.train.micro_batch import Row
 from invrl.types import GrammarSpan, TrainSample
 
 if TYPE_CHECKING:
@@ -24,72 +25,92 @@ if TYPE_CHECKING:
 
 
 class GrammarMasks:
-    """Of one model folder. XGrammar and the tokenizer are loaded when the first grammar comes."""
+    """The masks of one model folder. XGrammar and the tokenizer are loaded with the first grammar."""
 
     def __init__(self, model_path: Path | str, vocab_size: int) -> None:
-        self._model_path, self._vocab_size = Path(model_path), vocab_size
+        self._model_path = Path(model_path)
+        self._vocab_size = vocab_size
 
     def rows(self, samples: Iterable[TrainSample]) -> list[Row]:
-        """One row per sample: the trained tokens are wanted, each from the tokens that its grammar kept.
-        TrainError for a token that its grammar does not allow."""
-        masks: dict[bytes, bytes] = {}
+        """One row per sample: its trained tokens are wanted, each among the tokens that its grammar allowed.
+
+        Raises TrainError for a token that its grammar does not allow.
+        """
         rows: list[Row] = []
+        shared_masks: dict[bytes, bytes] = {}  # equal masks are one object
         for sample in samples:
             wanted_N = np.flatnonzero(sample.loss_mask_T)
-            kept: dict[int, bytes] = {}
+            mask_by_position: dict[int, bytes] = {}
             for span in sample.grammars:
-                found = self.kept(span, sample.tokens_T[span.start : span.end])
-                kept |= {span.start + at: masks.setdefault(mask, mask) for at, mask in enumerate(found)}
-            kept_N = tuple(kept.get(place) for place in wanted_N.tolist()) if kept else ()
+                masks = self.allowed(span, sample.tokens_T[span.start : span.end])
+                for position, mask in enumerate(masks, start=span.start):
+                    mask_by_position[position] = shared_masks.setdefault(mask, mask)
+            allowed_N: tuple[bytes | None, ...] = ()
+            if mask_by_position:
+                allowed_N = tuple(mask_by_position.get(position) for position in wanted_N.tolist())
             row = Row(
-                tokens_T=sample.tokens_T, wanted_N=wanted_N, temperature=sample.temperature, kept_N=kept_N
+                tokens_T=sample.tokens_T,
+                wanted_N=wanted_N,
+                temperature=sample.temperature,
+                allowed_N=allowed_N,
             )
             rows.append(row)
         return rows
 
-    def kept(self, span: GrammarSpan, ids_T: NDArray[np.int32]) -> list[bytes]:
-        """Of each of the ids, all sampled under the span's grammar: one bit per token of the vocabulary, the
-        lowest first. TrainError for an id that the grammar does not allow."""
+    def allowed(self, span: GrammarSpan, ids_T: NDArray[np.int32]) -> list[bytes]:
+        """For each of the ids, all sampled under the span's grammar: the tokens that the grammar allowed, one
+        bit per token of the vocabulary, the lowest bit first.
+
+        Raises TrainError for an id that the grammar does not allow.
+        """
         import xgrammar
 
         matcher = xgrammar.GrammarMatcher(self._compiled(span.grammar))
         bitmask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
-        size = -(-self._vocab_size // 8)
-        found: list[bytes] = []
-        for at, token in enumerate(ids_T.tolist()):
+        num_bytes = -(-self._vocab_size // 8)  # rounded up
+        masks: list[bytes] = []
+        for position, token in enumerate(ids_T.tolist()):
             matcher.fill_next_token_bitmask(bitmask)
-            found.append(bitmask.numpy().tobytes()[:size])
+            masks.append(bitmask.numpy().tobytes()[:num_bytes])
             if not matcher.accept_token(token):
-                place = f"token {token} at {at} of {len(ids_T)}"
-                reason = f"{place} is not allowed by the grammar that it was sampled under"
-                raise TrainError(f"{reason} (xgrammar {version('xgrammar')}): {span.grammar[:200]}")
-        return found
+                raise TrainError(
+                    f"token {token} at {position} of {len(ids_T)} is not allowed by the grammar that it was "
+                    f"sampled under (xgrammar {version('xgrammar')}): {span.grammar[:200]}"
+                )
+        return masks
 
     def _compiled(self, grammar: str) -> "xgrammar.CompiledGrammar":
-        """The compiler keeps what it has compiled."""
-        asked: dict[str, str] = json.loads(grammar)
-        if "json_schema" in asked:
-            return self._compiler.compile_json_schema(asked["json_schema"], any_whitespace=True)
-        return self._compiler.compile_grammar(asked["ebnf"])
+        """The compiler caches what it has compiled."""
+        sampling_parameter: dict[str, str] = json.loads(grammar)
+        if "json_schema" in sampling_parameter:
+            schema = sampling_parameter["json_schema"]
+            return self._compiler.compile_json_schema(schema, any_whitespace=True)
+        return self._compiler.compile_grammar(sampling_parameter["ebnf"])
 
     @cached_property
     def _compiler(self) -> "xgrammar.GrammarCompiler":
-        """As SGLang makes its own: the model's end tokens end a reply."""
+        """Built as SGLang builds its own: the model's end tokens end a reply."""
         import xgrammar
         from transformers import AutoTokenizer
 
-        info = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer_info = xgrammar.TokenizerInfo.from_huggingface(
             AutoTokenizer.from_pretrained(self._model_path),
             vocab_size=self._vocab_size,
             stop_token_ids=sorted(self._end_ids()) or None,
         )
-        return xgrammar.GrammarCompiler(info)
+        return xgrammar.GrammarCompiler(tokenizer_info)
 
     def _end_ids(self) -> set[int]:
-        found: set[int] = set()
+        """The end tokens that the model folder names."""
+        end_ids: set[int] = set()
         for name in ("config.json", "generation_config.json"):
             file = self._model_path / name
-            settings: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+            if not file.exists():
+                continue
+            settings: dict[str, Any] = json.loads(file.read_text())
             named = settings.get("eos_token_id")
-            found |= {each for each in (named if isinstance(named, list) else [named]) if each is not None}
-        return found
+            if isinstance(named, list):
+                end_ids.update(token for token in named if token is not None)
+            elif named is not None:
+                end_ids.add(named)
+        return end_ids

@@ -1,9 +1,11 @@
-"""Log-prob and entropy of chosen tokens under temperature, without a float32 copy of the logits.
+"""Log-probs and entropies of chosen tokens under temperature, without a float32 copy of the logits.
 
-A row of logits may predict several tokens: rollouts that begin alike share it. U rows of logits, N tokens.
+A row of logits may predict several tokens, because rollouts that begin alike share it. Axes: U rows of
+logits, N tokens, V the vocabulary, H the hidden size, M rows of logits under a grammar.
 
-On CUDA the gradient is not the same to the last bit each time: of tokens that share a row of logits the terms
-are added (`index_add_`) in whatever order the GPU comes to them. On CPU their order is fixed."""
+On CUDA the gradient is not the same to the last bit each time: the terms of tokens that share a row of logits
+are added (`index_add_`) in whatever order the GPU comes to them. On CPU their order is fixed.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,29 +15,37 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from invrl.train.packing import Projection
+from invrl.train.micro_batch import Projection
 
 CHUNK_BYTES = 8 << 20
-"""Float32 logits worked on at a time: about what stays in a core's cache, and far above a launch."""
+"""Float32 logits that are worked on at a time: about what stays in a core's cache, and enough to make the
+cost of a kernel launch negligible."""
 _FLOOR = -1e30
-"""The logit of a token that cannot be sampled: its exp is 0, and times 0 it is 0, unlike infinity."""
+"""The logit of a token that cannot be sampled. Its exp is 0, and 0 times it is 0, unlike with infinity."""
 
 
 def projected_logprobs(
     hidden_UH: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], parts: Sequence[Projection]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `token_logprobs`, for a micro-batch's wanted tokens in their order. `project` gives the logits of
-    rows of `hidden_UH`, [U, V]. One part's logits at a time are in memory: with more than one part, each is
-    projected again in the backward pass instead of being kept, which is a third more work per logit."""
+    """Log-probs and entropies (as `token_logprobs`) of a micro-batch's wanted tokens, in their order.
+
+    `project` gives the logits [U, V] of rows of `hidden_UH`. The logits of one part at a time are in memory:
+    with more than one part, each part is projected again in the backward pass instead of being kept, which is
+    a third more work per logit.
+    """
     if len(parts) == 1:
         return _part_logprobs(project, parts[0], hidden_UH)
     logprobs: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
-    for part, part_UH in zip(parts, hidden_UH.split([len(one.temperature_U) for one in parts]), strict=True):
-        of_part = partial(_part_logprobs, project, part)
-        logprobs_N, entropy_N = checkpoint(of_part, part_UH, use_reentrant=False, preserve_rng_state=False)
+    part_sizes = [len(part.temperature_U) for part in parts]
+    for part, part_UH in zip(parts, hidden_UH.split(part_sizes), strict=True):
+        compute_part = partial(_part_logprobs, project, part)
+        logprobs_N, entropy_N = checkpoint(
+            compute_part, part_UH, use_reentrant=False, preserve_rng_state=False
+        )
         logprobs.append(logprobs_N)
         entropies.append(entropy_N)
+    # The parts hold the wanted tokens in another order; this is the way back.
     order_N = np.concatenate([part.tokens_N for part in parts]).argsort()
     place_N = torch.from_numpy(order_N).to(hidden_UH.device)
     return torch.cat(logprobs)[place_N], torch.cat(entropies)[place_N]
@@ -44,38 +54,56 @@ def projected_logprobs(
 def _part_logprobs(
     project: Callable[[torch.Tensor], torch.Tensor], part: Projection, hidden_UH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    device = hidden_UH.device
     logits_UV = project(hidden_UH)
-    arrays = (part.masked_M, part.kept_MW, part.row_N, part.targets_N, part.temperature_U)
-    moved = [torch.from_numpy(array).to(hidden_UH.device) for array in arrays]
-    masked_M, kept_MW, row_N, targets_N, temperature_U = moved
-    if len(part.masked_M):
-        keep_only(logits_UV, masked_M, kept_MW)
-    return token_logprobs(logits_UV, row_N, targets_N, temperature_U)
+    if len(part.restricted_M):
+        restrict_vocabulary(
+            logits_UV,
+            torch.from_numpy(part.restricted_M).to(device),
+            torch.from_numpy(part.allowed_MW).to(device),
+        )
+    return token_logprobs(
+        logits_UV,
+        torch.from_numpy(part.row_N).to(device),
+        torch.from_numpy(part.targets_N).to(device),
+        torch.from_numpy(part.temperature_U).to(device),
+    )
 
 
 def token_logprobs(
     logits_UV: torch.Tensor, row_N: torch.Tensor, targets_N: torch.Tensor, temperature_U: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [N] each: log softmax(logits / temperature) of row `row_N` at the targets, and the entropy of
-    that distribution in nats (without gradient). Computed in float32 whatever the logits are; the backward
-    pass writes the gradient over `logits_UV`, so nothing else may use them."""
+    """For each token: log softmax(logits / temperature) of row `row_N` at the target, and the entropy of that
+    distribution in nats (without gradient); float32 [N] each.
+
+    Computed in float32 whatever dtype the logits have. The backward pass writes the gradient over
+    `logits_UV`, so nothing else may use the logits.
+    """
     return _TokenLogprobs.apply(logits_UV, row_N, targets_N, temperature_U)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
-def keep_only(logits_UV: torch.Tensor, masked_M: torch.Tensor, kept_MW: torch.Tensor) -> None:
-    """Takes from rows `masked_M`, in place, every token that is not kept: its probability is 0, and so is the
-    gradient that `token_logprobs` gives it. `kept_MW`: uint8, a bit per token, the lowest first."""
+def restrict_vocabulary(
+    logits_UV: torch.Tensor, restricted_M: torch.Tensor, allowed_MW: torch.Tensor
+) -> None:
+    """Removes, in place, every token that is not allowed from the rows `restricted_M`.
+
+    The probability of a removed token is 0, and so is the gradient that `token_logprobs` gives it.
+    `allowed_MW`: uint8, one bit per token, the lowest bit first.
+    """
     floor = max(_FLOOR, torch.finfo(logits_UV.dtype).min / 4)
-    vocab = logits_UV.shape[1]
-    bits = torch.arange(8, dtype=torch.uint8, device=logits_UV.device)
-    for chunk in _chunks(logits_UV[: len(masked_M)]):
-        kept = kept_MW[chunk, :, None].bitwise_right_shift(bits).bitwise_and(1).flatten(1)[:, :vocab].bool()
-        rows_M = masked_M[chunk]
-        logits_UV[rows_M] = logits_UV[rows_M].masked_fill(~kept, floor)
+    vocab_size = logits_UV.shape[1]
+    bit_numbers = torch.arange(8, dtype=torch.uint8, device=logits_UV.device)
+    for chunk in _chunks(logits_UV[: len(restricted_M)]):
+        bits = allowed_MW[chunk, :, None].bitwise_right_shift(bit_numbers).bitwise_and(1)
+        is_allowed = bits.flatten(1)[:, :vocab_size].bool()
+        rows = restricted_M[chunk]
+        logits_UV[rows] = logits_UV[rows].masked_fill(~is_allowed, floor)
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """Works on chunks of rows, so that only a chunk of the logits exists in float32."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -89,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _chunks(logits_UV):
             scaled = logits_UV[rows].float() / temperature_U[rows, None]
             logsum_U[rows] = scaled.logsumexp(dim=1)
-            scaled -= logsum_U[rows, None]  # now log-probs
+            scaled -= logsum_U[rows, None]  # these are log-probs now
             entropy_U[rows] = -torch.linalg.vecdot(scaled.exp(), scaled)
         picked_N = logits_UV[row_N, targets_N].float() / temperature_U[row_N]
         logprobs_N = picked_N - logsum_U[row_N]
@@ -100,29 +128,34 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """d logprob_n / d logits[u] = (onehot(target_n) - softmax(logits[u] / temperature)) / temperature,
+        summed over the tokens n of row u."""
         logits_UV, row_N, targets_N, temperature_U, logsum_U = ctx.saved_tensors
-        count, vocab = logits_UV.shape
+        num_rows, vocab_size = logits_UV.shape
         scale_N = grads[0] / temperature_U[row_N]
         scale_U = torch.zeros_like(logsum_U).index_add_(0, row_N, scale_N)
-        # Tokens in the order of their rows, so that those of a chunk are neighbours.
+        # Sort the tokens by their rows, so that the tokens of a chunk are neighbours.
         order_N = row_N.argsort(stable=True)
-        row_N, targets_N, scale_N = row_N[order_N], targets_N[order_N], scale_N[order_N]
+        row_N = row_N[order_N]
+        targets_N = targets_N[order_N]
+        scale_N = scale_N[order_N]
         chunks = _chunks(logits_UV)
-        bounds = torch.tensor([*(rows.start for rows in chunks), count], device=row_N.device)
-        ends = torch.searchsorted(row_N, bounds).tolist()
-        for at, rows in enumerate(chunks):
+        chunk_bounds = torch.tensor([*(rows.start for rows in chunks), num_rows], device=row_N.device)
+        token_bounds = torch.searchsorted(row_N, chunk_bounds).tolist()
+        for index, rows in enumerate(chunks):
             grad = logits_UV[rows].float()
             grad /= temperature_U[rows, None]
             grad -= logsum_U[rows, None]
             grad.exp_().mul_(-scale_U[rows, None])
-            tokens = slice(ends[at], ends[at + 1])
-            places = (row_N[tokens] - rows.start) * vocab + targets_N[tokens]
-            grad.view(-1).index_add_(0, places, scale_N[tokens])
+            tokens = slice(token_bounds[index], token_bounds[index + 1])
+            flat_places = (row_N[tokens] - rows.start) * vocab_size + targets_N[tokens]
+            grad.view(-1).index_add_(0, flat_places, scale_N[tokens])
             logits_UV[rows] = grad
         return logits_UV, None, None, None
 
 
 def _chunks(logits_UV: torch.Tensor) -> list[slice]:
-    count, vocab = logits_UV.shape
-    size = max(1, CHUNK_BYTES // (4 * vocab))
-    return [slice(at, min(count, at + size)) for at in range(0, count, size)]
+    """Slices of rows of at most `CHUNK_BYTES` in float32 each, at least one row."""
+    num_rows, vocab_size = logits_UV.shape
+    chunk_rows = max(1, CHUNK_BYTES // (4 * vocab_size))
+    return [slice(start, min(num_rows, start + chunk_rows)) for start in range(0, num_rows, chunk_rows)]

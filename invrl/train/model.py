@@ -1,7 +1,10 @@
 """The policy: Megatron's GPTModel from a Hugging Face config, over packed rows.
 
-`PolicyModel.forward` gives log-probs of the wanted tokens; the vocabulary projection is computed at
-the rows that predict one, and nowhere else. Imported after `device.prepare()`, by `rank.py`."""
+`PolicyModel.forward` gives log-probs of the wanted tokens. The vocabulary projection is computed at the
+positions that predict a wanted token, and nowhere else. Megatron's TransformerConfig is set in
+`transformer_config`, its DDP and optimizer configurations in `optimizer.py`. Imported after
+`device.prepare()`.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,46 +25,44 @@ from invrl.train.attention import PackedRow, TreeAttention
 from invrl.train.families.registry import FAMILIES
 from invrl.train.hf_config import HuggingFaceConfig
 from invrl.train.logprobs import projected_logprobs
-from invrl.train.packing import MicroBatch
+from invrl.train.micro_batch import MicroBatch
 from invrl.train.weights import load_weights
-
-_FUSIONS = """
-    gradient_accumulation_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion
-    apply_rope_fusion persist_layer_norm
-""".split()
 
 
 class PolicyModel(GPTModel):
-    """A decoder that answers with log-probs, not with logits."""
+    """A decoder that returns log-probs, not logits."""
 
     max_logit_rows: int
-    """Rows of logits that are in memory at once."""
+    """Most rows of logits that are in memory at once."""
 
     def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore
         """Log-probs and entropies of the wanted tokens, float32 [N] each."""
-        at, dtype = device.device(), self.config.params_dtype
-        packed = (micro_batch.tokens_P, micro_batch.positions_P, micro_batch.project_U)
-        tokens_P, positions_P, project_U = (torch.from_numpy(array).to(at) for array in packed)
-        # [P, 1, hidden]: one row, the batch axis is Megatron's.
+        target = device.device()
+        tokens_P = torch.from_numpy(micro_batch.tokens_P).to(target)
+        positions_P = torch.from_numpy(micro_batch.positions_P).to(target)
+        project_U = torch.from_numpy(micro_batch.project_U).to(target)
+        attention_dtype = device.attention_dtype(self.config.params_dtype)
+        # [P, 1, hidden]: one row; the second axis is Megatron's batch axis.
         hidden = self.embedding(input_ids=tokens_P[None], position_ids=positions_P[None])
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=self._rotary(positions_P),
-            packed_seq_params=PackedRow.of(micro_batch, at, device.attention_dtype(dtype)),
+            packed_seq_params=PackedRow.of(micro_batch, target, attention_dtype),
         )
         parts = micro_batch.projections(self.max_logit_rows)
         return projected_logprobs(hidden.index_select(0, project_U), self._logits, parts)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[U, vocabulary] of rows [U, 1, hidden]."""
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else None
+        """Logits [U, vocabulary] of rows [U, 1, hidden]."""
+        weight = None
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
         logits, _ = self.output_layer(hidden, weight=weight)
         return logits.squeeze(1)
 
     def _rotary(self, positions_P: torch.Tensor) -> torch.Tensor:
-        """Angles [P, 1, 1, head_dim] of each token's own position."""
+        """Rotary angles [P, 1, 1, head_dim] of each token's own position."""
         inv_freq = self.rotary_pos_emb.inv_freq.to(positions_P.device)
         angles = torch.outer(positions_P.float(), inv_freq)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
@@ -75,9 +76,11 @@ def build_model(
     *,
     max_logit_rows: int,
 ) -> PolicyModel:
-    """The model with the folder's weights, on this rank's device. `options`: TransformerConfig fields
-    given by the user, checked by `megatron_args`. `max_logit_rows`: how many rows of logits may be in memory
-    at once."""
+    """The model with the folder's weights, on this rank's device.
+
+    `options`: TransformerConfig fields that the user set, checked by `megatron_args`. `max_logit_rows`: most
+    rows of logits that may be in memory at once.
+    """
     transformer = transformer_config(config, dtype, options)
     layer = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm")
     block = cast(TransformerLayerSubmodules, layer.submodules)
@@ -105,8 +108,11 @@ def build_model(
 def transformer_config(
     config: HuggingFaceConfig, dtype: torch.dtype, options: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Megatron's description of the model: the same function as Hugging Face's, no fused kernels that
-    need TransformerEngine or Apex."""
+    """Megatron's description of the model.
+
+    It computes the same function as Hugging Face's model, without fused kernels that need
+    TransformerEngine or Apex. The user's `--megatron-*` options come last.
+    """
     family = FAMILIES[config.model_type]
     fields: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -122,13 +128,20 @@ def transformer_config(
         "add_bias_linear": False,
         "add_qkv_bias": family.qkv_bias,
         "qk_layernorm": family.qk_norm,
-        **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
-        **dict.fromkeys(("params_dtype", "pipeline_dtype"), dtype),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "use_cpu_initialization": True,
         "perform_initialization": False,  # every weight is loaded
-        **dict.fromkeys(_FUSIONS, False),
-        # Set before DDP is built: losses are sums over global denominators, gradients are summed.
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        # Losses are sums over global denominators and gradients are summed. Must be set before DDP is built.
         "calculate_per_token_loss": True,
     }
     return TransformerConfig(**fields | dict(options))

@@ -1,15 +1,19 @@
 """Megatron's DDP and optimizer around a model: float32 master weights, summed gradients.
 
 Invariant: a step is applied whole or not at all; a gradient that is not finite raises before a weight
-changes. Imported after `device.prepare()`, by `rank.py` and `step.py`."""
+changes. Imported after `device.prepare()`.
+"""
 
 import math
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.distributed import DistributedDataParallelConfig as DdpConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -26,17 +30,33 @@ from invrl.train.model import PolicyModel
 def distribute(
     model: PolicyModel, config: TrainConfig, options: MegatronOptions
 ) -> tuple[DistributedDataParallel, ChainedOptimizer]:
-    """The model behind DDP (gradients accumulate in float32), and its optimizer."""
+    """The model behind DDP, whose gradients accumulate in float32, and its optimizer.
+
+    Here Megatron's DDP and optimizer configurations are set; the user's `--megatron-*` options come last.
+    """
     transformer = model.config
-    sharded = {"use_distributed_optimizer": config.use_distributed_optimizer}
-    ddp: dict[str, Any] = {"grad_reduce_in_fp32": True, **sharded, **options.ddp}
+    ddp_fields: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+    }
+    ddp_fields |= options.ddp
+    optimizer_fields: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": config.lr,
+        "min_lr": config.lr_min,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "clip_grad": config.clip_grad,
+        "bf16": transformer.bf16,
+        "params_dtype": transformer.params_dtype,
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+    }
+    optimizer_fields |= options.optimizer
+
     wrapped = Float16Module(transformer, model) if transformer.bf16 else model
-    distributed = DistributedDataParallel(transformer, DdpConfig(**ddp), wrapped)
-    same = {"lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad"}
-    settings: dict[str, Any] = {"optimizer": "adam", "min_lr": config.lr_min, **sharded}
-    settings |= {"bf16": transformer.bf16, "params_dtype": transformer.params_dtype}
-    settings |= {**config.model_dump(include=same), **options.optimizer}
-    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), [distributed])
+    distributed = DistributedDataParallel(transformer, DistributedDataParallelConfig(**ddp_fields), wrapped)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**optimizer_fields), [distributed])
     if not isinstance(optimizer, ChainedOptimizer):
         optimizer = ChainedOptimizer([optimizer])
     device.fuse_adam(optimizer)
@@ -46,10 +66,14 @@ def distribute(
 
 
 def make_schedule(optimizer: ChainedOptimizer, config: TrainConfig) -> OptimizerParamScheduler:
-    """Megatron's own learning-rate schedule; `step(1)` after each optimizer step. A constant one has no end,
-    only its warm-up. Step k of a warm-up of W steps has k / (W + 1) of the rate: none has a rate of 0, which
-    would waste a batch."""
-    decay_steps = config.lr_decay_steps if config.lr_decay_style != "constant" else config.lr_warmup_steps + 1
+    """Megatron's own learning-rate schedule; call `step(1)` after each optimizer step.
+
+    A constant schedule has no end, only its warm-up. Step k of a warm-up of W steps has k / (W + 1) of the
+    rate, so no step has a rate of 0, which would waste a batch.
+    """
+    decay_steps = config.lr_decay_steps
+    if config.lr_decay_style == "constant":
+        decay_steps = config.lr_warmup_steps + 1
     return OptimizerParamScheduler(
         optimizer,
         init_lr=config.lr / (config.lr_warmup_steps + 1),
@@ -66,14 +90,16 @@ def make_schedule(optimizer: ChainedOptimizer, config: TrainConfig) -> Optimizer
 
 
 def _sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **rest: Any) -> None:
-    """Reduce over ranks without dividing: each loss has its global denominator already."""
+    """Reduces over ranks without dividing: each loss has its global denominator already."""
     finalize_model_grads(model, None, **rest)
 
 
 def apply_gradients(optimizer: ChainedOptimizer) -> float:
-    """Clip and step; the gradient's norm before clipping, over all ranks. Raises TrainError if it is not
-    finite. A gradient of exactly 0 makes no step: Adam's momentum and the weight decay would move the weights
-    although the batch says nothing."""
+    """Clips the gradient and makes a step; returns the gradient's norm before clipping, over all ranks.
+
+    A gradient of exactly 0 makes no step: Adam's momentum and the weight decay would move the weights
+    although the batch says nothing. Raises TrainError if the norm is not finite.
+    """
     with torch.no_grad():
         if optimizer.prepare_grads():
             raise TrainError("the gradient overflowed its loss scale")
@@ -83,8 +109,9 @@ def apply_gradients(optimizer: ChainedOptimizer) -> float:
         if norm == 0.0:
             return norm
         for part in optimizer.chained_optimizers:
+            max_norm = part.config.clip_grad
             parameters: list[torch.Tensor] = list(part.get_parameters())
-            if parameters and (bound := part.config.clip_grad) > 0:
-                clip_grad_by_total_norm_fp32(parameters, bound, norm, use_decoupled_grad=False)
+            if parameters and max_norm > 0:
+                clip_grad_by_total_norm_fp32(parameters, max_norm, norm, use_decoupled_grad=False)
         optimizer.step_with_ready_grads()
     return norm

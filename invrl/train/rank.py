@@ -21,8 +21,9 @@ from invrl.train import device
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import parse_megatron_options
-from invrl.train.packing import Row, Shard
+from invrl.train.micro_batch import Row
 from invrl.train.rank_settings import RankSettings
+from invrl.train.sharding import Shard
 from invrl.train.weights import export_weights, weight_specs
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaWriter

@@ -1,9 +1,10 @@
-"""One training step: old and reference log-probs, then an optimizer step per mini-batch.
+"""One training step: old and reference log-probs, then one optimizer step per mini-batch.
 
-Three policies: *rollout* (the engine's log-probs, in the batch), *old* (the proximal policy: this
-model before the batch's first step, or the engine's), *current*. With one optimizer step per batch old
-and current are the same numbers, so no forward pass is spent on old. Imported after
-`device.prepare()`, called by `rank.py`."""
+There are three policies: *rollout* (the engine's log-probs, in the batch), *old* (the proximal policy: this
+model before the batch's first optimizer step, or the engine's), and *current*. With one optimizer step per
+batch old and current are the same numbers, so no forward pass is spent on old. Imported after
+`device.prepare()`.
+"""
 
 import math
 import time
@@ -29,21 +30,29 @@ from invrl.metrics import Max, Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.grammar_masks import GrammarMasks
+from invrl.train.micro_batch import MicroBatch, Row
 from invrl.train.model import PolicyModel
 from invrl.train.optimizer import apply_gradients
-from invrl.train.packing import MicroBatch, Row, Shard, pack
+from invrl.train.packing import pack
+from invrl.train.sharding import Shard
 from invrl.types import TrainBatch
 
-_Work = tuple[MicroBatch, "partial[LossInputs]"]
-"""A micro-batch with what its loss takes besides the current log-probs and their entropy."""
-_Packed = list[list[MicroBatch]]
-_Recomputed = list[list[NDArray[np.float32]] | None]
-"""Log-probs under another policy, per mini-batch, per sample; None: not needed."""
+_SampleLogprobs = list[NDArray[np.float32]]
+"""One array [T] per sample of a mini-batch: log-probs of its trained tokens, 0 elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LossWork:
+    """A micro-batch, and everything that its loss needs besides the current policy's numbers."""
+
+    micro_batch: MicroBatch
+    loss_inputs: "partial[LossInputs]"
+    """Lacks `current_N` and `entropy_N`."""
 
 
 @contextmanager
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds the phase's seconds, until the device has done its work."""
+    """Adds the seconds of the phase, until the device has finished its work."""
     with timed(seconds, phase):
         yield
         if device.on_cuda():
@@ -52,7 +61,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class TrainStep:
-    """The model, its optimizer and the frozen reference of one rank, and how a batch is trained."""
+    """Trains a batch with the model, the optimizer and the frozen reference of one rank."""
 
     model: DistributedDataParallel
     optimizer: ChainedOptimizer
@@ -64,32 +73,37 @@ class TrainStep:
     masks: GrammarMasks
 
     def run(self, shard: Shard) -> StepResult:
-        """One optimizer step per mini-batch. A mini-batch whose gradient is exactly 0 (no advantage, no KL
-        term) makes none: neither the weights nor Adam's moments nor the schedule move. Raises TrainError for
-        a loss or gradient that is not finite; the mini-batch it is found in changes no weight."""
-        started, seconds = time.monotonic(), dict[str, float]()
-        packed = [self.pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
-        old = self._old_logprobs(shard, seconds)
-        reference: _Recomputed = [None] * len(packed)
-        if (frozen := self.reference) is not None:
-            with _timed(seconds, "reference"):
-                reference = [self.logprobs(self.masks.rows(mini.samples), frozen) for mini in shard]
+        """One optimizer step per mini-batch.
+
+        A mini-batch whose gradient is exactly 0 (no advantage, no KL term) makes no step: neither the weights
+        nor Adam's moments nor the schedule change. Raises TrainError for a loss or a gradient that is not
+        finite; the mini-batch in which it is found changes no weight.
+        """
+        start = time.monotonic()
+        seconds: dict[str, float] = {}
+        micro_batches_by_step = [self.pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
+        old_by_step = self._old_logprobs(shard, seconds)
+        reference_by_step = self._reference_logprobs(shard, seconds)
         metrics: dict[str, Metric] = {}
         optimizer_steps = 0
-        for at, (mini_batch, micro_batches) in enumerate(zip(shard, packed, strict=True)):
-            works = [_work(mini_batch, micro_batch, old[at], reference[at]) for micro_batch in micro_batches]
+        for mini_batch, micro_batches, old, reference in zip(
+            shard, micro_batches_by_step, old_by_step, reference_by_step, strict=True
+        ):
+            work = [_loss_work(mini_batch, micro_batch, old, reference) for micro_batch in micro_batches]
             with _timed(seconds, "forward_backward"):
-                parts = self._forward_backward(works)
-            rate = float(self.optimizer.param_groups[0]["lr"])
+                loss_metrics = self._forward_backward(work)
+            learning_rate = float(self.optimizer.param_groups[0]["lr"])
             with _timed(seconds, "optimizer"):
-                norm = apply_gradients(self.optimizer)
-                if norm > 0.0:
+                grad_norm = apply_gradients(self.optimizer)
+                if grad_norm > 0.0:
                     self.schedule.step(1)
                     optimizer_steps += 1
-            metrics = merge([metrics, *parts, {"grad_norm": Mean(norm), "lr": Mean(rate)}])
-        metrics |= _amounts(shard, packed, time.monotonic() - started)
-        metrics["optimizer_steps"] = Max(optimizer_steps)  # the same on every rank
-        metrics["skipped_steps"] = Max(len(packed) - optimizer_steps)
+            step_metrics = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
+            metrics = merge([metrics, *loss_metrics, step_metrics])
+        metrics |= _work_amounts(shard, micro_batches_by_step, time.monotonic() - start)
+        # Max, because these are the same on every rank.
+        metrics["optimizer_steps"] = Max(optimizer_steps)
+        metrics["skipped_steps"] = Max(len(shard) - optimizer_steps)
         return StepResult(optimizer_steps=optimizer_steps, metrics=metrics, seconds=seconds)
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
@@ -103,81 +117,110 @@ class TrainStep:
     def logprobs(self, rows: list[Row], model: torch.nn.Module | None = None) -> list[NDArray[np.float32]]:
         """Log-probs by a forward pass of `model` (None: the current one): one array [T] per row, 0 for tokens
         that are not wanted."""
-        asked = self.model if model is None else model
+        if model is None:
+            model = self.model
         arrays = [np.zeros(len(row.tokens_T), np.float32) for row in rows]
         with torch.no_grad():
             for micro_batch in self.pack(rows):
                 if micro_batch.rows:
-                    micro_batch.place(asked(micro_batch)[0].cpu().numpy(), arrays)
+                    logprobs_N, _ = model(micro_batch)
+                    micro_batch.place(logprobs_N.cpu().numpy(), arrays)
         return arrays
 
-    def _old_logprobs(self, shard: Shard, seconds: dict[str, float]) -> _Recomputed:
-        """Log-probs under the old policy, of all mini-batches before the first step changes the model."""
+    def _old_logprobs(self, shard: Shard, seconds: dict[str, float]) -> Sequence[_SampleLogprobs | None]:
+        """Log-probs under the old policy, per mini-batch; None where they equal the current ones.
+
+        All are computed before the first optimizer step changes the model.
+        """
         if self.algorithm.old_logprobs == "engine":
-            return [[s.rollout_logprobs_T for s in mini.samples] for mini in shard]
+            return [[sample.rollout_logprobs_T for sample in mini_batch.samples] for mini_batch in shard]
         if len(shard) < 2:
             return [None] * len(shard)
         with _timed(seconds, "old_logprobs"):
-            return [self.logprobs(self.masks.rows(mini.samples)) for mini in shard]
+            return [self.logprobs(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
 
-    def _forward_backward(self, works: list[_Work]) -> list[dict[str, Metric]]:
-        """Gradients of the mini-batch, summed over its micro-batches and reduced over ranks."""
+    def _reference_logprobs(
+        self, shard: Shard, seconds: dict[str, float]
+    ) -> Sequence[_SampleLogprobs | None]:
+        """Log-probs under the frozen reference, per mini-batch; None without a reference."""
+        reference = self.reference
+        if reference is None:
+            return [None] * len(shard)
+        with _timed(seconds, "reference"):
+            return [self.logprobs(self.masks.rows(mini_batch.samples), reference) for mini_batch in shard]
+
+    def _forward_backward(self, work: list[_LossWork]) -> list[dict[str, Metric]]:
+        """Computes the gradients of a mini-batch, summed over its micro-batches and reduced over ranks.
+
+        Returns the metrics of each micro-batch.
+        """
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         return get_forward_backward_func()(
             forward_step_func=self._forward_step,
-            data_iterator=iter(works),
+            data_iterator=iter(work),
             model=self.model,
-            num_microbatches=len(works),
+            num_microbatches=len(work),
             seq_length=0,
             micro_batch_size=1,
             forward_only=False,
         )
 
-    def _forward_step(self, works: Iterator[_Work], model: torch.nn.Module) -> tuple[Any, Any]:
-        micro_batch, inputs = next(works)
-        logprobs_N, entropy_N = model(micro_batch)
+    def _forward_step(self, work: Iterator[_LossWork], model: torch.nn.Module) -> tuple[Any, Any]:
+        """Megatron's forward step: the model's output, and the function that makes a loss of it."""
+        item = next(work)
+        logprobs_N, entropy_N = model(item.micro_batch)
 
-        def loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
-            """(loss to sum, Megatron's token count, which we do not use, metrics)."""
-            outputs = policy_loss(inputs(current_N=current_N, entropy_N=entropy_N), self.algorithm)
+        def compute_loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
+            """Returns (loss to sum, Megatron's token count, which we do not use, metrics)."""
+            inputs = item.loss_inputs(current_N=current_N, entropy_N=entropy_N)
+            outputs = policy_loss(inputs, self.algorithm)
             value = float(outputs.loss.detach())
             if not math.isfinite(value):
                 raise TrainError(f"the loss is {value}: no weight was changed")
             return outputs.loss, torch.tensor(1, dtype=torch.int), dict(outputs.metrics)
 
-        return logprobs_N, loss
+        return logprobs_N, compute_loss
 
 
-def _work(
+def _loss_work(
     mini_batch: TrainBatch,
     micro_batch: MicroBatch,
-    old: list[NDArray[np.float32]] | None,
-    reference: list[NDArray[np.float32]] | None,
-) -> _Work:
-    def picked(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
+    old: _SampleLogprobs | None,
+    reference: _SampleLogprobs | None,
+) -> _LossWork:
+    """Picks the values of the micro-batch's wanted tokens out of the mini-batch's arrays."""
+
+    def pick(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
         return torch.from_numpy(micro_batch.pick(arrays)).to(device.device())
 
-    return micro_batch, partial(
+    loss_inputs = partial(
         LossInputs,
-        rollout_N=picked([sample.rollout_logprobs_T for sample in mini_batch.samples]),
-        advantages_N=picked(mini_batch.advantages),
-        old_N=None if old is None else picked(old),
-        reference_N=None if reference is None else picked(reference),
+        rollout_N=pick([sample.rollout_logprobs_T for sample in mini_batch.samples]),
+        advantages_N=pick(mini_batch.advantages),
+        old_N=None if old is None else pick(old),
+        reference_N=None if reference is None else pick(reference),
         denominator=float(mini_batch.total_tokens),
     )
+    return _LossWork(micro_batch, loss_inputs)
 
 
-def _amounts(shard: Shard, packed: _Packed, seconds: float) -> dict[str, Metric]:
+def _work_amounts(
+    shard: Shard, micro_batches_by_step: list[list[MicroBatch]], seconds: float
+) -> dict[str, Metric]:
     """How much this rank computed. Merging the ranks' metrics adds these up."""
-    samples = [sample for mini in shard for sample in mini.samples]
-    micro_batches = [micro for parts in packed for micro in parts]
-    rows = sum(len(sample.tokens_T) for sample in samples)
+    trained_tokens = 0
+    row_tokens = 0
+    for mini_batch in shard:
+        for sample in mini_batch.samples:
+            trained_tokens += int(sample.loss_mask_T.sum())
+            row_tokens += len(sample.tokens_T)
+    micro_batches = [micro_batch for step in micro_batches_by_step for micro_batch in step]
     return {
-        "tokens": Sum(sum(int(sample.loss_mask_T.sum()) for sample in samples)),
-        "computed_tokens": Sum(sum(len(micro.tokens_P) for micro in micro_batches)),
-        "row_tokens": Sum(rows),
-        "projected_tokens": Sum(sum(len(micro.project_U) for micro in micro_batches)),
+        "tokens": Sum(trained_tokens),
+        "computed_tokens": Sum(sum(len(micro_batch.tokens_P) for micro_batch in micro_batches)),
+        "row_tokens": Sum(row_tokens),
+        "projected_tokens": Sum(sum(len(micro_batch.project_U) for micro_batch in micro_batches)),
         "micro_batches": Sum(len(micro_batches)),
-        "tokens_per_s": Sum(rows / seconds if seconds else 0.0),
+        "tokens_per_s": Sum(row_tokens / seconds if seconds else 0.0),
     }

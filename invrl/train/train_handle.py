@@ -20,7 +20,7 @@ from invrl.host.actor_heartbeat import ActorHeartbeat, beat_of
 from invrl.host.ray_memory import killed_for_memory
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import merge
-from invrl.train.packing import shard_batch
+from invrl.train.sharding import shard_batch
 from invrl.types import TrainBatch, WeightVersion
 
 _DEATH_S = 10.0

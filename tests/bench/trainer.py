@@ -29,10 +29,10 @@ from invrl.metrics import resolve
 from invrl.run.config import Config, load_resolved
 from invrl.store.batch_file import load_batch
 from invrl.train.config import TrainConfig
-from invrl.train.packing import shard_batch
 from invrl.train.rank import TrainRank
 from invrl.train.rank_settings import RankSettings
 from invrl.train.rendezvous import listen
+from invrl.train.sharding import shard_batch
 from invrl.types import TrainBatch
 
 _NORM_GAP = 0.1

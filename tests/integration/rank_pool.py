@@ -30,8 +30,8 @@ from invrl.host.process import ServerProcess, random_key
 from invrl.interfaces import StepResult
 from invrl.metrics import Metric, merge
 from invrl.train.config import TrainConfig
-from invrl.train.packing import Shard, shard_batch
 from invrl.train.rank_settings import RankSettings
+from invrl.train.sharding import Shard, shard_batch
 from invrl.types import TrainBatch
 
 CALL_S = 200.0  # a busy machine imports Megatron and builds a rank in less

@@ -18,7 +18,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.gateway.rendering.chat_template import chat_template_source
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
-from invrl.train.packing import mini_batches
+from invrl.train.sharding import mini_batches
 from invrl.weights.tensor_spec import checksum
 
 BOUND = 1e-5  # norm-relative, per tensor

@@ -17,8 +17,9 @@ from invrl.buffer.training_samples import samples_from_rollout
 from invrl.errors import TrainError
 from invrl.train import logprobs
 from invrl.train.grammar_masks import GrammarMasks
-from invrl.train.logprobs import keep_only, token_logprobs
-from invrl.train.packing import Row, pack
+from invrl.train.logprobs import restrict_vocabulary, token_logprobs
+from invrl.train.micro_batch import Row
+from invrl.train.packing import pack
 from invrl.types import GrammarSpan, TrainSample
 
 END = 2
@@ -48,7 +49,7 @@ def tokens(kept: bytes) -> set[int]:
 def test_each_place_keeps_what_may_come_there(model: Path, masks: GrammarMasks) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = [*tokenizer.encode("7!", add_special_tokens=False), END]
-    first, second, last = masks.kept(span(DIGITS, ids), np.array(ids, np.int32))
+    first, second, last = masks.allowed(span(DIGITS, ids), np.array(ids, np.int32))
     digits = {tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)}
     assert digits <= tokens(first)
     assert tokens(first) & {ids[1], END} == set()
@@ -58,7 +59,7 @@ def test_each_place_keeps_what_may_come_there(model: Path, masks: GrammarMasks) 
 
 def test_a_token_outside_of_its_grammar_is_told(masks: GrammarMasks) -> None:
     with pytest.raises(TrainError, match="token 2 at 0 of 1 is not allowed"):
-        masks.kept(span(SCHEMA, [END]), np.array([END], np.int32))
+        masks.allowed(span(SCHEMA, [END]), np.array([END], np.int32))
 
 
 def test_a_row_knows_its_forced_tokens_by_their_places(model: Path, masks: GrammarMasks) -> None:
@@ -72,19 +73,19 @@ def test_a_row_knows_its_forced_tokens_by_their_places(model: Path, masks: Gramm
     assert sample.grammars == (GrammarSpan(start=2, end=2 + len(ids), grammar=DIGITS),)
     [row] = masks.rows([sample])
     assert sample.tokens_T[row.wanted_N].tolist() == [*ids, 60, 61, 62]
-    assert [kept is None for kept in row.kept_N] == [*[False] * len(ids), True, True, True]
+    assert [kept is None for kept in row.allowed_N] == [*[False] * len(ids), True, True, True]
     assert all(
-        token in tokens(kept) for token, kept in zip(ids, row.kept_N, strict=False) if kept is not None
+        token in tokens(kept) for token, kept in zip(ids, row.allowed_N, strict=False) if kept is not None
     )
     skipped = replace(forced, grammar="")
     [unmasked] = samples_from_rollout(rollout([skipped, free]))
-    assert masks.rows([unmasked])[0].kept_N == ()
+    assert masks.rows([unmasked])[0].allowed_N == ()
     assert unmasked.loss_mask_T.sum() == 2
 
 
 def row(ids: list[int], kept: tuple[bytes | None, ...] = ()) -> Row:
     wanted_N = np.arange(1, len(ids))
-    return Row(tokens_T=np.array(ids, np.int32), wanted_N=wanted_N, temperature=1.0, kept_N=kept)
+    return Row(tokens_T=np.array(ids, np.int32), wanted_N=wanted_N, temperature=1.0, allowed_N=kept)
 
 
 def test_rows_of_logits_are_shared_only_where_the_same_tokens_are_kept() -> None:
@@ -98,12 +99,14 @@ def test_rows_of_logits_are_shared_only_where_the_same_tokens_are_kept() -> None
     ]
     [packed] = pack(data, max_tokens=100, max_projections=100, share_prefixes=True)
     assert len(packed.tokens_P) == 2
-    kept_of = dict(zip(packed.masked_M.tolist(), [bytes(bits) for bits in packed.kept_MW], strict=True))
+    kept_of = dict(
+        zip(packed.restricted_M.tolist(), [bytes(bits) for bits in packed.allowed_MW], strict=True)
+    )
     at = 0
     for index, wanted_N in packed.rows:
         for nth in range(len(wanted_N)):
             projection = int(packed.projection_N[at])
-            assert kept_of.get(projection) == data[index].kept_or_all_N[nth]
+            assert kept_of.get(projection) == (data[index].allowed_N or (None, None))[nth]
             assert packed.project_U[projection] == nth
             at += 1
     assert len(packed.project_U) == 3 + 2  # of the first token: free, one, other; of the second: free, one
@@ -136,11 +139,11 @@ def test_the_softmax_over_kept_tokens_equals_float64(
     expected_N = expected_UV[row_N, targets_N]
     (expected_N * weight_N).sum().backward()
 
-    masked_M = torch.tensor([1, 2, 3, 5, 6, 7, 8])
-    bits = np.packbits(kept_UV[masked_M].numpy(), axis=1, bitorder="little")
+    restricted_M = torch.tensor([1, 2, 3, 5, 6, 7, 8])
+    bits = np.packbits(kept_UV[restricted_M].numpy(), axis=1, bitorder="little")
     given_UV = logits_UV.clone().requires_grad_()
     projected_UV = given_UV * 1.0
-    keep_only(projected_UV, masked_M, torch.from_numpy(bits))
+    restrict_vocabulary(projected_UV, restricted_M, torch.from_numpy(bits))
     logprobs_N, entropy_N = token_logprobs(projected_UV, row_N, targets_N, temperature_U)
     (logprobs_N * weight_N).sum().backward()
     assert given_UV.grad is not None
@@ -156,7 +159,7 @@ def test_the_softmax_over_kept_tokens_equals_float64(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_has_a_floor_of_its_own(dtype: torch.dtype) -> None:
     logits_UV = torch.zeros(1, 8, dtype=dtype)
-    keep_only(logits_UV, torch.tensor([0]), torch.tensor([[0b11]], dtype=torch.uint8))
+    restrict_vocabulary(logits_UV, torch.tensor([0]), torch.tensor([[0b11]], dtype=torch.uint8))
     assert logits_UV.isfinite().all()
     logprobs_N, _ = token_logprobs(logits_UV, torch.tensor([0, 0]), torch.tensor([0, 1]), torch.ones(1))
     torch.testing.assert_close(logprobs_N, torch.full((2,), 0.5).log())
@@ -178,4 +181,4 @@ def test_a_sample_without_grammars_asks_for_none() -> None:
         turn_ids=("t",),
     )
     [made] = GrammarMasks("/nowhere", VOCABULARY).rows([sample])
-    assert (made.wanted_N.tolist(), made.kept_N) == ([1, 2], ())
+    assert (made.wanted_N.tolist(), made.allowed_N) == ([1, 2], ())

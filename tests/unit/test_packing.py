@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invrl.train import packing
-from invrl.train.packing import MicroBatch, Row, pack, shard_batch
+from invrl.train.micro_batch import MicroBatch, Row
+from invrl.train.packing import pack
+from invrl.train.sharding import shard_batch
 from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 LAYOUTS = {
@@ -86,11 +88,11 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
 
 @given(data=rows())
 def test_a_shared_prefix_is_computed_once(data: list[Row]) -> None:
-    prefixes = {tuple(row.tokens_T[:n]) for row in data for n in range(1, row.computed + 1)}
+    prefixes = {tuple(row.tokens_T[:n]) for row in data for n in range(1, row.num_computed + 1)}
     (micro_batch,) = pack(data, max_tokens=1000, max_projections=1000, share_prefixes=True)
     assert len(micro_batch.tokens_P) == max(1, len(prefixes))
     (apart,) = pack(data, max_tokens=1000, max_projections=1000, share_prefixes=False)
-    assert len(apart.tokens_P) == max(1, sum(row.computed for row in data))
+    assert len(apart.tokens_P) == max(1, sum(row.num_computed for row in data))
 
 
 @given(data=rows(), max_tokens=st.integers(1, 20), max_projections=st.integers(1, 20), share=st.booleans())
@@ -124,8 +126,10 @@ def test_sizes_are_those_of_the_distinct_prefixes(
     choices = st.sampled_from([None, b"\x01", b"\x03"])
     for at, row in enumerate(data):
         masks = tuple(kept.draw(choices) for _ in row.wanted_N) if kept.draw(st.booleans()) else ()
-        data[at] = replace(row, kept_N=masks)
-    order = sorted((i for i, row in enumerate(data) if row.computed), key=lambda i: list(data[i].tokens_T))
+        data[at] = replace(row, allowed_N=masks)
+    order = sorted(
+        (i for i, row in enumerate(data) if row.num_computed), key=lambda i: list(data[i].tokens_T)
+    )
     expected: list[tuple[list[int], int, int]] = []
     indices: list[int] = []
     tokens: set[tuple[int, ...]] = set()
@@ -133,8 +137,8 @@ def test_sizes_are_those_of_the_distinct_prefixes(
     for index in order:
         row = data[index]
         ids = tuple(row.tokens_T.tolist())
-        own_tokens = {ids[:n] for n in range(1, row.computed + 1)}
-        wanted = zip(row.wanted_N.tolist(), row.kept_or_all_N, strict=True)
+        own_tokens = {ids[:n] for n in range(1, row.num_computed + 1)}
+        wanted = zip(row.wanted_N.tolist(), row.allowed_N or (None,) * len(row.wanted_N), strict=True)
         own_logits = {(ids[:t], row.temperature, mask) for t, mask in wanted}
         if indices and (len(tokens | own_tokens) > max_tokens or len(logits | own_logits) > most):
             expected.append((indices, len(tokens), len(logits)))
@@ -157,7 +161,8 @@ def test_sizes_are_those_of_the_distinct_prefixes(
 def test_parts_of_the_projection_are_the_whole(data: list[Row], most: int) -> None:
     """Each row of logits is in one part, with all that it predicts."""
     masked = [
-        replace(row, kept_N=tuple(b"\x01" if t % 3 else None for t in row.wanted_N.tolist())) for row in data
+        replace(row, allowed_N=tuple(b"\x01" if t % 3 else None for t in row.wanted_N.tolist()))
+        for row in data
     ]
     (micro_batch,) = pack(masked, max_tokens=1000, max_projections=1000, share_prefixes=True)
     parts = micro_batch.projections(most)
@@ -173,10 +178,10 @@ def test_parts_of_the_projection_are_the_whole(data: list[Row], most: int) -> No
         assert (values_N == getattr(micro_batch, name)[tokens_N]).all(), name
     temperature_U = np.concatenate([part.temperature_U for part in parts])
     assert (temperature_U == micro_batch.temperature_U).all()
-    masked_M = np.concatenate([part.masked_M + part.start for part in parts])
-    assert (masked_M == micro_batch.masked_M).all()
-    kept = [bits.tobytes() for part in parts for bits in part.kept_MW]
-    assert kept == [bits.tobytes() for bits in micro_batch.kept_MW]
+    restricted_M = np.concatenate([part.restricted_M + part.start for part in parts])
+    assert (restricted_M == micro_batch.restricted_M).all()
+    kept = [bits.tobytes() for part in parts for bits in part.allowed_MW]
+    assert kept == [bits.tobytes() for bits in micro_batch.allowed_MW]
 
 
 def equal_rows(count: int, prompt: int, answer: int) -> list[Row]:

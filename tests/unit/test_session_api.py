@@ -33,7 +33,8 @@ from invrl.gateway.turns.turns import Turns
 from invrl.run.config import resolve
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.train.packing import pack, rows_of
+from invrl.train.micro_batch import rows_of
+from invrl.train.packing import pack
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
 
 __all__ = ["model", "renderer"]

@@ -10,7 +10,8 @@ import torch
 
 from invrl.train import logprobs
 from invrl.train.logprobs import projected_logprobs, token_logprobs
-from invrl.train.packing import Row, pack
+from invrl.train.micro_batch import Row
+from invrl.train.packing import pack
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 50 * 3, 8 << 20], ids=["a row", "three rows", "all"])
@@ -79,12 +80,12 @@ def test_a_projection_in_parts_equals_float64_and_keeps_one_part(most: int) -> N
     wanted_N = np.arange(5, 30)
     rows = [
         Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
-        Row(tokens_T=other_T, wanted_N=wanted_N, temperature=1.0, kept_N=(*[None] * 24, kept)),
+        Row(tokens_T=other_T, wanted_N=wanted_N, temperature=1.0, allowed_N=(*[None] * 24, kept)),
         Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.0),
     ]
     other_T[29] = 0  # which the mask keeps
     (micro_batch,) = pack(rows, max_tokens=1000, max_projections=1000, share_prefixes=True)
-    assert len(micro_batch.masked_M) == 1
+    assert len(micro_batch.restricted_M) == 1
     assert len(micro_batch.project_U) > 2 * 7
 
     generator = torch.Generator().manual_seed(1)
@@ -95,9 +96,9 @@ def test_a_projection_in_parts_equals_float64_and_keeps_one_part(most: int) -> N
     exact_UH = hidden_UH.double().requires_grad_()
     exact_VH = weight_VH.double().requires_grad_()
     exact_UV = exact_UH @ exact_VH.T
-    bits = np.unpackbits(micro_batch.kept_MW, axis=1, count=vocab, bitorder="little").astype(bool)
+    bits = np.unpackbits(micro_batch.allowed_MW, axis=1, count=vocab, bitorder="little").astype(bool)
     removed_UV = torch.zeros(exact_UV.shape, dtype=torch.bool)
-    removed_UV[torch.from_numpy(micro_batch.masked_M)] = torch.from_numpy(~bits)
+    removed_UV[torch.from_numpy(micro_batch.restricted_M)] = torch.from_numpy(~bits)
     temperature_U = torch.from_numpy(micro_batch.temperature_U).double()
     exact_UV = exact_UV.masked_fill(removed_UV, -1e30) / temperature_U[:, None]
     expected_NV = exact_UV.log_softmax(1)[torch.from_numpy(micro_batch.projection_N)]

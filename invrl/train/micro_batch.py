@@ -1,0 +1,154 @@
+"""A packed micro-batch: what the model computes at once, and the rows that it was packed from.
+
+Axes: P packed tokens, N wanted tokens (those whose log-prob is needed), U rows of logits, M of them under a
+grammar, T tokens of one row. Pure numpy.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.types import TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """A sequence, and the tokens in it whose log-prob is wanted."""
+
+    tokens_T: NDArray[np.int32]
+    wanted_N: NDArray[np.int64]
+    """Positions of the wanted tokens, ascending, each >= 1."""
+    temperature: float
+    allowed_N: tuple[bytes | None, ...] = ()
+    """For each wanted token, the tokens that its grammar allowed: one bit per token of the vocabulary, the
+    lowest bit first; None means the whole vocabulary. Empty: the whole vocabulary for all of them."""
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens that the model must see: those before the last wanted one."""
+        if len(self.wanted_N) == 0:
+            return 0
+        return int(self.wanted_N[-1])
+
+
+def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
+    """One row per sample; its trained tokens are the wanted ones."""
+    rows: list[Row] = []
+    for sample in samples:
+        wanted_N = np.flatnonzero(sample.loss_mask_T)
+        rows.append(Row(tokens_T=sample.tokens_T, wanted_N=wanted_N, temperature=sample.temperature))
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionBlock:
+    """One attention call: queries [start, end) of the packed tokens attend to the prefix, then to
+    [start, end)."""
+
+    start: int
+    end: int
+    prefix_K: NDArray[np.int64]
+    """Places of the ancestors among the packed tokens, root first."""
+    mask_QK: NDArray[np.bool_] | None
+    """[end - start, len(prefix_K) + end - start], True where a query sees a key. None: there is no prefix,
+    and attention is causal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Projection:
+    """Rows of logits that are computed at once: U of the micro-batch's rows, and the N wanted tokens that
+    they predict. The arrays are those of `MicroBatch`, with indices into these rows."""
+
+    start: int
+    """Index of the first of the rows in the micro-batch; the others follow it."""
+    tokens_N: NDArray[np.int64]
+    """Indices of the wanted tokens in the micro-batch."""
+    row_N: NDArray[np.int64]
+    targets_N: NDArray[np.int64]
+    temperature_U: NDArray[np.float32]
+    restricted_M: NDArray[np.int64]
+    allowed_MW: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """The packed tokens, the wanted tokens (row by row, in the order of `rows`), and the rows of logits that
+    predict them."""
+
+    tokens_P: NDArray[np.int64]
+    positions_P: NDArray[np.int64]
+    blocks: tuple[AttentionBlock, ...]
+    project_U: NDArray[np.int64]
+    """Places of the packed tokens whose output is projected to logits, ascending. A place is there once per
+    temperature and set of allowed tokens."""
+    temperature_U: NDArray[np.float32]
+    restricted_M: NDArray[np.int64]
+    """Indices of the rows of logits whose vocabulary a grammar restricts."""
+    allowed_MW: NDArray[np.uint8]
+    """The tokens that each of them allows, as bits (the lowest first)."""
+    projection_N: NDArray[np.int64]
+    """Index of the row of logits that predicts each wanted token."""
+    targets_N: NDArray[np.int64]
+    """Ids of the wanted tokens."""
+    rows: tuple[tuple[int, NDArray[np.int64]], ...]
+    """(index of the row, positions of its wanted tokens)."""
+
+    def projections(self, max_rows: int) -> list[Projection]:
+        """The rows of logits in parts of at most `max_rows`; at least one part."""
+        num_rows = len(self.project_U)
+        if num_rows <= max_rows:
+            tokens_by_part = [np.arange(len(self.targets_N))]
+        else:
+            order_N = self.projection_N.argsort(kind="stable")
+            starts = np.arange(max_rows, num_rows, max_rows)
+            bounds = np.searchsorted(self.projection_N[order_N], starts)
+            tokens_by_part = np.split(order_N, bounds)
+        parts: list[Projection] = []
+        for part_index, tokens_N in enumerate(tokens_by_part):
+            start = part_index * max_rows
+            end = min(start + max_rows, num_rows)
+            first, last = np.searchsorted(self.restricted_M, (start, end)).tolist()
+            part = Projection(
+                start=start,
+                tokens_N=tokens_N,
+                row_N=self.projection_N[tokens_N] - start,
+                targets_N=self.targets_N[tokens_N],
+                temperature_U=self.temperature_U[start:end],
+                restricted_M=self.restricted_M[first:last] - start,
+                allowed_MW=self.allowed_MW[first:last],
+            )
+            parts.append(part)
+        return parts
+
+    def pick(self, arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        """The values [N] of the wanted tokens, from one array [T] per row."""
+        picked = [np.empty(0, np.float32)]
+        for row_index, wanted_N in self.rows:
+            picked.append(arrays[row_index][wanted_N])
+        return np.concatenate(picked)
+
+    def place(self, values_N: NDArray[np.float32], arrays: Sequence[NDArray[np.float32]]) -> None:
+        """The inverse of `pick`: writes the values into one array [T] per row."""
+        start = 0
+        for row_index, wanted_N in self.rows:
+            end = start + len(wanted_N)
+            arrays[row_index][wanted_N] = values_N[start:end]
+            start = end
+
+
+_NO_PLACES = np.empty(0, np.int64)
+EMPTY_MICRO_BATCH = MicroBatch(
+    tokens_P=np.zeros(1, np.int64),
+    positions_P=np.zeros(1, np.int64),
+    blocks=(AttentionBlock(start=0, end=1, prefix_K=_NO_PLACES, mask_QK=None),),
+    project_U=_NO_PLACES,
+    restricted_M=_NO_PLACES,
+    allowed_MW=np.empty((0, 0), np.uint8),
+    temperature_U=np.empty(0, np.float32),
+    projection_N=_NO_PLACES,
+    targets_N=_NO_PLACES,
+    rows=(),
+)
+"""One token and nothing wanted: with it a rank without data takes part in a step's collectives."""
