@@ -352,6 +352,15 @@ def test_every_file_that_a_page_names_exists() -> None:
             assert (ROOT / name).exists(), f"{page_name(page)}: `{name}`"
 
 
+def test_the_map_answers_every_question_with_a_file() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    section = text.partition("## Where is ...?")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 20
+    for row in rows:
+        assert re.search(r"`invrl/[\w/.]+`", row), row
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if DOCS not in page.parents], ids=page_name)
 def test_links_of_the_pages_outside_of_the_site_lead_somewhere(page: Path) -> None:
     """Those of the site are checked by MkDocs."""
