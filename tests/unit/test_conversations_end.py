@@ -22,7 +22,8 @@ from test_gateway_turns import (
 )
 
 from invrl.engines.sglang_client import SglangClient
-from invrl.gateway.rendering.renderer import Renderer, TextStream
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.rendering.text_stream import TextStream
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.generation import Generation
 from invrl.store.run_store_writer import RunStoreWriter

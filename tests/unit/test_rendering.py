@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tiny_model import make_tiny_model
 from invrl.errors import SessionError
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.gateway.rendering.thinking import equal_without_thinking, find_thoughts
 from invrl.gateway.types import ForkReason, Message, Prompt
 
 END = 2
@@ -111,26 +113,28 @@ def test_stripped_thinking_and_a_changed_template_fork(renderer: Renderer):
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<|im_end|>", "x", "\n"]), max_size=12).map("".join))
 def test_where_thoughts_stand_is_what_an_expression_finds(renderer: Renderer, text: str):
-    one = re.compile(r"<think>(?:(?!<\|im_end\|>).)*?</think>", re.DOTALL)
-    assert renderer._thoughts(text) == {found.start(): found.end() for found in one.finditer(text)}
+    thought = re.compile(r"<think>(?:(?!<\|im_end\|>).)*?</think>", re.DOTALL)
+    expected = {match.start(): match.end() for match in thought.finditer(text)}
+    assert find_thoughts(text, renderer.end_of_turn) == expected
     endless = with_template(renderer, lambda messages, add: "".join(m.content for m in messages))
     assert endless.end_of_turn == ""
-    one = re.compile(r"<think>(?:(?!<think>).)*?</think>", re.DOTALL)
-    assert endless._thoughts(text) == {found.start(): found.end() for found in one.finditer(text)}
+    thought = re.compile(r"<think>(?:(?!<think>).)*?</think>", re.DOTALL)
+    assert find_thoughts(text, "") == {match.start(): match.end() for match in thought.finditer(text)}
 
 
 def test_a_history_full_of_thoughts_takes_no_time_to_compare(renderer: Renderer):
     """By a regular expression each of these took minutes or longer."""
+    equal = partial(equal_without_thinking, end_of_turn=renderer.end_of_turn)
+    thoughts = partial(find_thoughts, end_of_turn=renderer.end_of_turn)
     thought = "<think>y</think> x "
-    assert renderer._repeats("a " + "x " * 200 + "b", "a " + thought * 200 + "b")
-    assert not renderer._repeats("a " + "x " * 200 + "c", "a " + thought * 200 + "b")
-    assert not renderer._repeats("a " + thought * 200 + "c", "a " + thought * 200 + "b")
-    assert renderer._thoughts("<think>" * 200_000) == {}
-    assert renderer._thoughts("</think>" * 200_000) == {}
-    flood = "<think><|im_end|>" * 100_000 + "</think>"
-    assert renderer._thoughts(flood) == {}
-    assert not renderer._repeats("\n\na", "a")
-    assert renderer._repeats("a\nb", "a\n<think>\n\n</think>\n\nb")
+    assert equal("a " + "x " * 200 + "b", "a " + thought * 200 + "b")
+    assert not equal("a " + "x " * 200 + "c", "a " + thought * 200 + "b")
+    assert not equal("a " + thought * 200 + "c", "a " + thought * 200 + "b")
+    assert thoughts("<think>" * 200_000) == {}
+    assert thoughts("</think>" * 200_000) == {}
+    assert thoughts("<think><|im_end|>" * 100_000 + "</think>") == {}
+    assert not equal("\n\na", "a")
+    assert equal("a\nb", "a\n<think>\n\n</think>\n\nb")
 
 
 def test_a_template_without_an_end_token_keeps_what_it_writes_after_a_reply(renderer: Renderer):

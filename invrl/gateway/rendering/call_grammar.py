@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from invrl.gateway.rendering.call_reader import call_parser
+from invrl.gateway.rendering.call_parser import call_parser
 from invrl.gateway.types import Tool, ToolChoice
 from invrl.types import Json
 

@@ -1,268 +1,319 @@
-"""Reads tool calls out of a reply's text, whole or as it arrives, in the order of the text.
+"""Reads tool calls out of the text of a reply, whole or as it arrives, in the order of the text.
 
-The text is cut into blocks that may be a call and what stands around them, which is content. Each block gets
-a parser of SGLang's to itself: one that cannot read a block neither loses what comes behind it nor takes the
-arguments of the next call for its own. Invariant: nothing is lost. What is no call of a known tool is
-content, a call that was cut short too, unless a stream has begun to tell it: then it ends where it was.
+The text is cut into content and blocks that may be a call. Every block gets an SGLang parser of its own: a
+parser that fails on one block neither loses the text behind it nor takes the arguments of the next call for
+its own. Invariant: nothing is lost. A block that is not a call of a known tool is returned as content. So is
+a call that was cut short, unless its beginning was streamed already: then the call ends where it was cut.
 
-Calls of a family that marks their end are told as they arrive, those of others (Llama's, Mistral's) when the
-reply has ended: behind a call of an unknown tool SGLang's incremental parsers tell some twice or make some
-up. From such a list SGLang drops the calls of unknown tools; where calls have no mark at all (Pythonic), its
-parser says what of a stream is content."""
+A call is streamed while it arrives only if its family of models marks the end of a call. The calls of other
+families (Llama's, Mistral's) are returned once the reply has ended, because behind a call of an unknown tool
+SGLang's incremental parsers return some calls twice and invent others. From the list of calls that it parses
+at the end, SGLang drops those of unknown tools. If a family has no marks at all (Pythonic), SGLang's parser
+decides which part of a stream is content."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from invrl.gateway.rendering.call_forms import CALL_FORMS, CallForm
+from invrl.gateway.rendering.call_parser import call_parser
+from invrl.gateway.rendering.text_stream import partial_mark_length
 from invrl.gateway.types import CallDelta, Delta, Tool
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.openai.protocol import Tool as SglangTool
     from sglang.srt.function_call.core_types import ToolCallItem
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
-    """A block begins with one of `begins` and ends with the first of `ends`; without `ends`, with the text.
-    `outer`: what SGLang wants before a block that lacks it. `closing`: stands behind the last call.
-    `lenient`: SGLang takes a block without its end for a whole call."""
-
-    begins: tuple[str, ...]
-    ends: tuple[str, ...] = ()
-    outer: str = ""
-    closing: str = ""
-    lenient: bool = False
-
-
-_DEEPSEEK = _Form(
-    begins=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"),
-    ends=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-    outer="<｜tool▁calls▁begin｜>",
-    closing="<｜tool▁calls▁end｜>",
-)
-_FORMS = {
-    "HermesDetector": _Form(begins=("<tool_call>",), ends=("</tool_call>",)),
-    "Qwen3CoderDetector": _Form(begins=("<tool_call>",), ends=("</tool_call>",), lenient=True),
-    "Qwen25Detector": _Form(begins=("<tool_call>\n",), ends=("\n</tool_call>",)),
-    "DeepSeekV3Detector": _DEEPSEEK,
-    "DeepSeekV31Detector": _DEEPSEEK,
-    "DeepSeekV32Detector": _Form(
-        begins=("<｜DSML｜function_calls>", "<｜DSML｜invoke"), ends=("</｜DSML｜function_calls>",)
-    ),
-    "MistralDetector": _Form(begins=("[TOOL_CALLS]",)),
-}
-"""By SGLang's parser. Any other one gets all from its first mark on."""
+_MAX_PARSED_PER_NEW_CHARACTER = 20
+"""SGLang's parser reads the whole block again for every piece. A piece is therefore passed to it only once it
+has at least one character for so many that were parsed before."""
 
 
 class CallReader:
-    """One reply. `push` its text as it arrives, then `finish`; without `stream` all comes from `finish`.
-    `max_calls`: those behind them are not told."""
+    """Reads one reply: call `push` with its text as it arrives, then `finish`. Without `stream`, `finish`
+    returns everything. Calls after the first `max_calls` are dropped."""
 
     def __init__(
         self, name: str, tools: Sequence[Tool], *, turn_id: str, max_calls: int | None, stream: bool
     ) -> None:
-        self._name, self._tools = name, tools
-        self._turn_id, self._most_calls, self._stream = turn_id, max_calls, stream
+        self._parser_name = name
+        self._tools = tools
+        self._tool_names = frozenset(tool.name for tool in tools)
+        self._turn_id = turn_id
+        self._max_calls = max_calls
+        self._stream = stream
         self._detector = call_parser(name, tools).detector
-        self._names = {tool.name for tool in tools}
-        mark = self._detector.bot_token
-        form = _FORMS.get(type(self._detector).__name__)
-        self._form = form or _Form(begins=(mark,) if mark else ())
-        self._guessed = form is None
-        self._incremental = bool(self._form.ends or not self._form.begins)
+        form = CALL_FORMS.get(type(self._detector).__name__)
+        self._form_is_known = form is not None
+        if form is None:
+            mark = self._detector.bot_token
+            form = CallForm(begins=(mark,) if mark else ())
+        self._form = form
         self._text = ""
-        """Not told yet: what may become a block, or the block."""
+        """Text that was not returned yet: it may become a block, or it begins with the current block."""
         self._space = ""
-        """Behind a call: content if more of that follows."""
+        """Whitespace behind a call. It is content only if more content follows."""
         self._content = ""
-        """All that was told, for the forms that need it."""
-        self._calls = 0
-        """Of the blocks that are over."""
-        self._behind = False
-        """The last block was a call."""
-        self._parser: FunctionCallParser | None = None
-        """Of the block that `_text` begins with."""
-        self._read = 0
-        """So much of the block has its parser."""
-        self._told: list[tuple[str, str]] = []
-        """Name and arguments of the block's calls, as far as they were told."""
-        self._known = False
-        """The call that the block's parser is reading is of one of the tools."""
-        self._waiting: list[Delta] = []
+        """All content so far, kept for forms without end marks."""
+        self._num_calls = 0
+        """The number of calls in the blocks that have ended."""
+        self._after_call = False
+        """The block before was a call."""
+        self._block: _Block | None = None
+        """The block that `_text` begins with."""
+        self._deltas: list[Delta] = []
+        """What was read but not returned yet."""
 
     def push(self, text: str) -> Delta:
-        """What `text` adds, as far as it can be told yet."""
+        """What `text` adds to the reply, as far as it is certain."""
         self._text += text
         if not self._stream:
             return Delta()
-        self._waiting += self._steps(last=False)
-        return self._next()
+        self._deltas.extend(self._read_text(is_last=False))
+        return self._next_delta()
 
     def finish(self) -> tuple[Delta, ...]:
-        """The rest, once the text is whole."""
-        self._waiting += self._steps(last=True)
+        """The rest of the reply, once the text is complete."""
+        self._deltas.extend(self._read_text(is_last=True))
         if not self._stream:
-            content = "".join(delta.content for delta in self._waiting)
-            calls = tuple(call for delta in self._waiting for call in delta.calls)
-            return (Delta(content=content.strip() if self._calls else content, calls=calls),)
+            return (self._whole_reply(),)
         rest = []
-        while self._waiting:
-            rest.append(self._next())
+        while self._deltas:
+            rest.append(self._next_delta())
         return tuple(rest)
 
-    def _next(self) -> Delta:
-        """As much as one delta says in its order: content behind a call waits for the next one."""
-        content, calls = "", ()
-        while self._waiting and not (calls and self._waiting[0].content):
-            delta = self._waiting.pop(0)
-            content, calls = content + delta.content, calls + delta.calls
+    def _whole_reply(self) -> Delta:
+        content = "".join(delta.content for delta in self._deltas)
+        if self._num_calls:
+            content = content.strip()
+        calls = tuple(call for delta in self._deltas for call in delta.calls)
         return Delta(content=content, calls=calls)
 
-    def _steps(self, *, last: bool) -> Iterator[Delta]:
-        """Goes through the text as far as it can."""
+    def _next_delta(self) -> Delta:
+        """As much as fits into one delta, in which content comes before calls. Content behind a call is left
+        for the next delta."""
+        content = ""
+        calls: tuple[CallDelta, ...] = ()
+        while self._deltas:
+            if calls and self._deltas[0].content:
+                break
+            delta = self._deltas.pop(0)
+            content += delta.content
+            calls += delta.calls
+        return Delta(content=content, calls=calls)
+
+    def _read_text(self, *, is_last: bool) -> Iterator[Delta]:
+        """Reads the text as far as it is certain. `is_last`: no more text will come."""
         while self._text:
-            if self._parser is None:
-                at, found = self._begin(last)
-                yield self._say(self._take(at))
-                if not found:
+            if self._block is None:
+                begin = self._find_block()
+                if begin is None:
+                    held_back = 0
+                    if not is_last:
+                        held_back = partial_mark_length(self._text, self._form.begins)
+                    yield self._content_delta(self._take(len(self._text) - held_back))
                     return
-                self._parser, self._read, self._told = call_parser(self._name, self._tools), 0, []
-            end = self._end(last)
-            sure = len(self._text) - _might(self._text, self._form.ends) if end is None else end
-            piece = self._text[self._read : sure] if self._stream and self._incremental else ""
-            # SGLang reads all of a block for every piece: the pieces grow with it.
-            if piece and (end is not None or not self._form.begins or len(piece) * 20 >= self._read):
-                self._read += len(piece)
-                content, items = _read(self._parser.parse_stream_chunk, piece)
-                yield self._say("" if self._form.begins else content)
-                yield self._tell(items)
+                yield self._content_delta(self._take(begin))
+                parser = call_parser(self._parser_name, self._tools)
+                self._block = _Block(parser, self._tool_names, self._turn_id, first_index=self._num_calls)
+            end = self._find_end_of_block()
+            if end is None and is_last:
+                end = len(self._text)
+            if self._stream:
+                yield from self._stream_block(self._block, end)
             if end is None:
                 return
-            yield from self._close(end)
+            yield from self._close_block(self._block, end)
 
-    def _begin(self, last: bool) -> tuple[int, bool]:
-        """Where a block begins, or might begin with what is to come; whether it does."""
-        text, marks = self._text, self._form.begins
-        if not marks:
-            return 0, True
-        if found := [at for mark in marks if (at := text.find(mark)) >= 0]:
-            return min(found), True
-        if self._guessed and self._detector.has_tool_call(self._content + text):  # in its other form
-            return 0, True
-        return len(text) - (0 if last else _might(text, marks)), False
+    def _find_block(self) -> int | None:
+        """Where the next block begins; None if no block has begun."""
+        if not self._form.begins:
+            return 0
+        positions = [self._text.find(mark) for mark in self._form.begins]
+        positions = [position for position in positions if position >= 0]
+        if positions:
+            return min(positions)
+        if not self._form_is_known and self._detector.has_tool_call(self._content + self._text):
+            return 0  # a call in another form of this family, without the mark
+        return None
 
-    def _end(self, last: bool) -> int | None:
-        """Where the block ends, behind its mark; None if that has not come."""
-        mark = next((mark for mark in self._form.begins if self._text.startswith(mark)), "")
-        start = 0 if mark in self._form.ends else len(mark)
-        ends = [at + len(end) for end in self._form.ends if (at := self._text.find(end, start)) >= 0]
-        return min(ends) if ends else len(self._text) if last else None
+    def _find_end_of_block(self) -> int | None:
+        """Where the block that the text begins with ends, mark included; None if the mark has not come."""
+        begin_mark = next((mark for mark in self._form.begins if self._text.startswith(mark)), "")
+        start = len(begin_mark)
+        if begin_mark in self._form.ends:
+            start = 0
+        ends = []
+        for mark in self._form.ends:
+            position = self._text.find(mark, start)
+            if position >= 0:
+                ends.append(position + len(mark))
+        return min(ends, default=None)
 
-    def _close(self, end: int) -> Iterator[Delta]:
-        """The block is whole: what its incremental parser kept back, or the block itself if it is no call."""
-        assert self._parser is not None
-        parser, self._parser, block = self._parser, None, self._take(end)
-        outer = "" if block.startswith(self._form.outer) else self._form.outer
-        content, found = _read(parser.parse_non_stream, outer + block)
-        if self._form.lenient and not block.endswith(self._form.ends):
-            found = []
-        items = [item for item in found if item.name in self._names]
-        yield Delta(calls=self._limited([self._missing(n, item) for n, item in enumerate(items)]))
-        self._calls += len(self._told)
-        if not self._told:
-            closes = block == self._form.closing and self._behind
-            said = self._content if self._stream and not self._form.begins else ""
-            yield self._say(block[len(said) :] if block.startswith(said) and not closes else "")
-        elif not self._form.ends:  # SGLang's parser says what is behind the calls
-            yield self._say("" if self._stream and not self._form.begins else content)
-        self._behind = bool(self._told)
+    def _stream_block(self, block: _Block, end: int | None) -> Iterator[Delta]:
+        """Passes what has arrived of the block to its incremental parser."""
+        has_begins = bool(self._form.begins)
+        has_ends = bool(self._form.ends)
+        if has_begins and not has_ends:
+            return
+        certain = end
+        if certain is None:
+            certain = len(self._text) - partial_mark_length(self._text, self._form.ends)
+        piece = self._text[block.parsed : certain]
+        if not piece:
+            return
+        is_too_short = len(piece) * _MAX_PARSED_PER_NEW_CHARACTER < block.parsed
+        if is_too_short and has_begins and end is None:
+            return
+        content, items = block.parse_piece(piece)
+        if not has_begins:
+            yield self._content_delta(content)
+        if has_ends:
+            yield self._calls_delta(block.read_items(items))
+
+    def _close_block(self, block: _Block, end: int) -> Iterator[Delta]:
+        """Parses the whole block, and returns what its incremental parser has not returned; the block itself
+        as content if it is no call."""
+        form = self._form
+        text = self._take(end)
+        self._block = None
+        # SGLang's parser has decided already which part of such a stream is content.
+        content_was_streamed = self._stream and not form.begins
+        parsed_text = text if text.startswith(form.outer) else form.outer + text
+        content, items = block.parse_whole(parsed_text)
+        if form.lenient and not text.endswith(form.ends):
+            items = ()
+        yield self._calls_delta(block.read_missing(items))
+        if block.calls:
+            self._num_calls += len(block.calls)
+            self._after_call = True
+            if not form.ends and not content_was_streamed:
+                yield self._content_delta(content)
+            return
+        closes_calls = self._after_call and text == form.closing
+        self._after_call = False
+        if closes_calls:
+            return
+        if not content_was_streamed:
+            yield self._content_delta(text)
+        elif text.startswith(self._content):
+            yield self._content_delta(text.removeprefix(self._content))
 
     def _take(self, length: int) -> str:
-        taken, self._text = self._text[:length], self._text[length:]
+        taken = self._text[:length]
+        self._text = self._text[length:]
         return taken
 
-    def _say(self, text: str) -> Delta:
-        """`text` is content. Space behind a call is content only if more of that follows."""
-        text, self._space = self._space + text, ""
-        if self._calls and text.isspace():
-            text, self._space = "", text
+    def _content_delta(self, text: str) -> Delta:
+        """`text` as content. Whitespace behind a call is held back until more content follows."""
+        text = self._space + text
+        self._space = ""
+        if self._num_calls and text.isspace():
+            self._space = text
+            text = ""
         if not self._form.ends:
             self._content += text
         return Delta(content=text)
 
-    def _tell(self, items: Sequence[ToolCallItem]) -> Delta:
-        """What an incremental parser read: the first item of a call has its name."""
-        calls = []
-        for item in items if self._form.ends else ():
-            self._known = item.name in self._names if item.name else self._known
-            if item.name and self._known:
-                calls.append(self._begun(item.name, item.parameters))
-            elif self._told and self._known:
-                calls.append(self._more(len(self._told) - 1, item.parameters))
-        return Delta(calls=self._limited(calls))
-
-    def _missing(self, place: int, item: ToolCallItem) -> CallDelta:
-        """What was not told yet of the block's call at `place`."""
-        name, arguments = item.name or "", _sayable(item.parameters)
-        if place >= len(self._told):
-            return self._begun(name, arguments)
-        begun, known = self._told[place]
-        same = begun == name and arguments.startswith(known)
-        return self._more(place, arguments[len(known) :] if same else "")
-
-    def _begun(self, name: str, arguments: str) -> CallDelta:
-        """Ids are the turn's and the place's: a turn that is told again has the same."""
-        index, arguments = self._calls + len(self._told), _sayable(arguments)
-        self._told.append((name, arguments))
-        made = hashlib.blake2b(f"{self._turn_id}.{index}".encode(), digest_size=12).hexdigest()
-        return CallDelta(index=index, id=f"call_{made}", name=name, arguments=arguments)
-
-    def _more(self, place: int, arguments: str) -> CallDelta:
-        name, known = self._told[place]
-        self._told[place] = name, known + (arguments := _sayable(arguments))
-        return CallDelta(index=self._calls + place, arguments=arguments)
-
-    def _limited(self, calls: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
-        most = self._most_calls
-        return tuple(c for c in calls if (c.name or c.arguments) and (most is None or c.index < most))
+    def _calls_delta(self, calls: Iterable[CallDelta]) -> Delta:
+        """The calls that add something, as far as `max_calls` permits."""
+        shown = [call for call in calls if call.name or call.arguments]
+        if self._max_calls is not None:
+            shown = [call for call in shown if call.index < self._max_calls]
+        return Delta(calls=tuple(shown))
 
 
-def _read(
+@dataclass(slots=True)
+class _Call:
+    """A call of a block, as far as it was returned."""
+
+    name: str
+    arguments: str
+
+
+class _Block:
+    """A block of text that may be a call, or several, with a parser of its own. `first_index` is the number
+    of the block's first call in the reply."""
+
+    def __init__(
+        self, parser: FunctionCallParser, tool_names: frozenset[str], turn_id: str, *, first_index: int
+    ) -> None:
+        self._parser = parser
+        self._tool_names = tool_names
+        self._turn_id = turn_id
+        self._first_index = first_index
+        self._tool_is_known = False
+        """The incremental parser is reading a call of one of the tools."""
+        self.parsed = 0
+        """Characters that were passed to the incremental parser."""
+        self.calls: list[_Call] = []
+
+    def parse_piece(self, piece: str) -> tuple[str, Sequence[ToolCallItem]]:
+        """The content and the pieces of calls that the incremental parser reads."""
+        self.parsed += len(piece)
+        return _parse(self._parser.parse_stream_chunk, piece)
+
+    def parse_whole(self, text: str) -> tuple[str, Sequence[ToolCallItem]]:
+        """The content and the calls of the whole block."""
+        return _parse(self._parser.parse_non_stream, text)
+
+    def read_items(self, items: Sequence[ToolCallItem]) -> list[CallDelta]:
+        """The pieces of calls that the incremental parser has read. A call's first piece has its name."""
+        pieces = []
+        for item in items:
+            if item.name:
+                self._tool_is_known = item.name in self._tool_names
+            if not self._tool_is_known:
+                continue
+            if item.name:
+                pieces.append(self._begin_call(item.name, item.parameters))
+            elif self.calls:
+                pieces.append(self._extend_call(len(self.calls) - 1, item.parameters))
+        return pieces
+
+    def read_missing(self, items: Sequence[ToolCallItem]) -> list[CallDelta]:
+        """What was not returned yet of the calls of the whole block."""
+        known_items = [item for item in items if item.name in self._tool_names]
+        return [self._missing_piece(place, item) for place, item in enumerate(known_items)]
+
+    def _missing_piece(self, place: int, item: ToolCallItem) -> CallDelta:
+        name = item.name or ""
+        arguments = _without_lone_surrogates(item.parameters)
+        if place >= len(self.calls):
+            return self._begin_call(name, arguments)
+        returned = self.calls[place]
+        if returned.name != name or not arguments.startswith(returned.arguments):
+            return self._extend_call(place, "")
+        return self._extend_call(place, arguments.removeprefix(returned.arguments))
+
+    def _begin_call(self, name: str, arguments: str) -> CallDelta:
+        """The call's id is made of the turn and the call's place, so that a retry gets the same one."""
+        index = self._first_index + len(self.calls)
+        arguments = _without_lone_surrogates(arguments)
+        self.calls.append(_Call(name, arguments))
+        digest = hashlib.blake2b(f"{self._turn_id}.{index}".encode(), digest_size=12).hexdigest()
+        return CallDelta(index=index, id=f"call_{digest}", name=name, arguments=arguments)
+
+    def _extend_call(self, place: int, arguments: str) -> CallDelta:
+        arguments = _without_lone_surrogates(arguments)
+        self.calls[place].arguments += arguments
+        return CallDelta(index=self._first_index + place, arguments=arguments)
+
+
+def _parse(
     parse: Callable[[str], tuple[str, list[ToolCallItem]]], text: str
 ) -> tuple[str, Sequence[ToolCallItem]]:
-    """Content and calls. SGLang's parsers raise what they like for JSON that is no call, or is too deep."""
+    """Content and calls. SGLang's parsers raise various exceptions for JSON that is no call or is nested too
+    deeply; the text is then no call."""
     try:
         return parse(text)
     except Exception:
         return "", ()
 
 
-def _might(text: str, marks: Iterable[str]) -> int:
-    """Characters at the text's end that may become one of the marks."""
-    return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
-
-
-def call_parser(name: str, tools: Sequence[Tool]) -> FunctionCallParser:
-    """SGLang's parser of that name. ValueError if there is none."""
-    from sglang.srt.function_call.function_call_parser import FunctionCallParser
-
-    return FunctionCallParser(_sglang_tools(tuple(tools)), name)
-
-
-@functools.lru_cache(maxsize=256)
-def _sglang_tools(tools: tuple[Tool, ...]) -> list[SglangTool]:
-    from sglang.srt.entrypoints.openai.protocol import Tool as SglangTool
-
-    functions = [{**asdict(tool), "parameters": json.loads(tool.parameters or "null")} for tool in tools]
-    return [SglangTool.model_validate({"type": "function", "function": each}) for each in functions]
-
-
-def _sayable(arguments: str) -> str:
-    """Without what UTF-8 cannot say: SGLang writes halves of surrogate pairs, which a model may sample."""
+def _without_lone_surrogates(arguments: str) -> str:
+    """Replaces what UTF-8 cannot encode: a model may sample half of a surrogate pair, and SGLang keeps it."""
     return arguments.encode(errors="replace").decode()

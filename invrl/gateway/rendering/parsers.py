@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from invrl.errors import ConfigError, SessionError
 from invrl.gateway.rendering.call_grammar import reply_grammar
-from invrl.gateway.rendering.call_reader import CallReader, call_parser
+from invrl.gateway.rendering.call_parser import call_parser
+from invrl.gateway.rendering.call_reader import CallReader
 from invrl.gateway.rendering.reply_parser import ReplyParser, reasoning_parser
 from invrl.gateway.types import Tool, ToolChoice
 from invrl.types import Json

@@ -1,35 +1,47 @@
-"""Messages to token ids and sampled ids to text, with a model's own template and tokenizer. Pure.
+"""Renders messages to token ids and decodes sampled ids, with a model's own chat template and tokenizer.
 
-A first turn is the template's whole rendering. A turn that continues is the exact ids of its path plus
-the rendered tail: the rendering of all messages must begin, but for thinking, with the rendering of what
-the path stands for, and only what follows the same end of turn is tokenised. Where the path holds thinking
-that the template takes out, it goes on only if thinking is kept. Invariant: ids that an engine consumed or
-emitted are never made again from text."""
+The prompt of a first turn is the template's whole rendering. The prompt of a turn that continues a recorded
+path is the exact ids of the path plus a rendered tail: the rendering of all messages must begin with the
+rendering of the recorded ones, thinking aside, and only what follows the same end of turn is tokenised. If
+the path has thinking that the template removes, it is continued only if thinking is kept. Invariant: ids that
+an engine consumed or sampled are never made again from text."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from invrl.errors import SessionError
 from invrl.gateway.rendering.prompt_cache import PromptCache
+from invrl.gateway.rendering.text_stream import TextStream
+from invrl.gateway.rendering.thinking import END_THINK, THINK, equal_without_thinking, without_thinking
 from invrl.gateway.types import ForkReason, Message, Prompt, ToolCall
 
-_PROBE = "invrl-probe"
-_CALL = Message("assistant", tool_calls=(ToolCall("call-1", "probe", "{}"),))
-_RESULT = Message("tool", "1", tool_call_id="call-1")
-_LOOP = (Message("user", "x"), _CALL, _RESULT, _CALL, _RESULT)
-_THINK, _THOUGHT = "<think>", "</think>"
-_UNFINISHED = "�"
 LARGE_TEXT = 32_768
-"""Characters from which on a text is tokenised so that other threads run meanwhile, and its length is looked
-at first."""
+"""Characters. A longer text is tokenised so that other threads run meanwhile, and only after a lower bound of
+its length was compared with the room for it."""
+_PROBE = "invrl-probe"
+_PROBE_CALL = Message("assistant", tool_calls=(ToolCall("call-1", "probe", "{}"),))
+_PROBE_RESULT = Message("tool", "1", tool_call_id="call-1")
+_PROBE_TWO_CALLS = replace(_PROBE_CALL, tool_calls=_PROBE_CALL.tool_calls * 2)
+_PROBE_QUESTION = Message("user", "x")
+_PROBE_REPLY = Message("assistant", "y")
+_PROBE_TOOL_LOOP = (
+    _PROBE_QUESTION,
+    _PROBE_CALL,
+    _PROBE_RESULT,
+    _PROBE_CALL,
+    _PROBE_RESULT,
+    _PROBE_REPLY,
+    _PROBE_REPLY,
+)
 
 
 class PromptTooLong(Exception):
-    """A prompt has more tokens than there is room for: `tokens`, or `exact` being false, at least so many."""
+    """The prompt has more tokens than there is room for. `tokens` is their number if `exact`, otherwise a
+    lower bound of it."""
 
     def __init__(self, tokens: int, *, exact: bool) -> None:
         super().__init__(f"{tokens} tokens")
@@ -39,44 +51,55 @@ class PromptTooLong(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How many tokens a prompt may have. `exact`: one that has more is to be counted, not estimated."""
+    """How many tokens a prompt may have. `exact`: a longer prompt is counted, not estimated."""
 
     tokens: int
     exact: bool = False
 
 
 class TextTokenizer(Protocol):
-    """The part of tokenizers.Tokenizer that is used here."""
+    """The tokenizer that a renderer needs."""
 
     def encode(self, text: str, *, max_ids: int | None = None) -> list[int]:
-        """PromptTooLong, which is exact, for more than `max_ids` ids."""
+        """The ids of the text. PromptTooLong, with the exact number, if there are more than `max_ids`."""
         ...
 
     def min_tokens(self, text: str) -> int:
-        """A number of tokens that the text has in any case, known without tokenising it; 0 if nothing is."""
+        """A lower bound of the text's number of tokens, found without tokenising it; 0 if none is known."""
         ...
 
     def decode(self, ids: Sequence[int], *, special: bool) -> str: ...
 
 
 class Template(Protocol):
-    """A model's chat template."""
+    """The chat template of a model."""
 
     def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """Ids to append to a path, or why the path cannot be continued."""
+    """The ids to append to a recorded path, or the reason why it cannot be continued."""
 
     ids: list[int]
     fork: ForkReason | None = None
     kept_thinking: int = 0
-    """Ids of thinking in the path that the template would have taken out."""
+    """Ids of thinking in the path that the template would have removed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TurnEnd:
+    """How a template ends a reply."""
+
+    after_reply: str
+    """Everything that it writes after a reply."""
+    token: str = ""
+    """The special token that this begins with; "" if it begins with no special token."""
+    token_id: int | None = None
 
 
 class Renderer:
-    """A chat template and a tokenizer, made to agree."""
+    """A chat template and a tokenizer, together with what they have in common."""
 
     def __init__(
         self,
@@ -87,246 +110,209 @@ class Renderer:
         vocab_size: int,
         keep_thinking: bool = True,
     ) -> None:
-        self._template, self._tokenizer, self._vocab_size = template, tokenizer, vocab_size
+        self._template = template
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._keep_thinking = keep_thinking
-        self._firsts = PromptCache()
-        self.after_reply, self.end_of_turn, self.end_of_turn_id = self._find_end_of_turn()
-        marks = [tokenizer.encode(mark) for mark in (_THINK, _THOUGHT)]
-        self._thinking_ids = [ids[0] for ids in marks] if all(len(ids) == 1 for ids in marks) else []
-        self._steady = self._takes(*_LOOP, Message("assistant", "y"), Message("assistant", "y"))
-        self.parallel_calls = self._takes(_LOOP[0], replace(_CALL, tool_calls=_CALL.tool_calls * 2))
-        """The template shows more than one call in a reply."""
-        self.end_ids = end_ids if self.end_of_turn_id is None else end_ids | {self.end_of_turn_id}
-        """Tokens that end a turn; the engine must stop at each."""
+        self._prompt_cache = PromptCache()
+        turn_end = self._find_turn_end()
+        self.after_reply = turn_end.after_reply
+        self.end_of_turn = turn_end.token
+        self.end_of_turn_id = turn_end.token_id
+        self.end_ids = end_ids
+        """The tokens that end a turn; the engine must stop at each of them."""
+        if turn_end.token_id is not None:
+            self.end_ids = end_ids | {turn_end.token_id}
+        self._thinking_ids = self._find_thinking_ids()
+        self._replies_follow_prompts = self._renders_replies_behind_prompts(*_PROBE_TOOL_LOOP)
+        """The template renders every reply of a conversation with tools behind the prompt that it answers."""
+        self.parallel_calls = self._renders_replies_behind_prompts(_PROBE_QUESTION, _PROBE_TWO_CALLS)
+        """The template renders more than one call in a reply."""
 
     def render_first(self, prompt: Prompt, room: Room | None = None) -> list[int]:
-        """The whole conversation and the head of the reply. SessionError 400 if the template refuses,
-        PromptTooLong if there is no room for it."""
-        ids = self._firsts.get(prompt)
+        """The ids of the whole conversation and of the beginning of the reply. SessionError 400 if the
+        template refuses the conversation, PromptTooLong if there is no room for it."""
+        ids = self._prompt_cache.get(prompt)
         if ids is None:
             ids = self.encode(self.text(prompt), room)
-            self._firsts.put(prompt, ids)
+            self._prompt_cache.put(prompt, ids)
         return ids
 
     def render_tail(self, prompt: Prompt, depth: int, path: Sequence[int], room: Room | None = None) -> Tail:
-        """What follows `path`, the recorded ids of the first `depth` messages. If they do not end with the
-        template's end-of-turn token (out of tokens, a stop string), the tail begins with it, as context
-        that was not sampled. PromptTooLong if there is no room for both."""
-        full, mark = self.text(prompt), self.end_of_turn or self.after_reply
+        """What follows `path`, the recorded ids of the first `depth` messages. If the path does not end with
+        the template's end-of-turn token (the reply was out of tokens, or met a stop string), the tail begins
+        with that token, as context that was not sampled. PromptTooLong if there is no room for both."""
+        template_changed = Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED)
+        full = self.text(prompt)
         earlier = replace(prompt, messages=prompt.messages[:depth])
         recorded = self.text(earlier, add_generation_prompt=False)
-        shown = recorded.removesuffix(self.after_reply)
-        changed = Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED)
         if not recorded.endswith(self.after_reply):
-            return changed
-        asked = replace(prompt, messages=prompt.messages[: depth - 1])
-        if not (self._steady or self._follows(self.text(asked), shown)):
-            return changed
-        end = len(shown)
-        if not full.startswith(shown + mark):
-            end = _nth(full, mark, shown.count(mark) + 1) if mark else -1
-            if end < 0 or not self._repeats(full[:end], shown):
-                return changed
-        kept = self._left_out(path, earlier.messages, full[:end])
-        if kept and not self._keep_thinking:
+            return template_changed
+        recorded = recorded.removesuffix(self.after_reply)
+        if not self._replies_follow_prompts:
+            asked = self.text(replace(prompt, messages=prompt.messages[: depth - 1]))
+            if not self._follows(asked, recorded):
+                return template_changed
+        end = self._end_of_recorded(full, recorded)
+        if end is None:
+            return template_changed
+        removed_thinking = self._removed_thinking(path, earlier.messages, full[:end])
+        if removed_thinking and not self._keep_thinking:
             return Tail(ids=[], fork=ForkReason.THINKING_STRIPPED)
-        closed = len(self.end_of_turn) if self.is_closed(path) else 0
-        return Tail(ids=self.encode(full[end + closed :], room, before=len(path)), kept_thinking=kept)
+        if self.is_closed(path):
+            end += len(self.end_of_turn)
+        ids = self.encode(full[end:], room, before=len(path))
+        return Tail(ids=ids, kept_thinking=removed_thinking)
 
     def is_closed(self, sampled_ids: Sequence[int]) -> bool:
+        """Whether the reply ends with the template's end-of-turn token."""
         return bool(sampled_ids) and sampled_ids[-1] == self.end_of_turn_id
 
     def reply_text(self, sampled_ids: Sequence[int], *, special: bool = False) -> str:
-        """A reply's text without the token that ended it. `special`: other special tokens are shown."""
-        ids = sampled_ids[:-1] if sampled_ids and sampled_ids[-1] in self.end_ids else sampled_ids
+        """The text of a reply without the token that ended it. `special`: other special tokens are
+        included."""
+        ids = sampled_ids
+        if ids and ids[-1] in self.end_ids:
+            ids = ids[:-1]
         return self._tokenizer.decode(ids, special=special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """All that the ids stand for, special tokens too."""
+        """The text of the ids, special tokens included."""
         return self._tokenizer.decode(ids, special=True)
 
     def token_text(self, token_id: int) -> str:
+        """The text of one token; "" for a special token."""
         return self._tokenizer.decode([token_id], special=False)
 
     def stream(self, stop: Sequence[str], *, special: bool = False) -> TextStream:
-        return TextStream(self, stop, special=special)
+        """The text of one reply as its ids arrive, up to a stop string."""
+        return TextStream(partial(self.reply_text, special=special), stop)
 
     def text(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> str:
-        """As the template shows it. SessionError 400 if it refuses."""
+        """The prompt as the template renders it. SessionError 400 if the template refuses it."""
         try:
             return self._template(prompt, add_generation_prompt=add_generation_prompt)
-        except ImportError:  # jinja2 is missing: no fault of the template or the conversation
+        except ImportError:  # jinja2 is missing: neither the template nor the conversation is at fault
             raise
-        except Exception as error:  # templates raise what they like, mostly jinja2.TemplateError
+        except Exception as error:  # a template may raise any exception; most raise jinja2.TemplateError
             reason = f"the model's chat template refuses this conversation: {error}"
             raise SessionError(reason, status=400, code="invalid_messages") from error
 
     def encode(self, text: str, room: Room | None = None, *, before: int = 0) -> list[int]:
-        """SessionError 400 for a token that the model has not. PromptTooLong if there is no room for the text
-        behind `before` other tokens: where possible, this is said before a large text is tokenised."""
-        most = None if room is None else room.tokens - before
-        if room is not None and most is not None and not room.exact and len(text) >= LARGE_TEXT:
-            least = self._tokenizer.min_tokens(text)
-            if least > most:
-                raise PromptTooLong(before + least, exact=False)
+        """The ids of a text that follows `before` other tokens. PromptTooLong if there is no room for it; if
+        possible, this is found out before a large text is tokenised. SessionError 400 if the text has a token
+        that is not in the model's vocabulary."""
+        max_ids = None
+        if room is not None:
+            max_ids = room.tokens - before
+            if len(text) >= LARGE_TEXT and not room.exact:
+                min_tokens = self._tokenizer.min_tokens(text)
+                if min_tokens > max_ids:
+                    raise PromptTooLong(before + min_tokens, exact=False)
         try:
-            ids = self._tokenizer.encode(text, max_ids=most)
+            ids = self._tokenizer.encode(text, max_ids=max_ids)
         except PromptTooLong as error:
             raise PromptTooLong(before + error.tokens, exact=True) from None
-        if ids and max(ids) >= self._vocab_size:  # such an id would end the engine's process
-            reason = f"token {max(ids)} is outside of the model's vocabulary ({self._vocab_size})"
+        highest = max(ids, default=0)
+        if highest >= self._vocab_size:  # such an id would end the engine's process
+            reason = f"token {highest} is outside of the model's vocabulary ({self._vocab_size})"
             raise SessionError(reason, status=400, code="invalid_messages")
         return ids
 
-    def unthinking(self, text: str) -> str:
-        """`text` without thinking and whitespace: templates trim both as they please."""
-        return "".join("".join(self._between(text, self._thoughts(text))).split())
+    def without_thinking(self, text: str) -> str:
+        """A rendered text without thinking and without any whitespace."""
+        return without_thinking(text, self.end_of_turn)
 
-    def _thoughts(self, text: str) -> dict[int, int]:
-        """Where each thought begins and ends, marks and all; it ends within its turn. Takes time in
-        proportion to the text, whatever an agent sends."""
-        found, at, end, turn = dict[int, int](), 0, -1, -1
-        while (begin := text.find(_THINK, at)) >= 0:
-            end = text.find(_THOUGHT, begin) if end < begin else end
-            if end < 0:
-                break
-            if turn <= begin:
-                turn = text.find(self.end_of_turn or _THINK, begin + 1)
-                turn = len(text) if turn < 0 else turn
-            at = turn if turn < end else end + len(_THOUGHT)
-            if at > end:
-                found[begin] = at
-        return found
-
-    def _between(self, text: str, thoughts: Mapping[int, int]) -> list[str]:
-        begins, ends = [*thoughts, len(text)], [0, *thoughts.values()]
-        return [text[end:begin] for end, begin in zip(ends, begins, strict=True)]
-
-    def _repeats(self, head: str, shown: str) -> bool:
-        """Whether `head` is what was `shown`, but for thinking and the space around it."""
-        head, shown = f"|{head}|", f"|{shown}|"
-        thoughts, at = self._thoughts(head), 0
-        for place, part in enumerate(map(str.strip, self._between(shown, self._thoughts(shown)))):
-            if place:
-                at = _past_space(head, at)
-                if at in thoughts and not (part and head.startswith(part, at)):
-                    at = _past_space(head, thoughts[at])
-            if not head.startswith(part, at):
-                return False
-            at += len(part)
-        return at == len(head)
+    def _end_of_recorded(self, full: str, recorded: str) -> int | None:
+        """Where the recorded messages end in the rendering of all messages, which is before the end of their
+        last turn; None if the full rendering has something else in their place."""
+        mark = self.end_of_turn or self.after_reply
+        if full.startswith(recorded + mark):
+            return len(recorded)
+        if not mark:
+            return None
+        end = _find_nth(full, mark, recorded.count(mark) + 1)
+        if end < 0 or not equal_without_thinking(full[:end], recorded, self.end_of_turn):
+            return None
+        return end
 
     def _follows(self, asked: str, answered: str) -> bool:
-        """Whether a reply stands behind its own prompt, but for thinking that the prompt opens."""
-        head = self.unthinking(asked).removesuffix(_THINK).removesuffix(_THOUGHT)
-        return self.unthinking(answered).startswith(head)
+        """Whether a rendered reply stands behind its own prompt, thinking that the prompt opens aside."""
+        prompt = self.without_thinking(asked)
+        prompt = prompt.removesuffix(THINK).removesuffix(END_THINK)
+        return self.without_thinking(answered).startswith(prompt)
 
-    def _left_out(self, path: Sequence[int], messages: Sequence[Message], head: str) -> int:
-        """Ids of the path's thinking that `head`, the template's rendering of its messages, has not. What
-        templates leave out is the oldest."""
-        if not self._thinking_ids:  # no special tokens of this tokenizer
-            thoughts = [m.reasoning or m.content.rpartition(_THOUGHT)[0] for m in messages]
-            shown = self._tokenizer.decode(path, special=True) if any(thoughts) else ""
-            return sum(len(self._tokenizer.encode(t)) for t in thoughts if t not in head and t in shown)
-        opens, closes = self._thinking_ids
-        more = max(path.count(opens) - head.count(_THINK), path.count(closes) - head.count(_THOUGHT), 0)
-        starts = [at for at, each in enumerate(path) if each == opens][:more] if more else []
-        ends = [at for at, each in enumerate(path) if each == closes] if more else []
-        lengths = (next((end for end in ends if end > at), len(path) - 1) - at + 1 for at in starts)
-        return max(sum(lengths), more)
+    def _removed_thinking(self, path: Sequence[int], messages: Sequence[Message], rendered: str) -> int:
+        """How many ids of the path's thinking are missing in `rendered`, the template's rendering of the
+        path's messages. Templates remove the oldest thinking first."""
+        if self._thinking_ids is None:
+            return self._removed_thinking_text(path, messages, rendered)
+        open_id, close_id = self._thinking_ids
+        missing_opens = path.count(open_id) - rendered.count(THINK)
+        missing_closes = path.count(close_id) - rendered.count(END_THINK)
+        missing = max(missing_opens, missing_closes, 0)
+        if missing == 0:
+            return 0
+        opens = [position for position, token_id in enumerate(path) if token_id == open_id]
+        closes = [position for position, token_id in enumerate(path) if token_id == close_id]
+        removed = 0
+        for begin in opens[:missing]:
+            end = next((close for close in closes if close > begin), len(path) - 1)
+            removed += end - begin + 1
+        return max(removed, missing)
 
-    def _takes(self, *messages: Message) -> bool:
-        """Whether the template renders such a conversation, and each reply behind its own prompt."""
+    def _removed_thinking_text(self, path: Sequence[int], messages: Sequence[Message], rendered: str) -> int:
+        """As `_removed_thinking`, for a tokenizer whose marks of thinking are not single tokens."""
+        thoughts = [message.reasoning or message.content.rpartition(END_THINK)[0] for message in messages]
+        if not any(thoughts):
+            return 0
+        recorded = self.decode(path)
+        removed = [thought for thought in thoughts if thought not in rendered and thought in recorded]
+        return sum(len(self._tokenizer.encode(thought)) for thought in removed)
+
+    def _renders_replies_behind_prompts(self, *messages: Message) -> bool:
+        """Whether the template takes such a conversation and renders each reply behind its own prompt."""
         try:
-            for at in (at for at, message in enumerate(messages) if message.role == "assistant"):
-                asked = self.text(Prompt(messages=messages[:at]))
-                answered = self.text(Prompt(messages=messages[: at + 1]), add_generation_prompt=False)
+            for position, message in enumerate(messages):
+                if message.role != "assistant":
+                    continue
+                asked = self.text(Prompt(messages=messages[:position]))
+                answered = self.text(Prompt(messages=messages[: position + 1]), add_generation_prompt=False)
                 if not self._follows(asked, answered):
                     return False
         except SessionError:
             return False
         return True
 
-    def _find_end_of_turn(self) -> tuple[str, str, int | None]:
-        """What the template writes after a reply, and the special token that it begins with (text, id):
-        ("", None) for a template that ends turns otherwise."""
-        probe = Prompt(messages=(Message("user", "x"), Message("assistant", _PROBE)))
+    def _find_thinking_ids(self) -> tuple[int, int] | None:
+        """The tokens that begin and end thinking; None if one of the marks is more than one token."""
+        open_ids = self._tokenizer.encode(THINK)
+        close_ids = self._tokenizer.encode(END_THINK)
+        if len(open_ids) != 1 or len(close_ids) != 1:
+            return None
+        return open_ids[0], close_ids[0]
+
+    def _find_turn_end(self) -> _TurnEnd:
+        probe = Prompt(messages=(_PROBE_QUESTION, Message("assistant", _PROBE)))
         text = self.text(probe, add_generation_prompt=False)
-        after = text[text.rfind(_PROBE) + len(_PROBE) :]
-        ids = self._tokenizer.encode(after)
-        if not ids or self._tokenizer.decode(ids[:1], special=False):  # special tokens are not shown
-            return after, "", None
-        end = next(n for n in range(1, len(after) + 1) if self._tokenizer.encode(after[:n]) == ids[:1])
-        return after, after[:end], ids[0]
+        after_reply = text[text.rfind(_PROBE) + len(_PROBE) :]
+        first_ids = self._tokenizer.encode(after_reply)[:1]
+        # A token that has a text without special tokens is not special.
+        if not first_ids or self._tokenizer.decode(first_ids, special=False):
+            return _TurnEnd(after_reply=after_reply)
+        length = next(
+            length
+            for length in range(1, len(after_reply) + 1)
+            if self._tokenizer.encode(after_reply[:length]) == first_ids
+        )
+        return _TurnEnd(after_reply=after_reply, token=after_reply[:length], token_id=first_ids[0])
 
 
-_SPACE = re.compile(r"\s*")
-
-
-def _past_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
-
-
-def _nth(text: str, part: str, count: int) -> int:
-    """Where `part` begins for the `count`-th time; -1 if it does not."""
-    at = -1
+def _find_nth(text: str, part: str, count: int) -> int:
+    """Where `part` begins for the `count`-th time; -1 if it occurs less often."""
+    position = -1
     for _ in range(count):
-        at = text.find(part, at + 1)
-        if at < 0:
+        position = text.find(part, position + 1)
+        if position < 0:
             break
-    return at
-
-
-class TextStream:
-    """Text of a reply as its ids arrive. Never splits a character, shows nothing of a stop string nor
-    of what might become one; the pieces joined are the reply's text."""
-
-    def __init__(self, renderer: Renderer, stop: Sequence[str], *, special: bool = False) -> None:
-        self._renderer, self._stop, self._special = renderer, tuple(stop), special
-        self._ids: list[int] = []
-        """The last ones: the first `_read` of them are in `_text`, and context for the rest."""
-        self._read = 0
-        self._text = ""
-        """Not sent yet: a stop string, or what may become one."""
-
-    def push(self, ids: Sequence[int]) -> str:
-        """New text that may be shown."""
-        self._ids += ids
-        whole_characters, text = self._unread()
-        if text and whole_characters:
-            self._text += text
-            del self._ids[: self._read]
-            self._read = len(self._ids)
-        return self._send(self._safe_length())
-
-    def finish(self) -> str:
-        """The rest, once the last id has been pushed."""
-        if self._read < len(self._ids):
-            self._text += self._unread()[1]
-        return self._send(self._cut())
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._renderer.reply_text(ids, special=self._special)
-
-    def _unread(self) -> tuple[bool, str]:
-        """Text of the ids since the last whole character, and whether it ends with one."""
-        context = self._decode(self._ids[: self._read])
-        text = self._decode(self._ids)
-        return not text.endswith(_UNFINISHED), text[len(context) :]
-
-    def _send(self, end: int) -> str:
-        piece, self._text = self._text[:end], self._text[end:]
-        return piece
-
-    def _cut(self) -> int:
-        """Where the first stop string starts, or the end."""
-        found = [at for stop in self._stop if (at := self._text.find(stop)) >= 0]
-        return min(found) if found else len(self._text)
-
-    def _safe_length(self) -> int:
-        cut = self._cut()
-        if cut < len(self._text) or not self._stop:
-            return cut
-        starts = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
-        return len(self._text) - max((len(part) for part in starts if self._text.endswith(part)), default=0)
+    return position

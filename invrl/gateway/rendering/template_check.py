@@ -158,7 +158,7 @@ def _judge(
 
 
 def _plain(renderer: Renderer, text: str) -> str:
-    return renderer.unthinking(text).replace("<think>", "").replace("</think>", "")
+    return renderer.without_thinking(text).replace("<think>", "").replace("</think>", "")
 
 
 def report(findings: Sequence[Finding], parsers: tuple[str, str]) -> str:

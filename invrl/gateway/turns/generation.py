@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from invrl.engines.sglang_client import NO_TOP, GenerateChunk, GenerateEnd, GenerateRequest, GenerateResult
 from invrl.errors import InvrlError, ServerError, SessionError
-from invrl.gateway.rendering.renderer import Renderer, TextStream
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
+from invrl.gateway.rendering.text_stream import TextStream
 from invrl.gateway.types import Answer, Delta, Message, Node, Piece, Tool
 from invrl.types import FinishReason, Turn, VersionSpan
 
