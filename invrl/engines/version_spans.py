@@ -1,9 +1,10 @@
-"""Under which weights the tokens of one generation were sampled, from what SGLang tells of it. Pure.
+"""Under which weights the tokens of one generation were sampled, from what SGLang reports. Pure.
 
-Only the event that ends an answer says it for every token. Each event before it has one label: the version
-that the engine's HTTP process held when it passed the event on. Tokens that were on their way while the
-weights changed bear the new label although they are of the old weights, so a label is the newest version that
-its tokens can have. Used by `sglang_client.py`."""
+Only the event that ends an answer reports the version of every token. Each event before it has one label: the
+version that the engine's HTTP process held when it passed the event on. Tokens that were on their way while
+the weights changed bear the new label, although the old weights sampled them. So a label is the newest
+version that its tokens can have.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from invrl.types import VersionSpan, WeightVersion
 
 
 class EngineSpan(msgspec.Struct):
-    """Tokens [start, end) of an answer, as the engine puts it."""
+    """The version of tokens [start, end) of an answer, as the engine reports it."""
 
     version: str
     start: int
@@ -24,40 +25,42 @@ class EngineSpan(msgspec.Struct):
 
 
 class VersionTracker:
-    """Of one generation, event by event."""
+    """The version spans of one generation, which grow event by event."""
 
     def __init__(self) -> None:
         self.spans: tuple[VersionSpan, ...] = ()
         """They tile the tokens so far."""
         self.certain = True
-        """The engine has told the version of every token, or there was only one."""
-        self._label: str | None = None
-        """Of the event before."""
-        self._sampled = 0
+        """The engine has reported the version of every token, or there was only one label."""
+        self._previous_label: str | None = None
+        self._num_tokens = 0
 
-    def add(self, label: str, sampled: int, told: Sequence[EngineSpan] | None) -> None:
-        """An event of `sampled` new tokens, labelled `label`. `told`: the engine's own spans, which only the
-        last event has. ServerError where these leave a token out, or where a version is no number.
+    def add(self, label: str, num_new_tokens: int, engine_spans: Sequence[EngineSpan] | None) -> None:
+        """Add an event with its label. Only the last event has `engine_spans`, for all tokens of the answer.
 
-        Without `told` the tokens count as sampled under the label of the event before: no newer than they
-        are, as long as what was on its way during an update came as one event. So the record of an answer
-        that broke off may overstate how old its weights were. The first event has no label but its own, which
-        is too new if the update came between its sampling and its passing on. A turn that broke off is never
-        trained."""
-        self._sampled += sampled
-        if told:
-            self.spans = _exact(told, self._sampled)
+        Without them the new tokens count as sampled under the label of the event before. That version is no
+        newer than theirs, as long as what was on its way during an update came as one event. So the record of
+        an answer that broke off may overstate how old its weights were. The first event has no label before
+        it, and its own is too new if the update came between the sampling and the passing on. A turn that
+        broke off is never trained.
+
+        Raises ServerError if the engine's spans leave a token out, or if a version is no number.
+        """
+        self._num_tokens += num_new_tokens
+        if engine_spans:
+            self.spans = _exact_spans(engine_spans, self._num_tokens)
             self.certain = True
         else:
-            before = label if self._label is None else self._label
-            if label != before:
+            previous_label = label if self._previous_label is None else self._previous_label
+            if label != previous_label:
                 self.certain = False
-            if sampled:
-                self._append(before)
-        self._label = label
+            if num_new_tokens:
+                self._extend(previous_label)
+        self._previous_label = label
 
-    def _append(self, label: str) -> None:
-        version = _number(label)
+    def _extend(self, label: str) -> None:
+        """The tokens that no span covers yet are of this version."""
+        version = _version(label)
         start = 0
         earlier = self.spans
         if earlier:
@@ -66,27 +69,31 @@ class VersionTracker:
             if last.version == version:
                 start = last.start
                 earlier = earlier[:-1]
-        self.spans = (*earlier, VersionSpan(version=version, start=start, end=self._sampled))
+        self.spans = (*earlier, VersionSpan(version=version, start=start, end=self._num_tokens))
 
 
-def _exact(told: Sequence[EngineSpan], sampled: int) -> tuple[VersionSpan, ...]:
-    """The engine's spans, empty ones left out, cut at `sampled` tokens."""
+def _exact_spans(engine_spans: Sequence[EngineSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
+    """The engine's spans without empty ones, cut at `num_tokens`."""
     spans: list[VersionSpan] = []
-    at = 0
-    for span in told:
-        end = min(span.end, sampled)
+    covered = 0
+    for span in engine_spans:
+        end = min(span.end, num_tokens)
         if end <= span.start:
             continue
-        if span.start != at:
+        if span.start != covered:
             break
-        spans.append(VersionSpan(version=_number(span.version), start=at, end=end))
-        at = end
-    if at != sampled:
-        raise ServerError(f"the engine's version spans {list(told)} do not cover {sampled} sampled tokens")
+        spans.append(VersionSpan(version=_version(span.version), start=covered, end=end))
+        covered = end
+    if covered != num_tokens:
+        raise ServerError(
+            f"the engine's version spans {list(engine_spans)} do not cover {num_tokens} sampled tokens"
+        )
     return tuple(spans)
 
 
-def _number(label: str) -> WeightVersion:
+def _version(label: str) -> WeightVersion:
     if not label.isdecimal():
-        raise ServerError(f"the engine names its weights {label!r}, which is no version of ours")
+        raise ServerError(
+            f"the engine calls its weight version {label!r}, which is not a version number of ours"
+        )
     return WeightVersion(int(label))

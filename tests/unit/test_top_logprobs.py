@@ -15,7 +15,7 @@ from test_gateway_turns import ASK, Running, running
 from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 
-from invrl.engines.sglang_client import _event
+from invrl.engines.sglang_answers import decode_event
 from invrl.errors import ServerError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import Session
@@ -151,4 +151,4 @@ async def test_what_is_refused_and_what_is_not_shown(gateway: Running):
 )
 def test_an_answer_of_the_engine_that_cannot_be_read_is_a_failure_of_the_fleet(answer: bytes):
     with pytest.raises(ServerError, match="cannot be read"):
-        _event(answer)
+        decode_event(answer)
