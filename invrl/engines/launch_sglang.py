@@ -1,11 +1,11 @@
 """`python -m invrl.engines.launch_sglang <SGLang's flags>`: a real SGLang server, also on CPU.
 
-Invariant: the stand-ins are applied at module level, because SGLang's spawned processes (scheduler,
-detokenizer) re-import the main module and need them too; the server starts only under the `__main__` guard.
-Nothing of an engine listens beyond loopback: torch's own rendezvous opens a store without a key on every
-interface, so an engine, which is one rank, is given a store in its memory instead. On CUDA there are no
-stand-ins; what shortens the imports (no garbage collection, no Megatron, our families' classes first) is the
-same there, not yet seen."""
+Invariant: the placeholders of `sglang_on_cpu` are put in at module level, because SGLang's spawned
+processes (scheduler, detokenizer) re-import the main module and need them too; the server starts only under
+the `__main__` guard. Nothing of an engine listens beyond loopback: torch's own rendezvous opens a store
+without a key on every interface, so an engine, which is one rank, is given a store in its memory instead.
+On CUDA there are no placeholders; what shortens the imports (no garbage collection, no Megatron, our
+families' classes first) is the same there, not yet seen."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from invrl.engines.masked_logs import mask_keys_in_logs
-from invrl.host import sglang_on_cpu as cpu_stand_ins
+from invrl.host import sglang_on_cpu
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     gc.disable()  # until all is imported: looking for garbage among 7,000 modules took 3 CPU-seconds
 if __name__ in ("__main__", "__mp_main__"):
     sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it: 1.5 s
-cpu_stand_ins.apply()
+sglang_on_cpu.make_importable()
 mask_keys_in_logs()
 
 
@@ -59,13 +59,13 @@ if __name__ in ("__main__", "__mp_main__"):
 def main(argv: list[str]) -> None:
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "invrl.engines.sglang_models")
     if "--enable-deterministic-inference" in argv:
-        cpu_stand_ins.allow_seeds()
+        sglang_on_cpu.support_seeds()
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server  # noqa: F401
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    cpu_stand_ins.fork_children()
+    sglang_on_cpu.fork_children()
     gc.freeze()  # children share it as long as nobody writes to it, and collecting does
     gc.enable()
     try:

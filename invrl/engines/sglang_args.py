@@ -301,9 +301,9 @@ def sglang_parser() -> _Parser:
     try:
         import torch  # noqa: F401
 
-        from invrl.host import sglang_on_cpu as cpu_stand_ins
+        from invrl.host import sglang_on_cpu
 
-        cpu_stand_ins.apply()
+        sglang_on_cpu.make_importable()
         from sglang.srt.server_args import ServerArgs
     except ImportError as error:
         reason = f"sglang cannot be imported ({error})"

@@ -1,7 +1,7 @@
 """A typed async client of SGLang's native API: token ids in; ids, log-probs and version spans out.
 
-`generate_json` is the JSON of a generation as it is sent. The methods under "control" show the other requests.
-`sglang_answers.py` has the JSON that comes back.
+`generate_json` is the JSON of a generation as it is sent. The methods under "control" show the other
+requests. `sglang_answers.py` has the JSON that comes back.
 
 Invariant: the client sends nothing that would kill a server (a token id outside the vocabulary does) or that
 the server would cut short without an error. Every call has a deadline. One instance talks to one base URL:

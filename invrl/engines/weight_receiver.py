@@ -1,10 +1,12 @@
-"""One engine's side of a weight update: what the transaction calls, put into SGLang's terms.
+"""One engine's side of a weight update: what the transaction calls, as requests to SGLang.
 
-Invariant: names, shapes and dtypes are checked inside the engine before a byte moves (it would die of
-a wrong shape and silently accept an unknown name), checksums are read back from the parameters that
-serve, and the version is named only by `commit`. `ArenaReceiver` has the engine copy from the
-trainer's shared memory; `BucketReceiver` uses SGLang's own flattened buckets. Built by `fleet`,
-driven by `weight_sync`; the loader inside the engine is `weight_loader`."""
+Invariant: names, shapes and dtypes are checked inside the engine before a byte moves (a wrong shape would
+kill it, and it would silently accept an unknown name). Checksums are read back from the parameters that
+serve. Only `commit` changes the version's name.
+
+With `ArenaReceiver` the engine copies from the trainer's shared memory; `BucketReceiver` uses SGLang's own
+flattened buckets. What runs inside the engine is `weights/in_engine.py`.
+"""
 
 import base64
 import json
@@ -28,27 +30,35 @@ from invrl.weights.in_engine import LoaderReply, LoaderRequest, read_reply
 
 
 class EngineReceiver(ABC):
-    """What every transport shares; a transport is `load`. `deadline_s`: of one call that moves or hashes
-    weights."""
+    """What every transport shares; a transport implements `load`.
+
+    `deadline_s` is for one call that moves or hashes weights.
+    """
 
     def __init__(self, name: str, client: SglangClient, *, deadline_s: float = 300.0) -> None:
-        self.name, self._client, self._deadline_s = name, client, deadline_s
-        self._approved: WeightLayout = ()
+        self.name = name
+        self._client = client
+        self._deadline_s = deadline_s
+        self._approved_layout: WeightLayout = ()
         self.is_paused = False
-        """For the heartbeat: a paused engine makes no token."""
+        """For the health check: a paused engine makes no token."""
         self.is_loading = False
-        """For the heartbeat: the engine copies or hashes its weights in one call, during which its scheduler
-        answers nothing. That call has `deadline_s`, and an engine that exceeds it fails the update."""
+        """For the health check: the engine copies or hashes its weights in one call, during which its
+        scheduler answers nothing. That call has `deadline_s`, and an engine that exceeds it fails the
+        update."""
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        """LayoutError unless the layout is exactly the engine's weights. The engine is asked once per
-        layout: outside a pause it answers only when no request runs, and nothing about it changes."""
+        """Raises LayoutError unless the layout is exactly the engine's weights.
+
+        The engine is asked once per layout: outside a pause it answers only when no request runs, and its
+        parameters do not change.
+        """
         if set(staged.checksums) != {spec.name for spec in layout}:
-            raise LayoutError("what was staged is not what the layout names", engine=self.name)
-        if layout != self._approved:
+            raise LayoutError("the staged tensors are not those of the layout", engine=self.name)
+        if layout != self._approved_layout:
             async with self._update():
-                await self._ask(layout)
-            self._approved = layout
+                await self._ask_loader(layout)
+            self._approved_layout = layout
 
     async def pause(self) -> None:
         self.is_paused = True
@@ -60,14 +70,14 @@ class EngineReceiver(ABC):
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
         async with self._update():
-            reply = await self._ask(self._approved, digest=True)
+            reply = await self._ask_loader(self._approved_layout, digest=True)
         return reply.checksums
 
     async def commit(self, version: WeightVersion) -> None:
         await self._client.set_weight_version(version)
-        named = await self._client.weight_version()
-        if named != str(version):
-            raise WeightSyncError(f"calls itself version {named}, not {version}", engine=self.name)
+        reported = await self._client.weight_version()
+        if reported != str(version):
+            raise WeightSyncError(f"calls itself version {reported}, not {version}", engine=self.name)
 
     async def resume(self) -> None:
         await self._client.resume()
@@ -85,19 +95,20 @@ class EngineReceiver(ABC):
         finally:
             await self._client.end_weight_update()
 
-    async def _ask(
+    async def _ask_loader(
         self, layout: WeightLayout, *, arena: ArenaHandle | None = None, digest: bool = False
     ) -> LoaderReply:
-        """One request to the loader inside the engine, within `_update`."""
+        """Send one request to the loader inside the engine, within `_update`."""
         import torch
 
         with TemporaryDirectory(prefix="invrl-reply-") as folder:
-            path = f"{folder}/{self.name}"
-            request = LoaderRequest(reply_path=path, tensors=layout, arena=arena, digest=digest)
+            reply_path = f"{folder}/{self.name}"
+            request = LoaderRequest(reply_path=reply_path, tensors=layout, arena=arena, digest=digest)
             # The name of an empty tensor carries the request.
-            named = pickle.dumps([(msgspec.json.encode(request).decode(), torch.empty(0))])
-            await self._send(base64.b64encode(named).decode(), WEIGHT_LOADER)
-            return read_reply(path)
+            request_json = msgspec.json.encode(request).decode()
+            named_tensors = pickle.dumps([(request_json, torch.empty(0))])
+            await self._send(base64.b64encode(named_tensors).decode(), WEIGHT_LOADER)
+            return read_reply(reply_path)
 
     async def _send(self, payload: str, load_format: str) -> None:
         self.is_loading = True
@@ -118,7 +129,7 @@ class ArenaReceiver(EngineReceiver):
 
     async def load(self, staged: StagedWeights) -> None:
         async with self._update():
-            await self._ask(self._approved, arena=_arena_of(staged))
+            await self._ask_loader(self._approved_layout, arena=_arena_of(staged))
 
 
 def _arena_of(staged: StagedWeights) -> ArenaHandle:
@@ -126,11 +137,13 @@ def _arena_of(staged: StagedWeights) -> ArenaHandle:
 
 
 class BucketReceiver(EngineReceiver):
-    """SGLang's stock path: flattened buckets by shared memory (CPU) or CUDA IPC (GPU). It accepts
-    unknown names and dies of wrong shapes, so `check` must have passed."""
+    """SGLang's own path: flattened buckets by shared memory (CPU) or CUDA IPC (GPU).
+
+    SGLang accepts unknown names and dies of wrong shapes there, so `check` must have passed.
+    """
 
     async def load(self, staged: StagedWeights) -> None:
-        assert self._approved, "load before check"
+        assert self._approved_layout, "load before check"
         async with self._update():
             for payload in json.loads(staged.handle):
                 await self._send(payload, "flattened_bucket")

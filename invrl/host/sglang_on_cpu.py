@@ -1,8 +1,9 @@
-"""What SGLang imports and a CPU-only machine does not have, replaced in this process.
+"""Lets SGLang run in a process without CUDA: replaces what it imports or calls there and cannot have.
 
-`sgl_kernel` has no CPU wheel and torchvision's wheels are CUDA builds that break transformers' imports. The
-stand-ins make the names importable; calling one fails loudly. Invariant: nothing here touches a process that
-sees CUDA."""
+`sgl_kernel` has no CPU wheel, and torchvision's wheels are CUDA builds that break transformers' imports.
+Placeholder modules make these names importable; calling one raises NotImplementedError. Invariant: nothing
+here changes a process that sees CUDA.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_ABSENT = ("sgl_kernel", "torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+_MISSING_MODULES = (
+    "sgl_kernel",
+    "torchvision",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+)
 
 
-class _Absent(types.ModuleType):
-    """A module whose every name is a function that raises."""
+class _PlaceholderModule(types.ModuleType):
+    """A module in which every name is a function that raises."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -37,34 +43,37 @@ class _Absent(types.ModuleType):
         return missing
 
 
-def apply() -> None:
-    """Idempotent. After it `import sglang` works here; on CUDA it does nothing."""
+def make_importable() -> None:
+    """After this `import sglang` works. Idempotent; does nothing on CUDA."""
     import torch
 
-    if torch.cuda.is_available() or isinstance(sys.modules.get("sgl_kernel"), _Absent):
+    is_done = isinstance(sys.modules.get("sgl_kernel"), _PlaceholderModule)
+    if torch.cuda.is_available() or is_done:
         return
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang's own switch for its CPU paths
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang's own switch for its CPU paths
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on two busy cores were 7 times slower
-    # Touched first: it makes transformers replace its lazy module once, before we change it.
+    # Imported first: it makes transformers replace its lazy module once, before we change it.
     from transformers import ProcessorMixin
 
     del ProcessorMixin
-    for name in _ABSENT:
-        sys.modules[name] = _Absent(name)
-    # transformers hides this class where it finds no torchvision; sglang registers with it on import.
+    for name in _MISSING_MODULES:
+        sys.modules[name] = _PlaceholderModule(name)
+    # transformers hides this class where it finds no torchvision; SGLang registers with it on import.
     image_processors = types.SimpleNamespace(register=lambda *args, **kwargs: None)
     sys.modules["transformers"].AutoImageProcessor = image_processors  # pyright: ignore
 
 
-def allow_seeds() -> None:
-    """Without CUDA, let SGLang sample by seed (`--enable-deterministic-inference`) on torch_native attention.
-    The kernels that make it indifferent to the batch are CUDA's: here a generation is repeated bit for bit
-    only beside the same others, or alone. Call it before SGLang is imported."""
+def support_seeds() -> None:
+    """Let SGLang sample by seed (`--enable-deterministic-inference`) on torch_native attention.
+
+    Call it before SGLang is imported; it does nothing on CUDA. The kernels that make a result independent of
+    the batch are CUDA's. Here a generation is repeated bit for bit only beside the same others, or alone.
+    """
     import torch
 
     if torch.cuda.is_available():
         return
-    # Its sampler is compiled on first use: that would need a C++ compiler.
+    # SGLang's sampler is compiled on first use, which would need a C++ compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
@@ -77,19 +86,25 @@ def allow_seeds() -> None:
 
 
 def seeded_noise(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """What SGLang's sampler compares with log-probs, in place of its hash of the same: each row's own random
-    numbers, by its seed and position (numpy's Philox). [N], [N], [V] -> uint32 [N, V]."""
+    """Random numbers for SGLang's sampler to compare with log-probs, in place of its hash of the same.
+
+    Each row has its own numbers, by its seed and position (numpy's Philox). [N], [N], [V] -> uint32 [N, V].
+    """
     import numpy as np
     import torch
 
-    keys = (s << 64 | p for s, p in zip(seed.tolist(), positions.tolist(), strict=True))
-    rows = [np.random.Philox(key=key).random_raw(len(columns)).astype(np.uint32) for key in keys]
+    rows: list[np.ndarray] = []
+    for row_seed, position in zip(seed.tolist(), positions.tolist(), strict=True):
+        generator = np.random.Philox(key=row_seed << 64 | position)
+        rows.append(generator.random_raw(len(columns)).astype(np.uint32))
     return torch.from_numpy(np.array(rows, np.uint32).reshape(-1, len(columns)))
 
 
 def fork_children() -> None:
-    """Without CUDA, let SGLang fork its processes where it would spawn them: they then share what
-    is imported already, which halves the time to start and the memory. On CUDA it does nothing."""
+    """Let SGLang fork its processes where it would spawn them. Does nothing on CUDA.
+
+    Forked processes share what is imported already, which halves the time to start and the memory.
+    """
     import multiprocessing
 
     import torch

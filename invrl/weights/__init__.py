@@ -1,6 +1,15 @@
-"""Weight updates: the transaction over all engines, its transports, and the code that runs inside
-SGLang.
+"""Weight updates: the transaction over all engines, its transports, and the code that runs inside SGLang.
 
-May import `host`. Start with `transaction.py`. The engine's side of the requests is
-`engines/weight_receiver.py`.
+May import `host`. Start with `transaction.py`.
+
+A transport has two ends, chosen by `--weight-transport`:
+
+=========  =======================  ==================================================================
+transport  the trainer's end        the engine's end (`engines/weight_receiver.py`)
+=========  =======================  ==================================================================
+`arena`    `arena.ArenaWriter`      `ArenaReceiver`; `in_engine.py` copies, inside SGLang's scheduler
+`bucket`   `buckets.BucketSender`   `BucketReceiver`; SGLang's own code copies
+=========  =======================  ==================================================================
+
+With both, `in_engine.py` checks the layout before and hashes the parameters after.
 """

@@ -1,17 +1,16 @@
-"""The trainer's end of the bucket transport: SGLang's flattened buckets, by CUDA IPC on a GPU and by shared
-memory on a CPU. Imports torch and sglang only where tensors are touched. Used by
-`train/rank.py`; the engines' end is `rollout/weight_receiver.BucketReceiver`."""
+"""The trainer's end of the weight transport `bucket`: SGLang's flattened buckets, by CUDA IPC on a GPU and by
+shared memory on a CPU. Imports torch and sglang only where tensors are touched.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import WeightVersion
+from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.tensor_spec import checksum, num_bytes, spec_of
 
 if TYPE_CHECKING:
@@ -19,51 +18,77 @@ if TYPE_CHECKING:
 
 
 class BucketSender:
-    """The trainer's end of the bucket transport: `stage` serialises handles of buckets of `bucket_bytes` and
-    one tensor at most. Keeps what it staged last and the version before that alive. Shared memory by file on
-    CPU: nothing but a killed trainer leaves a file behind (the arena has no such flaw)."""
+    """Serialises handles of buckets; a bucket holds at most `bucket_bytes` and one tensor more.
+
+    Keeps the version that was staged last and the one before it alive. On a CPU the shared memory is a file,
+    which only a killed trainer leaves behind (the arena leaves nothing).
+    """
 
     def __init__(self, layout: WeightLayout, *, bucket_bytes: int = 64 << 20) -> None:
         self._layout = layout
         self._bucket_bytes = bucket_bytes
-        self._alive: dict[WeightVersion, list[torch.Tensor]] = {}
+        self._buckets: dict[WeightVersion, list[torch.Tensor]] = {}
+        """The memory of the versions that are kept alive."""
 
     def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
         """As `ArenaWriter.stage`. Raises LayoutError."""
-        given = {name: tensor.detach() for name, tensor in tensors}
-        specs = [spec_of(name, tensor) for name, tensor in given.items()]
-        if sorted(specs, key=lambda s: s.name) != sorted(self._layout, key=lambda s: s.name):
+        tensors_by_name = {name: tensor.detach() for name, tensor in tensors}
+        specs = [spec_of(name, tensor) for name, tensor in tensors_by_name.items()]
+        if _by_name(specs) != _by_name(self._layout):
             raise LayoutError("the tensors to stage are not those of the layout")
-        before = [old for old in self._alive if old != version][-1:]
-        self._alive = {old: self._alive[old] for old in before} | {version: []}
-        payloads = [self._bucket(version, given, group) for group in self._groups()]
-        handle = json.dumps(payloads)
-        checksums = {name: checksum(tensor) for name, tensor in given.items()}
-        size = sum(map(num_bytes, self._layout))
-        return StagedWeights(version=version, handle=handle, checksums=checksums, num_bytes=size)
+        self._keep_newest_besides(version)
+        self._buckets[version] = []
+        payloads: list[str] = []
+        for names in self._bucket_names():
+            payloads.append(self._serialise_bucket(version, tensors_by_name, names))
+        return StagedWeights(
+            version=version,
+            handle=json.dumps(payloads),
+            checksums={name: checksum(tensor) for name, tensor in tensors_by_name.items()},
+            num_bytes=sum(num_bytes(spec) for spec in self._layout),
+        )
 
-    def _groups(self) -> Iterable[list[str]]:
-        """Names in layout order; a bucket holds what begins within the same `bucket_bytes`."""
-        *starts, _ = accumulate(map(num_bytes, self._layout), initial=0)
-        placed = zip((start // self._bucket_bytes for start in starts), self._layout, strict=True)
-        for _, group in groupby(placed, lambda each: each[0]):
-            yield [spec.name for _, spec in group]
+    def _keep_newest_besides(self, version: WeightVersion) -> None:
+        """Free every other version but the newest: the engines may have to go back to that one."""
+        others = [staged for staged in self._buckets if staged != version]
+        self._buckets = {staged: self._buckets[staged] for staged in others[-1:]}
 
-    def _bucket(self, version: WeightVersion, given: Mapping[str, torch.Tensor], names: Sequence[str]) -> str:
+    def _bucket_names(self) -> list[list[str]]:
+        """The tensors of each bucket, in layout order: those that begin within the same `bucket_bytes`."""
+        buckets: list[list[str]] = []
+        last_index = -1
+        start = 0
+        for spec in self._layout:
+            index = start // self._bucket_bytes
+            if index != last_index:
+                buckets.append([])
+                last_index = index
+            buckets[-1].append(spec.name)
+            start += num_bytes(spec)
+        return buckets
+
+    def _serialise_bucket(
+        self, version: WeightVersion, tensors: Mapping[str, torch.Tensor], names: Sequence[str]
+    ) -> str:
         import torch.multiprocessing
 
-        from invrl.host import sglang_on_cpu as cpu_stand_ins
+        from invrl.host import sglang_on_cpu
 
-        cpu_stand_ins.apply()
+        sglang_on_cpu.make_importable()
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        bucket = FlattenedTensorBucket(named_tensors=[(name, given[name].contiguous()) for name in names])
+        named_tensors = [(name, tensors[name].contiguous()) for name in names]
+        bucket = FlattenedTensorBucket(named_tensors=named_tensors)
         flat = bucket.get_flattened_tensor()
         if not flat.is_cuda:
-            # The default hands over file descriptors, which kills the server on the other end.
+            # The default strategy hands over file descriptors, which kills the server on the other end.
             torch.multiprocessing.set_sharing_strategy("file_system")
             flat.share_memory_()
-        self._alive[version].append(flat)
+        self._buckets[version].append(flat)
         value = {"flattened_tensor": flat, "metadata": bucket.get_metadata()}
         return str(MultiprocessingSerializer.serialize(value, output_str=True))
+
+
+def _by_name(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    return sorted(specs, key=lambda spec: spec.name)

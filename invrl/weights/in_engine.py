@@ -1,15 +1,19 @@
-"""What runs inside SGLang's scheduler process: check, load and digest weights on request.
+"""What runs inside SGLang's scheduler process: check, load and hash weights on request.
 
 SGLang calls `run(model, named_tensors)` for `/update_weights_from_tensor` with our `load_format`. The request
-is the NAME of one empty tensor (JSON, `LoaderRequest`), the answer a file (`LoaderReply`). Invariant: `run`
-never raises, because SGLang shuts the server down on an exception and ignores a return value; nothing is
-written before the whole plan has been checked. The other end is `weight_receiver`."""
+is the NAME of one empty tensor (JSON, `LoaderRequest`); the answer is a file (`LoaderReply`). The caller is
+`engines/weight_receiver.py`.
+
+Invariant: `run` never raises, because SGLang shuts the server down on an exception and ignores a return
+value. Nothing is written before the whole layout has been checked.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,14 +29,16 @@ if TYPE_CHECKING:
     import torch
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Engine parameters that hold several checkpoint tensors, first rows first; weights and biases."""
+"""Engine parameters that hold the rows of several checkpoint tensors, in this order; weights and biases."""
+_PADDED = ("embed_tokens.weight", "lm_head.weight")
+"""SGLang pads the vocabulary. The rows beyond it belong to no token."""
 
 
 class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Does this layout fit? If so, copy the arena's slot (`arena`), or hash what is served (`digest`)."""
+    """Check the layout, then copy the arena's slot (if `arena`) and hash what is served (if `digest`)."""
 
     reply_path: str
-    """Of this request alone."""
+    """The file for the reply to this request alone."""
     tensors: WeightLayout
     arena: ArenaHandle | None = None
     digest: bool = False
@@ -45,81 +51,103 @@ class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """The rows of the engine's parameters that hold each tensor. LayoutError unless every tensor has a
-    place of its shape and dtype and every parameter is covered, each row once."""
-    specs = {spec.name: spec for spec in tensors}
-    if len(specs) != len(tensors):
+    """For each tensor of the layout the rows of the engine's parameter that hold it.
+
+    Raises LayoutError unless every tensor has a place of its shape and dtype, and every parameter is covered,
+    each row once.
+    """
+    unplaced = {spec.name: spec for spec in tensors}
+    if len(unplaced) != len(tensors):
         raise LayoutError("a tensor name occurs twice in the layout")
     places: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
-        fused = next((one for one in FUSED if f".{one}." in name), "")
-        first = 0
-        for part in [name.replace(fused, one) for one in FUSED[fused]] if fused else [name]:
-            if (spec := specs.pop(part, None)) is None:
-                raise LayoutError(f"{part}: the layout lacks it, so rows of the engine's {name} too")
-            end = first + (spec.shape[0] if spec.shape else 0)
-            fits = (
-                len(spec.shape) == parameter.dim()
-                and spec.shape[1:] == tuple(parameter.shape[1:])
-                and end <= parameter.shape[0]
-                and str(parameter.dtype) == f"torch.{spec.dtype}"
-            )
-            if not fits:
-                raise LayoutError(
-                    f"{part}: {spec.dtype} {spec.shape} does not fit rows {first}:{end} of the engine's "
-                    f"{name}, {str(parameter.dtype).removeprefix('torch.')} {tuple(parameter.shape)}"
-                )
-            places[part] = parameter.data[first:end]
-            first = end
-        # SGLang pads the vocabulary; the rows beyond it belong to no token.
-        padded = first > 0 and name.endswith(("embed_tokens.weight", "lm_head.weight"))
-        if first != parameter.shape[0] and not padded:
-            raise LayoutError(f"{name}: the layout gives {first} of its {parameter.shape[0]} rows")
-    if specs:
-        raise LayoutError(f"{next(iter(specs))}: the engine has no such weight")
+        first_row = 0
+        for part in _parts_of(name):
+            spec = unplaced.pop(part, None)
+            if spec is None:
+                raise LayoutError(f"{part}: not in the layout, so the engine's {name} is not covered")
+            num_rows = spec.shape[0] if spec.shape else 0
+            end_row = first_row + num_rows
+            _check_fits(spec, name, parameter, first_row, end_row)
+            places[part] = parameter.data[first_row:end_row]
+            first_row = end_row
+        is_padded = first_row > 0 and name.endswith(_PADDED)
+        if first_row != parameter.shape[0] and not is_padded:
+            raise LayoutError(f"{name}: the layout gives {first_row} of its {parameter.shape[0]} rows")
+    if unplaced:
+        raise LayoutError(f"{next(iter(unplaced))}: the engine has no such weight")
     return places
+
+
+def _parts_of(name: str) -> list[str]:
+    """The checkpoint tensors that the engine's parameter `name` holds, first rows first."""
+    for fused, parts in FUSED.items():
+        if f".{fused}." in name:
+            return [name.replace(fused, part) for part in parts]
+    return [name]
+
+
+def _check_fits(spec: TensorSpec, name: str, parameter: torch.Tensor, first_row: int, end_row: int) -> None:
+    """Raises LayoutError unless the tensor has the shape and dtype of these rows of the parameter."""
+    fits = (
+        len(spec.shape) == parameter.dim()
+        and spec.shape[1:] == tuple(parameter.shape[1:])
+        and end_row <= parameter.shape[0]
+        and str(parameter.dtype) == f"torch.{spec.dtype}"
+    )
+    if not fits:
+        parameter_dtype = str(parameter.dtype).removeprefix("torch.")
+        raise LayoutError(
+            f"{spec.name}: {spec.dtype} {spec.shape} does not fit rows {first_row}:{end_row} of the engine's "
+            f"{name}, {parameter_dtype} {tuple(parameter.shape)}"
+        )
 
 
 @lru_cache(maxsize=1)
 def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> Sequence[Mapping[str, torch.Tensor]]:
-    """Kept mapped: faulting a fresh mapping costs more than the copy. The newest only."""
+    """The slots of the arena, which stays mapped: to fault in a fresh mapping costs more than the copy."""
     first_slot.check()
     return map_arena(first_slot.path, layout)
 
 
-def _serve(model: torch.nn.Module, request: LoaderRequest) -> dict[str, str]:
+def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
     places = plan(dict(model.named_parameters()), request.tensors)
     if request.arena is not None:
         slots = _mapped(structs.replace(request.arena, slot=0), request.tensors)
         views = slots[request.arena.slot]
         for name, place in places.items():
             place.copy_(views[name])
-    return {name: checksum(place) for name, place in places.items()} if request.digest else {}
+    if request.digest:
+        return LoaderReply(checksums={name: checksum(place) for name, place in places.items()})
+    return LoaderReply()
 
 
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's entry point. Never raises: the other end sees that no reply came."""
+    """SGLang's entry point. Never raises: after a failure the reply has an error, or there is no reply."""
     try:
         request = msgspec.json.decode(named_tensors[0][0], type=LoaderRequest)
     except Exception:
-        return  # nobody to answer
+        return  # it is not known where the reply should go
     try:
-        reply = LoaderReply(checksums=_serve(model, request))
+        reply = _answer(model, request)
     except Exception as error:
         text = str(error) if isinstance(error, InvrlError) else repr(error)
         reply = LoaderReply(error=text, error_is_layout=isinstance(error, LayoutError))
-    with contextlib.suppress(OSError), open(request.reply_path, "wb") as file:
-        file.write(msgspec.json.encode(reply))
+    with contextlib.suppress(OSError):
+        Path(request.reply_path).write_bytes(msgspec.json.encode(reply))
 
 
 def read_reply(path: str) -> LoaderReply:
-    """A reply from its file. Raises WeightSyncError if there is none, LayoutError or WeightSyncError
-    with what the engine says went wrong."""
+    """Read a reply from its file.
+
+    Raises LayoutError or WeightSyncError with the engine's own error, WeightSyncError if there is no reply.
+    """
     try:
-        with open(path, "rb") as file:
-            reply = msgspec.json.decode(file.read(), type=LoaderReply)
+        reply = msgspec.json.decode(Path(path).read_bytes(), type=LoaderReply)
     except (OSError, msgspec.DecodeError) as error:
         raise WeightSyncError(f"the engine's weight loader left no reply: {error}") from error
+    if reply.error and reply.error_is_layout:
+        raise LayoutError(reply.error)
     if reply.error:
-        raise (LayoutError if reply.error_is_layout else WeightSyncError)(reply.error)
+        raise WeightSyncError(reply.error)
     return reply
