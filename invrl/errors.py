@@ -5,7 +5,9 @@ InvrlError
 │   └── PluginError        user code that cannot be imported, is not callable, or has the wrong signature
 ├── DamagedFileError       a file that a run wrote is missing or was changed; names the file
 ├── DeadlineError          a wait across a process ran out; says what it waited for
+│   └── ActorSilentError   a Ray actor did not answer a call in time
 ├── ServerError            an OS process that we started did not come up, died, or answered wrongly
+│   └── ActorDiedError     a Ray actor died before it answered a call
 ├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
 ├── UnsendableTask         a task that cannot be written as JSON, for an environment that leases over HTTP
 ├── IdenticalFailuresError rollouts in a row failed in the same way and none finished: continuing is useless
@@ -67,8 +69,17 @@ class DeadlineError(InvrlError):
         self.seconds = seconds
 
 
+class ActorSilentError(DeadlineError):
+    """A Ray actor did not answer a call in time. (A DeadlineError that the actor's own code raised is not an
+    ActorSilentError.)"""
+
+
 class ServerError(InvrlError):
     """A server process did not start, died or misbehaved. The message ends with its last log lines."""
+
+
+class ActorDiedError(ServerError):
+    """The process of a Ray actor died before it answered a call."""
 
 
 class SessionError(InvrlError):

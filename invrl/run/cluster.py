@@ -33,6 +33,7 @@ from invrl.engines.engine_server import count_gpus
 from invrl.engines.fleet import Fleet
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.actor_heartbeat import remote_with_beat
 from invrl.host.environment_keys import take_environment_key
 from invrl.host.guardian import start_guardian
@@ -266,8 +267,10 @@ def _chat_template_override(config: Config) -> str:
 
 
 def _create_buffer(config: Config, folder: RunFolder) -> BufferHandle:
-    actor_class: Any = remote_with_beat(BufferActor).options(num_cpus=0, max_concurrency=64)
-    actor = actor_class.remote(
+    actor = start_actor(
+        "the buffer",
+        BufferActor,
+        ActorOptions(max_concurrency=64),
         config.buffer,
         config.rollout,
         tasks_factory=partial(load_tasks, config.rollout, "train", config.run.seed),

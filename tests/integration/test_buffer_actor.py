@@ -13,6 +13,7 @@ from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
 from invrl.buffer.config import BufferConfig
 from invrl.errors import BufferStateError, DeadlineError, ServerError
+from invrl.host.actor import ActorOptions, start_actor
 from invrl.metrics import resolve
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store_writer import RunStoreWriter
@@ -36,7 +37,10 @@ async def handle(tmp_path: Path) -> AsyncIterator[BufferHandle]:
     def endless_tasks() -> Iterator[Task]:
         return (Task(id=f"t{n}", payload={"n": n}) for n in itertools.count())
 
-    actor = ray.remote(BufferActor).remote(
+    actor = start_actor(
+        "the buffer",
+        BufferActor,
+        ActorOptions(),
         BufferConfig(max_staleness=0),
         RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2),
         tasks_factory=endless_tasks,
@@ -45,7 +49,7 @@ async def handle(tmp_path: Path) -> AsyncIterator[BufferHandle]:
     handle = BufferHandle(actor=actor, batch_timeout_s=240.0)
     await handle.start()
     yield handle
-    ray.kill(actor)
+    actor.kill()
 
 
 async def test_three_steps_over_the_run_store(handle: BufferHandle, tmp_path: Path) -> None:
@@ -82,13 +86,13 @@ async def test_errors_keep_their_type_across_the_process(handle: BufferHandle) -
 
 async def test_an_actor_that_does_not_answer_is_a_deadline(handle: BufferHandle) -> None:
     silent = BufferHandle(actor=handle.actor, batch_timeout_s=30.0, call_timeout_s=-29.5)
-    with pytest.raises(DeadlineError, match=r"the buffer actor to answer take\(\)"):
+    with pytest.raises(DeadlineError, match=r"the buffer to answer take\(\)"):
         await silent.take()
 
 
 async def test_a_dead_actor_is_a_server_error(handle: BufferHandle) -> None:
-    ray.kill(handle.actor)
-    with pytest.raises(ServerError, match="the buffer actor died"):
+    handle.actor.kill()
+    with pytest.raises(ServerError, match="the buffer died"):
         await handle.lease()
 
 

@@ -29,6 +29,7 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.app import make_app
 from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.ports import free_port
 from invrl.host.process import still_running
 from invrl.host.ray_setup import worker_environment
@@ -160,7 +161,10 @@ async def rollouts(
             **changes,
         }
     )
-    actor = ray.remote(BufferActor).remote(
+    actor = start_actor(
+        "the buffer",
+        BufferActor,
+        ActorOptions(),
         BufferConfig(
             max_staleness=max_staleness, over_sampling_groups=4, group_filter="none", failure_reward=()
         ),
@@ -185,7 +189,7 @@ async def rollouts(
         yield handle, buffer
     finally:
         await handle.stop()
-        ray.kill(actor)
+        actor.kill()
 
 
 async def batches(

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from invrl.errors import PluginError, ServerError
+from invrl.errors import ActorDiedError, ActorSilentError, PluginError, ServerError
 from invrl.rollout.worker_actor import Assignment, WorkerReply
-from invrl.rollout.worker_pool import WorkerDied, WorkerPool
+from invrl.rollout.worker_pool import WorkerPool
 from invrl.types import FailedRollout, FailureReason, Sampling, Session, Task
 
 
@@ -75,9 +75,9 @@ class FakeWorker:
             for wait in waits:
                 wait.cancel()
             if not done:
-                raise TimeoutError
+                raise ActorSilentError("the worker to answer", 0.05)
         if self.dead.is_set():
-            raise WorkerDied(f"{self.name}: exit code 1")
+            raise ActorDiedError(f"{self.name}: exit code 1")
         outcomes = tuple(failed(s, FailureReason.EXCEPTION, "done") for s in assignment.sessions)
         return WorkerReply(outcomes=outcomes, stuck_threads=self.threads, over_memory=does == "full")
 
@@ -191,7 +191,7 @@ async def test_workers_that_are_always_over_their_memory_end_the_run():
         for _ in range(100):
             await pool.run(assignment("full"))
 
-    with pytest.raises(ServerError, match="no rollout ends in between"):
+    with pytest.raises(ServerError, match="no rollout ended in between"):
         await rollouts_that_all_leak()
     assert len(workers) < 30
 
@@ -203,7 +203,7 @@ async def test_endless_deaths_end_the_run_with_their_cause():
         for _ in range(100):
             await pool.run(assignment("die"))
 
-    with pytest.raises(ServerError, match=r"die and no rollout ends.*exit code 1"):
+    with pytest.raises(ServerError, match=r"died in a row, and no rollout ended.*exit code 1"):
         await rollouts_that_all_die()
     assert len(workers) < 30
 
@@ -244,7 +244,7 @@ async def test_a_plugin_that_does_not_load_surfaces_at_start():
 async def test_a_worker_that_dies_while_it_starts_is_named():
     class Stillborn(FakeWorker):
         async def ready(self, deadline_s):
-            raise WorkerDied("exit code 7")
+            raise ActorDiedError("exit code 7")
 
     with pytest.raises(ServerError, match=r"rollout worker 0 died while it was started: exit code 7"):
         await started_pool(make=Stillborn)

@@ -48,7 +48,7 @@ ALIKE = FailureReport(
 
 
 async def test_a_buffer_that_was_busy_is_asked_again() -> None:
-    busy = DeadlineError("the buffer actor to answer failures()", 60.0)
+    busy = DeadlineError("the buffer to answer failures()", 60.0)
     screen = Screen()
     buffer = Buffer(busy, busy, ALIKE)
     telling = asyncio.create_task(report_failures(buffer, FailureTeller(LIMITS), screen, interval_s=0.0))
@@ -65,6 +65,6 @@ async def test_a_buffer_that_was_busy_is_asked_again() -> None:
 
 
 async def test_a_dead_buffer_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
-    buffer = Buffer(ServerError("the buffer actor died"))
+    buffer = Buffer(ServerError("the buffer died"))
     await report_failures(buffer, FailureTeller(LIMITS), Screen(), interval_s=0.0)
-    assert "the buffer actor died" in caplog.text
+    assert "the buffer died" in caplog.text

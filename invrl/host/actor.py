@@ -1,0 +1,117 @@
+"""The one way to hold a Ray actor: typed calls with a deadline, a heartbeat, and plain errors.
+
+Ray's own handles have no types, wait for ever, and raise Ray's exceptions. A role of the run is a plain class
+with `async` methods (tests use it without Ray); `start_actor` runs it in a process of its own, and
+`ActorHandle` calls it. What the actor's code raises arrives as the exception that it raised. A process that
+died is an ActorDiedError, and one that does not answer in time an ActorSilentError; both name the actor and
+the method."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCancelledError
+
+from invrl.errors import ActorDiedError, ActorSilentError
+from invrl.host.actor_heartbeat import ActorHeartbeat, Pulse
+from invrl.host.ray_memory import killed_for_memory
+
+_BEAT_GROUP = "beat"
+"""The concurrency group in which `beat` is answered, by a thread of its own."""
+
+
+class Role(Protocol):
+    """What the class of an actor must have."""
+
+    async def beat(self) -> Pulse:
+        """Answers at once, whatever the actor's other methods do."""
+        ...
+
+
+Parameters = ParamSpec("Parameters")
+Answer = TypeVar("Answer")
+RoleT = TypeVar("RoleT", bound=Role)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorOptions:
+    """What Ray needs to know about an actor."""
+
+    max_concurrency: int = 1000
+    """Calls that run at a time; further calls wait in Ray's queue. The default is Ray's for async actors."""
+    num_gpus: float | None = None
+    """GPUs that the process sees; None leaves its environment as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorHandle(Generic[RoleT]):
+    """An actor of the class `RoleT`. Can be pickled."""
+
+    name: str
+    """What messages call it: "rollout worker 0"."""
+    ray_handle: Any
+    """Ray's own handle, which has no type."""
+
+    async def call(
+        self,
+        method: Callable[Concatenate[RoleT, Parameters], Awaitable[Answer]],
+        deadline_s: float,
+        /,
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
+    ) -> Answer:
+        """Calls a method, given as `Class.method`, with these arguments, and waits for its answer. Raises
+        ActorSilentError after `deadline_s`, ActorDiedError, and what the method raises."""
+        name = method.__name__
+        reference = getattr(self.ray_handle, name).remote(*args, **kwargs)
+        try:
+            async with asyncio.timeout(deadline_s):
+                # Not `await reference`: that turns Ray's TaskCancelledError into a cancellation of ours.
+                return await asyncio.wrap_future(reference.future())
+        # In this order: an error that was raised in the actor is a RayTaskError and has its own class too.
+        except (RayActorError, OutOfMemoryError, TaskCancelledError) as error:
+            # Code in the actor that cancels every task of its event loop cancels our call too.
+            reason = killed_for_memory(error, self.name)
+            if not reason:
+                reason = f"{self.name} died before it answered {name}(): {error}"
+            raise ActorDiedError(reason) from error
+        except RayTaskError as error:
+            raise error.cause from error  # the text of `error` is the traceback in the actor's process
+        except TimeoutError as error:
+            raise ActorSilentError(f"{self.name} to answer {name}()", deadline_s) from error
+
+    async def beat(self) -> Pulse:
+        reference = self.ray_handle.beat.options(concurrency_group=_BEAT_GROUP).remote()
+        return await asyncio.wrap_future(reference.future())
+
+    async def watch(self, timeout_s: float) -> None:
+        """Asks for heartbeats, once the actor has started. Never returns; raises ServerError once the actor
+        has been silent for `timeout_s`. Its process is killed then, if it runs on this machine."""
+        await ActorHeartbeat(self.name, self.beat, timeout_s=timeout_s).watch()
+
+    def kill(self) -> None:
+        """Ends the process. Calls that wait for its answers raise ActorDiedError."""
+        ray.kill(self.ray_handle)
+
+
+def start_actor(
+    name: str,
+    role: Callable[Parameters, RoleT],
+    options: ActorOptions,
+    *args: Parameters.args,
+    **kwargs: Parameters.kwargs,
+) -> ActorHandle[RoleT]:
+    """Starts a process with an object of the class `role`, which is made there with these arguments. Returns
+    at once; what its constructor raises, the first call raises. Ray neither restarts the actor nor repeats a
+    call."""
+    resources: dict[str, float] = {"num_cpus": 0}
+    if options.num_gpus is not None:
+        resources["num_gpus"] = options.num_gpus
+    remote: Any = ray.remote
+    actor_class = remote(concurrency_groups={_BEAT_GROUP: 1})(role)
+    ray_handle = actor_class.options(
+        max_concurrency=options.max_concurrency, max_restarts=0, max_task_retries=0, **resources
+    ).remote(*args, **kwargs)
+    return ActorHandle(name, ray_handle)
