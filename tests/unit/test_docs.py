@@ -44,6 +44,12 @@ OTHER_PROGRAMS = ("cd", "curl", "export", "pip", "python", "cp", "mkdir", "hf", 
 """Commands of a shell snippet that are not ours."""
 
 
+CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+"""The changelog also names what is gone."""
+SCRIPTS = ("tests/run_bench.py", "tests/soak.py")
+"""Programs beside the tests whose flags the pages show."""
+
+
 def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -313,6 +319,8 @@ def test_shell_snippets_parse(
             assert (ROOT / program).is_file(), f"{snippet.place}: {program}"
         else:
             assert program in OTHER_PROGRAMS, f"{snippet.place}: {program}"
+            if program == "python" and arguments[0].startswith("tests/"):
+                assert (ROOT / arguments[0]).is_file(), f"{snippet.place}: {arguments[0]}"
 
 
 # ------------------------------------------------------------------ what the prose names
@@ -325,17 +333,19 @@ def known_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:
         capsys.readouterr()
         cli.main([command, "--help"])
         flags |= set(re.findall(r"--[a-z][\w-]*\w", capsys.readouterr().out))
+    for script in SCRIPTS:
+        flags |= set(re.findall(r"--[a-z][\w-]*\w", (ROOT / script).read_text()))
     return flags
 
 
-FLAGS_OF_OTHERS = {"--steps-per-batch", "--weight-carrier", "--shm-size", "--local-dir"}
-"""Flags that pages name: those that were renamed, and those of other programs."""
+FLAGS_OF_OTHERS = {"--shm-size", "--local-dir"}
+"""Flags of other programs that pages name."""
 
 
 def test_every_flag_that_a_page_names_exists(capsys: pytest.CaptureFixture[str]) -> None:
     flags = known_flags(capsys) | FLAGS_OF_OTHERS
     passed_on = tuple(f"--{package}-" for package in UPSTREAM)
-    for page in PAGES:
+    for page in CURRENT_PAGES:
         for code in re.findall(r"`([^`]+)`", prose_of(page)):
             if "tests/" in code:
                 continue  # a script beside the tests has flags of its own
@@ -347,7 +357,7 @@ def test_every_flag_that_a_page_names_exists(capsys: pytest.CaptureFixture[str])
 
 def test_every_file_that_a_page_names_exists() -> None:
     folders = "invrl|tests|launch|rollout_fns|docs"
-    for page in PAGES:
+    for page in CURRENT_PAGES:
         for name in re.findall(rf"`((?:{folders})/[\w./-]*\w/?)`", prose_of(page)):
             assert (ROOT / name).exists(), f"{page_name(page)}: `{name}`"
 
