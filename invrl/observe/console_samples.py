@@ -1,37 +1,72 @@
-"""The rollouts of a step that the console shows (`run.log_samples`): a glance at what the model says, where
-`invrl samples` shows all of it.
+"""The rollouts of each step that the console shows while a run trains (`run.log_samples`): a glance at what
+the model says. `invrl samples` shows all rollouts.
 
-Invariant: what goes wrong here is logged and ends no run."""
+Invariant: an error here is logged and ends no run."""
 
 import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from invrl.observe.samples_text import brief
-from invrl.observe.transcript import read_transcript
+from invrl.host.printable import for_stdout, one_line, trimmed
+from invrl.observe.transcript import Transcript, message_text, read_transcript
 from invrl.store.run_store import RunStore
 from invrl.types import RolloutSummary, TakenBatch
 
+_MAX_CHARACTERS = 160
 logger = logging.getLogger(__name__)
 
 
 def show_samples(store_path: Path, count: int, step: int, taken: TakenBatch) -> list[str]:
     """A text for each of `count` rollouts of the step's batch."""
-    rollouts = chosen_rollouts(taken, count, step)
+    rollouts = choose_rollouts(taken, count, step)
     if not rollouts:
         return []
     try:
-        # The caller may be a thread: a connection of its own.
+        # This may run in a thread, so it opens a connection of its own.
         with contextlib.closing(RunStore(store_path)) as store:
-            return [brief(one, read_transcript(store, one.session_id)) for one in rollouts]
+            texts: list[str] = []
+            for rollout in rollouts:
+                transcript = read_transcript(store, rollout.session_id)
+                texts.append(describe_rollout(rollout, transcript))
+            return texts
     except Exception:
         logger.exception("the samples of step %d cannot be shown", step)
         return []
 
 
-def chosen_rollouts(taken: TakenBatch, count: int, step: int) -> Sequence[RolloutSummary]:
-    """At most `count`, evenly over the groups of the batch; in each step others of their groups."""
+def choose_rollouts(taken: TakenBatch, count: int, step: int) -> Sequence[RolloutSummary]:
+    """At most `count` rollouts, evenly over the groups of the batch. Each step chooses other members of a
+    group."""
     rollouts = [rollout for group in taken.groups for rollout in group.rollouts_G]
     count = min(count, len(rollouts))
-    return [rollouts[(at * len(rollouts) // count + step) % len(rollouts)] for at in range(count)]
+    chosen: list[RolloutSummary] = []
+    for number in range(count):
+        position = number * len(rollouts) // count + step
+        chosen.append(rollouts[position % len(rollouts)])
+    return chosen
+
+
+def describe_rollout(summary: RolloutSummary, transcript: Transcript) -> str:
+    """Three lines: which rollout it was, the last message of its first prompt, and its last reply."""
+    heading = f"  sample: task {_shorten(summary.task_id)}, reward {summary.reward:.3f}"
+    if summary.num_turns > 1:
+        heading += f", {summary.num_turns} turns"
+    if summary.truncated:
+        heading += ", cut"
+    if summary.failure is not None:
+        heading += f", failed: {summary.failure}"
+    lines = [heading]
+    if transcript.opening:
+        question = transcript.opening[-1]
+        lines.append(f"    {question.role}: {_shorten(message_text(question))}")
+    reply = ""
+    if transcript.turns:
+        reply = _shorten(message_text(transcript.turns[-1].reply))
+    lines.append(f"    model: {reply or '(nothing)'}")
+    return for_stdout("\n".join(lines))
+
+
+def _shorten(text: str) -> str:
+    """One line."""
+    return trimmed(one_line(text), _MAX_CHARACTERS)

@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from invrl.host.printable import for_stdout, one_line, trimmed
+from invrl.host.printable import for_stdout, trimmed
 from invrl.observe.samples import distinct_replies
-from invrl.observe.transcript import read_transcript, said
+from invrl.observe.transcript import message_text, read_transcript
 
 if TYPE_CHECKING:
     from invrl.gateway.types import Message
     from invrl.observe.samples import Change, Sample
-    from invrl.observe.transcript import SaidTurn, Transcript
+    from invrl.observe.transcript import TranscriptTurn, Transcript
     from invrl.store.run_store import RunStore
-    from invrl.types import RolloutSummary
 
 _MESSAGE_CHARACTERS = 600
 _DETAIL_LINES = 6
-_BRIEF_CHARACTERS = 160
 _MODEL = "model"
 _NOTHING = "(nothing)"
 
@@ -88,20 +86,6 @@ def describe_changes(found: Sequence[Change], store: RunStore, *, total: int, fu
     if len(found) < total:
         parts.append(f"{len(found)} of {total} shown; -n N shows more, -n 0 all")
     return for_stdout("\n\n".join(parts))
-
-
-def brief(summary: RolloutSummary, transcript: Transcript) -> str:
-    """Three lines for the console of a run: which rollout it was, the end of its prompt, its last reply."""
-    turns = f", {summary.num_turns} turns" if summary.num_turns > 1 else ""
-    cut = ", cut" if summary.truncated else ""
-    failed = f", failed: {summary.failure}" if summary.failure is not None else ""
-    lines = [f"  sample: task {_short(summary.task_id)}, reward {summary.reward:.3f}{turns}{cut}{failed}"]
-    if transcript.opening:
-        asked = transcript.opening[-1]
-        lines.append(f"    {asked.role}: {_short(said(asked))}")
-    reply = _short(said(transcript.turns[-1].reply)) if transcript.turns else ""
-    lines.append(f"    {_MODEL}: {reply or _NOTHING}")
-    return for_stdout("\n".join(lines))
 
 
 def samples_json(samples: Iterable[Sample], store: RunStore) -> str:
@@ -172,12 +156,12 @@ def _conversation(transcript: Transcript, *, full: bool, shown_before: tuple[Mes
             lines.append("(the prompt above)")
         else:
             for message in turn.prompt:
-                lines += _message(message.role, said(message), full=full)
-        lines += _message(f"> {_MODEL}{_ending(turn)}", said(turn.reply) or _NOTHING, full=full)
+                lines += _message(message.role, message_text(message), full=full)
+        lines += _message(f"> {_MODEL}{_ending(turn)}", message_text(turn.reply) or _NOTHING, full=full)
     return lines
 
 
-def _ending(turn: SaidTurn) -> str:
+def _ending(turn: TranscriptTurn) -> str:
     """How the reply ended, where the model did not end it by itself."""
     notes = [] if turn.finish_reason == "stop" else [turn.finish_reason]
     if turn.cut:
@@ -194,10 +178,6 @@ def _message(label: str, text: str, *, full: bool) -> list[str]:
 
 def _reward(sample: Sample) -> str:
     return "none" if sample.reward is None else f"{sample.reward:.3f}"
-
-
-def _short(text: str) -> str:
-    return trimmed(one_line(text), _BRIEF_CHARACTERS)
 
 
 def _distinct(replies: int, rollouts: int) -> str:

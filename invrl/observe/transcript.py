@@ -1,7 +1,8 @@
-"""What was said in a rollout, as its turns were recorded: who asked what, and what the model replied.
+"""What was said in a rollout: the messages that the agent sent, and the model's replies.
 
-Read from the messages that the gateway keeps beside each turn's tokens. A turn holds only the messages that
-it adds to the one that it goes on from; one that begins or leaves a conversation holds all of them."""
+Read from the messages that the gateway records beside each turn's tokens. A turn records only the messages
+that it adds to the turn that it continues. A turn that starts a conversation or forks off it records all of
+its messages."""
 
 from dataclasses import dataclass
 
@@ -13,12 +14,12 @@ from invrl.types import FinishReason, Turn, WeightVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaidTurn:
-    """One reply of the model and the messages before it."""
+class TranscriptTurn:
+    """One reply of the model, and the messages before it."""
 
     turn_id: str
     session_id: str
-    """The rollout's, or that of a sub-agent of it."""
+    """The rollout's session, or that of one of its sub-agents."""
     prompt: tuple[Message, ...]
     reply: Message
     finish_reason: FinishReason
@@ -27,7 +28,7 @@ class SaidTurn:
     newest_version: WeightVersion
     delivered: bool
     fork_reason: str
-    """Why it departs from what was recorded before; "" for a first turn and for one that goes on."""
+    """Why it forks off what was recorded before; "" for a first turn and for one that continues another."""
     finished_at: float
 
     @property
@@ -38,42 +39,51 @@ class SaidTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """All turns of a rollout, its sub-agents' among them, in the order in which they ended."""
+    """All turns of a rollout and its sub-agents, in the order in which they ended."""
 
-    turns: tuple[SaidTurn, ...]
+    turns: tuple[TranscriptTurn, ...]
 
     @property
     def opening(self) -> tuple[Message, ...]:
-        """What the model was asked first."""
-        return self.turns[0].prompt if self.turns else ()
+        """The prompt of the first turn."""
+        if not self.turns:
+            return ()
+        return self.turns[0].prompt
 
     @property
     def replies(self) -> str:
-        """Everything that the model said, as one text."""
-        return "\n".join(said(turn.reply) for turn in self.turns)
+        """All replies of the model as one text."""
+        return "\n".join(message_text(turn.reply) for turn in self.turns)
 
 
 def read_transcript(store: RunStore, session_id: str) -> Transcript:
-    """Of a session and its children; without turns where it has none, or is unknown."""
-    turns: list[SaidTurn] = []
+    """Of a session and its children. It is empty if the session has no turns or is unknown."""
+    turns: list[TranscriptTurn] = []
     for member in store.family(session_id):
-        for turn, messages, _ in store.recorded_turns(member):
-            *prompt, reply = msgspec.json.decode(messages, type=list[Message]) or [Message("assistant")]
-            turns.append(_said_turn(turn, tuple(prompt), reply))
-    return Transcript(turns=tuple(sorted(turns, key=lambda turn: turn.finished_at)))
+        for turn, encoded_messages, _ in store.recorded_turns(member):
+            messages = msgspec.json.decode(encoded_messages, type=list[Message])
+            if not messages:
+                messages = [Message("assistant")]
+            turns.append(_transcript_turn(turn, prompt=tuple(messages[:-1]), reply=messages[-1]))
+    turns.sort(key=lambda turn: turn.finished_at)
+    return Transcript(turns=tuple(turns))
 
 
-def said(message: Message) -> str:
-    """A message as text: its thinking, its content, its calls."""
-    parts = [f"<think>{message.reasoning}</think>"] if message.reasoning else []
-    parts += [message.content] if message.content else []
-    parts += [f"{call.name}({call.arguments})" for call in message.tool_calls]
+def message_text(message: Message) -> str:
+    """Its thinking, its content and its tool calls as one text."""
+    parts: list[str] = []
+    if message.reasoning:
+        parts.append(f"<think>{message.reasoning}</think>")
+    if message.content:
+        parts.append(message.content)
+    for call in message.tool_calls:
+        parts.append(f"{call.name}({call.arguments})")
     return "\n".join(parts)
 
 
-def _said_turn(turn: Turn, prompt: tuple[Message, ...], reply: Message) -> SaidTurn:
+def _transcript_turn(turn: Turn, *, prompt: tuple[Message, ...], reply: Message) -> TranscriptTurn:
     versions = [span.version for span in turn.spans if span.end > span.start]
-    return SaidTurn(
+    return TranscriptTurn(
         turn_id=turn.id,
         session_id=turn.session_id,
         prompt=prompt,

@@ -5,8 +5,8 @@ loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which. Inv
 for a version only after every engine has committed it, and counts its tokens only after its canary has
 passed.
 
-Step n makes version n, also where the batch had no signal and no weight changed (`StepResult.optimizer_steps`
-is 0): versions count batches, so staleness and the ledger need no second clock. The engines are then sent the
+Step n makes version n, also if the batch had no signal and no weight changed (`StepResult.optimizer_steps` is
+0): versions count batches, so staleness and the ledger need no second clock. The engines are then sent the
 same weights once more, in the usual transaction."""
 
 import asyncio
@@ -29,10 +29,10 @@ from invrl.run.save_schedule import SaveSchedule
 from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
 Assemble = Callable[[int, TakenBatch], TrainBatch]
-"""Fetches the tokens of a step's batch from the run's store and computes advantages. It runs in a thread, so
+"""Reads the tokens of a step's batch from the run's store and computes advantages. It runs in a thread, so
 that gateway and fleet are watched, and rollouts dispatched, while it reads."""
 ShowSamples = Callable[[int, TakenBatch], Sequence[str]]
-"""What a person is shown of a step's rollouts; runs in a thread too."""
+"""Texts for the console from a step's rollouts; runs in a thread too."""
 Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
 """Gives the trainer's weights to the fleet as this version, in one transaction."""
 Save = Callable[[int, bytes], Awaitable[object]]
@@ -43,8 +43,7 @@ Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """Makes a new version for the fleet. `save` is called when the schedule says so, and after the last
-    step."""
+    """Makes new versions. `save` runs when the schedule says so, and after the last step."""
 
     trainer: Trainer
     sync: Sync
@@ -66,7 +65,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Phases:
-    """Seconds spent per phase of one step; each phase is announced to the observer."""
+    """The phases of one step: announces each to the observer, and measures its seconds."""
 
     observer: Sink
     step: int
@@ -80,34 +79,37 @@ class _Phases:
 
 
 async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> int:
-    """Steps `done` + 1 to `num_steps`; with a learner, step n makes version n. Returns the last step made:
-    an earlier one where the group filter leaves nothing to train on, which is told, and then the model of
-    that step is saved."""
+    """Makes steps `done` + 1 to `num_steps`; with a learner, step n makes version n. Returns the last step
+    made. That is an earlier one if the group filter leaves nothing to train on: the loop then says so, and
+    saves the model of that step."""
     if parts.learner is not None:
         parts.learner.schedule.begin()
-    saved = done
+    saved_step = done
     for step in range(done + 1, num_steps + 1):
         phases = _Phases(parts.observer, step)
         try:
             with phases.within("rollout"):
                 taken = await parts.buffer.take()
         except FilteredOutError as reason:
-            _tell_early_end(parts.observer, step - 1, num_steps, reason)
-            if parts.learner is not None and step - 1 > saved:
+            parts.observer.note(_early_end_note(step - 1, num_steps, reason))
+            if parts.learner is not None and step - 1 > saved_step:
                 await _save_early(parts.buffer, parts.learner, phases, step - 1)
             return step - 1
+
         with phases.within("assemble"):
             batch = await asyncio.to_thread(parts.assemble, step, taken)
         values = resolve(rollout_metrics(taken) | reply_metrics(batch), "rollout/")
+
         if parts.learner is None:
             await parts.buffer.advance(taken.version)
         else:
             values |= await _learn(parts, parts.learner, taken, batch, phases, last=step == num_steps)
             if CHECKPOINT_PHASE in phases.seconds:
-                saved = step
+                saved_step = step
+
         values |= resolve(await parts.buffer.metrics(), "buffer/")
         values |= resolve(time_metrics(phases.seconds, taken, batch.total_tokens), "time/")
-        if parts.evaluate is not None and eval_interval and step % eval_interval == 0 and step < num_steps:
+        if parts.evaluate is not None and _is_evaluated(step, num_steps, eval_interval):
             parts.observer.phase("evaluate", step)
             values |= await parts.evaluate(WeightVersion(step))
         parts.observer.step(step, values)
@@ -117,36 +119,25 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
     return max(done, num_steps)
 
 
-def _tell_early_end(observer: Sink, made: int, num_steps: int, reason: FilteredOutError) -> None:
-    observer.note(
-        f"the run ends after step {made} of {num_steps}: {reason}.\n"
-        "    To go on: other tasks under another --run-name, a larger --max-filtered-batches, or "
-        "--filtered-out train"
-    )
-
-
-async def _save_early(buffer: Buffer, learner: Learner, phases: _Phases, made: int) -> None:
-    """The checkpoint of the last step made, with no batch out."""
-    snapshot = await buffer.snapshot(WeightVersion(made))
-    with phases.within(CHECKPOINT_PHASE):
-        await learner.save(made, snapshot)
-
-
 async def _learn(
     parts: Parts, learner: Learner, taken: TakenBatch, batch: TrainBatch, phases: _Phases, *, last: bool
 ) -> dict[str, float]:
-    """Train, sync, checkpoint. The buffer's snapshot is taken before it admits work for the new version;
-    the checkpoint is written while that work goes on. After the last step nothing more is admitted."""
-    step, version = phases.step, WeightVersion(phases.step)
+    """Trains on the batch, sends the new weights, and saves a checkpoint if one is due. The buffer's snapshot
+    is taken before the buffer admits work for the new version; the checkpoint is written while that work goes
+    on. After the last step no more work is admitted. Returns metric values."""
+    step = phases.step
+    version = WeightVersion(step)
     with phases.within("train"):
         result = await learner.trainer.train(batch)
-        if note := no_step_note(step, result):
+        note = no_step_note(step, result)
+        if note:
             parts.observer.note(note)
         await parts.buffer.trained(taken.batch_id)
     with phases.within("sync"):
         update = await learner.sync(version)
-        saves = last or learner.schedule.is_due(step)
-        snapshot = await parts.buffer.snapshot(version) if saves else None
+        snapshot = None
+        if last or learner.schedule.is_due(step):
+            snapshot = await parts.buffer.snapshot(version)
         if not last:
             await parts.buffer.advance(version)
     if snapshot is not None:
@@ -156,8 +147,30 @@ async def _learn(
     return {**train_values(result), **resolve(update_metrics(update), "sync/")}
 
 
+def _is_evaluated(step: int, num_steps: int, eval_interval: int) -> bool:
+    """The last step is evaluated after the loop."""
+    if not eval_interval or step >= num_steps:
+        return False
+    return step % eval_interval == 0
+
+
+def _early_end_note(last_step: int, num_steps: int, reason: FilteredOutError) -> str:
+    return (
+        f"the run ends after step {last_step} of {num_steps}: {reason}.\n"
+        "    To go on: other tasks under another --run-name, a larger --max-filtered-batches, or "
+        "--filtered-out train"
+    )
+
+
+async def _save_early(buffer: Buffer, learner: Learner, phases: _Phases, last_step: int) -> None:
+    """Saves the checkpoint of the last step made, while the buffer has no batch out."""
+    snapshot = await buffer.snapshot(WeightVersion(last_step))
+    with phases.within(CHECKPOINT_PHASE):
+        await learner.save(last_step, snapshot)
+
+
 def no_step_note(step: int, result: StepResult) -> str:
-    """What a person is told of a batch that changed no weight; "" if it changed some."""
+    """A sentence for the console if a batch changed no weight; "" if it changed some."""
     if result.optimizer_steps:
         return ""
     return (

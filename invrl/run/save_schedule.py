@@ -1,19 +1,18 @@
-"""After which steps a checkpoint is saved: every so many steps, or every so many seconds.
+"""After which steps a checkpoint is saved: every n steps, or every n seconds.
 
 By seconds, because one setting then suits steps of five seconds and of ten minutes. What a save costs depends
-on the model and the disk, so that the seconds stretch where it takes long: saves take at most a twentieth of
+on the model and the disk. If saves take long, the interval grows, so that they take at most a twentieth of
 the time. Which steps are saved changes nothing that a step computes."""
 
 import time
 from collections.abc import Callable
 
-_MAX_SHARE = 0.05
-"""Of the time, that saves may take."""
+_MAX_TIME_SHARE = 0.05
 
 
 class SaveSchedule:
-    """`steps`: between checkpoints; 0: `seconds` decides. `seconds`: since the last save, or since `begin`;
-    0: none before the last step."""
+    """`steps`: between checkpoints; with 0, `seconds` decides. `seconds`: since the last save, or since
+    `begin`; with 0 no checkpoint is due before the last step."""
 
     def __init__(
         self, *, steps: int = 0, seconds: float = 0.0, clock: Callable[[], float] = time.monotonic
@@ -21,23 +20,23 @@ class SaveSchedule:
         self._steps = steps
         self._seconds = seconds
         self._clock = clock
-        self._since: float | None = None
+        self._last_save_at: float | None = None
         self._last_save_s = 0.0
 
     def begin(self) -> None:
-        """The first step begins: seconds count from here."""
-        self._since = self._clock()
+        """The first step begins: seconds count from now."""
+        self._last_save_at = self._clock()
 
     def is_due(self, step: int) -> bool:
-        """Whether this step, which has just been made, is saved."""
+        """Whether this step, which has just been made, is to be saved."""
         if self._steps:
             return step % self._steps == 0
-        if not self._seconds or self._since is None:
+        if not self._seconds or self._last_save_at is None:
             return False
-        wait_s = max(self._seconds, self._last_save_s / _MAX_SHARE)
-        return self._clock() - self._since >= wait_s
+        interval_s = max(self._seconds, self._last_save_s / _MAX_TIME_SHARE)
+        return self._clock() - self._last_save_at >= interval_s
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint has been saved in so many seconds."""
-        self._since = self._clock()
+        """A checkpoint has been saved, which took this long."""
+        self._last_save_at = self._clock()
         self._last_save_s = seconds

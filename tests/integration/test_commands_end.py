@@ -181,4 +181,7 @@ def test_an_interrupt_ends_an_evaluation_whose_ray_does_not_start(
     gcs.suspend()
     command.process.send_signal(signal.SIGINT)
     assert command.end() == 130
-    assert "interrupted during the start of Ray, which hears no signal: the driver was killed" in command.said
+    assert (
+        "interrupted during the start of Ray, which does not react to signals: the driver was killed"
+        in command.said
+    )

@@ -11,7 +11,7 @@ from recorded_run import record_run
 from stored_rollouts import finish, summary_of
 from test_loop import EmptyBatches, Notes
 
-from invrl.observe.console_samples import chosen_rollouts, show_samples
+from invrl.observe.console_samples import choose_rollouts, show_samples
 from invrl.observe.progress import PlainProgress
 from invrl.observe.step_metrics import reply_metrics
 from invrl.run.loop import Parts, run_loop
@@ -92,12 +92,12 @@ def test_the_step_line_tells_cut_replies_and_distinct_ones(capsys: pytest.Captur
 
 
 def test_samples_are_of_several_groups_and_in_each_step_of_other_members() -> None:
-    of_step = [chosen_rollouts(taken(), 4, step) for step in range(3)]
+    of_step = [choose_rollouts(taken(), 4, step) for step in range(3)]
     assert [[one.group_id for one in chosen] for chosen in of_step] == [["g0", "g1", "g2", "g3"]] * 3
     assert [{one.index for one in chosen} for chosen in of_step] == [{0}, {1}, {2}]
-    assert len(chosen_rollouts(taken(1, 3), 9, 5)) == 3
-    assert chosen_rollouts(taken(), 0, 5) == []
-    assert chosen_rollouts(taken(0), 2, 5) == []
+    assert len(choose_rollouts(taken(1, 3), 9, 5)) == 3
+    assert choose_rollouts(taken(), 0, 5) == []
+    assert choose_rollouts(taken(0), 2, 5) == []
 
 
 def test_a_sample_is_shown_with_task_reward_prompt_and_reply(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from invrl.observe.sinks import (
     Sink,
     TensorBoardSink,
     ThreadedSink,
-    check_trackers,
     open_sinks,
 )
+from invrl.observe.tracker_checks import check_trackers
 from invrl.run.config import Config, Source, resolve
 from invrl.store.run_folder import RunFolder
 
@@ -174,7 +174,7 @@ def test_a_threaded_sink_that_fails_is_logged_once_by_name(at: str, errors: Call
 
 def test_a_sink_that_hangs_is_not_waited_for(errors: Callable[[], list[str]]) -> None:
     inner = Collecting()
-    sinks = RunObserver([ThreadedSink("Collecting", inner.opened, close_s=0.05)])
+    sinks = RunObserver([ThreadedSink("Collecting", inner.opened, close_timeout_s=0.05)])
     sinks.step(0, {})
     inner.busy.wait()  # row 0 is being written, without end
     for step in range(1, 3):
@@ -190,7 +190,7 @@ def test_a_sink_that_hangs_does_not_hold_the_end_of_the_process() -> None:
     code = """
 import threading
 from invrl.observe.sinks import RunObserver, ThreadedSink
-sinks = RunObserver([ThreadedSink("Hanging", threading.Event().wait, close_s=0.05)])
+sinks = RunObserver([ThreadedSink("Hanging", threading.Event().wait, close_timeout_s=0.05)])
 sinks.step(1, {"a": 1.0})
 sinks.close()
 print("closed")
@@ -301,7 +301,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_fix(
 import sys
 sys.path[:] = [p for p in sys.path if "site-packages" not in p] + [{str(tmp_path)!r}]
 from types import SimpleNamespace
-from invrl.observe.sinks import check_trackers
+from invrl.observe.tracker_checks import check_trackers
 run = dict(wandb_project="", wandb_mode="online", mlflow_tracking_uri="") | {run!r}
 check_trackers(SimpleNamespace(**run))
 """
