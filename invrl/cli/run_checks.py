@@ -44,7 +44,7 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
     from invrl.algorithms.surrogates import surrogate_function
     from invrl.buffer.group_filters import group_filter_function
     from invrl.engines import sglang_args
-    from invrl.observe import sinks as metric_sinks
+    from invrl.observe import tracker_checks
     from invrl.rollout import tasks
     from invrl.train.hf_config import read_hf_config
 
@@ -62,7 +62,7 @@ def run_checks(config: Config) -> dict[str, Callable[[], object]]:
             surrogate_function(config.algorithm.policy_loss),
             group_filter_function(config.buffer.group_filter),
         ),
-        "trackers": lambda: metric_sinks.check_trackers(config.run),
+        "trackers": lambda: tracker_checks.check_trackers(config.run),
         "saved batches": lambda: check_saved(config),
         "sglang options": lambda: sglang_args.sglang_flags(config.sglang),
         "router options": lambda: sglang_args.router_flags(config.router),

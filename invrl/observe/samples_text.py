@@ -19,7 +19,7 @@ from invrl.observe.transcript import message_text, read_transcript
 if TYPE_CHECKING:
     from invrl.gateway.types import Message
     from invrl.observe.samples import Change, Sample
-    from invrl.observe.transcript import TranscriptTurn, Transcript
+    from invrl.observe.transcript import Transcript, TranscriptTurn
     from invrl.store.run_store import RunStore
 
 _MESSAGE_CHARACTERS = 600

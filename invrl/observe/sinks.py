@@ -158,8 +158,8 @@ class MlflowSink(Sink):
 
 
 class ThreadedSink(Sink):
-    """Opens, writes and closes another sink in a thread of its own. Only `close` waits for that thread, for at
-    most `close_timeout_s`."""
+    """Opens, writes and closes another sink in a thread of its own. Only `close` waits for that thread,
+    for at most `close_timeout_s`."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], close_timeout_s: float = 30.0) -> None:
         self._name = name

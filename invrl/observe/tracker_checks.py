@@ -1,4 +1,5 @@
-"""Before a run starts: the experiment trackers that its settings ask for are installed and can be logged to."""
+"""Before a run starts: the experiment trackers that its settings ask for are installed and can be logged
+to."""
 
 from __future__ import annotations
 
@@ -51,8 +52,9 @@ def _check_wandb_key(run: RunConfig) -> None:
 
 
 def _check_mlflow(uri: str) -> None:
-    """Finds what can be found without asking a server. MLflow takes any text for a folder, and fails only when
-    it first writes there: it does not write to folders any more, and mlflow-skinny has no databases."""
+    """Finds what can be found without asking a server. MLflow takes any text for a folder, and fails only
+    when it first writes there: it does not write to folders any more, and mlflow-skinny has no
+    databases."""
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
