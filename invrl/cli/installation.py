@@ -53,6 +53,17 @@ def install_steps(device: str) -> list[list[str]]:
     ]
 
 
+def nvidia_driver_works() -> bool:
+    """Whether `nvidia-smi` answers, as launch/install.sh decides too. torch may not be installed yet."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return False
+    try:
+        return subprocess.run([program], capture_output=True, check=False, timeout=60).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
 def _installer() -> list[str]:
     """`pip install` of this environment, or uv's where the environment has no pip."""
     # Not importlib.util.find_spec("pip"): setuptools takes that for a run of pip and leaves distutils alone,

@@ -40,6 +40,7 @@ COMMANDS = {
         "print the configuration that flags resolve to, as TOML",
         takes_settings=True,
     ),
+    "install": Command("install", "install", "complete an installed wheel with torch, SGLang and Megatron"),
     "prepare-model": Command(
         "prepare_model", "prepare_model", "make a model folder that train and serve can read"
     ),

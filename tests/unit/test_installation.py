@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 import tomllib
@@ -14,9 +13,11 @@ from pathlib import Path
 
 import pytest
 from tiny_model import make_tiny_model
+from wheel import build_wheel
 
 from invrl.cli import installation
 from invrl.cli import main as cli
+from invrl.cli.commands import install as install_command_module
 from invrl.cli.flags import parse_flags
 from invrl.cli.presets import preset_names
 from invrl.errors import ConfigError
@@ -109,6 +110,20 @@ def test_without_pip_and_uv_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert installation.install_steps("cpu")[0][:3] == ["/somewhere/uv", "pip", "install"]
 
 
+def test_the_command_takes_the_device_that_is_there_or_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices: list[str] = []
+    monkeypatch.setattr(install_command_module, "install_packages", devices.append)
+    for driver_works in (False, True):
+        monkeypatch.setattr(install_command_module, "nvidia_driver_works", lambda works=driver_works: works)
+        assert cli.main(["install"]) == 0
+    assert cli.main(["install", "--device", "cpu"]) == 0
+    assert devices == ["cpu", "gpu", "cpu"]
+    assert cli.main(["install", "--device", "tpu"]) == 2
+    assert "--device cpu or --device gpu" in capsys.readouterr().err
+
+
 def test_every_dependency_is_imported_somewhere() -> None:
     """Ours by our own code, those of the cpu extra by SGLang or Megatron too."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -140,17 +155,7 @@ def imported_names(folders: list[Path]) -> set[str]:
 
 
 def test_the_wheel_holds_presets_requirements_templates_and_examples(tmp_path: Path) -> None:
-    """Built by setuptools alone, of a copy: a build leaves folders beside the sources."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "invrl", "rollout_fns"):
-        subprocess.run(["cp", "-a", str(ROOT / name), str(copy / name)], check=True)
-    build = "from setuptools import build_meta; import sys; build_meta.build_wheel(sys.argv[1])"  # PEP 517
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=copy, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    [wheel] = tmp_path.glob("*.whl")
+    wheel = build_wheel(tmp_path)
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {"invrl/py.typed"}
     wanted |= {f"invrl/presets/{path.name}" for path in CONFIGS.glob("*.toml")}
