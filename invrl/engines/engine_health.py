@@ -1,17 +1,23 @@
 """When an engine or the router counts as dead.
 
-Invariant: a process that answers is not dead, however busy. It is dead once its process has ended, or once it
-has left `QUESTIONS` questions in a row unanswered, each waited for an equal part of the time that the run
-gives a silent process (`run.heartbeat_timeout_s`). A question fails as well while a process of it is stopped.
+Not to be confused with the heartbeats of Ray actors (`host/actor_heartbeat.py`) and of the gateway's
+processes (`gateway/server/heartbeat_page.py`): servers that are not our code are asked over HTTP.
 
-An engine's scheduler answers `/server_info` between two steps, also while its generation is paused, so a
-weight update is no reason to leave it unasked. The exception is one call of an update in which the engine
+Invariant: a process that answers is not dead, however busy it is. It is dead once its process has ended, or
+once it has left `QUESTIONS` questions in a row unanswered, each waited for an equal part of the time that
+the run gives a silent process (`run.heartbeat_timeout_s`). A question also fails while a process of it is
+stopped.
+
+An engine's scheduler answers `/server_info` between two steps, also while its generation is paused, so an
+engine is asked during a weight update too. The exception is one call of an update in which the engine
 copies or hashes all its weights: the scheduler answers nothing until that is done, and a large model takes
 longer than `run.heartbeat_timeout_s`. Silence during such a call proves nothing; the call has a deadline of
 its own (`weight_sync.weight_sync_timeout_s`), after which the update drops the engine. A process that has
-ended, or is stopped, is noticed all the same. An engine that answers but makes no token while it may
-generate counts as dead after `TOKEN_TIMEOUTS` times as long: a long prompt on a busy machine may take a
-while, and any step that ends is an answer."""
+ended, or is stopped, is noticed all the same.
+
+An engine that answers but makes no token while it may generate counts as dead after `TOKEN_TIMEOUTS` times as
+long: a long prompt on a busy machine may take a while, and any step that ends is an answer.
+"""
 
 import asyncio
 import contextlib
@@ -28,9 +34,9 @@ from invrl.host.process import ENDED, STOPPED, state_of
 _LOG = logging.getLogger(__name__)
 
 QUESTIONS = 3
-"""In a row. One alone proves nothing: our own event loop may have stood still."""
+"""In a row. One alone proves nothing: our own event loop may have been blocked."""
 TOKEN_TIMEOUTS = 3
-_LOOK_EVERY_S = 1.0
+_MAX_POLL_INTERVAL_S = 1.0
 
 Ask = Callable[[float], Awaitable[bool]]
 """Was there an answer within so many seconds?"""
@@ -59,37 +65,39 @@ class Updated(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """Time as the heartbeat sees it."""
+    """The time as the health check sees it; tests have their own."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 async def until_silent(ask: Ask, *, timeout_s: float, interval_s: float, clock: Clock) -> None:
-    """Asks every `interval_s`; returns once the answers have been missing for `timeout_s`. A question that
-    fails early takes its part of the time all the same."""
-    part_s = timeout_s / QUESTIONS
+    """Ask every `interval_s`; return once the answers have been missing for `timeout_s`.
+
+    A question that fails early takes its part of the time all the same.
+    """
+    question_s = timeout_s / QUESTIONS
     unanswered = 0
     await clock.sleep(interval_s)
     while unanswered < QUESTIONS:
-        begun = clock.now()
+        asked_at = clock.now()
         answered = False
         try:
-            answered = await ask(part_s)
-        except Exception:  # of one question: the next one may go well
-            _LOG.exception("a heartbeat could not be asked for")
+            answered = await ask(question_s)
+        except Exception:  # of one question: the next one may succeed
+            _LOG.exception("a health question failed")
         if answered:
             unanswered = 0
             await clock.sleep(interval_s)
         else:
             unanswered += 1
-            await clock.sleep(max(0.0, begun + part_s - clock.now()))
+            await clock.sleep(max(0.0, asked_at + question_s - clock.now()))
 
 
 async def until_ended(processes: Sequence[psutil.Process], *, interval_s: float, clock: Clock) -> None:
-    """Returns once one of them has ended; at once if none was left to be named."""
+    """Return once one of the processes has ended; at once if there are none."""
     while processes and all(state_of(process) != ENDED for process in processes):
-        await clock.sleep(min(interval_s, _LOOK_EVERY_S))
+        await clock.sleep(min(interval_s, _MAX_POLL_INTERVAL_S))
 
 
 async def engine_death(
@@ -101,22 +109,22 @@ async def engine_death(
     interval_s: float,
     clock: Clock | None = None,
 ) -> str:
-    """Returns once this engine is dead, with the reason. `processes`: those without which it is none."""
+    """Returns once this engine is dead, with the reason. `processes` are those that it cannot be without."""
     clock = clock or Clock()
     names = [_name(process) for process in processes]
 
     async def answers(deadline_s: float) -> bool:
-        if _stopped(processes):
+        if _any_stopped(processes):
             return False
-        began_loading = receiver.is_loading
+        was_loading = receiver.is_loading
         answered = await client.answers(deadline_s=deadline_s)
-        return answered or began_loading or receiver.is_loading
+        return answered or was_loading or receiver.is_loading
 
     async def makes_tokens(deadline_s: float) -> bool:
         if receiver.is_paused or receiver.is_loading:
             return True
         generates = await client.generates(deadline_s=deadline_s)
-        # Paused while we asked: the silence proves nothing.
+        # If the engine was paused while we asked, the silence proves nothing.
         return generates or receiver.is_paused or receiver.is_loading
 
     token_timeout_s = TOKEN_TIMEOUTS * timeout_s
@@ -129,7 +137,7 @@ async def engine_death(
         ),
         "a process of it has ended": until_ended(processes, interval_s=interval_s, clock=clock),
     }
-    return await _first_of(causes, processes, names)
+    return await _first_cause(causes, processes, names)
 
 
 async def router_death(
@@ -140,12 +148,12 @@ async def router_death(
     interval_s: float,
     clock: Clock | None = None,
 ) -> str:
-    """Returns once the router is dead, with the reason. `processes`: itself."""
+    """Returns once the router is dead, with the reason. `processes` holds its process."""
     clock = clock or Clock()
     names = [_name(process) for process in processes]
 
     async def ask(deadline_s: float) -> bool:
-        return not _stopped(processes) and await answers(deadline_s)
+        return not _any_stopped(processes) and await answers(deadline_s)
 
     causes = {
         f"it has not answered for {timeout_s:g} s": until_silent(
@@ -153,24 +161,24 @@ async def router_death(
         ),
         "its process has ended": until_ended(processes, interval_s=interval_s, clock=clock),
     }
-    return await _first_of(causes, processes, names)
+    return await _first_cause(causes, processes, names)
 
 
-def _stopped(processes: Sequence[psutil.Process]) -> bool:
+def _any_stopped(processes: Sequence[psutil.Process]) -> bool:
     return any(state_of(process) == STOPPED for process in processes)
 
 
 def _name(process: psutil.Process) -> str:
-    """For a message; asked while it lives."""
+    """For a message; to be asked while the process lives."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return f"{process.name()}, pid {process.pid}"
     return f"pid {process.pid}"
 
 
-async def _first_of(
+async def _first_cause(
     causes: Mapping[str, Awaitable[None]], processes: Sequence[psutil.Process], names: Sequence[str]
 ) -> str:
-    """The cause that came first, and in what state the processes then are."""
+    """The cause that came first, and the states of the processes at that moment."""
     waits = {asyncio.ensure_future(wait): cause for cause, wait in causes.items()}
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

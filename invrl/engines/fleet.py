@@ -1,10 +1,14 @@
-"""M engines behind one router, as one thing that starts, updates and ends.
+"""M engines behind one router, as one object that starts, updates and ends them.
 
-Invariant: the router knows an engine only while it holds the fleet's version whole. An engine that leaves
-(`evict`) is unknown to updates at once; in the background it is unregistered and then ended. Each engine and
-the router have a watch of their own (`engine_health.py`): what fails there concerns that one alone, and
-`check` sees the end of a watch itself. A router that dies is started again at the same address. A plain
-class, for `invrl serve` and for training. Start it from a thread that lives as long as the servers should."""
+Invariant: the router knows an engine only while that engine holds the fleet's version whole. An engine that
+leaves (`evict`) is unknown to weight updates at once; in the background it is unregistered from the router
+and then ended. Each engine and the router have a watch of their own (`engine_health.py`), so a failure
+there concerns that one alone; `check` raises when a watch itself has failed. A router that dies is started
+again at the same address.
+
+A plain class, for `invrl serve` and for training. Start it from a thread that lives as long as the servers
+should.
+"""
 
 import asyncio
 import logging
@@ -35,7 +39,7 @@ BringUp = Callable[[WeightReceiver, Admit], Awaitable[None]]
 """Gives a new engine the fleet's version and then admits it, so that no update comes in between."""
 
 _IDLE_WITHIN_S = 10.0
-"""A new engine has answered the last of its checks; its scheduler may still be putting that away."""
+"""A new engine has answered the last of its checks; its scheduler may not be idle for a moment longer."""
 _PORT_TRIES = 3
 _ROUTER_RESTARTS_PER_MINUTE = 3
 
@@ -50,7 +54,7 @@ class Engine:
 
 
 class Fleet:
-    """`start`, then `router` is for the gateway, `receivers` for updates."""
+    """Call `start`; then `router` is for the gateway, and `receivers` are for weight updates."""
 
     def __init__(
         self,
@@ -63,50 +67,52 @@ class Fleet:
         heartbeat_timeout_s: float = 30.0,
         weight_sync_timeout_s: float = 300.0,
     ) -> None:
-        """Starts the router. `sglang`, `router`: passed through, by upstream's field names. `transport`: of
-        `RECEIVERS`. `heartbeat_timeout_s`: an engine or a router that is silent for longer is dead.
-        `weight_sync_timeout_s`: unless it copies or hashes weights, which may take so long. ConfigError."""
-        self._transport = transport
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._weight_sync_timeout_s = weight_sync_timeout_s
-        self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
+        """Starts the router's process. Raises ConfigError.
+
+        `sglang` and `router` are passed through, by upstream's field names. `transport` is a key of
+        `RECEIVERS`. An engine or a router that is silent for longer than `heartbeat_timeout_s` is dead. The
+        exception is one call of an update in which an engine copies or hashes its weights: that may take
+        `weight_sync_timeout_s`.
+        """
         self._config = engine
         self._model_path = model_path
         self._run_folder = run_folder
+        self._transport = transport
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._weight_sync_timeout_s = weight_sync_timeout_s
         self._sglang_flags = sglang_flags(sglang or {})
         self._router_flags = router_flags(router or {})
+        self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
         self.engines: dict[str, Engine] = {}
         self.evicted: dict[str, str] = {}
-        """Name -> reason of the engines that left and have not come back."""
+        """Name -> reason, of the engines that left and have not come back."""
         self._leaving: list[Engine] = []
-        """Those that left, until they are being ended: `stop` may come before that."""
+        """Engines that left and are not being ended yet: `stop` may come before that."""
         self._bring_up: BringUp | None = None
         self._restarts: Counter[str] = Counter()
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._replacements: dict[str, asyncio.Task[None]] = {}
         self._router_restarts = RestartLimit(_ROUTER_RESTARTS_PER_MINUTE)
-        # Of our own: waits for engines that start must not keep those waiting that end some.
+        # A pool of our own, large enough: threads that wait for an engine to start must not delay those
+        # that end one.
         self._threads = ThreadPoolExecutor(max_workers=3 * engine.num_engines + 3, thread_name_prefix="fleet")
         self._calls: set[asyncio.Future[Any]] = set()
-        """In those threads, also when nobody waits for them any more."""
-        self.router = RouterServer(
-            run_folder=run_folder,
-            start_timeout_s=engine.router_start_timeout_s,
-            passthrough=self._router_flags,
-        )
+        """Calls in those threads, also when nobody waits for them any more."""
+        self.router = self._launch_router()
 
     async def start(self) -> None:
-        """All engines at once; none is routable before `admit`. On an error nothing is left running."""
+        """Start all engines at once; none gets requests before `admit`. After an error nothing is left."""
         try:
             names = [f"engine-{index}" for index in range(self._config.num_engines)]
             self.engines = {name: self._launch(name) for name in names}
             async with asyncio.TaskGroup() as starts:
                 for name, engine in self.engines.items():
-                    starts.create_task(self._ready(name, engine))
+                    starts.create_task(self._wait_ready(name, engine))
             await self._in_thread(self.router.wait_ready)
         except ExceptionGroup as errors:
             await self.stop()
-            raise errors.exceptions[0] from errors.exceptions[0].__cause__
+            first = errors.exceptions[0]
+            raise first from first.__cause__
         except BaseException:
             await self.stop()
             raise
@@ -115,17 +121,17 @@ class Fleet:
         self._watches["router"] = asyncio.create_task(self._watch_router())
 
     async def admit(self) -> None:
-        """Let the router know the engines: they hold the fleet's version. An engine that it cannot reach
-        leaves. Raises ServerError or DeadlineError if it reaches none."""
+        """Register the engines, which hold the fleet's version, with the router.
+
+        An engine that the router cannot reach leaves. Raises ServerError or DeadlineError if it reaches none.
+        """
         engines = dict(self.engines)
-        outcomes = await asyncio.gather(
-            *(self._register(engine) for engine in engines.values()), return_exceptions=True
-        )
-        failures = {
-            name: outcome
-            for name, outcome in zip(engines, outcomes, strict=True)
-            if isinstance(outcome, BaseException)
-        }
+        registrations = [self._register(engine) for engine in engines.values()]
+        results = await asyncio.gather(*registrations, return_exceptions=True)
+        failures: dict[str, BaseException] = {}
+        for name, result in zip(engines, results, strict=True):
+            if isinstance(result, BaseException):
+                failures[name] = result
         for name, error in failures.items():
             if len(failures) == len(engines) or not isinstance(error, InvrlError):
                 raise error
@@ -135,19 +141,25 @@ class Fleet:
         return [engine.receiver for engine in self.engines.values()]
 
     def check(self) -> None:
-        """Raises InvrlError if the router is gone for good, no engine is left, or a watch has ended."""
+        """Raises InvrlError if the router is gone for good, no engine is left, or a watch has failed."""
         for name, watch in self._watches.items():
-            if watch.done() and not watch.cancelled() and (error := watch.exception()) is not None:
-                if isinstance(error, InvrlError):
-                    raise error
+            if not watch.done() or watch.cancelled():
+                continue
+            error = watch.exception()
+            if isinstance(error, InvrlError):
+                raise error
+            if error is not None:
                 raise ServerError(f"nobody watches {name} any more: {error!r}") from error
         if not self.engines and self.evicted:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.evicted.items())
             raise ServerError(f"no engine is left: {reasons}")
 
     def evict(self, name: str, reason: str) -> None:
-        """Take an engine out. From here on no update knows it; in the background it is unregistered, ended,
-        and where `restart_evicted` was called, started again. Nothing to do for one that has left."""
+        """Take an engine out of the fleet; do nothing if it has left already.
+
+        From here on no update knows it. In the background it is unregistered, ended, and, once
+        `restart_evicted` has been called, started again.
+        """
         engine = self.engines.pop(name, None)
         if engine is None:
             return
@@ -160,16 +172,18 @@ class Fleet:
         self._replacements[name] = asyncio.create_task(self._replace(name, engine))
 
     def restart_evicted(self, bring_up: BringUp) -> None:
-        """From now on engines that left are started again, those that have left already too, in the
-        background and `engine_max_restarts` times each. `bring_up` gives them the fleet's version."""
+        """From now on start engines that left again, also those that have left already.
+
+        Each is started at most `engine_max_restarts` times, in the background. `bring_up` gives it the
+        fleet's version.
+        """
         self._bring_up = bring_up
         for name in self.evicted:
-            may_restart = self._restarts[name] < self._config.engine_max_restarts
-            if may_restart and self._replacements[name].done():
+            if self._may_restart(name) and self._replacements[name].done():
                 self._replacements[name] = asyncio.create_task(self._replace(name, None))
 
     async def stop(self) -> None:
-        """End everything, also where a step of it fails. Idempotent."""
+        """End everything, also if a part of it fails. Idempotent."""
         tasks = [*self._watches.values(), *self._replacements.values()]
         for task in tasks:
             task.cancel()
@@ -180,7 +194,7 @@ class Fleet:
         self.engines = {}
         await asyncio.gather(*(self._end(engine) for engine in engines), self._end_router(self.router))
         self.router.address.close()
-        # What was cancelled may have left a thread behind that ends a process.
+        # A cancelled task may have left a thread behind that ends a process.
         await asyncio.gather(*self._calls, return_exceptions=True)
 
     # ------------------------------------------------------------------ watches
@@ -191,9 +205,9 @@ class Fleet:
     async def _watch(self, name: str, engine: Engine) -> None:
         try:
             reason = await self._death(engine)
-        except Exception as error:  # one engine's, not the fleet's
-            _LOG.exception("the health of %s cannot be told", name)
-            reason = f"its health cannot be told: {error!r}"
+        except Exception as error:  # of this engine, not of the fleet
+            _LOG.exception("the health of %s cannot be checked", name)
+            reason = f"its health cannot be checked: {error!r}"
         if self.engines.get(name) is engine:
             self.evict(name, reason)
 
@@ -221,23 +235,20 @@ class Fleet:
                 interval_s=self._config.engine_health_interval_s,
             )
             if not self._router_restarts.allows():
-                tail = f"Last lines of {router.log}:\n{router.log_tail()}"
                 raise ServerError(
-                    f"the router died {_ROUTER_RESTARTS_PER_MINUTE + 1} times in a minute: {reason}. {tail}"
+                    f"the router died {_ROUTER_RESTARTS_PER_MINUTE + 1} times in a minute: {reason}. "
+                    f"Last lines of {router.log}:\n{router.log_tail()}"
                 )
             _LOG.error("the router is started again: %s", reason)
             await self._restart_router(router)
 
     async def _restart_router(self, dead: RouterServer) -> None:
-        """At the same address with the same keys, so that the gateway goes on; it is told of the engines that
-        the dead one routed to and that are still there."""
+        """Start a router at the same address with the same keys, so that the gateway need not know.
+
+        It gets the engines that the dead router routed to and that are still there.
+        """
         await self._end_router(dead)
-        self.router = RouterServer(
-            run_folder=self._run_folder,
-            start_timeout_s=self._config.router_start_timeout_s,
-            passthrough=self._router_flags,
-            address=dead.address,
-        )
+        self.router = self._launch_router(dead)
         await self._in_thread(self.router.wait_ready)
         for name, engine in list(self.engines.items()):
             if not dead.registered(engine.server.url):
@@ -251,24 +262,27 @@ class Fleet:
 
     # ------------------------------------------------------------------ engines come and go
 
+    def _may_restart(self, name: str) -> bool:
+        return self._restarts[name] < self._config.engine_max_restarts
+
     async def _replace(self, name: str, engine: Engine | None) -> None:
         """End an engine that left, and start it again while that is wanted and allowed."""
         if engine is not None:
             await self._retire(engine)
-        while self._bring_up is not None and self._restarts[name] < self._config.engine_max_restarts:
+        while self._bring_up is not None and self._may_restart(name):
             self._restarts[name] += 1
-            nth = f"{self._restarts[name]} of {self._config.engine_max_restarts}"
-            _LOG.warning("%s is started again (%s); it left: %s", name, nth, self.evicted[name])
+            count = f"{self._restarts[name]} of {self._config.engine_max_restarts}"
+            _LOG.warning("%s is started again (%s); it left: %s", name, count, self.evicted[name])
             try:
                 return await self._restart(name, self._bring_up)
             except Exception as error:  # of this engine: the others go on without it
-                _LOG.exception("%s did not come back (%s)", name, nth)
+                _LOG.exception("%s did not come back (%s)", name, count)
                 self.evicted[name] = f"it did not come back: {error}"
         if self._bring_up is not None:
             _LOG.error("%s stays away: it was started again %d times", name, self._restarts[name])
 
     async def _restart(self, name: str, bring_up: BringUp) -> None:
-        """A new process under the name, admitted only by `bring_up`. Raises InvrlError."""
+        """Start a new process under the name, which only `bring_up` admits. Raises InvrlError."""
         engine = await self._started(name, self._launch(name))
 
         async def admit() -> None:
@@ -278,7 +292,7 @@ class Fleet:
             self.evicted.pop(name, None)
 
         try:
-            await self._while_it_lives(engine, bring_up(engine.receiver, admit))
+            await self._while_alive(engine, bring_up(engine.receiver, admit))
         except BaseException:
             self.engines.pop(name, None)
             await self._retire(engine)
@@ -287,8 +301,8 @@ class Fleet:
             self._watch_engine(name, engine)
             _LOG.warning("%s is back", name)
 
-    async def _while_it_lives(self, engine: Engine, work: Awaitable[None]) -> None:
-        """`work` with an engine that has no watch of its own yet. ServerError if the engine dies first."""
+    async def _while_alive(self, engine: Engine, work: Awaitable[None]) -> None:
+        """Do `work` with an engine that has no watch yet. Raises ServerError if the engine dies first."""
         working = asyncio.ensure_future(work)
         death = asyncio.ensure_future(self._death(engine))
         try:
@@ -302,7 +316,7 @@ class Fleet:
         working.result()
 
     def _launch(self, name: str) -> Engine:
-        # In this thread: the kernel ends a child together with the thread that started it.
+        """Start an engine's process, in this thread: the kernel ends it together with the thread."""
         server = EngineServer(
             name,
             self._config,
@@ -316,12 +330,22 @@ class Fleet:
         receiver = RECEIVERS[self._transport](name, client, deadline_s=self._weight_sync_timeout_s)
         return Engine(server=server, client=client, receiver=receiver)
 
-    async def _ready(self, name: str, engine: Engine) -> None:
+    def _launch_router(self, predecessor: RouterServer | None = None) -> RouterServer:
+        return RouterServer(
+            run_folder=self._run_folder,
+            start_timeout_s=self._config.router_start_timeout_s,
+            passthrough=self._router_flags,
+            address=None if predecessor is None else predecessor.address,
+        )
+
+    async def _wait_ready(self, name: str, engine: Engine) -> None:
         self.engines[name] = await self._started(name, engine)
 
     async def _started(self, name: str, engine: Engine) -> Engine:
-        """`engine` once it is up, or another one under the name where its port was taken by a stranger.
-        ServerError, DeadlineError: then it has ended."""
+        """Returns `engine` once it is up, or another one under the name if a stranger took its port.
+
+        Raises ServerError or DeadlineError; the engine has ended then.
+        """
         for tries_left in reversed(range(_PORT_TRIES)):
             try:
                 await self._in_thread(engine.server.wait_ready)
@@ -329,7 +353,7 @@ class Fleet:
             except ServerError:
                 lost_its_port = engine.server.lost_its_port()
                 await self._end(engine)
-                if not (lost_its_port and tries_left):
+                if not lost_its_port or tries_left == 0:
                     raise
                 _LOG.warning("%s is started again: somebody took its port", name)
                 engine = self._launch(name)
@@ -354,7 +378,7 @@ class Fleet:
             await self._end(engine)
 
     async def _end(self, engine: Engine) -> None:
-        """Logs what does not end: everything else must."""
+        """Only log what does not end: everything else must still be ended."""
         self._leaving = [other for other in self._leaving if other is not engine]
         try:
             try:
@@ -372,12 +396,12 @@ class Fleet:
 
     async def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
-        called: asyncio.Future[T] = loop.run_in_executor(self._threads, lambda: call(*args, **kwargs))
-        self._calls.add(called)
-        called.add_done_callback(self._forget)
-        return await asyncio.shield(called)
+        future: asyncio.Future[T] = loop.run_in_executor(self._threads, lambda: call(*args, **kwargs))
+        self._calls.add(future)
+        future.add_done_callback(self._forget)
+        return await asyncio.shield(future)
 
-    def _forget(self, called: asyncio.Future[Any]) -> None:
-        self._calls.discard(called)
-        if not called.cancelled():
-            called.exception()  # who was cancelled does not take it, which asyncio would complain of
+    def _forget(self, future: asyncio.Future[Any]) -> None:
+        self._calls.discard(future)
+        if not future.cancelled():
+            future.exception()  # a cancelled caller does not take it, and asyncio would complain of that

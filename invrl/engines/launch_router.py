@@ -1,5 +1,7 @@
-"""`python -m invrl.engines.launch_router <the router's flags>`: sglang-router with its keys
-taken from the environment, which other users of the machine cannot read. Run by `router_server`."""
+"""`python -m invrl.engines.launch_router <the router's flags>`: starts sglang-router.
+
+Its keys come from the environment, which other users of the machine cannot read.
+"""
 
 import argparse
 import os
@@ -19,4 +21,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main([*sys.argv[1:], *os.environ.pop("INVRL_KEY_FLAGS", "").split()])
+    key_flags = os.environ.pop("INVRL_KEY_FLAGS", "").split()
+    main([*sys.argv[1:], *key_flags])

@@ -1,11 +1,14 @@
-"""`python -m invrl.engines.launch_sglang <SGLang's flags>`: a real SGLang server, also on CPU.
+"""`python -m invrl.engines.launch_sglang <SGLang's flags>`: starts a real SGLang server, also on CPU.
 
-Invariant: the placeholders of `sglang_on_cpu` are put in at module level, because SGLang's spawned
-processes (scheduler, detokenizer) re-import the main module and need them too; the server starts only under
-the `__main__` guard. Nothing of an engine listens beyond loopback: torch's own rendezvous opens a store
-without a key on every interface, so an engine, which is one rank, is given a store in its memory instead.
-On CUDA there are no placeholders; what shortens the imports (no garbage collection, no Megatron, our
-families' classes first) is the same there, not yet seen."""
+Invariant: `sglang_on_cpu` is applied at module level, because SGLang's spawned processes (scheduler,
+detokenizer) import the main module again and need it too. The server starts only under the `__main__` guard.
+
+Nothing of an engine listens beyond loopback: torch's own rendezvous opens a store without a key on every
+interface, so an engine, which is one rank, gets a store in its memory instead.
+
+On CUDA `sglang_on_cpu` does nothing. What shortens the imports (no garbage collection, no Megatron, our
+families' classes first) is the same there; it has not been tried.
+"""
 
 import gc
 import os
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
 _RENDEZVOUS = "invrl-one-rank"
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported: looking for garbage among 7,000 modules took 3 CPU-seconds
+    # Until everything is imported: to look for garbage among 7,000 modules took 3 CPU-seconds.
+    gc.disable()
 if __name__ in ("__main__", "__mp_main__"):
     sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it: 1.5 s
 sglang_on_cpu.make_importable()
@@ -37,17 +41,17 @@ def _one_rank(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":
 
     world_size = parse_qs(urlsplit(url).query).get("world_size")
     if world_size != ["1"]:
-        raise RuntimeError(f"an engine is one rank, and SGLang asks for a process group of {world_size}")
+        raise RuntimeError(f"an engine is one rank, but SGLang asks for a process group of {world_size}")
     yield HashStore(), 0, 1
 
 
 def _stay_on_loopback() -> None:
-    """In every process of the engine, before SGLang makes its process group."""
+    """To be called in every process of the engine, before SGLang makes its process group."""
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     register_rendezvous_handler(_RENDEZVOUS, _one_rank)
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{_RENDEZVOUS}://engine"
-    # Gloo and NCCL listen for their peers, also without any: by default where the host name leads.
+    # Gloo and NCCL listen even without peers, by default on the address of the host name.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 
@@ -66,7 +70,7 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     sglang_on_cpu.fork_children()
-    gc.freeze()  # children share it as long as nobody writes to it, and collecting does
+    gc.freeze()  # children share this memory until somebody writes to it, as a collection does
     gc.enable()
     try:
         run_server(prepare_server_args(argv))
@@ -75,5 +79,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Keys come by environment, which other users of the machine cannot read.
-    main([*sys.argv[1:], *os.environ.pop("INVRL_KEY_FLAGS", "").split()])
+    # Keys come from the environment, which other users of the machine cannot read.
+    key_flags = os.environ.pop("INVRL_KEY_FLAGS", "").split()
+    main([*sys.argv[1:], *key_flags])

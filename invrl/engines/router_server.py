@@ -1,11 +1,11 @@
-"""sglang-router as an OS process, with the settings that suit RL, and its workers.
+"""sglang-router as an OS process, with the settings that suit RL, and the engines that it routes to.
 
-Invariant: private (loopback; sampling needs `api_key`, which the gateway holds, management another key that
-never leaves this file; towards an engine it uses that engine's key), it never retries, never sheds, never
-ejects an engine that is only paused, and it routes to an engine only after `register` (which happens once
-that engine holds the fleet's version). Used by `fleet`."""
+Invariant: the router is private. It listens on loopback; sampling needs `api_key`, which the gateway holds;
+management needs another key, which never leaves this file; towards an engine it uses that engine's key. It
+never retries, never sheds load, and never ejects an engine that is only paused. It routes to an engine only
+after `register`, which is called once that engine holds the fleet's version.
+"""
 
-import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,22 +23,23 @@ _FLAGS = {
     "request-timeout-secs": "7200",
     "worker-startup-check-interval": "1",
     "health-check-interval-secs": "1",
-    # A dead engine refuses at once and is out after three looks; a busy machine may answer late.
+    # A dead engine refuses at once and is out after three checks; a busy machine may answer late.
     "health-check-timeout-secs": "10",
     "health-failure-threshold": "3",
     "health-success-threshold": "1",
-    # Answered while generation is paused; /health is not. A hung scheduler is for `HealthCheck`.
+    # Answered while generation is paused; /health is not. `engine_health.py` finds a hung scheduler.
     "health-check-endpoint": "/server_info",
     "shutdown-grace-period-secs": "1",
     "log-level": "warn",
 }
-_CALL_DEADLINE_S = 30.0
 # The gateway owns retries; and 4xx answers would count as failures and open the breaker for everyone.
 _SWITCHES = ("--disable-retries", "--disable-circuit-breaker")
+_CALL_DEADLINE_S = 30.0
+_ROUTING_DEADLINE_S = 60.0
 
 
 class RouterAddress:
-    """Where a router listens and with which keys: what others hold of it, so a restarted one has the same."""
+    """Where a router listens and with which keys. Others hold it, so a restarted router has the same."""
 
     def __init__(self) -> None:
         self.port = ReservedPort()
@@ -53,7 +54,7 @@ class RouterAddress:
 
 
 class RouterServer(ServerProcess):
-    """`wait_ready`, then `register` engines. Every call blocks."""
+    """Call `wait_ready`, then `register` engines. Every call blocks."""
 
     def __init__(
         self,
@@ -69,11 +70,17 @@ class RouterServer(ServerProcess):
         self.url = f"http://127.0.0.1:{self.address.port.number}"
         self._start_timeout_s = start_timeout_s
         self._worker_ids: dict[str, str] = {}
+        """The router's own ids of the registered engines, by URL."""
+        flags = {
+            "host": "127.0.0.1",
+            "port": str(self.address.port.number),
+            "prometheus-host": "127.0.0.1",
+            "prometheus-port": str(self.address.prometheus_port.number),
+            **_FLAGS,
+        }
         command = [sys.executable, "-m", "invrl.engines.launch_router"]
-        command += ["--host", "127.0.0.1", "--port", str(self.address.port.number)]
-        prometheus_port = str(self.address.prometheus_port.number)
-        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", prometheus_port]
-        command += [part for name, value in _FLAGS.items() for part in (f"--{name}", value)]
+        for name, value in flags.items():
+            command += [f"--{name}", value]
         command += [*_SWITCHES, *passthrough]
         # Sampling needs one key, management another; each engine's own is given when it is registered.
         keys = f"--api-key={self.api_key}"
@@ -82,11 +89,11 @@ class RouterServer(ServerProcess):
         super().__init__("router", command, log=log, env={"INVRL_KEY_FLAGS": keys})
 
     def registered(self, url: str) -> bool:
-        """It routes to this engine, as far as we told it to."""
+        """Whether this engine was registered and has not been unregistered."""
         return url in self._worker_ids
 
     def answers(self, deadline_s: float) -> bool:
-        """Within `deadline_s`."""
+        """Whether the router answers within `deadline_s`."""
         try:
             self._workers(deadline_s=deadline_s)
         except ServerError:
@@ -94,41 +101,38 @@ class RouterServer(ServerProcess):
         return True
 
     def wait_ready(self) -> None:
-        """Until the router answers. Raises ServerError if it died, DeadlineError."""
-
-        def answers() -> bool:
-            with contextlib.suppress(ServerError):
-                self._workers()
-                return True
-            return False
-
-        self.wait_until(answers, deadline_s=self._start_timeout_s)
+        """Wait until the router answers. Raises ServerError if it died, DeadlineError."""
+        self.wait_until(lambda: self.answers(_CALL_DEADLINE_S), deadline_s=self._start_timeout_s)
 
     def register(self, url: str, *, api_key: str) -> None:
-        """Returns once the router routes to this engine (at once if it does). DeadlineError, ServerError."""
+        """Returns once the router routes to this engine, at once if it does already.
+
+        Raises DeadlineError, ServerError.
+        """
         if self.registered(url):
             return
         self._call("POST", "/workers", {"url": url, "api_key": api_key})
 
-        def routed() -> bool:
+        def is_routed() -> bool:
             for worker in self._workers():
                 if worker.get("url") == url and worker.get("is_healthy"):
                     self._worker_ids[url] = str(worker["id"])
                     return True
             return False
 
-        self.wait_until(routed, f"route to {url}", deadline_s=60.0)
+        self.wait_until(is_routed, f"route to {url}", deadline_s=_ROUTING_DEADLINE_S)
 
     def unregister(self, url: str) -> None:
-        """Returns once the router no longer routes to this engine. Nothing to do for a stranger."""
-        if (worker_id := self._worker_ids.pop(url, None)) is None:
+        """Returns once the router no longer routes to this engine, at once if it is not registered."""
+        worker_id = self._worker_ids.pop(url, None)
+        if worker_id is None:
             return
         self._call("DELETE", f"/workers/{worker_id}")
 
-        def gone() -> bool:
+        def is_gone() -> bool:
             return all(worker.get("url") != url for worker in self._workers())
 
-        self.wait_until(gone, f"forget {url}", deadline_s=60.0)
+        self.wait_until(is_gone, f"forget {url}", deadline_s=_ROUTING_DEADLINE_S)
 
     def _workers(self, *, deadline_s: float = _CALL_DEADLINE_S) -> list[dict[str, object]]:
         workers = self._call("GET", "/workers", deadline_s=deadline_s).get("workers", [])
@@ -151,5 +155,6 @@ class RouterServer(ServerProcess):
                 return dict(answer.json())
         except (httpx.HTTPError, ValueError) as error:  # another server may answer, not in JSON
             raise ServerError(f"the router does not answer {method} {path}: {error!r}") from error
-        told = f"{answer.status_code}: {answer.text[:500]}"
-        raise ServerError(f"the router answered {method} {path} with {told}")
+        raise ServerError(
+            f"the router answered {method} {path} with {answer.status_code}: {answer.text[:500]}"
+        )

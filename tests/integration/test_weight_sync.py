@@ -272,4 +272,4 @@ async def test_buckets_staged_again_after_a_failure_leave_those_before_whole(tin
     sender = TorchSender(tiny_model, transport="bucket")
     for version in (1, 2, 2, 3, 3):
         await sender.stage(WeightVersion(version))
-    assert list(sender._writer._alive) == [2, 3]  # type: ignore[union-attr]
+    assert list(sender._writer._buckets) == [2, 3]  # type: ignore[union-attr]
