@@ -188,6 +188,12 @@ def test_the_map_lists_every_file_and_no_other() -> None:
     assert sorted(listed - files) == [], "in ARCHITECTURE.md, but gone"
 
 
+def test_the_prose_of_the_map_names_files_that_exist() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for name in re.findall(r"`((?:invrl|tests|launch|docs)/[\w./]*)`", text):
+        assert (ROOT / name).exists(), f"ARCHITECTURE.md names {name}, which is gone"
+
+
 def test_no_file_names_a_registry_or_the_machine_it_was_written_on() -> None:
     """Package sources are the user's configuration; a path of one machine helps nobody."""
     hosts = r"pypi\.(org|python)|pythonhosted|registry\.npmjs|download\.pytorch|huggingface\.co"
