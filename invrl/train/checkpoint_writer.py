@@ -1,13 +1,14 @@
 """Writes a Megatron checkpoint tensor by tensor.
 
-Megatron's own saver copies the optimizer's state into buffers as large as the model, on every rank; copies it
-out of them again for its writers; and forks a process per file: for SmolLM2-135M a trainer of 3.9 GB grew to
-8.6 GB. Here a tensor is taken from where it lives when it is written, and where data-parallel ranks share its
-state, the parts come together on the group's first rank for as long as that takes. The format is Megatron's
-`torch_dist`, with its `fully_reshardable` optimizer state; its own loader reads it, into the optimizer's own
-memory where one rank has it all.
+Megatron's own saver copies the optimizer's state, on every rank, into buffers as large as the model;
+copies it out of them again for its writers; and forks a process per file: for SmolLM2-135M a trainer of
+3.9 GB grew to 8.6 GB. Here a tensor is read from where it lives when it is written. Where data-parallel
+ranks share its state, the parts are gathered on the group's first rank for as long as writing takes. The
+format is Megatron's `torch_dist` with its `fully_reshardable` optimizer state. Megatron's own loader
+reads it, into the optimizer's own memory where one rank has all of the state.
 
-Invariant: all ranks gather the same tensors in the same order, also where the disk of one has failed."""
+Invariant: all ranks gather the same tensors in the same order, also where one rank's disk has failed.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,35 +36,37 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-"""Of a parameter: the float32 master weight and Adam's moments."""
+"""The states of a parameter: its float32 master weight and Adam's moments."""
 
 Gather = Callable[[], torch.Tensor | None]
-"""All ranks together. Gives the flat tensor on the rank that writes it, None on the others."""
+"""Called on all ranks together. Returns the flat tensor on the rank that writes it, None on the others."""
 
 
 class LateTensors:
-    """Tensors that are gathered when they are written. In the state dict a tensor without memory (on torch's
-    meta device) stands for each; its views, and what is detached from it, share its storage and are known by
-    that."""
+    """Tensors that are gathered only when they are written.
+
+    In the state dict each is represented by a placeholder: a tensor without memory, on torch's meta device.
+    Views of a placeholder, and tensors detached from it, share its storage and are recognised by it.
+    """
 
     def __init__(self) -> None:
         self._gathers: dict[int, Gather] = {}
-        self._kept: list[torch.Tensor] = []
-        """Storages that live have addresses of their own."""
+        self._placeholders: list[torch.Tensor] = []
+        """Kept alive, because only living storages are sure to have different addresses."""
 
     def clear(self) -> None:
         self._gathers.clear()
-        self._kept.clear()
+        self._placeholders.clear()
 
-    def stand_in(self, numel: int, gather: Gather) -> torch.Tensor:
-        """Flat, float32."""
+    def placeholder(self, numel: int, gather: Gather) -> torch.Tensor:
+        """A flat float32 placeholder for the tensor that `gather` returns."""
         tensor = torch.empty(numel, dtype=torch.float32, device="meta")
         self._gathers[_storage_of(tensor)] = gather
-        self._kept.append(tensor)
+        self._placeholders.append(tensor)
         return tensor
 
     def gathers(self) -> list[tuple[int, Gather]]:
-        """By storage, in the order in which the tensors were asked for."""
+        """(storage of the placeholder, gather), in the order in which the placeholders were made."""
         return list(self._gathers.items())
 
 
@@ -72,102 +75,118 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 def gather_late(optimizer: DistributedOptimizer, late: LateTensors) -> None:
-    """From now on the state that this optimizer gives for saving stands for tensors that are gathered later.
-    What it gives for loading is its own memory where no other rank shares it, and Megatron's copy else."""
+    """Replaces the method with which this optimizer returns its state for checkpoints.
+
+    For saving it then returns placeholders. For loading it returns the optimizer's own memory where no other
+    rank shares it, and Megatron's copy otherwise.
+    """
     owner: Any = optimizer
-    owner.sharded_param_state_fully_reshardable = partial(
-        _states, owner, late, owner.sharded_param_state_fully_reshardable
-    )
+    megatron_method = owner.sharded_param_state_fully_reshardable
+    owner.sharded_param_state_fully_reshardable = partial(_sharded_states, owner, late, megatron_method)
 
 
-def _states(
-    optimizer: Any, late: LateTensors, copied_states: Any, model: Any, is_loading: bool, metadata: Any
+def _sharded_states(
+    optimizer: Any, late: LateTensors, megatron_method: Any, model: Any, is_loading: bool, metadata: Any
 ) -> dict[int, dict[str, Any]]:
-    """As `DistributedOptimizer.sharded_param_state_fully_reshardable`: for each parameter, by its number, its
-    state under the parameter's own sharding."""
+    """Replaces `DistributedOptimizer.sharded_param_state_fully_reshardable`: for each parameter, by its
+    number, its states under the parameter's own sharding."""
     if is_loading and _group(optimizer).size() > 1:
-        return copied_states(model, is_loading, metadata)
+        return megatron_method(model, is_loading, metadata)
     sharded, _ = extract_sharded_tensors_and_factories(model)
-    by_parameter = {one.data: one for one in nested_values(sharded)}
-    parameters = [(buffer, parameter) for buffer in optimizer.buffers for parameter in buffer.param_index_map]
+    sharded_by_parameter = {tensor.data: tensor for tensor in nested_values(sharded)}
     states: dict[int, dict[str, Any]] = {}
-    for number, (buffer, parameter) in enumerate(parameters):
-        own = by_parameter[parameter]
-        states[number] = {}
-        for state in _STATES:
-            if is_loading:
-                data = _part(optimizer, parameter, state)
-            else:
-                gather = partial(_gather, optimizer, buffer, parameter, state)
-                data = late.stand_in(parameter.numel(), gather)
-            changes: dict[str, Any] = {
-                "key": f"optimizer.state.{state}.{own.key}",
-                "data": data.view(own.data.shape),
-            }
-            if not isinstance(own, ShardedTensorFactory):
-                changes["dtype"] = torch.float32
-            states[number][state] = replace(own, **changes)
+    for buffer in optimizer.buffers:
+        for parameter in buffer.param_index_map:
+            model_tensor = sharded_by_parameter[parameter]
+            parameter_states: dict[str, Any] = {}
+            for state in _STATES:
+                if is_loading:
+                    data = _own_part(optimizer, parameter, state)
+                else:
+                    gather = partial(_gather_state, optimizer, buffer, parameter, state)
+                    data = late.placeholder(parameter.numel(), gather)
+                changes: dict[str, Any] = {
+                    "key": f"optimizer.state.{state}.{model_tensor.key}",
+                    "data": data.view(model_tensor.data.shape),
+                }
+                if not isinstance(model_tensor, ShardedTensorFactory):
+                    changes["dtype"] = torch.float32
+                parameter_states[state] = replace(model_tensor, **changes)
+            states[len(states)] = parameter_states
     return states
 
 
 def _group(optimizer: Any) -> torch.distributed.ProcessGroup:
-    """The data-parallel ranks that share the state, over the CPU where such a group was made."""
+    """The data-parallel ranks that share the state; the group over the CPU where there is one."""
     return optimizer.data_parallel_group_gloo or optimizer.data_parallel_group
 
 
-def _part(optimizer: Any, parameter: torch.nn.Parameter, state: str) -> torch.Tensor:
+def _own_part(optimizer: Any, parameter: torch.nn.Parameter, state: str) -> torch.Tensor:
     """This rank's part of one state of one parameter, flat."""
     return optimizer._get_main_param_and_optimizer_states(parameter)[state].detach().view(-1)
 
 
-def _gather(optimizer: Any, buffer: Any, parameter: torch.nn.Parameter, state: str) -> torch.Tensor | None:
-    """One state of one parameter, flat, on the group's first rank. Megatron cuts each bucket of the buffer
-    into equal parts, one per rank, wherever a parameter ends."""
+def _gather_state(
+    optimizer: Any, buffer: Any, parameter: torch.nn.Parameter, state: str
+) -> torch.Tensor | None:
+    """One state of one parameter, flat, on the group's first rank; None on the others."""
     group = _group(optimizer)
-    begin, end, bucket_id = buffer.param_index_map[parameter]
-    bucket = buffer.buckets[bucket_id]
-    length = bucket.grad_data.numel() // group.size()
-    shares = []
-    for rank in range(group.size()):
-        first = max(begin, bucket.offset + rank * length)
-        last = min(end, bucket.offset + (rank + 1) * length)
-        shares.append((first - begin, max(first, last) - begin))
-    first, last = shares[group.rank()]
-    part = _part(optimizer, parameter, state) if first < last else None
+    shares = _shares(buffer, parameter, group.size())
+    start, end = shares[group.rank()]
+    part = None
+    if start < end:
+        part = _own_part(optimizer, parameter, state)
     if group.rank() != 0:
         if part is not None:
             torch.distributed.send(part.cpu(), group=group, group_dst=0)
         return None
-    if part is not None and len(part) == end - begin:
+    numel = parameter.numel()
+    if part is not None and len(part) == numel:
         return part
-    whole = torch.empty(end - begin, dtype=torch.float32)
-    for rank, (first, last) in enumerate(shares):
-        if rank == 0 and part is not None:
-            whole[first:last] = part
-        elif first < last:
-            torch.distributed.recv(whole[first:last], group=group, group_src=rank)
+    whole = torch.empty(numel, dtype=torch.float32)
+    if part is not None:
+        whole[start:end] = part
+    for rank, (start, end) in enumerate(shares):
+        if rank > 0 and start < end:
+            torch.distributed.recv(whole[start:end], group=group, group_src=rank)
     return whole
 
 
+def _shares(buffer: Any, parameter: torch.nn.Parameter, num_ranks: int) -> list[tuple[int, int]]:
+    """Which elements [start, end) of the flat parameter each rank holds; an empty range for none.
+
+    Megatron cuts each bucket of the buffer into equal parts, one per rank, wherever a parameter ends.
+    """
+    parameter_start, parameter_end, bucket_id = buffer.param_index_map[parameter]
+    bucket = buffer.buckets[bucket_id]
+    part_length = bucket.grad_data.numel() // num_ranks
+    shares: list[tuple[int, int]] = []
+    for rank in range(num_ranks):
+        part_start = bucket.offset + rank * part_length
+        start = max(parameter_start, part_start)
+        end = max(start, min(parameter_end, part_start + part_length))
+        shares.append((start - parameter_start, end - parameter_start))
+    return shares
+
+
 class TensorByTensor(TorchDistSaveShardedStrategy):
-    """How `dist_checkpointing.save` writes tensors. `late`: those of the state dict that it is given."""
+    """How `dist_checkpointing.save` writes tensors. `late`: the placeholders in the state dict."""
 
     def __init__(self, late: LateTensors) -> None:
         super().__init__("torch_dist", 1)
         self._late = late
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
-        """A request whose work is done in this process and thread when it is executed."""
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
+        """Returns a request whose work is done in this process and thread when it is executed."""
+        state_by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
         writer = _Writer(checkpoint_dir, self._late)
         planner = MCoreSavePlanner(
             dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
         )
-        planned, *_ = save_state_dict_async_plan(
-            mcore_to_pyt_state_dict(by_key, False), writer, None, 0, planner=planner
-        )
+        torch_state = mcore_to_pyt_state_dict(state_by_key, False)
+        planned, *_ = save_state_dict_async_plan(torch_state, writer, None, 0, planner=planner)
         return self._get_save_and_finalize_callbacks(writer, planned)
 
 
@@ -178,7 +197,7 @@ class _Writer(FileSystemWriterAsync):
         super().__init__(folder, thread_count=1)
         self._late = late
         self._results: list[WriteResult] = []
-        self._fault: Exception | None = None
+        self._failure: Exception | None = None
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self._plan = plan
@@ -188,61 +207,64 @@ class _Writer(FileSystemWriterAsync):
         return self._write_all, None, []
 
     def retrieve_write_results(self) -> Any:
-        return self._results if self._fault is None else _wrap_exception(self._fault)
+        if self._failure is not None:
+            return _wrap_exception(self._failure)
+        return self._results
 
     def _write_all(self) -> None:
-        """First what is here, then what is gathered."""
+        """Writes the tensors that this rank holds, then those that are gathered."""
         storage: Any = self._plan.storage_data
         name = f"{storage.prefix}0{DEFAULT_SUFFIX}"
-        waiting: dict[int, list[tuple[WriteItem, torch.Tensor]]] = {}
+        late_items: dict[int, list[tuple[WriteItem, torch.Tensor]]] = {}
         stream: Any = None
-        with self._fault_kept():
+        with self._failure_recorded():
             stream = (Path(self.checkpoint_dir) / name).open("wb")
         try:
-            write = partial(self._write, stream, name)
             for item in self._plan.items:
                 data = self._planner.resolve_data(item)
                 if isinstance(data, torch.Tensor) and data.is_meta:
-                    waiting.setdefault(_storage_of(data), []).append((item, data))
+                    late_items.setdefault(_storage_of(data), []).append((item, data))
                 else:
-                    write(item, data)
-            for key, gather in self._late.gathers():
+                    self._write(stream, name, item, data)
+            for storage_key, gather in self._late.gathers():
                 whole = gather()
-                for item, stand_in in waiting.pop(key, ()):
+                for item, placeholder in late_items.pop(storage_key, []):
                     assert whole is not None, f"{item.index.fqn} is another rank's"
-                    offset = whole.storage_offset() + stand_in.storage_offset()
-                    write(item, whole.as_strided(stand_in.size(), stand_in.stride(), offset))
+                    offset = whole.storage_offset() + placeholder.storage_offset()
+                    part = whole.as_strided(placeholder.size(), placeholder.stride(), offset)
+                    self._write(stream, name, item, part)
         finally:
             if stream is not None:
-                with self._fault_kept():
-                    stream.close()  # what is in the buffer meets a full disk here
-        assert not waiting, f"{len(waiting)} tensors stand for nothing"
+                with self._failure_recorded():
+                    stream.close()  # a full disk may be noticed only here, when the buffer is flushed
+        assert not late_items, f"{len(late_items)} placeholders have no tensor"
 
     @contextmanager
-    def _fault_kept(self) -> Iterator[None]:
-        """The first failure is this rank's result. It is not raised: other ranks would be left waiting."""
+    def _failure_recorded(self) -> Iterator[None]:
+        """Records the first failure as this rank's result instead of raising it: if it were raised, the other
+        ranks would wait for this one in the next gather."""
         try:
             yield
         except Exception as error:
-            if self._fault is None:
-                self._fault = _disk_error(error) or error
+            if self._failure is None:
+                self._failure = _disk_error(error) or error
 
     def _write(self, stream: Any, name: str, item: WriteItem, data: Any) -> None:
-        """Once something has failed nothing more is written."""
-        if self._fault is not None:
+        """Writes one item; does nothing once something has failed."""
+        if self._failure is not None:
             return
-        with self._fault_kept():
+        with self._failure_recorded():
             if item.type != WriteItemType.BYTE_IO:
                 data = data.detach().cpu()
-                if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes all of a storage
-                    data = data.clone()
+                if data.untyped_storage().nbytes() != data.nbytes:
+                    data = data.clone()  # torch.save would write the whole storage
             transforms: Any = self.transforms
-            written = _write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
-            self._results.append(written)
+            result = _write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
+            self._results.append(result)
 
 
 def _disk_error(error: BaseException) -> OSError | None:
-    """What the disk said, where torch's writer then fails over the bytes that are missing."""
+    """The disk's own error, where torch's writer then failed because bytes were missing."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__

@@ -1,4 +1,4 @@
-"""Settings of the trainer."""
+"""Settings of the trainer: ranks, precision, optimizer, packing, deadlines."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from invrl.section import Section
 
 
 class TrainConfig(Section):
-    """Ranks, precision and the optimizer."""
+    """The trainer's section. The loss and its axes are in `algorithms/config.py`."""
 
     data_parallel_size: PositiveInt = Field(1, description="data-parallel ranks; the world size for now")
     train_dtype: Literal["bfloat16", "float32"] = Field(

@@ -1,8 +1,9 @@
-"""What the trainer takes from a Hugging Face folder's `config.json`: a typed, checked subset.
+"""What the trainer reads from a Hugging Face folder's `config.json`: a typed, checked subset.
 
-Invariant: a `HuggingFaceConfig` describes a model that `model.py` computes exactly; whatever it would
-compute differently is refused here, by name, before a weight is read. Imports neither torch nor
-transformers, so a run can be checked before any process starts."""
+Invariant: a `HuggingFaceConfig` describes a model that `model.py` computes exactly. A feature that it would
+compute differently is refused here, by name, before a weight is read. Imports neither torch nor transformers,
+so a run can be checked before any process starts.
+"""
 
 import json
 from collections.abc import Mapping
@@ -16,30 +17,32 @@ from invrl.train.families.registry import FAMILIES
 from invrl.types import Json
 
 _MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The parameters of Llama 3's scaled frequencies that Megatron fixes."""
+"""Parameters of Llama 3's scaled frequencies whose values are fixed in Megatron."""
 
 
-def _known(model_type: str) -> str:
+def _supported(model_type: str) -> str:
     if model_type not in FAMILIES:
         raise ValueError(f"supported are {', '.join(sorted(FAMILIES))}")
     return model_type
 
 
 class HuggingFaceConfig(BaseModel):
-    """Shape of a dense decoder with grouped-query attention, rotary positions and gated SiLU MLPs, under the
-    names of config.json; where it leaves a field out, its documented default."""
+    """Shape of a dense decoder with grouped-query attention, rotary positions and gated SiLU MLPs.
+
+    Fields have the names of config.json. One that config.json leaves out has its documented default.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 
-    model_type: Annotated[str, AfterValidator(_known)]
+    model_type: Annotated[str, AfterValidator(_supported)]
     vocab_size: PositiveInt
     num_hidden_layers: PositiveInt
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt = Field(default_factory=lambda given: given["num_attention_heads"])
+    num_key_value_heads: PositiveInt = Field(default_factory=lambda fields: fields["num_attention_heads"])
     head_dim: PositiveInt = Field(
-        default_factory=lambda given: given["hidden_size"] // given["num_attention_heads"]
+        default_factory=lambda fields: fields["hidden_size"] // fields["num_attention_heads"]
     )
     max_position_embeddings: PositiveInt
     rms_norm_eps: float = 1e-6
@@ -47,7 +50,7 @@ class HuggingFaceConfig(BaseModel):
     rope_factor: float | None = None
     """Llama 3's scaling factor; None: plain rotary frequencies."""
     tie_word_embeddings: bool = False
-    # What has one value here is computed for no other.
+    # The trainer computes only these values of the fields below.
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
@@ -58,7 +61,7 @@ class HuggingFaceConfig(BaseModel):
 
 
 def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
-    """ConfigError for a folder without config.json, an unknown family, or a feature that is not computed."""
+    """Raises ConfigError for a folder without config.json, an unknown family, or an unsupported feature."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         fix = "give a Hugging Face model folder (`invrl prepare-model` makes one)"
@@ -68,9 +71,10 @@ def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
 
 def parse_hf_config(config: Mapping[str, Json]) -> HuggingFaceConfig:
     """Accepts the field names of transformers 4 and 5 (`rope_theta` or `rope_parameters`)."""
-    given = {name: value for name, value in config.items() if value is not None}
+    fields = {name: value for name, value in config.items() if value is not None}
+    fields |= _rope_fields(fields)
     try:
-        parsed = HuggingFaceConfig.model_validate(given | _rope(given))
+        parsed = HuggingFaceConfig.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
@@ -80,7 +84,8 @@ def parse_hf_config(config: Mapping[str, Json]) -> HuggingFaceConfig:
 
 
 def _check_window(parsed: HuggingFaceConfig, config: Mapping[str, Json]) -> None:
-    """Attention is computed over all earlier tokens, so a window must reach over every position."""
+    """Raises ConfigError for a sliding window that does not reach over every position: the trainer computes
+    attention over all earlier tokens."""
     family = FAMILIES[parsed.model_type]
     if family.default_window is None:
         return
@@ -99,16 +104,20 @@ def _check_window(parsed: HuggingFaceConfig, config: Mapping[str, Json]) -> None
     raise ConfigError("config.json: sliding_window", config.get("sliding_window"), reason, fix)
 
 
-def _rope(config: Mapping[str, Json]) -> dict[str, Json]:
-    """Base and Llama 3 factor of the rotary frequencies, as far as they are given."""
-    found = config.get("rope_parameters") or config.get("rope_scaling")
-    rope = found if isinstance(found, Mapping) else {}
-    base = {name: value for name, value in rope.items() if name == "rope_theta" and value is not None}
+def _rope_fields(config: Mapping[str, Json]) -> dict[str, Json]:
+    """`rope_theta` and `rope_factor` of the rotary frequencies, as far as config.json has them."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return {}
+    fields: dict[str, Json] = {}
+    if rope.get("rope_theta") is not None:
+        fields["rope_theta"] = rope["rope_theta"]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return base
+        return fields
     if kind == "llama3" and all(rope.get(name) == value for name, value in _MEGATRON_LLAMA3.items()):
-        return base | {"rope_factor": rope.get("factor", 8.0)}
+        fields["rope_factor"] = rope.get("factor", 8.0)
+        return fields
     raise _refused("rope_parameters", dict(rope), f"only default and llama3 with {_MEGATRON_LLAMA3}")
 
 

@@ -1,9 +1,12 @@
 """`--megatron-*`: fields of Megatron's own configuration classes, checked against the installed package.
 
-Invariant: an option that passes changes how the same function is computed or optimised, never what
-is computed: what the model folder, invrl's own settings or the step decide is refused, with what to
-use instead. Megatron is imported inside functions only; `cli/run_checks.py` calls
-`check_megatron_options` at start-up, `rank.py` calls `parse_megatron_options`."""
+Which fields may be set is `_ACCEPTED`; which are invrl's own flags is `_BY_FLAG`. What invrl itself sets
+is in `model.transformer_config` (TransformerConfig) and `optimizer.distribute` (DDP and optimizer).
+
+Invariant: an option that passes changes how the same function is computed or optimised, never what is
+computed. What the model folder, invrl's own settings or the training step decide is refused, with what to use
+instead. Megatron is imported inside functions only.
+"""
 
 import contextlib
 import difflib
@@ -18,19 +21,30 @@ from invrl.errors import ConfigError
 
 Scalar = bool | int | float | str
 
-_SIZES = """
-    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
-    num_distributed_optimizer_instances
-""".split()
 _BY_FLAG = {
-    **{name: f"--{name.replace('_', '-')}" for name in ("lr", "weight_decay", "adam_beta1", "adam_beta2")},
-    **{"min_lr": "--lr-min", "clip_grad": "--clip-grad"},
+    "lr": "--lr",
+    "min_lr": "--lr-min",
+    "weight_decay": "--weight-decay",
+    "adam_beta1": "--adam-beta1",
+    "adam_beta2": "--adam-beta2",
+    "clip_grad": "--clip-grad",
     "use_distributed_optimizer": "--use-distributed-optimizer",
-    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "--train-dtype"),
-    **dict.fromkeys(("autocast_dtype", "enable_autocast"), "--train-dtype"),
-    **dict.fromkeys(_SIZES, "--data-parallel-size"),
+    "bf16": "--train-dtype",
+    "fp16": "--train-dtype",
+    "params_dtype": "--train-dtype",
+    "pipeline_dtype": "--train-dtype",
+    "autocast_dtype": "--train-dtype",
+    "enable_autocast": "--train-dtype",
+    # The sizes of a parallel layout: data parallelism is the only one so far.
+    "tensor_model_parallel_size": "--data-parallel-size",
+    "pipeline_model_parallel_size": "--data-parallel-size",
+    "virtual_pipeline_model_parallel_size": "--data-parallel-size",
+    "context_parallel_size": "--data-parallel-size",
+    "expert_model_parallel_size": "--data-parallel-size",
+    "expert_tensor_parallel_size": "--data-parallel-size",
+    "num_distributed_optimizer_instances": "--data-parallel-size",
 }
+"""Fields that invrl sets itself -> the flag to use instead."""
 _ACCEPTED = """
     recompute_granularity recompute_method recompute_num_layers recompute_modules fp32_residual_connection
     deterministic_mode disable_bf16_reduced_precision_matmul bias_dropout_fusion barrier_with_L1_time
@@ -39,14 +53,14 @@ _ACCEPTED = """
     nccl_ub disable_symmetric_registration adam_eps decoupled_weight_decay apply_wd_to_qk_layernorm
     log_num_zeros_in_grad
 """.split()
-"""What may be set. Every other field says what is computed (config.json decides that), is fixed by the
-training step and its layers, would be ignored without a word, needs a library or a layout that the trainer
-does not have, or breaks what invrl promises (float32 master weights)."""
+"""The fields that may be set. Every other field decides what is computed (config.json does that), is fixed by
+the training step and its layers, would be ignored silently, needs a library or a parallel layout that the
+trainer does not have, or breaks what invrl promises (float32 master weights)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions:
-    """Parsed fields of the three classes; an option that several of them have is in each."""
+    """Parsed fields of Megatron's three classes. An option that several of them have is in each."""
 
     transformer: dict[str, object]
     ddp: dict[str, object]
@@ -55,17 +69,17 @@ class MegatronOptions:
 
 def check_megatron_options(options: Mapping[str, Scalar], *, num_layers: int = 1024) -> None:
     """Raises ConfigError for the first option that is unknown, owned by invrl, or of the wrong type, and
-    where Megatron's classes refuse what they are given together, for a model of so many layers."""
+    where Megatron's classes refuse the combination of options for a model of so many layers."""
     if not options:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Megatron says about libraries is for the log of a rank
+        warnings.simplefilter("ignore")  # Megatron's warnings about libraries belong into the log of a rank
         parsed = parse_megatron_options(options)
         parsed.transformer.update(num_layers=num_layers, hidden_size=64, num_attention_heads=1)
-        for owner, cls in _classes().items():
+        for owner, config_class in _config_classes().items():
             try:
-                cls(**getattr(parsed, owner))
-            except Exception as error:  # its own checks raise what they like
+                config_class(**getattr(parsed, owner))
+            except Exception as error:  # Megatron's own checks raise many types
                 fix = "change or add the options that it names, or leave these out"
                 reason = f"Megatron refuses this: {error}"
                 raise ConfigError("--megatron-*", dict(options), reason, fix) from error
@@ -74,16 +88,23 @@ def check_megatron_options(options: Mapping[str, Scalar], *, num_layers: int = 1
 def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
     """Options by field name ("recompute_granularity"), values as flags or TOML give them."""
     parsed = MegatronOptions(transformer={}, ddp={}, optimizer={})
+    if not options:
+        return parsed
+    types_by_owner: dict[str, dict[str, Any]] = {}
+    known_names: set[str] = set()
+    for owner, config_class in _config_classes().items():
+        types_by_owner[owner] = {field.name: field.type for field in fields(config_class)}
+        known_names.update(types_by_owner[owner])
     for name, value in options.items():
-        types = {owner: {each.name: each.type for each in fields(cls)} for owner, cls in _classes().items()}
-        _refuse(name, value, set[str]().union(*types.values()))
-        for owner, of_class in types.items():
-            if name in of_class:
-                getattr(parsed, owner)[name] = _parse(name, value, of_class[name])
+        _check_may_be_set(name, value, known_names)
+        for owner, types in types_by_owner.items():
+            if name in types:
+                getattr(parsed, owner)[name] = _parse(name, value, types[name])
     return parsed
 
 
-def _classes() -> dict[str, type[Any]]:
+def _config_classes() -> dict[str, type[Any]]:
+    """The field of MegatronOptions -> Megatron's class. Imports Megatron."""
     from invrl.train import device
 
     device.prepare()
@@ -91,12 +112,15 @@ def _classes() -> dict[str, type[Any]]:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    ddp = DistributedDataParallelConfig
-    return {"transformer": TransformerConfig, "ddp": ddp, "optimizer": OptimizerConfig}
+    return {
+        "transformer": TransformerConfig,
+        "ddp": DistributedDataParallelConfig,
+        "optimizer": OptimizerConfig,
+    }
 
 
 def _parse(name: str, value: Scalar, annotation: Any) -> object:
-    """As the field's own type; a list is written with commas."""
+    """The value as the field's own type; a list is written with commas."""
     candidates: list[object] = [value]
     if isinstance(value, str):
         candidates.append([part.strip() for part in value.split(",")])
@@ -104,18 +128,24 @@ def _parse(name: str, value: Scalar, annotation: Any) -> object:
     for candidate in candidates:
         with contextlib.suppress(ValidationError):
             return adapter.validate_python(candidate)
-    shown = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
-    raise _error(name, value, f"Megatron wants {shown}", "give such a value")
+    if isinstance(annotation, type):
+        type_name = annotation.__name__
+    else:
+        type_name = str(annotation).replace("typing.", "")
+    raise _error(name, value, f"Megatron wants {type_name}", "give such a value")
 
 
-def _refuse(name: str, value: Scalar, known: set[str]) -> None:
-    """ConfigError unless the option may be set. `known`: the fields that Megatron has."""
+def _check_may_be_set(name: str, value: Scalar, known_names: set[str]) -> None:
+    """Raises ConfigError unless the option may be set. `known_names`: the fields that Megatron has."""
     if name in _BY_FLAG:
         raise _error(name, value, "invrl sets this field itself", f"use {_BY_FLAG[name]}")
-    if name not in known:
-        near = difflib.get_close_matches(name, sorted(known.intersection(_ACCEPTED)), n=1)
-        settable = f"the ones that may be set: {', '.join(sorted(_ACCEPTED))}"
-        fix = f"did you mean {_flag(near[0])}?" if near else settable
+    if name not in known_names:
+        settable = sorted(known_names.intersection(_ACCEPTED))
+        nearest = difflib.get_close_matches(name, settable, n=1)
+        if nearest:
+            fix = f"did you mean {_flag(nearest[0])}?"
+        else:
+            fix = f"the ones that may be set: {', '.join(sorted(_ACCEPTED))}"
         raise _error(name, value, "Megatron has no such field", fix)
     if name not in _ACCEPTED:
         reason = "config.json or the training step decides this field, or the trainer is not built for it"

@@ -1,11 +1,15 @@
-"""The store in which the processes of a torch group find each other, on one address and for a while.
+"""The ranks' rendezvous: the store in which the processes of a torch process group find each other, on one
+address and closed to strangers once the group is complete.
 
-torch's own rendezvous makes a store that listens on every interface and asks nobody for a key: whoever
-reaches it can read, change and delete what ranks tell each other. Here it listens on the address that it is
-given (loopback where all processes are on one machine). Once the group has come together,
-`refuse_newcomers` lets nobody in, and `refuse_strangers` finds a stranger that came before and is still
-connected; one that has left again is not found. On GPUs, where groups connect when they are first used,
-neither is called. Torch is imported where it is needed: who only listens does not wait for it."""
+torch's own rendezvous makes a store that listens on every interface and asks for no key: whoever reaches it
+can read, change and delete what the ranks tell each other. Here the store listens only on the address that it
+is given (loopback where all processes are on one machine). Once the group is complete, `refuse_newcomers`
+lets nobody in, and `refuse_strangers` finds a stranger that came before and is still connected; a
+stranger that has left again is not found. On GPUs, where groups connect when they are first used, neither
+is called.
+
+Torch is imported inside functions: a process that only listens does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +27,31 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 _SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>
-_RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: accept 0 bytes of every packet
+_DROP_EVERYTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a BPF program: accept 0 bytes of every packet
 
 
 def listen(host: str) -> socket.socket:
-    """A socket that listens on this address alone, at a port that is free. Raises OSError."""
+    """A socket that listens on this address alone, at a free port. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=1024)
 
 
 def interface_towards(host: str) -> str:
-    """The network interface through which this machine reaches `host`: loopback's for itself. Raises OSError
-    where there is no way."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    """The network interface through which this machine reaches `host`; for its own address the loopback's.
+
+    Raises OSError where there is no route.
+    """
+    addresses = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as sender:
-        sender.connect(address)  # sends nothing
-        own = sender.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.family == family and one.address.partition("%")[0] == own for one in addresses):
-            return name
-    raise OSError(f"no network interface has the address {own}, from which {host} is reached")
+        sender.connect(address)  # chooses a route; sends nothing
+        own_address = sender.getsockname()[0]
+    for name, interface_addresses in psutil.net_if_addrs().items():
+        for candidate in interface_addresses:
+            without_scope = candidate.address.partition("%")[0]
+            if candidate.family == family and without_scope == own_address:
+                return name
+    raise OSError(f"no network interface has the address {own_address}, from which {host} is reached")
 
 
 def serve_store(listener: socket.socket, *, world_size: int, timeout: timedelta) -> TCPStore:
@@ -62,33 +71,40 @@ def serve_store(listener: socket.socket, *, world_size: int, timeout: timedelta)
 
 
 def join_store(host: str, port: int, *, world_size: int, timeout: timedelta) -> TCPStore:
-    """The store that another process serves there. Raises torch's error if it does not answer in time."""
+    """The store that another process serves at this address. Raises torch's error if it does not answer in
+    time."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(host_name=host, port=port, world_size=world_size, is_master=False, timeout=timeout)
 
 
 def refuse_newcomers(listener: socket.socket) -> None:
-    """The kernel drops whatever comes to the listening socket from now on, as if nobody listened; connections
-    that there are go on. Closing the socket instead would leave torch's thread polling a dead one."""
-    program = ctypes.create_string_buffer(_RETURN_NOTHING, len(_RETURN_NOTHING))
+    """Makes the kernel drop whatever arrives at the listening socket from now on, as if nobody listened.
+    Connections that exist already go on.
+
+    If the socket were closed instead, torch's thread would go on polling the closed one.
+    """
+    program = ctypes.create_string_buffer(_DROP_EVERYTHING, len(_DROP_EVERYTHING))
     filter_program = struct.pack("HP", 1, ctypes.addressof(program))
     listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_program)
 
 
 def refuse_strangers(listener: socket.socket, *, members: int) -> None:
-    """Once the group is there: raises TrainError if the store behind `listener`, which is in this process,
-    has more connections than the group has members: these have one each."""
+    """Raises TrainError if the store behind `listener` has more connections than the group has members.
+
+    Call it once the group is complete, in the process that serves the store. Each member has one connection.
+    """
     port = listener.getsockname()[1]
-    connected = [
+    peers = [
         connection.raddr
         for connection in psutil.Process().net_connections("tcp")
         if connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port
     ]
-    if len(connected) > members:
-        peers = ", ".join(sorted(f"{peer.ip}:{peer.port}" for peer in connected))
-        raise TrainError(
-            f"{len(connected)} processes are connected to the store of a group of {members} "
-            f"(from {peers}): something else has found its port, and may have changed what ranks tell each "
-            "other. Start again; if it happens again, find out what connects to the ports of this machine"
-        )
+    if len(peers) <= members:
+        return
+    addresses = ", ".join(sorted(f"{peer.ip}:{peer.port}" for peer in peers))
+    raise TrainError(
+        f"{len(peers)} processes are connected to the store of a group of {members} "
+        f"(from {addresses}): something else has found its port, and may have changed what ranks tell each "
+        "other. Start again; if it happens again, find out what connects to the ports of this machine"
+    )

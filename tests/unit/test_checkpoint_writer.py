@@ -32,7 +32,7 @@ def write(folder: Path) -> tuple[list[str], Any]:
         return None
 
     late = LateTensors()
-    late.stand_in(4, gather)
+    late.placeholder(4, gather)
     writer = _Writer(folder, late)
     item = WriteItem(MetadataIndex("state"), WriteItemType.BYTE_IO)
     planner: Any = Planner()

@@ -1,4 +1,4 @@
-"""Llama, and every model that took its names (SmolLM2 among them)."""
+"""Llama, and every model that uses its names (for example SmolLM2)."""
 
 from invrl.train.families.parameter import Family, Parameter, in_layer
 
