@@ -1,19 +1,23 @@
-"""The process that outlives a killed driver just long enough to end what the driver started.
+"""A process that outlives a killed driver or rollout worker just long enough to end what that one started.
 
 Servers that we start die with us through PR_SET_PDEATHSIG. Ray's own processes do not all: after kill -9 of a
-driver its raylet goes at once, its agents linger for up to a minute. The guardian remembers the driver's
-descendants while it lives and kills whichever are left once it is gone. A rollout worker has a guardian too:
-processes that user code put into a session of their own end with their worker.
+driver its raylet goes at once, its agents linger for up to a minute. The guardian records the descendants of
+the process that it watches while that one lives, and kills those that are left once it is gone. A rollout
+worker has a guardian too: processes that user code put into a session of their own end with their worker.
 
-A descendant is known by having been seen below the watched process (start time included), or by a mark, which
-a daemon that has left the tree at once has too. The mark is in the environment, which every program that is
-started inherits. It is also the name of a page of memory, which every fork inherits that starts no program.
-(The watched process does not adopt orphans, as PR_SET_CHILD_SUBREAPER would have it: it would have to collect
-them when they end, beside user code that waits for children of its own.)
+A descendant is known by one of two things:
+
+- It has been seen below the watched process. Its start time tells it from a later process with the same pid.
+- It bears the mark, as a daemon does that has left the tree at once. The mark is in the environment, which
+  every program that is started inherits. It is also the name of a page of memory, which every fork inherits
+  that starts no program.
+
 Not reached: a daemon that has left the tree between two looks and was started with an environment made anew.
-It ends with the run's incarnation, by the supervisor.
+It ends with the run's incarnation, by the supervisor. (`invrl/host/__init__.py` says why the watched process
+does not adopt orphans itself.)
 
-Invariant: nothing else is ever touched. A process has one guardian, which ends with it."""
+Invariant: no other process is ever touched. A process has one guardian, which ends with it.
+"""
 
 import contextlib
 import functools
@@ -29,23 +33,26 @@ import psutil
 
 from invrl.host.process import still_running
 
-_LOOK_EVERY_S = 2.0
+_LOOK_INTERVAL_S = 2.0
 _GRACE_S = 3.0
-_MARK = "INVRL_STARTED_BY"
+_MARK_VARIABLE = "INVRL_STARTED_BY"
 _PAGES: list[mmap.mmap] = []
-"""Of the guardians' marks. They stay mapped for as long as this process lives."""
+"""The pages of the marks. They stay mapped for as long as this process lives."""
+
+Family = dict[tuple[int, float], psutil.Process]
+"""By pid and start time."""
 
 
 def start_guardian() -> None:
-    """Watch this process from a session of its own, so that Ctrl-C and a killed group pass it by."""
+    """Watch this process from a session of its own, which Ctrl-C and a killed process group do not reach."""
     _start(os.getpid())
 
 
 @functools.cache
 def _start(pid: int) -> None:
     mark = secrets.token_hex(16)
-    os.environ[_MARK] = mark
-    _PAGES.append(_page_called(_name_of_page(mark)))
+    os.environ[_MARK_VARIABLE] = mark
+    _PAGES.append(_named_page(_page_name(mark)))
     subprocess.Popen(
         [sys.executable, "-m", "invrl.host.guardian", str(pid), mark],
         stdin=subprocess.DEVNULL,
@@ -55,12 +62,12 @@ def _start(pid: int) -> None:
     )
 
 
-def _name_of_page(mark: str) -> str:
-    return f"{_MARK}-{mark}"
+def _page_name(mark: str) -> str:
+    return f"{_MARK_VARIABLE}-{mark}"
 
 
-def _page_called(name: str) -> mmap.mmap:
-    """Its name is in /proc/PID/maps of this process and of all that it forks."""
+def _named_page(name: str) -> mmap.mmap:
+    """A page whose name is in /proc/PID/maps of this process and of every process that it forks."""
     descriptor = os.memfd_create(name)
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE)
@@ -70,44 +77,51 @@ def _page_called(name: str) -> mmap.mmap:
 
 
 def guard(pid: int, mark: str) -> None:
-    """Returns when `pid` is gone and everything below it too."""
-    me = psutil.Process()
-    family: dict[tuple[int, float], psutil.Process] = {}
-    try:
-        watched = psutil.Process(pid)
-        while watched.is_running() and watched.status() != psutil.STATUS_ZOMBIE:
-            for child in watched.children(recursive=True):
-                if child != me:
-                    family.setdefault((child.pid, child.create_time()), child)
-            family = {key: child for key, child in family.items() if child.is_running()}
-            with contextlib.suppress(psutil.TimeoutExpired):
-                watched.wait(timeout=_LOOK_EVERY_S)
-    except psutil.NoSuchProcess:
-        pass
-    # Late grandchildren of the known ones, then the known ones themselves.
+    """Returns once process `pid` is gone, and everything below it too."""
+    family: Family = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        _record_until_gone(psutil.Process(pid), family)
+    # Descendants that appeared since the last look: below the known ones, and below the marked ones.
     for process in [*family.values(), *_marked(mark)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for member in (process, *process.children(recursive=True)):
-                if member != me:
-                    family.setdefault((member.pid, member.create_time()), member)
+            _record(family, [process, *process.children(recursive=True)])
     for process in still_running(family.values(), within_s=_GRACE_S):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
 
 
+def _record_until_gone(watched: psutil.Process, family: Family) -> None:
+    """Keep `family` up to date while the watched process lives. Raises psutil.NoSuchProcess."""
+    while watched.is_running() and watched.status() != psutil.STATUS_ZOMBIE:
+        _record(family, watched.children(recursive=True))
+        for key, process in list(family.items()):
+            if not process.is_running():
+                del family[key]
+        with contextlib.suppress(psutil.TimeoutExpired):
+            watched.wait(timeout=_LOOK_INTERVAL_S)
+
+
+def _record(family: Family, processes: list[psutil.Process]) -> None:
+    """Add the processes to the family, but not the guardian itself."""
+    for process in processes:
+        if process.pid != os.getpid():
+            family.setdefault((process.pid, process.create_time()), process)
+
+
 def _marked(mark: str) -> list[psutil.Process]:
     """This user's processes that were started with the mark in their environment, or forked with its page."""
-    variable = f"{_MARK}={mark}".encode()
-    page = _name_of_page(mark).encode()
-    found = []
+    variable = f"{_MARK_VARIABLE}={mark}".encode()
+    page_name = _page_name(mark).encode()
+    marked: list[psutil.Process] = []
     for process in psutil.process_iter():
         if process.pid == os.getpid():
             continue
+        folder = Path(f"/proc/{process.pid}")
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            if variable in variables or page in Path(f"/proc/{process.pid}/maps").read_bytes():
-                found.append(process)
-    return found
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if variable in variables or page_name in (folder / "maps").read_bytes():
+                marked.append(process)
+    return marked
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""INT, TERM and HUP: the first begins the clean-up, later ones change nothing, and there is a deadline.
+"""SIGINT, SIGTERM and SIGHUP: the first one begins the clean-up, later ones change nothing, and a deadline
+ends the process.
 
-Invariant: no signal raises in a loop that `run` runs. At the second SIGINT asyncio's own runner does, and
-with the callback it hits may be lost what the clean-up waits for."""
+Invariant: no signal raises an exception inside a loop that `run` runs. asyncio's own runner raises at the
+second SIGINT. That can hit any callback, also one whose result the clean-up waits for.
+"""
 
 import _thread
 import asyncio
@@ -21,7 +23,8 @@ import psutil
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 DEADLINE_S = 120.0
-"""From the first interrupt to the end of this process; a server that hangs takes 65 s of it."""
+"""From the first interrupt to the end of this process. A server that hangs takes 65 s of it."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _State:
@@ -33,7 +36,7 @@ class _State:
 
 
 class CleanUp(contextlib.AsyncExitStack):
-    """An exit stack whose end the first interrupt does not cut short either."""
+    """An exit stack whose exit the first interrupt does not cut short either."""
 
     async def __aexit__(self, *error: Any) -> bool | None:
         _State.cleans_up = True
@@ -41,12 +44,14 @@ class CleanUp(contextlib.AsyncExitStack):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in the main thread. After an interrupt it raises KeyboardInterrupt in any case."""
+    """As `asyncio.run`, in the main thread. After an interrupt it always raises KeyboardInterrupt."""
     try:
         runner = asyncio.Runner()
-        with _woken(runner.get_loop()), runner:
-            _State.cleans_up, _State.task = False, runner.get_loop().create_task(work)
-            return runner.get_loop().run_until_complete(_State.task)
+        loop = runner.get_loop()
+        with _woken(loop), runner:
+            _State.cleans_up = False
+            _State.task = loop.create_task(work)
+            return loop.run_until_complete(_State.task)
     except Exception:
         if _State.interrupted:
             _LOG.exception("failed when it was interrupted, or before")
@@ -54,57 +59,63 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     finally:
         _State.task = None
         if _State.interrupted:
-            catch(signal.SIG_IGN)  # where there is a handler, the interpreter's end puts the default back
+            catch(signal.SIG_IGN)  # with a handler of ours, the interpreter's end puts the default back
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def _woken(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """A signal that comes just before the loop begins to wait ends that wait: Python itself calls handlers
-    between two of its instructions only."""
+    """Let a signal that comes just before the loop begins to wait end that wait.
+
+    Python itself calls handlers only between two of its instructions.
+    """
     reader, writer = socket.socketpair()
     with reader, writer:
         writer.setblocking(False)
         loop.add_reader(reader, reader.recv, 4096)
-        before = -1
+        previous = -1
         try:
-            before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
             yield
         finally:
-            signal.set_wakeup_fd(before)
+            signal.set_wakeup_fd(previous)
             if not loop.is_closed():
                 loop.remove_reader(reader)
 
 
 def _interrupt(_number: int, _frame: object) -> None:
-    signal.alarm(0)  # Ray's own handler of TERM, were it first, ends the process by this in 3 s
-    nth, task = next(_State.received), _State.task  # the next one may come at any line of this
-    if nth == 1:
+    """The signal handler. Another signal may come at any line of it."""
+    signal.alarm(0)  # Ray's own handler of SIGTERM, if it ran first, would end the process by this in 3 s
+    count = next(_State.received)
+    task = _State.task
+    if count == 1:
         _State.interrupted = True
-        _thread.start_new_thread(_end_late, ())  # `threading` takes locks that the interrupted code may hold
+        # `threading` takes locks that the interrupted code may hold.
+        _thread.start_new_thread(_end_after_deadline, ())
         if task is None:
             raise KeyboardInterrupt
-        if not (_State.cleans_up or task.done()):
+        if not _State.cleans_up and not task.done():
             task.get_loop().call_soon_threadsafe(task.cancel)
-    elif nth == 2:
+    elif count == 2:
         allowed_s = DEADLINE_S + _State.more_s
         _say(f"ending; what is left after {allowed_s:g} s is killed (at once: kill -9 {os.getpid()})")
 
 
 def catch(handler: Any = _interrupt) -> None:
-    """From here on; KeyboardInterrupt where no loop runs."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # `nohup`
+    """Handle the signals from here on. Raises KeyboardInterrupt at a signal while no loop runs."""
+    for number in _SIGNALS:
+        is_ignored_hangup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN  # `nohup`
+        if not is_ignored_hangup:
             signal.signal(number, handler)
 
 
 def allow_more(seconds: float) -> None:
-    """What is done now before the end may take so long; the deadline is put off by it."""
+    """Put the deadline off: what is done now, before the end, may take that long."""
     _State.more_s += seconds
 
 
-def _end_late() -> None:
-    """The kernel and the guardian then end what this process started."""
+def _end_after_deadline() -> None:
+    """End this process; the kernel and the guardian then end what it started."""
     allowed_s = DEADLINE_S
     slept_s = 0.0
     while slept_s < allowed_s:
@@ -112,13 +123,16 @@ def _end_late() -> None:
         slept_s = allowed_s
         allowed_s = DEADLINE_S + _State.more_s
     try:
-        tasks = asyncio.all_tasks(_State.task.get_loop()) if _State.task else ()
-        left = []
+        task = _State.task
+        tasks = asyncio.all_tasks(task.get_loop()) if task else ()
+        awaited = [str(other.get_coro()) for other in tasks]
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error):  # a zombie has no command
-                left.append(" ".join(child.cmdline()[1:3]))
-        waits = ", ".join([*(str(task.get_coro()) for task in tasks), *left])
-        _say(f"killed, {slept_s:g} s after the interrupt; it waited for {waits}, and its threads were in")
+                awaited.append(" ".join(child.cmdline()[1:3]))
+        _say(
+            f"killed, {slept_s:g} s after the interrupt; it waited for {', '.join(awaited)}, "
+            "and its threads were in"
+        )
         faulthandler.dump_traceback()
     finally:
         os._exit(1)

@@ -1,8 +1,8 @@
-"""The pipe between a run's supervisor and its driver: the driver's heartbeat, and what it has to say before
-it dies. The supervisor reads lines; a line is a `Note` as JSON.
+"""The pipe between a run's supervisor and its driver: the driver's heartbeat, and its last words.
 
-A driver can be ended without a chance to speak (Ray's C++ ends it when its raylet is gone), so it says what
-it knows at once, through a write that needs no event loop."""
+The supervisor reads lines; a line is a `Note` as JSON. A driver can be ended without a chance to speak (Ray's
+C++ ends it when its raylet is gone), so it says what it knows at once, by a write that needs no event loop.
+"""
 
 import contextlib
 import os
@@ -26,14 +26,14 @@ class NoteKind(StrEnum):
     FINAL = "final"
     """Another incarnation would fail in the same way."""
     FOLDER = "folder"
-    """A temporary folder that goes when the incarnation is over."""
+    """A temporary folder, to be removed when the incarnation is over."""
     BLOCKED = "blocked"
-    """The driver is in a call that hears no signal; `text` says in which. An interrupt may kill it there."""
+    """The driver is in a call, named by `text`, that no signal interrupts. An interrupt may kill it there."""
     FREE = "free"
     """That call has returned."""
     ENDING = "ending"
-    """All work is done and told. `text` is the exit code that the driver ends with; its interpreter's own end
-    may take long, and has no beats."""
+    """All work is done and reported. `text` is the exit code that the driver ends with. The end of its
+    interpreter may take long, and has no beats."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,43 +41,48 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
-class _Held:
+class _Pipe:
     descriptor: int | None = None
+    """The writing end, in a driver."""
 
 
 def environment(descriptor: int) -> dict[str, str]:
-    """What the driver's process is started with, beside the open descriptor."""
+    """The variables that the driver's process needs, beside the open descriptor."""
     return {_VARIABLE: str(descriptor)}
 
 
 def hold() -> None:
-    """In the driver: take the pipe over, so that no child of ours inherits it, and begin to beat. A thread
-    beats: what blocks the event loop for a while (Ray's start) is no death."""
-    given = os.environ.pop(_VARIABLE, "")
-    if given:
-        _Held.descriptor = int(given)
-        os.set_inheritable(_Held.descriptor, False)
-        os.set_blocking(_Held.descriptor, False)  # a stopped supervisor reads nothing: beats are lost then
-        tell(NoteKind.BEAT)
-        threading.Thread(target=_beat, name="lifeline", daemon=True).start()
+    """In the driver: take the pipe over, so that no child of ours inherits it, and begin to beat.
+
+    A thread beats: a call that blocks the event loop for a while (Ray's start) is no death.
+    """
+    descriptor = os.environ.pop(_VARIABLE, "")
+    if not descriptor:
+        return
+    _Pipe.descriptor = int(descriptor)
+    os.set_inheritable(_Pipe.descriptor, False)
+    os.set_blocking(_Pipe.descriptor, False)  # a stopped supervisor reads nothing: beats are lost then
+    tell(NoteKind.BEAT)
+    threading.Thread(target=_beat, name="lifeline", daemon=True).start()
 
 
 def is_held() -> bool:
-    """Whether this process has a supervisor, which says what it is told."""
-    return _Held.descriptor is not None
+    """Whether this process has a supervisor, which prints what it is told."""
+    return _Pipe.descriptor is not None
 
 
 def tell(kind: NoteKind, text: str = "") -> None:
-    """Does nothing in a process without a supervisor."""
-    if _Held.descriptor is not None:
-        line = msgspec.json.encode(Note(kind=kind, text=text)) + b"\n"
-        with contextlib.suppress(OSError):  # the supervisor is gone; the kernel ends this process too
-            os.write(_Held.descriptor, line)
+    """Send a note to the supervisor. Does nothing in a process without one."""
+    if _Pipe.descriptor is None:
+        return
+    line = msgspec.json.encode(Note(kind=kind, text=text)) + b"\n"
+    with contextlib.suppress(OSError):  # the supervisor is gone; the kernel ends this process too
+        os.write(_Pipe.descriptor, line)
 
 
 @contextlib.contextmanager
 def blocked(what: str) -> Iterator[None]:
-    """Around a call that hears no signal, and during which killing this process loses nothing."""
+    """Around a call that no signal interrupts, and during which killing this process loses nothing."""
     tell(NoteKind.BLOCKED, what)
     try:
         yield
@@ -92,23 +97,24 @@ def _beat() -> None:
 
 
 class Listener:
-    """The supervisor's end."""
+    """The supervisor's end of the pipe."""
 
     def __init__(self) -> None:
         self.descriptor, self.writer = os.pipe()
         os.set_blocking(self.descriptor, False)
-        self._rest = b""
+        self._unread = b""
+        """The beginning of a line whose end has not come."""
 
     def opened_in_child(self) -> None:
         """The child has its copy of the writing end now."""
         os.close(self.writer)
 
     def notes(self) -> list[Note]:
-        """Those that have come since the last call."""
+        """The notes that have come since the last call."""
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self.descriptor, 65_536):
-                self._rest += chunk
-        *lines, self._rest = self._rest.split(b"\n")
+                self._unread += chunk
+        *lines, self._unread = self._unread.split(b"\n")
         return [msgspec.json.decode(line, type=Note) for line in lines]
 
     def close(self) -> None:
