@@ -13,7 +13,7 @@ from test_gateway_turns import ASK, MORE, Running, running
 from tiny_model import make_tiny_model
 
 from invrl.errors import SessionError
-from invrl.gateway.dialects import wire
+from invrl.gateway.dialects import joined_messages
 from invrl.gateway.dialects.chat import ChatDialect
 from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
@@ -283,7 +283,7 @@ def test_the_parts_of_a_reply_are_joined_once(name: str, monkeypatch: pytest.Mon
         sizes.append(message.characters)
         return message
 
-    monkeypatch.setattr(wire, "Message", counted)
+    monkeypatch.setattr(joined_messages, "Message", counted)
     texts = [f"[{at}]" for at in range(500)]
     request = parsed(name, **assistant_parts(name, texts))
     reply = request.messages[1]

@@ -1,14 +1,14 @@
-"""Which fields of a request's body count: a table per dialect, and what becomes of the others. Pure.
+"""Which fields of a request's body count: a table per dialect, and what happens to all other fields. Pure.
 
 A field is honoured, refused or ignored:
-- honoured: it has a place in the dialect's structures.
-- refused: the answer would be another one with it, and we cannot give that one: fields of the API that are
-  not supported, and every server's extensions of sampling (`SAMPLING_EXTENSIONS`), in every dialect. A value
-  that asks for nothing (null, false, 0, empty) is taken. A name that looks like a misspelt sampling parameter
-  is refused as well.
-- ignored: everything else, up to `_MOST_UNKNOWN` fields of a body. It is named to whoever runs the gateway
-  (`GET /sessions/ID`, the log, once), unless our own answers carry it: clients send answers back as they got
-  them."""
+- honoured: the dialect's structures have it.
+- refused: with it, the answer would have to be another one that the gateway cannot give. These are the fields
+  of the API that are not supported, and in every dialect the sampling parameters that other servers add
+  (`SAMPLING_EXTENSIONS`). A value that asks for nothing (null, false, 0, empty) is accepted. A name that
+  looks like a misspelt sampling parameter is refused as well.
+- ignored: everything else, up to `_MAX_UNKNOWN_FIELDS` fields of a body. Its name is reported to whoever runs
+  the gateway (`GET /sessions/ID`, and once in the log), unless our own answers carry it: clients send answers
+  back as they got them."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -77,8 +77,8 @@ SAMPLING_EXTENSIONS: Mapping[str, Sequence[Any]] = {
     "transforms": (),
     "plugins": (),
 }
-"""What servers of open models take beside OpenAI's fields, and what changes the prompt or the sampling: with
-values, beside the falsy ones, that ask for what happens anyway."""
+"""Sampling parameters that servers of open models accept beside OpenAI's, and fields of theirs that change
+the prompt. The values are those, besides the falsy ones, that ask for what happens anyway."""
 _SAMPLING_NAMES = (
     "temperature",
     "top_p",
@@ -96,108 +96,132 @@ _SAMPLING_NAMES = (
     "stop",
     "stop_sequences",
 )
-"""Of one API or another: refused where it is not the dialect's own."""
-_ALIKE = 0.87
-"""Names that share so much are one name and its misspelling; `models` and `model` share more, and are not
-compared."""
+"""Sampling parameters of one API or another. A dialect refuses those that are not its own."""
+_MISSPELT_SIMILARITY = 0.87
+"""Two names that are this similar are a name and its misspelling. (`models` and `model` are more similar;
+`model` is no sampling parameter, so they are not compared.)"""
 _NOT_MISSPELT = ("speed",)
-"""Names of some API's own that look like a misspelt sampling parameter; none of them samples."""
-_MOST_UNKNOWN = 256
-"""Fields of one body that its dialect does not know. Each is compared with all of `_SAMPLING_NAMES`, in the
-event loop: a body of nothing but names would stop every session for a minute."""
-_MOST_IGNORED = 32
-"""Names that one request may make us keep."""
-_LONGEST_NAME = 64
-"""Characters of a name that are kept. A longer name is like none of `_SAMPLING_NAMES`."""
+"""Fields of some API that look like a misspelt sampling parameter. None of them affects sampling."""
+_MAX_UNKNOWN_FIELDS = 256
+"""Fields of one body that its dialect does not know. Each of them is compared with all `_SAMPLING_NAMES` in
+the event loop: a body that consists of names would stop every session for a minute."""
+_MAX_IGNORED = 32
+"""Names of ignored fields that are reported per request."""
+_MAX_NAME_LENGTH = 64
+"""Reported names are cut to so many characters. A longer name is not compared with `_SAMPLING_NAMES`."""
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRIES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldTable:
-    """The fields of one dialect's body that are not honoured. `refused`, `refused_in_entries`: not
-    supported, with the values that ask for nothing. `unsaid`, `unsaid_in_entries`: names that our own answers
-    carry, or that the API documents as without effect on the tokens of an answer: not worth a word."""
+    """The fields of one dialect's body."""
 
     body: type[msgspec.Struct]
+    """Its fields are honoured."""
     refused: Mapping[str, Sequence[Any]]
-    unsaid: Sequence[str] = ()
+    """Fields that are not supported, with the values that ask for nothing."""
+    unreported: Sequence[str] = ()
+    """Fields that are ignored and not reported: our own answers carry them, or the API documents that they do
+    not affect the tokens of an answer."""
     entries: str = ""
-    """The field that holds the conversation; "" for none."""
+    """The field that holds the conversation; "" if there is none."""
     entry: type[msgspec.Struct] | None = None
-    """Of one message, or item, of the conversation."""
+    """One message, or item, of the conversation. Its fields are honoured."""
     refused_in_entries: Sequence[str] = ()
-    unsaid_in_entries: Sequence[str] = ()
+    """As `refused`, for messages."""
+    unreported_in_entries: Sequence[str] = ()
+    """As `unreported`, for messages."""
     _known: frozenset[str] = field(init=False)
     _known_in_entries: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        known = {*self.body.__struct_encode_fields__, *self.unsaid}
-        of_entry = self.entry.__struct_encode_fields__ if self.entry else ()
+        known = {*self.body.__struct_encode_fields__, *self.unreported}
+        known_in_entries = set(self.unreported_in_entries)
+        if self.entry is not None:
+            known_in_entries.update(self.entry.__struct_encode_fields__)
         object.__setattr__(self, "_known", frozenset(known))
-        object.__setattr__(self, "_known_in_entries", frozenset({*of_entry, *self.unsaid_in_entries}))
+        object.__setattr__(self, "_known_in_entries", frozenset(known_in_entries))
 
     def ignored(self, raw: bytes) -> tuple[str, ...]:
-        """Names of the fields of `raw`, a body that has been decoded, that nothing reads; those of messages
-        as `messages[].name`. SessionError 400 for a field that is refused, and for too many unknown ones."""
+        """The names of the ignored fields of `raw`, a body that was decoded before; a field of a message is
+        `messages[].name`. SessionError 400 for a field that is refused, or for too many unknown fields."""
         fields = _FIELDS.decode(raw)
         unknown = [name for name in fields if name not in self._known]
-        if len(unknown) > _MOST_UNKNOWN:
-            reason = f"the body has {len(unknown)} fields that are no parameters, {_MOST_UNKNOWN} at most"
+        if len(unknown) > _MAX_UNKNOWN_FIELDS:
+            reason = (
+                f"the body has {len(unknown)} fields that are no parameters, {_MAX_UNKNOWN_FIELDS} at most"
+            )
             raise SessionError(reason, status=400, code="too_many_fields")
-        found: dict[str, None] = {}
-        for name in unknown:
-            if self._is_ignored(name, fields[name]):
-                found[name] = None
+        ignored = [name for name in unknown if self._is_ignored(name, fields[name])]
         entries = bytes(fields.get(self.entries, msgspec.Raw(b"")))
         if entries.startswith(b"["):
-            for at, entry in enumerate(_ENTRIES.decode(entries)):
-                for name in entry.keys() - self._known_in_entries:
-                    if name in self.refused_in_entries:
-                        if _value(entry[name]):
-                            raise unsupported(f"{self.entries}[{at}].{name}")
-                    elif len(found) < _MOST_IGNORED and bytes(entry[name]) != b"null":
-                        found[f"{self.entries}[].{name}"] = None
-        return tuple(name[:_LONGEST_NAME] for name in found)[:_MOST_IGNORED]
+            self._add_ignored_in_entries(ignored, entries)
+        return tuple(name[:_MAX_NAME_LENGTH] for name in ignored)[:_MAX_IGNORED]
 
     def _is_ignored(self, name: str, raw: msgspec.Raw) -> bool:
-        """False for a value that asks for nothing."""
-        neutral = self.refused.get(name)
-        if neutral is None:
-            neutral = SAMPLING_EXTENSIONS.get(name)
-        if neutral is not None:
-            value = _value(raw)
-            if value and value not in neutral:
+        """Whether a field that the body does not have is to be reported as ignored; False for a value that
+        asks for nothing. SessionError 400 if the field is refused."""
+        neutral_values = self.refused.get(name)
+        if neutral_values is None:
+            neutral_values = SAMPLING_EXTENSIONS.get(name)
+        if neutral_values is not None:
+            value = _decode_value(raw)
+            if value and value not in neutral_values:
                 raise unsupported(name)
             return False
         if bytes(raw) == b"null":
             return False
         if name in _SAMPLING_NAMES:
             raise unsupported(name)
-        if len(name) > _LONGEST_NAME or name in _NOT_MISSPELT:
+        if len(name) > _MAX_NAME_LENGTH or name in _NOT_MISSPELT:
             return True
-        alike = difflib.get_close_matches(_bare(name), _BARE_NAMES, n=1, cutoff=_ALIKE)
-        if alike:
-            reason = f"`{name}` is no parameter; `{_BARE_NAMES[alike[0]]}` is"
+        meant = _misspelt_parameter(name)
+        if meant:
+            reason = f"`{name}` is no parameter; `{meant}` is"
             raise SessionError(reason, status=400, code="unknown_parameter", param=name)
         return True
 
+    def _add_ignored_in_entries(self, ignored: list[str], entries: bytes) -> None:
+        """Adds the names of the ignored fields of messages."""
+        reported = set(ignored)
+        for index, entry in enumerate(_ENTRIES.decode(entries)):
+            for name in entry.keys() - self._known_in_entries:
+                if name in self.refused_in_entries:
+                    if _decode_value(entry[name]):
+                        raise unsupported(f"{self.entries}[{index}].{name}")
+                    continue
+                full_name = f"{self.entries}[].{name}"
+                is_new = len(ignored) < _MAX_IGNORED and full_name not in reported
+                if is_new and bytes(entry[name]) != b"null":
+                    reported.add(full_name)
+                    ignored.append(full_name)
+
+
+def _misspelt_parameter(name: str) -> str:
+    """The sampling parameter that this name is a misspelling of; "" if there is none."""
+    matches = difflib.get_close_matches(_bare(name), _BARE_NAMES, n=1, cutoff=_MISSPELT_SIMILARITY)
+    if not matches:
+        return ""
+    return _BARE_NAMES[matches[0]]
+
 
 def _bare(name: str) -> str:
-    """`topP` and `top-p` are `top_p`."""
+    """`topP` and `top-p` are `topp`, like `top_p`."""
     return name.lower().replace("-", "").replace("_", "")
 
 
 _BARE_NAMES = {_bare(name): name for name in _SAMPLING_NAMES}
 
 
-def _value(raw: msgspec.Raw) -> Any:
+def _decode_value(raw: msgspec.Raw) -> Any:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError):
-        return True  # of a shape that nobody reads; it asks for something
+        return True  # the value cannot be read, but it asks for something
 
 
 def unsupported(name: str) -> SessionError:
+    """The error for a field that is refused."""
     reason = f"`{name}` is not supported"
     return SessionError(reason, status=400, code="unsupported_parameter", param=name)

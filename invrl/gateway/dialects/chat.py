@@ -1,23 +1,23 @@
-"""`/v1/chat/completions`: only the wire, in both directions. Pure.
+"""`/v1/chat/completions`: the wire format, in both directions. Pure.
 
-Every field of the API stands in exactly one of these lists:
-- honoured: `messages` (text, also in parts; tool calls and results; `reasoning_content`), `model` (must
-  be ours), `stream`, `stream_options.include_usage`, `max_tokens`, `max_completion_tokens` (bounded by the
-  session's max_new_tokens), `stop`, `logprobs`, `top_logprobs` (to 20), `n` (to 16), `tools` (functions),
+Every field of the API is in exactly one of these lists:
+- honoured: `messages` (text, also in parts; tool calls and results; `reasoning_content`), `model` (must be
+  the served one), `stream`, `stream_options.include_usage`, `max_tokens`, `max_completion_tokens` (bounded by
+  the session's max_new_tokens), `stop`, `logprobs`, `top_logprobs` (to 20), `n` (to 16), `tools` (functions),
   `tool_choice`, `parallel_tool_calls` (false: calls after the first are not shown), `response_format`,
   `reasoning_effort` (none: no thinking; others: thinking), `chat_template_kwargs.enable_thinking`.
-- the run's: `temperature`, `top_p`, `top_k`, `min_p`, `frequency_penalty`, `presence_penalty`,
-  `repetition_penalty`, `logit_bias`, `seed`: honoured in serving sessions; overridden in training and
-  evaluation, which is reported once per session (header `x-invrl-overridden`). `logit_bias` is
-  refused in serving, because the router would drop it.
 - honoured too, as other servers have them: `enable_thinking`, `thinking.type`, `reasoning.effort` and
   `.enabled`, `chat_template_kwargs.thinking`.
-- ignored, for they change no token: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`,
-  `prompt_cache_key`, `prompt_cache_retention`, `verbosity`, all of `stream_options` but `include_usage`; in
-  messages `name`, `refusal`, `annotations`; in tools `strict` where the model chooses freely.
+- set by the run: `temperature`, `top_p`, `top_k`, `min_p`, `frequency_penalty`, `presence_penalty`,
+  `repetition_penalty`, `logit_bias`, `seed`. They are honoured in serving sessions. In training and
+  evaluation the run's values are used, which is reported once per session (header `x-invrl-overridden`).
+  `logit_bias` is refused in serving, because the router would drop it.
+- ignored, because they change no token: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`,
+  `prompt_cache_key`, `prompt_cache_retention`, `verbosity`, all of `stream_options` except `include_usage`;
+  in messages `name`, `refusal`, `annotations`; in tools `strict` where the model chooses freely.
 - refused with 400: see `_TABLE` and `body_fields.py`; in messages audio, images, files.
-Any other field, of the body or of a message (`parsed`, `thinking_blocks`, `provider`, ...), is ignored and
-counted: `GET /sessions/ID` lists it, the log tells it once."""
+Any other field of the body or of a message (`parsed`, `thinking_blocks`, `provider`, ...) is ignored and
+counted: `GET /sessions/ID` lists it, and the log names it once."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
@@ -28,9 +28,17 @@ from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
 from invrl.gateway.dialects.dialect import FindTurn, no_turn
+from invrl.gateway.dialects.joined_messages import JoinedMessages
 from invrl.gateway.types import CallDelta, Delta, Message, Piece, Tool, ToolCall, ToolChoice, TurnRequest
 
-_ROLES = {each: each for each in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "developer": "system",
+}
+"""The model's role by the client's."""
 
 
 class _CalledFunction(msgspec.Struct):
@@ -49,7 +57,7 @@ class _Tool(msgspec.Struct):
     function: wire.Function | None = None
 
 
-class _Allowed(msgspec.Struct):
+class _AllowedTools(msgspec.Struct):
     tools: list[_Tool]
     mode: Literal["auto", "required"] = "auto"
 
@@ -57,7 +65,7 @@ class _Allowed(msgspec.Struct):
 class _Choice(msgspec.Struct):
     type: str
     function: wire.Function | None = None
-    allowed_tools: _Allowed | None = None
+    allowed_tools: _AllowedTools | None = None
 
 
 class _Format(msgspec.Struct):
@@ -66,7 +74,7 @@ class _Format(msgspec.Struct):
 
 
 class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Others would change the prompt."""
+    """Other options would change the prompt, and are refused."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -96,7 +104,7 @@ class _Body(ChoicesFields, kw_only=True):
     max_tokens: wire.Count | None = None
     max_completion_tokens: wire.Count | None = None
     logprobs: bool | None = None
-    top_logprobs: wire.Top | None = None
+    top_logprobs: wire.TopLogprobs | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -115,24 +123,34 @@ _TABLE = FieldTable(
         "functions": (),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
-        **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
     },
-    unsaid=(
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
-        *("prompt_cache_key", "prompt_cache_retention"),
+    unreported=(
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "verbosity",
+        "prompt_cache_key",
+        "prompt_cache_retention",
     ),
     entries="messages",
     entry=_Message,
     refused_in_entries=("function_call", "audio", "images", "prefix"),
-    unsaid_in_entries=("refusal", "annotations"),
+    unreported_in_entries=("refusal", "annotations"),
 )
 
 
 class ChatDialect(ChoicesDialect):
-    path, ids = "/chat/completions", "chatcmpl-"
-    objects = ("chat.completion", "chat.completion.chunk")
-    first: ClassVar = {"delta": {"role": "assistant", "content": "", "refusal": None}}
-    last: ClassVar = {"delta": {}}
+    path = "/chat/completions"
+    id_prefix = "chatcmpl-"
+    answer_object = "chat.completion"
+    event_object = "chat.completion.chunk"
+    first_fields: ClassVar = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+    last_fields: ClassVar = {"delta": {}}
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ChoicesRequest:
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
@@ -140,67 +158,73 @@ class ChatDialect(ChoicesDialect):
             raise wire.bad("`messages` must not be empty", param="messages")
         if body.top_logprobs and not body.logprobs:
             raise wire.bad("`top_logprobs` needs `logprobs`", param="top_logprobs")
-        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        form = body.response_format
-        schema = ((form and form.json_schema) or {}).get("schema", wire.NO_JSON)
+        max_tokens = body.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = body.max_tokens
+        messages = _messages(body.messages)
+        tools = [_tool(tool, index) for index, tool in enumerate(body.tools or ())]
         turn = TurnRequest(
-            messages=_messages(body.messages),
-            tools=wire.check_tools([_tool(tool, at) for at, tool in enumerate(body.tools or ())]),
+            messages=messages,
+            tools=wire.check_tools(tools),
             tool_choice=_tool_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             top_logprobs=body.top_logprobs or 0,
-            schema=wire.schema_text(form.type, schema, "response_format") if form else "",
+            schema=_schema(body.response_format),
             thinking=_thinking(body),
-            sampling=self.sampling(body, limit),
+            sampling=self.sampling(body, max_tokens),
             stop=wire.stop_strings(body.stop),
             stream=bool(body.stream),
             digest=wire.digest(b"chat", raw),
             ignored=ignored,
             retry=retry,
         )
-        return self.asked(body, turn, logprobs=bool(body.logprobs))
+        return self.parsed(body, turn, logprobs=bool(body.logprobs))
 
-    def whole(self, message: Message) -> dict[str, Any]:
-        shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    def message_fields(self, message: Message) -> dict[str, Any]:
+        fields: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
         if message.reasoning:
-            shown["reasoning_content"] = message.reasoning
+            fields["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            shown["content"] = message.content or None
-            shown["tool_calls"] = [_shown_call(call) for call in message.tool_calls]
-        return {"message": shown}
+            fields["content"] = message.content or None
+            fields["tool_calls"] = [_call_fields(call) for call in message.tool_calls]
+        return {"message": fields}
 
-    def added(self, delta: Delta) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+    def delta_fields(self, delta: Delta) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
         if delta.reasoning:
-            told["reasoning_content"] = delta.reasoning
+            fields["reasoning_content"] = delta.reasoning
         if delta.calls:
-            told["tool_calls"] = [{"index": call.index, **_shown_call(call)} for call in delta.calls]
-        if delta.content or not told:
-            told["content"] = delta.content
-        return {"delta": told}
+            fields["tool_calls"] = [{"index": call.index, **_call_fields(call)} for call in delta.calls]
+        if delta.content or not fields:
+            fields["content"] = delta.content
+        return {"delta": fields}
 
     def logprobs(self, request: ChoicesRequest, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
         return {"content": self.token_logprobs(pieces), "refusal": None}
 
-    def models(self, only: str) -> bytes:
-        """The answer of `/v1/models`, or of `/v1/models/{only}`: SessionError 404 if that is not ours."""
+    def models(self, model: str) -> bytes:
+        """The answer of `/v1/models`, or of `/v1/models/{model}`. SessionError 404 if that model is not
+        served."""
         card = {"id": self.model, "object": "model", "created": 0, "owned_by": "invrl"}
-        wire.check_model(only or self.model, self.model)
-        return msgspec.json.encode(card if only else {"object": "list", "data": [card]})
+        if not model:
+            return msgspec.json.encode({"object": "list", "data": [card]})
+        wire.check_model(model, self.model)
+        return msgspec.json.encode(card)
 
 
-def _shown_call(call: ToolCall | CallDelta) -> dict[str, Any]:
-    """What comes after the first piece of a call has no name."""
+def _call_fields(call: ToolCall | CallDelta) -> dict[str, Any]:
+    """Only the first piece of a call has a name."""
     if not call.name:
         return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _messages(sent: Sequence[_Message]) -> tuple[Message, ...]:
-    """A reply's text and its calls, which some clients send back as two messages, are one again."""
-    joined = wire.JoinedMessages()
-    for at, each in enumerate(sent):
-        message = _message(each, at)
+def _messages(messages: Sequence[_Message]) -> tuple[Message, ...]:
+    """The messages of a body. Some clients send the text and the calls of one reply as two messages: they are
+    joined again."""
+    joined = JoinedMessages()
+    for index, sent in enumerate(messages):
+        message = _message(sent, index)
         if joined.continues_reply(message):
             joined.join(message)
         else:
@@ -208,8 +232,8 @@ def _messages(sent: Sequence[_Message]) -> tuple[Message, ...]:
     return joined.messages()
 
 
-def _message(message: _Message, at: int) -> Message:
-    param = f"messages[{at}]"
+def _message(message: _Message, index: int) -> Message:
+    param = f"messages[{index}]"
     role = wire.role_of(message.role, _ROLES, param)
     if message.content is None and role != "assistant":
         raise wire.bad(f"{param}.content must be text", param=f"{param}.content")
@@ -219,54 +243,64 @@ def _message(message: _Message, at: int) -> Message:
     if message.tool_calls and role != "assistant":
         raise wire.bad(f"{param}.tool_calls: only the assistant calls", param=f"{param}.tool_calls")
     calls = []
-    for nth, call in enumerate(message.tool_calls or ()):
-        place = f"{param}.tool_calls[{nth}].function.arguments"
-        arguments = wire.call_arguments(call.function.arguments, place)
+    for call_index, call in enumerate(message.tool_calls or ()):
+        arguments_param = f"{param}.tool_calls[{call_index}].function.arguments"
+        arguments = wire.call_arguments(call.function.arguments, arguments_param)
         calls.append(ToolCall(call.id, call.function.name, arguments))
     return Message(
         role,
-        wire.text_of(message.content or "", f"{param}.content"),
-        message.reasoning_content or message.reasoning or "",
-        tuple(calls),
-        message.tool_call_id or "",
+        content=wire.text_of(message.content or "", f"{param}.content"),
+        reasoning=message.reasoning_content or message.reasoning or "",
+        tool_calls=tuple(calls),
+        tool_call_id=message.tool_call_id or "",
     )
 
 
-def _tool(tool: _Tool, at: int) -> Tool:
-    param = f"tools[{at}]"
+def _tool(tool: _Tool, index: int) -> Tool:
+    param = f"tools[{index}]"
     if tool.type != "function" or tool.function is None:
         raise wire.bad(f"{param}: only functions are supported, not {tool.type!r}", param=param)
     return wire.make_tool(tool.function, f"{param}.function")
 
 
 def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
-    if plain := wire.plain_choice(choice):
+    plain = wire.plain_choice(choice)
+    if plain is not None:
         return plain
-    if isinstance(choice, _Choice) and choice.type == "function" and choice.function:
-        return ToolChoice(mode="named", name=choice.function.name)
-    if isinstance(choice, _Choice) and choice.type == "allowed_tools" and choice.allowed_tools:
-        allowed = choice.allowed_tools
-        names = [tool.function.name for tool in allowed.tools if tool.function]
-        return wire.allowed_choice(allowed.mode, names)
+    if isinstance(choice, _Choice):
+        if choice.type == "function" and choice.function:
+            return ToolChoice(mode="named", name=choice.function.name)
+        if choice.type == "allowed_tools" and choice.allowed_tools:
+            names = [tool.function.name for tool in choice.allowed_tools.tools if tool.function]
+            return wire.allowed_choice(choice.allowed_tools.mode, names)
     reason = "`tool_choice` must be auto, none, required, allowed_tools, or name a function"
     raise wire.bad(reason, param="tool_choice")
 
 
+def _schema(response_format: _Format | None) -> str:
+    """The JSON schema that the reply must follow; "" for none."""
+    if response_format is None:
+        return ""
+    described = response_format.json_schema or {}
+    schema = described.get("schema", wire.NO_JSON)
+    return wire.schema_text(response_format.type, schema, "response_format")
+
+
 def _thinking(body: _Body) -> bool | None:
-    """What is said most directly counts."""
+    """Whether the request asks for thinking. The more direct of two fields takes precedence."""
     options = body.chat_template_kwargs or _TemplateOptions()
     reasoning = body.reasoning or _Reasoning()
     thinking = body.thinking
     if isinstance(thinking, _Thinking):
         thinking = thinking.type != "disabled"
-    for said in (
+    fields = (
         options.enable_thinking,
         options.thinking,
         body.enable_thinking,
         thinking,
         reasoning.enabled,
-    ):
-        if said is not None:
-            return said
-    effort = body.reasoning_effort or reasoning.effort
-    return None if effort is None else effort not in ("none", "minimal")
+    )
+    for field in fields:
+        if field is not None:
+            return field
+    return wire.thinking_of_effort(body.reasoning_effort or reasoning.effort)

@@ -1,6 +1,7 @@
-"""What a dialect is: one API's wire format, in both directions. Pure.
+"""The interface of a dialect: the wire format of one API, in both directions. Pure.
 
-`agent_api.py` serves any of them: it parses the request, samples, and writes what the dialect says."""
+The gateway serves every dialect in the same way: it parses the request, samples, and writes what the dialect
+makes of the answer."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -11,67 +12,71 @@ from invrl.errors import SessionError
 from invrl.gateway.types import Answer, AnswerStart, Node, Piece, TurnRequest
 
 FindTurn = Callable[[str], Node | None]
-"""A whole turn of the session that asks, by its id; None if it has no such turn."""
+"""Returns a whole turn of the session by its id; None if the session has no such turn."""
 
 
 def no_turn(_: str) -> None:
     """The `FindTurn` of a session without turns."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed request: what to sample, and how many times. Dialects add how they show it."""
+class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to sample, and how many times. Dialects add how they show the answer."""
 
     turn: TurnRequest
     n: int = 1
 
 
-Request = TypeVar("Request", bound=Asked)
+Request = TypeVar("Request", bound=ParsedRequest)
 
 
 class AnswerStream(Protocol):
-    """One streamed answer: the bytes of its beginning, of each piece, of its end. Keep-alives may come before
-    the beginning, which is told with the first token."""
+    """Writes one streamed answer: its beginning, each of its pieces, its end. The beginning is written with
+    the first token; keep-alives may come before it."""
 
     keep_alive: bytes
-    """Sent while no token comes; clients skip it."""
+    """Sent while no token comes. Clients skip it."""
 
     def head(self, cached_tokens: int) -> bytes:
-        """`cached_tokens`: of the prompt, those that the engine had in its cache."""
+        """`cached_tokens` is the number of prompt tokens that the engine had in its cache."""
         ...
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        """Nothing while the piece's text is held back (half a character, perhaps a stop string)."""
+        """Empty while the piece's text is held back (half a character, or perhaps a stop string)."""
         ...
 
     def tail(self, answers: Sequence[Answer]) -> bytes: ...
 
     def error(self, error: SessionError) -> bytes:
-        """An error once the stream has begun; clients raise it when they see it."""
+        """An error after the stream has begun. Clients raise it when they read it."""
         ...
 
 
 class Dialect(Protocol[Request]):
-    """The wire format of one sampling route for one served model."""
+    """The wire format of one sampling route, for one served model."""
 
     path: str
-    """Below `/v1`."""
+    """The route below `/v1`."""
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> Request:
-        """SessionError 400 (404 for another model) that names the field. `find`: for what the request names
-        by an id instead of sending it."""
+        """The request in a body. SessionError 400 names the field that is wrong, 404 is for another model.
+        `find` is used for what the request names by an id."""
         ...
 
     def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
-        """The body of a whole answer; `answers` has one of each choice."""
+        """The body of a whole answer. `answers` has one answer for each of `n`."""
         ...
 
-    def stream(self, request: Request, begun: Sequence[AnswerStart]) -> AnswerStream: ...
+    def stream(self, request: Request, starts: Sequence[AnswerStart]) -> AnswerStream:
+        """The writer of a streamed answer. `starts` has one start for each of `n`."""
+        ...
 
-    def error(self, error: SessionError) -> bytes: ...
+    def error(self, error: SessionError) -> bytes:
+        """The body of an error."""
+        ...
 
 
 class CountingDialect(Dialect[Request], Protocol[Request]):
-    """One that also tells how many tokens a request's prompt has, at `path`/count_tokens."""
+    """A dialect that also counts the tokens of a request's prompt, at `path`/count_tokens."""
 
     def parse_count(self, raw: bytes) -> TurnRequest: ...
 

@@ -1,25 +1,27 @@
-"""`/v1/messages` and its `count_tokens`, Anthropic's API: only the wire, in both directions. Pure.
+"""`/v1/messages` and its `count_tokens`, Anthropic's API: the wire format, in both directions. Pure.
 
-Every field of the API stands in exactly one of these lists:
-- honoured: `messages` (text, tool_use, tool_result, thinking; of user, assistant, system; the last not
-  the assistant's), `system`, `model` (must be ours), `max_tokens` (bounded by the session's max_new_tokens),
-  `stop_sequences`, `stream`, `tools` (custom ones), `tool_choice`, `thinking` (enabled, adaptive: thinking,
-  and it is shown; disabled: none; absent: the template's default, not shown; `display` omitted: without its
-  text), `output_config.format`, `output_format`.
-- the run's: `temperature`, `top_p`, `top_k`: as in `chat.py`.
-- ignored, for they change no token: `metadata`, `service_tier`, `cache_control`, `context_management` (the
-  history is used as it was sent), `diagnostics`, `inference_geo`, `speed`, `user_profile_id`, `workspace_id`,
-  `billing_policy`, `fallbacks`, `fallback_credit_token`, `thinking.budget_tokens`, `output_config.effort`;
-  in blocks `cache_control`, `citations`, `signature`, `caller`, `is_error` (the content tells it), all of
-  redacted_thinking; in tools all but name, description, input_schema, type and strict; the header
-  anthropic-beta. System blocks with Claude Code's billing header, which is another in each request.
-- refused with 400: see `_TABLE` and `body_fields.py`; images, documents, tools of Anthropic's own (another
-  type than custom).
-Any other field, of the body or of a message, is ignored and counted.
+Every field of the API is in exactly one of these lists:
+- honoured: `messages` (text, tool_use, tool_result, thinking; of user, assistant, system; the last one must
+  not be the assistant's), `system`, `model` (must be the served one), `max_tokens` (bounded by the session's
+  max_new_tokens), `stop_sequences`, `stream`, `tools` (custom ones), `tool_choice`, `thinking` (enabled,
+  adaptive: thinking, and it is shown; disabled: none; absent: the template's default, not shown; `display`
+  omitted: without its text), `output_config.format`, `output_format`.
+- set by the run: `temperature`, `top_p`, `top_k`, as in `chat.py`.
+- ignored, because they change no token: `metadata`, `service_tier`, `cache_control`, `context_management`
+  (the history is used as it was sent), `diagnostics`, `inference_geo`, `speed`, `user_profile_id`,
+  `workspace_id`, `billing_policy`, `fallbacks`, `fallback_credit_token`, `thinking.budget_tokens`,
+  `output_config.effort`; in blocks `cache_control`, `citations`, `signature`, `caller`, `is_error` (the
+  content says it), all of redacted_thinking; in tools all but name, description, input_schema, type and
+  strict; the header anthropic-beta. A system block with Claude Code's billing header is dropped: it differs
+  in every request.
+- refused with 400: see `_TABLE` and `body_fields.py`; images, documents, Anthropic's own tools (any type but
+  custom).
+Any other field of the body or of a message is ignored and counted.
 
-Text blocks of one message are joined by a newline, the assistant's by nothing, as they were sampled; messages
-of one role that follow each other are one. A call whose arguments were cut off shows what of them can be read
-(as the clients do while they stream), {} if nothing: it does not match when it comes back."""
+The text blocks of one message are joined by a newline; the assistant's are joined without one, as they were
+sampled. Adjacent messages of one role are one message. For a call whose arguments were cut off, the readable
+part of them is shown (clients do the same while they stream), or {} if nothing is readable: such a call does
+not match when it comes back."""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from pydantic_core import from_json
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
-from invrl.gateway.dialects.dialect import AnswerStream, Asked, FindTurn, no_turn
+from invrl.gateway.dialects.dialect import AnswerStream, FindTurn, ParsedRequest, no_turn
+from invrl.gateway.dialects.joined_messages import JoinedMessages
 from invrl.gateway.types import (
     Answer,
     AnswerStart,
@@ -51,12 +54,19 @@ _BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-"""Blocks that a role's content may have."""
-_NEEDED = {"tool_use": ("id", "name"), "tool_result": ("tool_use_id",), "redacted_thinking": ()}
-"""Fields of a block; of others the one named like the block."""
-_BILLING = "x-anthropic-billing-header"
-_ERRORS = {401: "authentication", 403: "permission", 404: "not_found", 408: "timeout", 429: "rate_limit"}
-_SERVER_ERRORS = {503: "overloaded", 504: "timeout"}
+"""The types of blocks that the content of a role may have."""
+_REQUIRED_FIELDS = {"tool_use": ("id", "name"), "tool_result": ("tool_use_id",), "redacted_thinking": ()}
+"""The required fields of a block. Any other block requires the field that is named like its type."""
+_BILLING_HEADER = "x-anthropic-billing-header"
+_CLIENT_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+_SERVER_ERRORS = {503: "overloaded_error", 504: "timeout_error"}
 
 
 class _Block(msgspec.Struct):
@@ -116,22 +126,30 @@ class _Body(msgspec.Struct, kw_only=True):
 _DECODER = msgspec.json.Decoder(_Body)
 _TABLE = FieldTable(
     body=_Body,
-    refused=dict.fromkeys(("container", "mcp_servers", "compaction", "thread"), ()),
-    unsaid=(
-        *("metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "billing_policy"),
-        *("cache_control", "context_management", "diagnostics"),
-        *("speed", "fallbacks", "fallback_credit_token"),
+    refused={"container": (), "mcp_servers": (), "compaction": (), "thread": ()},
+    unreported=(
+        "metadata",
+        "service_tier",
+        "inference_geo",
+        "user_profile_id",
+        "workspace_id",
+        "billing_policy",
+        "cache_control",
+        "context_management",
+        "diagnostics",
+        "speed",
+        "fallbacks",
+        "fallback_credit_token",
     ),
     entries="messages",
     entry=_Message,
-    unsaid_in_entries=("id", "type", "model", "stop_reason", "stop_sequence", "usage"),
+    unreported_in_entries=("id", "type", "model", "stop_reason", "stop_sequence", "usage"),
 )
 
 
-class MessagesRequest(Asked, frozen=True, kw_only=True):
+class MessagesRequest(ParsedRequest, frozen=True, kw_only=True):
     shows_thinking: bool
-    omits_text: bool
-    """Of the thinking."""
+    omits_thinking_text: bool
 
 
 class MessagesDialect:
@@ -144,240 +162,325 @@ class MessagesDialect:
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
         if body.max_tokens is None:
             raise wire.bad("max_tokens: Field required", param="max_tokens")
-        turn = self._turn(body, raw, retry, ignored)
-        omits = body.thinking is not None and body.thinking.display == "omitted"
-        return MessagesRequest(turn=turn, shows_thinking=bool(turn.thinking), omits_text=omits)
+        turn = _turn_request(body, raw, retry=retry, ignored=ignored)
+        omits_text = body.thinking is not None and body.thinking.display == "omitted"
+        return MessagesRequest(turn=turn, shows_thinking=bool(turn.thinking), omits_thinking_text=omits_text)
 
     def parse_count(self, raw: bytes) -> TurnRequest:
-        """A request whose tokens are counted; as `parse`, without `max_tokens`."""
+        """A request whose tokens are to be counted: as `parse`, but `max_tokens` may be missing."""
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
-        return self._turn(body, raw, False, ignored)
+        return _turn_request(body, raw, retry=False, ignored=ignored)
 
     def counted(self, tokens: int) -> bytes:
         return msgspec.json.encode({"input_tokens": tokens})
 
     def answer(self, request: MessagesRequest, answers: Sequence[Answer]) -> bytes:
         [answer] = answers
-        reply, blocks = answer.message, []
+        reply = answer.message
+        blocks: list[dict[str, Any]] = []
         if reply.reasoning and request.shows_thinking:
-            text = "" if request.omits_text else reply.reasoning
-            blocks.append({"type": "thinking", "thinking": text, "signature": _signature(answer.turn.id)})
+            thinking = "" if request.omits_thinking_text else reply.reasoning
+            signature = _signature(answer.turn.id)
+            blocks.append({"type": "thinking", "thinking": thinking, "signature": signature})
         if reply.content:
             blocks.append({"type": "text", "text": reply.content})
         for call in reply.tool_calls:
-            found = {"id": call.id, "name": call.name, "input": _input(call.arguments)}
-            blocks.append({"type": "tool_use", **found})
-        shown = self.message(answer.turn.id, blocks, usage(answer.turn), **stop_reason(answer))
-        return msgspec.json.encode(shown)
+            blocks.append(
+                {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
+            )
+        return msgspec.json.encode(
+            self.message_fields(answer.turn.id, blocks, usage(answer.turn), stop_fields(answer))
+        )
 
-    def stream(self, request: MessagesRequest, begun: Sequence[AnswerStart]) -> AnswerStream:
-        return _MessagesStream(self, request, begun[0])
+    def stream(self, request: MessagesRequest, starts: Sequence[AnswerStart]) -> AnswerStream:
+        return _MessagesStream(self, request, starts[0])
 
     def error(self, error: SessionError) -> bytes:
-        """Clients compact their history when a prompt "is too long"."""
-        long = "prompt is too long: " if error.code == "context_length_exceeded" else ""
-        known, other = (_ERRORS, "invalid_request") if error.status < 500 else (_SERVER_ERRORS, "api")
-        kind = known.get(error.status, other) + "_error" if error.status != 413 else "request_too_large"
-        detail = {"type": kind, "message": long + error.message}
-        return msgspec.json.encode({"type": "error", "error": detail, "request_id": None})
-
-    def models(self, only: str) -> bytes:
-        """As `ChatDialect.models`, to an Anthropic client."""
-        card = {"type": "model", "id": self.model, "display_name": self.model, "lifecycle": "active"}
-        card["created_at"] = "1970-01-01T00:00:00Z"
-        wire.check_model(only or self.model, self.model)
-        ends = {"has_more": False, "first_id": self.model, "last_id": self.model}
-        return msgspec.json.encode(card if only else {"data": [card], **ends})
-
-    def message(self, turn_id: str, content: Sequence[Any], usage: Any, **stop: str | None) -> dict[str, Any]:
-        """`stop`: what `stop_reason` tells, once it is known."""
-        head = {"id": f"msg_{turn_id}", "type": "message", "role": "assistant", "model": self.model}
-        unknown = {"stop_reason": None, "stop_sequence": None}
-        return {**head, "content": content, **unknown, **stop, "usage": usage}
-
-    def _turn(self, body: _Body, raw: bytes, retry: bool, ignored: tuple[str, ...]) -> TurnRequest:
-        choice, thinking = body.tool_choice, body.thinking
-        asked = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k or None}
-        form = (body.output_config and body.output_config.format) or body.output_format
-        return TurnRequest(
-            messages=_messages(body),
-            tools=wire.check_tools([_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())]),
-            tool_choice=_tool_choice(choice),
-            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
-            schema=wire.schema_text(form.type, form.schema, "output_config.format") if form else "",
-            thinking=thinking and thinking.type != "disabled",
-            sampling=ClientSampling(**asked, max_new_tokens=body.max_tokens),
-            stop=wire.stop_strings(body.stop_sequences, "stop_sequences"),
-            stream=bool(body.stream),
-            digest=wire.digest(b"messages", raw),
-            ignored=ignored,
-            retry=retry,
+        """The body of an error. Clients compact their history when the message says "prompt is too long"."""
+        message = error.message
+        if error.code == "context_length_exceeded":
+            message = "prompt is too long: " + message
+        if error.status < 500:
+            kind = _CLIENT_ERRORS.get(error.status, "invalid_request_error")
+        else:
+            kind = _SERVER_ERRORS.get(error.status, "api_error")
+        return msgspec.json.encode(
+            {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
         )
+
+    def models(self, model: str) -> bytes:
+        """As `ChatDialect.models`, for an Anthropic client."""
+        card = {
+            "type": "model",
+            "id": self.model,
+            "display_name": self.model,
+            "lifecycle": "active",
+            "created_at": "1970-01-01T00:00:00Z",
+        }
+        if not model:
+            return msgspec.json.encode(
+                {"data": [card], "has_more": False, "first_id": self.model, "last_id": self.model}
+            )
+        wire.check_model(model, self.model)
+        return msgspec.json.encode(card)
+
+    def message_fields(
+        self,
+        turn_id: str,
+        content: Sequence[Any],
+        usage: dict[str, int],
+        stop: dict[str, str | None] | None = None,
+    ) -> dict[str, Any]:
+        """A message object. `stop` is what `stop_fields` returns, once the reply has ended."""
+        fields: dict[str, Any] = {
+            "id": f"msg_{turn_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        if stop is not None:
+            fields.update(stop)
+        fields["usage"] = usage
+        return fields
 
 
 class _MessagesStream:
-    """One streamed answer: blocks one after another, each begun, added to, stopped."""
+    """Writes one streamed answer: blocks one after the other, each with its start, deltas and stop."""
 
-    keep_alive = wire.sent({"type": "ping"}, "ping")
+    keep_alive = wire.encode_event({"type": "ping"}, "ping")
 
-    def __init__(self, dialect: MessagesDialect, request: MessagesRequest, begun: AnswerStart) -> None:
-        self._dialect, self._request, self._begun = dialect, request, begun
-        self._kind = ""
-        """Of the block that is open."""
+    def __init__(self, dialect: MessagesDialect, request: MessagesRequest, start: AnswerStart) -> None:
+        self._dialect = dialect
+        self._request = request
+        self._start = start
+        self._open_block = ""
+        """The type of the block that is open; "" if none is."""
         self._index = -1
-        self._calls: dict[int, int] = {}
-        """The block of each call."""
+        """The index of the last block."""
+        self._blocks_of_calls: dict[int, int] = {}
+        """The index of each call's block."""
 
     def head(self, cached_tokens: int) -> bytes:
-        used = _counted(self._begun.prompt_tokens, cached_tokens, sampled=0)
-        message = self._dialect.message(self._begun.turn_id, (), used)
+        usage = _usage_fields(self._start.prompt_tokens, cached_tokens, sampled_tokens=0)
+        message = self._dialect.message_fields(self._start.turn_id, (), usage)
         return _event("message_start", message=message) + self.keep_alive
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        delta, told = piece.delta, b""
+        delta = piece.delta
+        events: list[bytes] = []
         if delta.reasoning and not self._request.shows_thinking:
-            told += self.keep_alive
+            events.append(self.keep_alive)
         elif delta.reasoning:
-            told += self._start("thinking", thinking="", signature="")
-            if not self._request.omits_text:
-                told += self._delta("thinking_delta", thinking=delta.reasoning)
+            events.append(self._ensure_block("thinking", thinking="", signature=""))
+            if not self._request.omits_thinking_text:
+                events.append(self._delta("thinking_delta", self._index, thinking=delta.reasoning))
         if delta.content:
-            told += self._start("text", text="") + self._delta("text_delta", text=delta.content)
+            events.append(self._ensure_block("text", text=""))
+            events.append(self._delta("text_delta", self._index, text=delta.content))
         for call in delta.calls:
-            if call.index not in self._calls:
-                told += self._stop() + self._start("tool_use", id=call.id, name=call.name, input={})
-                self._calls[call.index] = self._index
-            if call.arguments:  # those of an earlier call may come late, by its index
-                at = self._calls[call.index]
-                told += self._delta("input_json_delta", at, partial_json=call.arguments)
-        return told
+            if call.index not in self._blocks_of_calls:
+                events.append(self._stop_block())
+                events.append(self._ensure_block("tool_use", id=call.id, name=call.name, input={}))
+                self._blocks_of_calls[call.index] = self._index
+            if call.arguments:
+                # The arguments of an earlier call may come late: the index says which call they are of.
+                index = self._blocks_of_calls[call.index]
+                events.append(self._delta("input_json_delta", index, partial_json=call.arguments))
+        return b"".join(events)
 
     def tail(self, answers: Sequence[Answer]) -> bytes:
         [answer] = answers
-        last = _event("message_delta", delta=stop_reason(answer), usage=usage(answer.turn))
-        return self._stop() + last + _event("message_stop")
+        stop_block = self._stop_block()
+        message_delta = _event("message_delta", delta=stop_fields(answer), usage=usage(answer.turn))
+        return stop_block + message_delta + _event("message_stop")
 
     def error(self, error: SessionError) -> bytes:
         return b"event: error\ndata: " + self._dialect.error(error) + b"\n\n"
 
-    def _start(self, kind: str, **fields: Any) -> bytes:
-        if kind == self._kind:
+    def _ensure_block(self, kind: str, **fields: Any) -> bytes:
+        """Begins a block of this type, unless one is open."""
+        if kind == self._open_block:
             return b""
-        told = self._stop()
-        self._kind, self._index = kind, self._index + 1
-        return told + _event("content_block_start", index=self._index, content_block={"type": kind, **fields})
+        stop = self._stop_block()
+        self._open_block = kind
+        self._index += 1
+        block = {"type": kind, **fields}
+        return stop + _event("content_block_start", index=self._index, content_block=block)
 
-    def _delta(self, kind: str, at: int | None = None, **fields: str) -> bytes:
-        index = self._index if at is None else at
+    def _delta(self, kind: str, index: int, **fields: str) -> bytes:
         return _event("content_block_delta", index=index, delta={"type": kind, **fields})
 
-    def _stop(self) -> bytes:
-        kind, self._kind = self._kind, ""
+    def _stop_block(self) -> bytes:
+        """Ends the block that is open."""
+        kind = self._open_block
+        self._open_block = ""
         if not kind:
             return b""
-        thought = kind == "thinking"
-        signed = self._delta("signature_delta", signature=_signature(self._begun.turn_id)) if thought else b""
-        return signed + _event("content_block_stop", index=self._index)
+        stop = _event("content_block_stop", index=self._index)
+        if kind != "thinking":
+            return stop
+        signature = _signature(self._start.turn_id)
+        return self._delta("signature_delta", self._index, signature=signature) + stop
 
 
-def stop_reason(answer: Answer) -> dict[str, str | None]:
-    """As Anthropic names it, with the stop sequence that was met."""
-    ended = "stop_sequence" if answer.stop else "tool_use" if answer.message.tool_calls else "end_turn"
-    reason = "max_tokens" if answer.turn.finish_reason == "length" else ended
+def stop_fields(answer: Answer) -> dict[str, str | None]:
+    """Anthropic's name of the finish reason, and the stop sequence that ended the reply."""
+    if answer.turn.finish_reason == "length":
+        reason = "max_tokens"
+    elif answer.stop:
+        reason = "stop_sequence"
+    elif answer.message.tool_calls:
+        reason = "tool_use"
+    else:
+        reason = "end_turn"
     return {"stop_reason": reason, "stop_sequence": answer.stop or None}
 
 
 def usage(turn: Turn) -> dict[str, int]:
-    return _counted(turn.prompt_tokens, turn.cached_tokens, sampled=len(turn.sampled_ids_T))
+    return _usage_fields(turn.prompt_tokens, turn.cached_tokens, sampled_tokens=len(turn.sampled_ids_T))
 
 
-def _counted(prompt: int, cached: int, *, sampled: int) -> dict[str, int]:
-    """Tokens as Anthropic counts them: `input_tokens` without those read from the cache."""
+def _usage_fields(prompt_tokens: int, cached_tokens: int, *, sampled_tokens: int) -> dict[str, int]:
+    """Anthropic's `input_tokens` do not include those read from the cache."""
     return {
-        "input_tokens": prompt - cached,
+        "input_tokens": prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": sampled,
+        "cache_read_input_tokens": cached_tokens,
+        "output_tokens": sampled_tokens,
     }
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return wire.sent({"type": kind, **fields}, kind)
+    return wire.encode_event({"type": kind, **fields}, kind)
 
 
 def _signature(turn_id: str) -> str:
-    """Clients want one and hand it back unread."""
+    """Clients require a signature of thinking and send it back. Nothing reads it."""
     return f"invrl-{turn_id}"
 
 
 def _input(arguments: str) -> object:
-    """A call's arguments as an object, to the letter where they are one."""
+    """A call's arguments as an object, character by character if they are a whole one."""
     try:
         msgspec.json.decode(arguments, type=dict)
         return msgspec.Raw(arguments.encode())
     except (msgspec.DecodeError, RecursionError):
         pass
     try:
-        found = from_json(arguments, allow_partial=True, allow_inf_nan=False)
+        partial = from_json(arguments, allow_partial=True, allow_inf_nan=False)
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {}
+        return {}
+    return partial if isinstance(partial, dict) else {}
+
+
+def _turn_request(body: _Body, raw: bytes, *, retry: bool, ignored: tuple[str, ...]) -> TurnRequest:
+    messages = _messages(body)
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
+    parallel = True
+    if body.tool_choice is not None:
+        parallel = not body.tool_choice.disable_parallel_tool_use
+    thinking = None
+    if body.thinking is not None:
+        thinking = body.thinking.type != "disabled"
+    sampling = ClientSampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k or None,
+        max_new_tokens=body.max_tokens,
+    )
+    return TurnRequest(
+        messages=messages,
+        tools=wire.check_tools(tools),
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=parallel,
+        schema=_schema(body),
+        thinking=thinking,
+        sampling=sampling,
+        stop=wire.stop_strings(body.stop_sequences, "stop_sequences"),
+        stream=bool(body.stream),
+        digest=wire.digest(b"messages", raw),
+        ignored=ignored,
+        retry=retry,
+    )
+
+
+def _schema(body: _Body) -> str:
+    """The JSON schema that the reply must follow; "" for none."""
+    output_format = body.output_format
+    if body.output_config is not None and body.output_config.format is not None:
+        output_format = body.output_config.format
+    if output_format is None:
+        return ""
+    return wire.schema_text(output_format.type, output_format.schema, "output_config.format")
 
 
 def _messages(body: _Body) -> tuple[Message, ...]:
-    """As the template takes them. SessionError 400 that names the block."""
-    if not body.messages or body.messages[-1].role == "assistant":
+    """The messages of a body as the template takes them."""
+    if not body.messages:
+        raise wire.bad("messages: at least one is required", param="messages")
+    if body.messages[-1].role == "assistant":
         reason = "the conversation must end with a user message: a reply begun by the client is not supported"
-        raise wire.bad(reason if body.messages else "messages: at least one is required", param="messages")
-    joined = wire.JoinedMessages()
-    if isinstance(body.system, str):
-        body.system = [_Block(type="text", text=body.system)]
-    system = [block for block in body.system or () if not (block.text or "").startswith(_BILLING)]
-    if text := _text("system", system, "system"):
-        joined.add(Message("system", text))
-    for at, message in enumerate(body.messages):
-        for each in _split(message, f"messages[{at}].content"):
-            if each.role == joined.last_role and each.role in ("user", "assistant"):
-                joined.join(each, "" if each.role == "assistant" else "\n")
+        raise wire.bad(reason, param="messages")
+    joined = JoinedMessages()
+    system = _system_text(body.system)
+    if system:
+        joined.add(Message("system", system))
+    for index, sent in enumerate(body.messages):
+        for message in _split(sent, f"messages[{index}].content"):
+            if message.role == joined.last_role and message.role in ("user", "assistant"):
+                separator = "" if message.role == "assistant" else "\n"
+                joined.join(message, separator)
             else:
-                joined.add(each)
+                joined.add(message)
     return joined.messages()
 
 
+def _system_text(system: str | list[_Block] | None) -> str:
+    blocks = system or []
+    if isinstance(blocks, str):
+        blocks = [_Block(type="text", text=blocks)]
+    blocks = [block for block in blocks if not (block.text or "").startswith(_BILLING_HEADER)]
+    return _text("system", blocks, "system")
+
+
 def _split(message: _Message, param: str) -> list[Message]:
-    """One message of the API: the tool results in it, then the rest. `param`: where its content is."""
-    role = message.role
-    text = _text(role, message.content, param)
-    blocks = () if isinstance(message.content, str) else message.content
-    uses = [block for block in blocks if block.type == "tool_use"]
-    calls = tuple(
-        ToolCall(block.id or "", block.name or "", wire.json_object(block.input, f"{param}.input") or "{}")
-        for block in uses
-    )
-    found = [
-        Message("tool", _text("system", block.content or (), param), tool_call_id=block.tool_use_id or "")
-        for block in blocks
-        if block.type == "tool_result"
-    ]
-    if text or not found:
-        found.append(Message(role, text, "".join(block.thinking or "" for block in blocks), calls))
-    return found
+    """The messages that one message of the API stands for: the tool results in it, then the rest. `param` is
+    the place of its content."""
+    text = _text(message.role, message.content, param)
+    blocks = [] if isinstance(message.content, str) else message.content
+    calls = []
+    for block in blocks:
+        if block.type == "tool_use":
+            arguments = wire.json_object(block.input, f"{param}.input") or "{}"
+            calls.append(ToolCall(block.id or "", block.name or "", arguments))
+    messages = []
+    for block in blocks:
+        if block.type == "tool_result":
+            result = _text("system", block.content or (), param)
+            messages.append(Message("tool", result, tool_call_id=block.tool_use_id or ""))
+    if text or not messages:
+        reasoning = "".join(block.thinking or "" for block in blocks)
+        messages.append(Message(message.role, text, reasoning, tuple(calls)))
+    return messages
 
 
 def _text(role: str, content: str | Sequence[_Block], param: str) -> str:
-    """The text of a role's content. SessionError 400 for blocks that it cannot have."""
+    """The text of a role's content. SessionError 400 for a block that the role cannot have."""
     if isinstance(content, str):
         return content
-    for at, block in enumerate(content):
-        place = f"{param}[{at}]"
+    for index, block in enumerate(content):
+        place = f"{param}[{index}]"
         if block.type not in _BLOCKS[role]:
             reason = f"{block.type!r} is refused: only {', '.join(_BLOCKS[role])} can stand here, no images"
             raise wire.bad(f"{place}: {reason}", param=place, code="unsupported_content")
-        for name in _NEEDED.get(block.type, (block.type,)):
+        for name in _REQUIRED_FIELDS.get(block.type, (block.type,)):
             if getattr(block, name) is None:
                 raise wire.bad(f"{place}.{name}: Field required", param=f"{place}.{name}")
-    texts = [block.text or "" for block in content if block.type == "text"]
-    return ("" if role == "assistant" else "\n").join(texts)
+    separator = "" if role == "assistant" else "\n"
+    return separator.join(block.text or "" for block in content if block.type == "text")
 
 
 def _tool(tool: _Tool, param: str) -> Tool:
@@ -390,9 +493,12 @@ def _tool(tool: _Tool, param: str) -> Tool:
 
 
 def _tool_choice(choice: _Choice | None) -> ToolChoice:
-    kind = choice.type if choice else "auto"
-    if plain := wire.plain_choice("required" if kind == "any" else kind):
-        return plain
-    if not (choice and choice.name):
+    if choice is None:
+        return ToolChoice(mode="auto")
+    if choice.type == "any":
+        return ToolChoice(mode="required")
+    if choice.type != "tool":
+        return ToolChoice(mode=choice.type)
+    if not choice.name:
         raise wire.bad("tool_choice.name: Field required", param="tool_choice.name")
     return ToolChoice(mode="named", name=choice.name)

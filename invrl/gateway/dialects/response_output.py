@@ -1,8 +1,7 @@
-"""The output items of a response, built from a reply's deltas, and the events that tell of them. Pure.
+"""The output items of a response, built from the deltas of a reply, and the events that announce them. Pure.
 
-Whole and streamed answers are built the same way: one reply is reasoning, a message, function calls, in the
-order that they come. Calls stay open to the end, because their arguments may be completed late.
-Used by `responses.py`."""
+Whole and streamed answers are built in the same way. A reply is reasoning, messages and function calls, in
+the order in which they come. Calls stay open until the end, because their arguments may be completed late."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,63 +12,80 @@ from invrl.gateway.types import CallDelta, Delta
 
 Event = dict[str, Any]
 Logprobs = Sequence[Mapping[str, Any]]
-_REASONING, _TEXT = "response.reasoning_text", "response.output_text"
+ItemPrefix = Literal["rs", "msg", "fc"]
+"""What the id of an item begins with: reasoning, message, function call."""
+_REASONING_EVENT = "response.reasoning_text"
+_TEXT_EVENT = "response.output_text"
+_ARGUMENTS_EVENT = "response.function_call_arguments"
 _ITEM_ID = re.compile(r"(rs|msg|fc)_(turn-[0-9a-f]+)(?:_(\d{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemPlace:
-    """What the id of an output item says: the turn that it is of, and which item of that kind."""
+    """Where an output item belongs, as its id says."""
 
-    prefix: Literal["rs", "msg", "fc"]
-    """Reasoning, message or function call."""
+    prefix: ItemPrefix
     turn_id: str
     place: int
-    """Of a call: its number among the turn's calls. Of others: the item's place in the output."""
+    """The number of a call among the turn's calls; the place of any other item in the output."""
 
 
 def item_place(item_id: str) -> ItemPlace | None:
-    """None for an id that no response of ours carries."""
-    found = _ITEM_ID.fullmatch(item_id)
-    if found is None:
+    """None for an id that the gateway did not issue."""
+    match = _ITEM_ID.fullmatch(item_id)
+    if match is None:
         return None
-    prefix = cast(Literal["rs", "msg", "fc"], found[1])
-    return ItemPlace(prefix=prefix, turn_id=found[2], place=int(found[3] or 0))
+    prefix, turn_id, place = match.groups()
+    return ItemPlace(prefix=cast(ItemPrefix, prefix), turn_id=turn_id, place=int(place or 0))
 
 
 class _Item:
-    """One item: `shown` is all of it but its text, `parts` the text so far."""
+    """One output item. `fields` are all of its fields except its text."""
 
-    def __init__(self, index: int, shown: dict[str, Any]) -> None:
-        self.index, self.shown = index, shown
-        self.parts: list[str] = []
+    def __init__(self, index: int, fields: dict[str, Any]) -> None:
+        self.index = index
+        self.fields = fields
+        self.texts: list[str] = []
+        """The text so far: reasoning, content, or the arguments of a call."""
         self.logprobs: list[Mapping[str, Any]] = []
 
-    def event(self, kind: str, **fields: Any) -> Event:
-        return {"type": kind, "item_id": self.shown["id"], "output_index": self.index, **fields}
+    @property
+    def kind(self) -> str:
+        """reasoning, message or function_call."""
+        return self.fields["type"]
 
-    def part(self) -> dict[str, Any]:
-        """The item's content, as far as it is known."""
-        text = "".join(self.parts)
-        if self.shown["type"] == "reasoning":
+    def event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "item_id": self.fields["id"], "output_index": self.index, **fields}
+
+    def content_part(self) -> dict[str, Any]:
+        """The content of reasoning or a message, as far as it is known."""
+        text = "".join(self.texts)
+        if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}
 
+    def begun(self) -> dict[str, Any]:
+        """The item before its first text."""
+        if self.kind == "function_call":
+            return {**self.fields, "arguments": "", "status": "in_progress"}
+        return {**self.fields, "content": [], "status": "in_progress"}
+
     def whole(self, status: str) -> dict[str, Any]:
-        if self.shown["type"] == "function_call":
-            return {**self.shown, "arguments": "".join(self.parts), "status": status}
-        return {**self.shown, "content": [self.part()], "status": status}
+        """The item with all of its text."""
+        if self.kind == "function_call":
+            return {**self.fields, "arguments": "".join(self.texts), "status": status}
+        return {**self.fields, "content": [self.content_part()], "status": status}
 
 
 class ResponseOutput:
-    """`add` the reply's deltas, then `close`; both return the events so far untold.
-
-    `functions`: namespace and name, by the name that the model knows, of those that have a namespace."""
+    """Call `add` with the deltas of the reply, then `close`. Both return the new events. `functions` has the
+    namespace and the name of each function in a namespace, by the name that the model knows."""
 
     def __init__(self, turn_id: str, functions: Mapping[str, tuple[str, str]]) -> None:
-        self._turn_id, self._functions = turn_id, functions
+        self._turn_id = turn_id
+        self._functions = functions
         self.items: list[dict[str, Any]] = []
-        """Every item, in its place; whole once it is done."""
+        """All items, each in its place; an item is whole once it is done."""
         self._calls: list[_Item] = []
         self._current: _Item | None = None
         """The reasoning or the message that is being written."""
@@ -77,82 +93,99 @@ class ResponseOutput:
     def add(self, delta: Delta, logprobs: Logprobs = ()) -> list[Event]:
         events: list[Event] = []
         if delta.reasoning:
-            item = self._writing("reasoning", events)
-            item.parts.append(delta.reasoning)
-            events.append(item.event(_REASONING + ".delta", content_index=0, delta=delta.reasoning))
-        in_message = self._current is not None and self._current.shown["type"] == "message"
+            item = self._open_item("reasoning", events)
+            item.texts.append(delta.reasoning)
+            events.append(item.event(f"{_REASONING_EVENT}.delta", content_index=0, delta=delta.reasoning))
+        in_message = self._current is not None and self._current.kind == "message"
         if delta.content or (logprobs and in_message):
-            item = self._writing("message", events)
-            item.parts.append(delta.content)
+            item = self._open_item("message", events)
+            item.texts.append(delta.content)
             item.logprobs += logprobs
-            told = {"content_index": 0, "delta": delta.content, "logprobs": logprobs}
-            events.append(item.event(_TEXT + ".delta", **told))
+            event = item.event(
+                f"{_TEXT_EVENT}.delta", content_index=0, delta=delta.content, logprobs=logprobs
+            )
+            events.append(event)
         for call in delta.calls:
             if call.name:
-                self._finish(events)
-                self._calls.append(self._begin(self._call(call), events))
+                self._finish_current(events)
+                self._calls.append(self._begin_item(self._call_fields(call), events))
             item = self._calls[call.index]
             if call.arguments:
-                item.parts.append(call.arguments)
-                events.append(item.event("response.function_call_arguments.delta", delta=call.arguments))
+                item.texts.append(call.arguments)
+                events.append(item.event(f"{_ARGUMENTS_EVENT}.delta", delta=call.arguments))
         return events
 
     def close(self, *, complete: bool) -> list[Event]:
-        """Ends what is open. A reply of nothing is an empty message. `complete`: the reply ended itself."""
+        """Ends all open items. An empty reply becomes an empty message. `complete`: the model ended the
+        reply."""
         events: list[Event] = []
         if not self.items:
-            self._writing("message", events)
+            self._open_item("message", events)
         status = "completed" if complete else "incomplete"
-        self._finish(events, status)
+        self._finish_current(events, status)
         for call in self._calls:
-            self._done(call, status, events)
+            self._finish_item(call, status, events)
         return events
 
-    def _writing(self, kind: str, events: list[Event]) -> _Item:
-        """The reasoning or message to write on: the current one, or a new one behind what there is."""
-        if self._current is None or self._current.shown["type"] != kind:
-            self._finish(events)
-            prefix, more = ("msg", {"role": "assistant"})
-            if kind == "reasoning":
-                prefix, more = ("rs", {"summary": [], "encrypted_content": None})
-            place = f"_{len(self.items)}" if self.items else ""
-            item = {"type": kind, "id": f"{prefix}_{self._turn_id}{place}", **more}
-            self._current = self._begin(item, events)
-            part = self._current.part()
-            events.append(self._current.event("response.content_part.added", content_index=0, part=part))
-        return self._current
+    def _open_item(self, kind: Literal["reasoning", "message"], events: list[Event]) -> _Item:
+        """The current item if it is of this kind, or a new one behind all others."""
+        if self._current is not None and self._current.kind == kind:
+            return self._current
+        self._finish_current(events)
+        place = f"_{len(self.items)}" if self.items else ""
+        fields: dict[str, Any]
+        if kind == "reasoning":
+            item_id = f"rs_{self._turn_id}{place}"
+            fields = {"type": kind, "id": item_id, "summary": [], "encrypted_content": None}
+        else:
+            fields = {"type": kind, "id": f"msg_{self._turn_id}{place}", "role": "assistant"}
+        item = self._begin_item(fields, events)
+        part = item.content_part()
+        events.append(item.event("response.content_part.added", content_index=0, part=part))
+        self._current = item
+        return item
 
-    def _call(self, call: CallDelta) -> dict[str, Any]:
+    def _call_fields(self, call: CallDelta) -> dict[str, Any]:
         namespace, name = self._functions.get(call.name, ("", call.name))
         item_id = f"fc_{self._turn_id}_{call.index}"
-        item = {"type": "function_call", "id": item_id, "call_id": call.id, "name": name}
-        return {**item, "namespace": namespace} if namespace else item
+        fields = {"type": "function_call", "id": item_id, "call_id": call.id, "name": name}
+        if namespace:
+            fields["namespace"] = namespace
+        return fields
 
-    def _begin(self, shown: dict[str, Any], events: list[Event]) -> _Item:
-        item = _Item(len(self.items), shown)
-        empty = {"arguments": ""} if shown["type"] == "function_call" else {"content": []}
-        begun = {**shown, **empty, "status": "in_progress"}
+    def _begin_item(self, fields: dict[str, Any], events: list[Event]) -> _Item:
+        item = _Item(len(self.items), fields)
+        begun = item.begun()
         self.items.append(begun)
         events.append({"type": "response.output_item.added", "output_index": item.index, "item": begun})
         return item
 
-    def _finish(self, events: list[Event], status: str = "completed") -> None:
-        """Ends the reasoning or message that is being written."""
-        item, self._current = self._current, None
+    def _finish_current(self, events: list[Event], status: str = "completed") -> None:
+        """Ends the reasoning or the message that is being written."""
+        item = self._current
+        self._current = None
         if item is not None:
-            self._done(item, status, events)
+            self._finish_item(item, status, events)
 
-    def _done(self, item: _Item, status: str, events: list[Event]) -> None:
-        """`status` is the last item's: those before it are complete."""
-        last = item.index == len(self.items) - 1
-        whole = self.items[item.index] = item.whole(status if last else "completed")
-        if item.shown["type"] == "function_call":
-            told = {"name": whole["name"], "arguments": whole["arguments"]}
-            events.append(item.event("response.function_call_arguments.done", **told))
+    def _finish_item(self, item: _Item, status: str, events: list[Event]) -> None:
+        """`status` is the status of the last item: all items before it are complete."""
+        is_last = item.index == len(self.items) - 1
+        whole = item.whole(status if is_last else "completed")
+        self.items[item.index] = whole
+        if item.kind == "function_call":
+            event = item.event(f"{_ARGUMENTS_EVENT}.done", name=whole["name"], arguments=whole["arguments"])
+            events.append(event)
         else:
-            part, place = item.part(), {"content_index": 0}
-            told = {name: part[name] for name in ("text", "logprobs") if name in part}
-            kind = _REASONING if item.shown["type"] == "reasoning" else _TEXT
-            events.append(item.event(kind + ".done", **place, **told))
-            events.append(item.event("response.content_part.done", **place, part=part))
+            self._finish_content(item, events)
         events.append({"type": "response.output_item.done", "output_index": item.index, "item": whole})
+
+    def _finish_content(self, item: _Item, events: list[Event]) -> None:
+        part = item.content_part()
+        if item.kind == "reasoning":
+            event = item.event(f"{_REASONING_EVENT}.done", content_index=0, text=part["text"])
+        else:
+            event = item.event(
+                f"{_TEXT_EVENT}.done", content_index=0, text=part["text"], logprobs=part["logprobs"]
+            )
+        events.append(event)
+        events.append(item.event("response.content_part.done", content_index=0, part=part))

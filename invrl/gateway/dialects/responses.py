@@ -1,34 +1,35 @@
-"""`/v1/responses`, and one of them again by its id: only the wire, in both directions. Pure.
+"""`/v1/responses`, and the retrieval of a response by its id: the wire format, in both directions. Pure.
 
-Every field of the API stands in exactly one of these lists:
+Every field of the API is in exactly one of these lists:
 - honoured: `input` (text, or items: messages with text parts, `function_call`, `function_call_output`,
-  `reasoning`, `item_reference` to an item of an earlier response of this session; items of one reply become
-  one message again), `model` (must be ours), `instructions`,
-  `previous_response_id` (a response of this session, whatever `store` said), `stream`,
-  `max_output_tokens` (bounded by the session's max_new_tokens), `tools` (functions, also in a
-  `namespace`: the model knows them as `namespace.name`), `tool_choice`, `parallel_tool_calls` (false:
-  calls after the first are not shown), `text.format`, `reasoning.effort` (none: no thinking; others:
-  thinking), `include: message.output_text.logprobs` (in the message: every token sampled before its end),
-  `top_logprobs` (to 20; shown where log-probs are).
-- the run's: the sampling parameters of `chat.py`, under the same names and rules.
-- ignored, for they change no token: `store`, `metadata`, `user`, `service_tier`, `safety_identifier`,
+  `reasoning`, `item_reference` to an item of an earlier response of this session; the items of one reply
+  become one message again), `model` (must be the served one), `instructions`, `previous_response_id` (a
+  response of this session, whatever `store` said), `stream`, `max_output_tokens` (bounded by the session's
+  max_new_tokens), `tools` (functions, also in a `namespace`: the model knows them as `namespace.name`),
+  `tool_choice`, `parallel_tool_calls` (false: calls after the first are not shown), `text.format`,
+  `reasoning.effort` (none: no thinking; others: thinking), `include: message.output_text.logprobs` (the
+  message has those of every token that was sampled before its end), `top_logprobs` (to 20; shown with the
+  log-probs).
+- set by the run: the sampling parameters of `chat.py`, under the same names and rules.
+- ignored, because they change no token: `store`, `metadata`, `user`, `service_tier`, `safety_identifier`,
   `prompt_cache_*`, `client_metadata`, `max_tool_calls` (of built-in tools), `background_options`,
-  `access_programs`, `image`, `text.verbosity`, `stream_options`, `reasoning` but for its effort (reasoning
-  is shown itself, not summarized nor encrypted), `include` of what is never made; in items all but what
-  is named above; in tools `strict` where the model chooses freely, `defer_loading`, `output_schema`.
-- ignored tools, which Codex CLI offers unasked: `web_search`, `image_generation`.
+  `access_programs`, `image`, `text.verbosity`, `stream_options`, all of `reasoning` except its effort
+  (reasoning is shown as it is, neither summarized nor encrypted), an `include` of what the gateway never
+  makes; in items everything that is not named above; in tools `strict` where the model chooses freely,
+  `defer_loading`, `output_schema`.
+- ignored tools, which Codex CLI always offers: `web_search`, `image_generation`.
 - refused with 400: see `_TABLE` and `body_fields.py`; `truncation` auto; other tools and items; images,
   audio, files.
 Any other field is ignored and counted. Reasoning tokens are counted up to the mark `</think>`.
 
-A response is told again from its turn's record alone (one of another dialect too): of the request's settings
-it repeats `instructions`, and `tools` as the model knows them; `previous_response_id` is what it went on
-from, named or not. `include` is honoured, `stream` refused, others (`starting_after`, ...) change nothing."""
+A response is retrieved from the record of its turn alone (the turn may be of another dialect). Of the
+settings of its request it repeats `instructions`, and `tools` as the model knows them; `previous_response_id`
+is the turn that it continued, whether or not the request named it. `include` is honoured, `stream` is
+refused, other parameters (`starting_after`, ...) have no effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -36,17 +37,19 @@ import msgspec
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable, unsupported
-from invrl.gateway.dialects.dialect import AnswerStream, Asked, FindTurn, no_turn
-from invrl.gateway.dialects.response_output import Event, ResponseOutput, item_place
+from invrl.gateway.dialects.dialect import AnswerStream, FindTurn, ParsedRequest, no_turn
+from invrl.gateway.dialects.openai_dialect import OpenAIDialect
+from invrl.gateway.dialects.response_input import InputItem, input_messages, qualified_name
+from invrl.gateway.dialects.response_output import Event, ResponseOutput
 from invrl.gateway.types import (
     Answer,
     AnswerStart,
     CallDelta,
     Delta,
     Message,
+    Node,
     Piece,
     Tool,
-    ToolCall,
     ToolChoice,
     TurnRequest,
 )
@@ -54,31 +57,23 @@ from invrl.gateway.types import (
 _IGNORED_TOOLS = ("web_search", "image_generation")
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (
-    "message.output_text.logprobs message.input_image.image_url reasoning.encrypted_content"
-    " web_search_call.results web_search_call.action.sources file_search_call.results"
-    " code_interpreter_call.outputs computer_call_output.output.image_url"
-).split()
-_ROLES = {each: each for each in ("system", "user", "assistant")} | {"developer": "system"}
-_ID = "resp_"
-
-
-class _Item(msgspec.Struct):
-    type: str | None = None
-    role: str = ""
-    id: str | None = None
-    content: str | list[wire.Part] | None = None
-    summary: list[wire.Part] | None = None
-    call_id: str | None = None
-    namespace: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[wire.Part] | None = None
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+)
+_ID_PREFIX = "resp_"
+_END_THINK = "</think>"
 
 
 class _Tool(wire.Function, kw_only=True):
     type: str
     tools: list[_Tool] | None = None
-    """Of a namespace."""
+    """The functions of a namespace."""
 
 
 class _Choice(msgspec.Struct):
@@ -99,7 +94,7 @@ class _Reasoning(msgspec.Struct):
 
 class _Body(wire.SamplingFields, kw_only=True):
     model: str
-    input: str | list[_Item]
+    input: str | list[InputItem]
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
@@ -110,12 +105,19 @@ class _Body(wire.SamplingFields, kw_only=True):
     text: _Text | None = None
     reasoning: _Reasoning | None = None
     include: list[str] | None = None
-    top_logprobs: wire.Top | None = None
+    top_logprobs: wire.TopLogprobs | None = None
 
 
-_ECHOED = {
-    **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id")),
-    **dict.fromkeys(("prompt_cache_key", "safety_identifier", "temperature", "top_p", "user")),
+_ECHOED: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "temperature": None,
+    "top_p": None,
+    "user": None,
     "metadata": {},
     "parallel_tool_calls": True,
     "reasoning": {"effort": None, "summary": None},
@@ -125,63 +127,85 @@ _ECHOED = {
     "tools": [],
     "top_logprobs": 0,
 }
-"""Settings of the request that its response repeats, and what it says where the request said nothing."""
+"""Settings of the request that its response repeats, with their values where the request has none."""
 _CONSTANT = {"background": False, "service_tier": "default", "truncation": "disabled"}
+_INITIAL = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+"""Fields of a response at its beginning."""
 
 
 _DECODER = msgspec.json.Decoder(_Body)
 _TABLE = FieldTable(
     body=_Body,
     refused={
-        **dict.fromkeys(("conversation", "moderation", "prompt", "background", "context_management"), ()),
+        "conversation": (),
+        "moderation": (),
+        "prompt": (),
+        "background": (),
+        "context_management": (),
         "truncation": ("disabled",),
     },
-    unsaid=(
-        *("store", "metadata", "user", "service_tier", "safety_identifier", "max_tool_calls"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-        *("background_options", "access_programs", "image", "stream_options", "client_metadata"),
+    unreported=(
+        "store",
+        "metadata",
+        "user",
+        "service_tier",
+        "safety_identifier",
+        "max_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "background_options",
+        "access_programs",
+        "image",
+        "stream_options",
+        "client_metadata",
     ),
     entries="input",
-    entry=_Item,
-    unsaid_in_entries=("status", "encrypted_content", "phase"),
+    entry=InputItem,
+    unreported_in_entries=("status", "encrypted_content", "phase"),
 )
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class _Shown(msgspec.Struct, frozen=True, kw_only=True):
+class _Presentation(msgspec.Struct, frozen=True, kw_only=True):
+    """How a response is shown."""
+
     logprobs: bool
     functions: Mapping[str, tuple[str, str]] = {}
     """Namespace and name of the functions in namespaces, by the name that the model knows."""
     echo: Mapping[str, Any]
+    """The settings of the request that the response repeats."""
 
 
-class ResponsesRequest(Asked, frozen=True, kw_only=True):
-    shown: _Shown
+class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
+    presentation: _Presentation
 
 
-class ResponsesDialect(wire.OpenAIDialect):
+class ResponsesDialect(OpenAIDialect):
     path = "/responses"
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ResponsesRequest:
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
-        for name in body.include or ():
+        include = body.include or ()
+        for name in include:
             if name not in _INCLUDABLE:
                 raise wire.bad(f"`include`: {name!r} is unknown", param="include")
-        messages = _messages(body.input, find)
+        messages = input_messages(body.input, find)
         if not messages:
             raise wire.bad("`input` must not be empty", param="input")
-        groups = [(group.name, tool.name) for group in body.tools or () for tool in group.tools or ()]
         tools = wire.check_tools(list(_tools(body.tools or ())))
-        logprobs = _LOGPROBS in (body.include or ())
-        form, effort = body.text and body.text.format, body.reasoning and body.reasoning.effort
+        logprobs = _LOGPROBS in include
+        top_logprobs = 0
+        if logprobs and body.top_logprobs is not None:
+            top_logprobs = body.top_logprobs
         turn = TurnRequest(
             messages=messages,
             tools=tools,
             tool_choice=_tool_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            schema=wire.schema_text(form.type, form.schema, "text.format") if form else "",
-            thinking=None if effort is None else effort not in ("none", "minimal"),
-            top_logprobs=(logprobs and body.top_logprobs) or 0,
+            schema=_schema(body.text),
+            thinking=wire.thinking_of_effort(body.reasoning.effort) if body.reasoning else None,
+            top_logprobs=top_logprobs,
             after=_turn_id(body.previous_response_id),
             instructions=body.instructions or None,
             sampling=self.sampling(body, body.max_output_tokens),
@@ -191,251 +215,241 @@ class ResponsesDialect(wire.OpenAIDialect):
             ignored=ignored,
             retry=retry,
         )
-        said = {name: value for name, value in _FIELDS.decode(raw).items() if bytes(value) != b"null"}
-        echo = {name: said.get(name, unset) for name, unset in _ECHOED.items()}
-        functions = {_known_as(*each): each for each in groups}
-        return ResponsesRequest(turn=turn, shown=_Shown(logprobs=logprobs, functions=functions, echo=echo))
+        presentation = _Presentation(
+            logprobs=logprobs, functions=_functions_of_namespaces(body.tools or ()), echo=_echo(raw)
+        )
+        return ResponsesRequest(turn=turn, presentation=presentation)
 
     def answer(self, request: ResponsesRequest, answers: Sequence[Answer]) -> bytes:
         [answer] = answers
-        return self._whole(request.shown, answer)
+        return self._encode_response(request.presentation, answer)
 
-    def again(self, response_id: str, find: FindTurn, query: Sequence[tuple[str, str]]) -> bytes:
-        """A whole response of earlier. `find`: a turn by its id. SessionError 404 if there is none."""
-        node = find(response_id.removeprefix(_ID)) if response_id.startswith(_ID) else None
+    def stream(self, request: ResponsesRequest, starts: Sequence[AnswerStart]) -> AnswerStream:
+        return _ResponseStream(self, request, starts[0])
+
+    def retrieve(self, response_id: str, find: FindTurn, query: Sequence[tuple[str, str]]) -> bytes:
+        """An earlier response, whole. `find` returns a turn by its id. SessionError 404 if there is no such
+        response."""
+        node = None
+        if response_id.startswith(_ID_PREFIX):
+            node = find(response_id.removeprefix(_ID_PREFIX))
         if node is None or node.raw:
             reason = f"Response with id {response_id!r} not found."
             raise SessionError(reason, status=404, code="response_not_found")
-        asked = {(name.removesuffix("[]"), value) for name, value in query}
-        if any(name == "stream" and value != "false" for name, value in asked):
-            raise unsupported("stream")
-        turn, first = node.turn, node.path()[0].messages[0]
-        sampled = Piece(delta=Delta(), ids_T=turn.sampled_ids_T, logprobs_T=turn.logprobs_T)
-        echo = {**_ECHOED, "tools": [_shown_tool(tool) for tool in node.tools]}
-        echo["instructions"] = first.content if first.instructions else None
-        echo["previous_response_id"] = _ID + turn.parent_id if turn.parent_id else None
-        answer = Answer(turn=turn, message=node.messages[-1], pieces=(sampled,))
-        return self._whole(_Shown(logprobs=("include", _LOGPROBS) in asked, echo=echo), answer)
+        parameters = {(name.removesuffix("[]"), value) for name, value in query}
+        for name, value in parameters:
+            if name == "stream" and value != "false":
+                raise unsupported("stream")
+        turn = node.turn
+        piece = Piece(delta=Delta(), ids_T=turn.sampled_ids_T, logprobs_T=turn.logprobs_T)
+        answer = Answer(turn=turn, message=node.messages[-1], pieces=(piece,))
+        presentation = _Presentation(logprobs=("include", _LOGPROBS) in parameters, echo=_echo_of(node))
+        return self._encode_response(presentation, answer)
 
-    def _whole(self, shown: _Shown, answer: Answer) -> bytes:
-        output, message = ResponseOutput(answer.turn.id, shown.functions), answer.message
-        calls = [
-            CallDelta(index=n, id=c.id, name=c.name, arguments=c.arguments)
-            for n, c in enumerate(message.tool_calls)
-        ]
-        delta = Delta(content=message.content, reasoning=message.reasoning, calls=tuple(calls))
-        output.add(delta, self.logprobs(shown, answer.pieces))
-        output.close(complete=answer.turn.finish_reason == "stop")
-        return msgspec.json.encode(self.ended(shown, answer, output))
+    def logprobs(self, presentation: _Presentation, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """The log-probs of the pieces; empty if the request did not ask for them."""
+        if not presentation.logprobs:
+            return []
+        return self.token_logprobs(pieces)
 
-    def stream(self, request: ResponsesRequest, begun: Sequence[AnswerStart]) -> AnswerStream:
-        return _ResponseStream(self, request, begun[0])
+    def response(
+        self, presentation: _Presentation, turn_id: str, created: float, **changed: Any
+    ) -> dict[str, Any]:
+        """A response object. `changed` are the fields that differ from those at its beginning."""
+        return {
+            "id": _ID_PREFIX + turn_id,
+            "object": "response",
+            "created_at": int(created),
+            "model": self.model,
+            **presentation.echo,
+            **_CONSTANT,
+            **_INITIAL,
+            **changed,
+        }
 
-    def logprobs(self, shown: _Shown, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        return self.token_logprobs(pieces) if shown.logprobs else []
-
-    def response(self, shown: _Shown, turn_id: str, created: float, **more: Any) -> dict[str, Any]:
-        """A response object; `more` has its status, and what is not as it is at the beginning."""
-        head = {"id": _ID + turn_id, "object": "response", "created_at": int(created), "model": self.model}
-        begun = {"error": None, "incomplete_details": None, "output": [], "usage": None}
-        return {**head, **shown.echo, **_CONSTANT, **begun, **more}
-
-    def ended(self, shown: _Shown, answer: Answer, output: ResponseOutput) -> dict[str, Any]:
+    def ended_response(
+        self, presentation: _Presentation, answer: Answer, output: ResponseOutput
+    ) -> dict[str, Any]:
+        """The response object of a whole answer."""
         turn = answer.turn
         state: dict[str, Any] = {"status": "completed", "completed_at": int(turn.finished_at)}
         if turn.finish_reason != "stop":
             state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        sampled = len(turn.sampled_ids_T)
+        sampled_tokens = len(turn.sampled_ids_T)
         usage = {
             "input_tokens": turn.prompt_tokens,
             "input_tokens_details": {"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": sampled,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens(answer)},
-            "total_tokens": turn.prompt_tokens + sampled,
+            "output_tokens": sampled_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._count_reasoning_tokens(answer)},
+            "total_tokens": turn.prompt_tokens + sampled_tokens,
         }
-        return self.response(shown, turn.id, turn.started_at, **state, output=output.items, usage=usage)
+        return self.response(
+            presentation, turn.id, turn.started_at, **state, output=output.items, usage=usage
+        )
 
-    def _reasoning_tokens(self, answer: Answer) -> int:
-        ids = answer.turn.sampled_ids_T.tolist() if answer.message.reasoning else []
-        ends = accumulate(map(self.token_text, ids), lambda end, text: (end + text)[-64:])
-        return next((count for count, end in enumerate(ends, 1) if "</think>" in end), len(ids))
+    def _encode_response(self, presentation: _Presentation, answer: Answer) -> bytes:
+        output = ResponseOutput(answer.turn.id, presentation.functions)
+        output.add(_delta_of(answer.message), self.logprobs(presentation, answer.pieces))
+        output.close(complete=answer.turn.finish_reason == "stop")
+        return msgspec.json.encode(self.ended_response(presentation, answer, output))
+
+    def _count_reasoning_tokens(self, answer: Answer) -> int:
+        """The number of tokens up to the end of thinking; all tokens if it has not ended."""
+        if not answer.message.reasoning:
+            return 0
+        ids = answer.turn.sampled_ids_T.tolist()
+        recent_text = ""
+        for count, token_id in enumerate(ids, start=1):
+            recent_text = (recent_text + self.token_text(token_id))[-64:]
+            if _END_THINK in recent_text:
+                return count
+        return len(ids)
 
 
 class _ResponseStream:
     keep_alive = wire.KEEP_ALIVE
 
-    def __init__(self, dialect: ResponsesDialect, request: ResponsesRequest, begun: AnswerStart) -> None:
-        self._dialect, self._shown, self._begun = dialect, request.shown, begun
-        self._output = ResponseOutput(begun.turn_id, request.shown.functions)
-        self._sent = 0
+    def __init__(self, dialect: ResponsesDialect, request: ResponsesRequest, start: AnswerStart) -> None:
+        self._dialect = dialect
+        self._presentation = request.presentation
+        self._start = start
+        self._output = ResponseOutput(start.turn_id, request.presentation.functions)
+        self._num_events = 0
         self._logprobs: list[dict[str, Any]] = []
-        """Of tokens whose text is held back, or is none of the message."""
+        """Those of tokens whose text is held back, or is not part of the message."""
 
     def head(self, cached_tokens: int) -> bytes:
         response = self._response(status="in_progress")
-        kinds = ("response.created", "response.in_progress")
-        return self._events([{"type": kind, "response": response} for kind in kinds])
+        created = {"type": "response.created", "response": response}
+        in_progress = {"type": "response.in_progress", "response": response}
+        return self._encode_events([created, in_progress])
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        self._logprobs += self._dialect.logprobs(self._shown, (piece,))
+        self._logprobs += self._dialect.logprobs(self._presentation, (piece,))
         logprobs: list[dict[str, Any]] = []
         if piece.delta.content:
-            logprobs, self._logprobs = self._logprobs, []
-        return self._events(self._output.add(piece.delta, logprobs))
+            logprobs = self._logprobs
+            self._logprobs = []
+        return self._encode_events(self._output.add(piece.delta, logprobs))
 
     def tail(self, answers: Sequence[Answer]) -> bytes:
         [answer] = answers
         events = self._output.add(Delta(), self._logprobs)
         events += self._output.close(complete=answer.turn.finish_reason == "stop")
-        response = self._dialect.ended(self._shown, answer, self._output)
+        response = self._dialect.ended_response(self._presentation, answer, self._output)
         events.append({"type": f"response.{response['status']}", "response": response})
-        return self._events(events)
+        return self._encode_events(events)
 
     def error(self, error: SessionError) -> bytes:
-        """Clients raise the first of the two events, or act on the second."""
-        told = self._dialect.told(error)
+        """Two events: some clients raise the first one, others act on the second."""
+        fields = self._dialect.error_fields(error)
         code = "server_error" if error.status >= 500 else error.code
-        failed = {"code": code, "message": error.message}
-        response = self._response(status="failed", error=failed, output=self._output.items)
-        last = {"type": "response.failed", "response": response}
-        return self._events([{**told, "type": "error", "error": told}, last])
+        response = self._response(
+            status="failed", error={"code": code, "message": error.message}, output=self._output.items
+        )
+        failed = {"type": "response.failed", "response": response}
+        return self._encode_events([{**fields, "type": "error", "error": fields}, failed])
 
-    def _response(self, **more: Any) -> dict[str, Any]:
-        return self._dialect.response(self._shown, self._begun.turn_id, self._begun.created, **more)
+    def _response(self, **changed: Any) -> dict[str, Any]:
+        return self._dialect.response(self._presentation, self._start.turn_id, self._start.created, **changed)
 
-    def _events(self, events: Sequence[Event]) -> bytes:
-        numbered = [{**event, "sequence_number": n} for n, event in enumerate(events, self._sent)]
-        self._sent += len(numbered)
-        return b"".join(wire.sent(event, event["type"]) for event in numbered)
+    def _encode_events(self, events: Sequence[Event]) -> bytes:
+        encoded = []
+        for event in events:
+            numbered = {**event, "sequence_number": self._num_events}
+            self._num_events += 1
+            encoded.append(wire.encode_event(numbered, event["type"]))
+        return b"".join(encoded)
+
+
+def _delta_of(message: Message) -> Delta:
+    """A whole reply as one delta."""
+    calls = [
+        CallDelta(index=index, id=call.id, name=call.name, arguments=call.arguments)
+        for index, call in enumerate(message.tool_calls)
+    ]
+    return Delta(content=message.content, reasoning=message.reasoning, calls=tuple(calls))
 
 
 def _turn_id(response_id: str | None) -> str:
+    """The turn of a response; "" for none."""
     if not response_id:
         return ""
-    if not response_id.startswith(_ID):
-        reason = f"`previous_response_id` must be the id of a response, which begins with {_ID}"
+    if not response_id.startswith(_ID_PREFIX):
+        reason = f"`previous_response_id` must be the id of a response, which begins with {_ID_PREFIX}"
         raise wire.bad(reason, param="previous_response_id")
-    return response_id.removeprefix(_ID)
+    return response_id.removeprefix(_ID_PREFIX)
 
 
-def _messages(items: str | Sequence[_Item], find: FindTurn) -> tuple[Message, ...]:
-    """Adjacent items of the assistant are one reply, until one comes that begins another."""
-    if isinstance(items, str):
-        return (Message("user", items),)
-    references = _References(find)
-    joined = wire.JoinedMessages()
-    reply_turn = ""
-    """The turn that the last message's items were referred to in; "" if it was sent in full."""
-    for at, item in enumerate(items):
-        param = f"input[{at}]"
-        turn_id = ""
-        if item.id and _kind(item) == "item_reference":
-            message, turn_id = references.resolve(item.id, param)
-        else:
-            message = _message(item, param)
-        same_turn = bool(turn_id) and turn_id == reply_turn
-        if same_turn or joined.continues_reply(message):
-            joined.join(message)
-        else:
-            joined.add(message)
-        reply_turn = turn_id
-    return joined.messages()
+def _schema(text: _Text | None) -> str:
+    """The JSON schema that the reply must follow; "" for none."""
+    if text is None or text.format is None:
+        return ""
+    return wire.schema_text(text.format.type, text.format.schema, "text.format")
 
 
-class _References:
-    """What the items that a request names by their ids stand for: parts of replies of this session.
-
-    A reply's text may have been told in several items, and a record of the turn has it in one piece: the
-    first of them that is named stands for all of the text, the others for none."""
-
-    def __init__(self, find: FindTurn) -> None:
-        self._find = find
-        self._texts_of: set[str] = set()
-        """Turns of which the text was named already."""
-
-    def resolve(self, item_id: str, param: str) -> tuple[Message, str]:
-        """The item as a message of the assistant, and its turn's id. SessionError 400 for an id that this
-        session did not issue."""
-        found = item_place(item_id)
-        node = self._find(found.turn_id) if found else None
-        if found is None or node is None or node.raw:
-            raise _item_not_found(item_id, param)
-        reply = node.messages[-1]
-        if found.prefix == "rs":
-            return Message("assistant", reasoning=reply.reasoning), found.turn_id
-        if found.prefix == "msg":
-            first = found.turn_id not in self._texts_of
-            self._texts_of.add(found.turn_id)
-            return Message("assistant", reply.content if first else ""), found.turn_id
-        if found.place >= len(reply.tool_calls):
-            raise _item_not_found(item_id, param)
-        call = reply.tool_calls[found.place]
-        return Message("assistant", tool_calls=(call,)), found.turn_id
+def _echo(raw: bytes) -> dict[str, Any]:
+    """The settings in a request's body that its response repeats."""
+    fields = _FIELDS.decode(raw)
+    echo: dict[str, Any] = {}
+    for name, default in _ECHOED.items():
+        value = fields.get(name)
+        is_set = value is not None and bytes(value) != b"null"
+        echo[name] = value if is_set else default
+    return echo
 
 
-def _item_not_found(item_id: str, param: str) -> SessionError:
-    reason = f"{param}: Item with id {item_id!r} not found: it is not an output item of this session"
-    return wire.bad(reason, param=f"{param}.id", code="item_not_found")
+def _echo_of(node: Node) -> dict[str, Any]:
+    """The settings that a retrieved response repeats, as far as its record has them."""
+    first_message = node.path()[0].messages[0]
+    parent_id = node.turn.parent_id
+    return {
+        **_ECHOED,
+        "tools": [_tool_fields(tool) for tool in node.tools],
+        "instructions": first_message.content if first_message.instructions else None,
+        "previous_response_id": _ID_PREFIX + parent_id if parent_id else None,
+    }
 
 
-def _kind(item: _Item) -> str:
-    return item.type or ("message" if item.role else "item_reference")
-
-
-def _message(item: _Item, param: str) -> Message:
-    kind = _kind(item)
-    if kind == "item_reference":
-        raise wire.bad(f"{param}.id: an item reference needs the item's id", param=f"{param}.id")
-    if kind == "message":
-        role = wire.role_of(item.role, _ROLES, param)
-        if item.content is None:
-            raise wire.bad(f"{param}.content must be text", param=f"{param}.content")
-        return Message(role, wire.text_of(item.content, f"{param}.content"))
-    if kind == "reasoning":
-        text = wire.text_of(item.content or item.summary or "", f"{param}.content")
-        return Message("assistant", reasoning=text)
-    if kind == "function_call":
-        if not item.call_id or not item.name:
-            raise wire.bad(f"{param} needs `call_id` and `name`", param=param)
-        arguments = "{}" if item.arguments is None else item.arguments
-        wire.call_arguments(arguments, f"{param}.arguments")
-        call = ToolCall(item.call_id, _known_as(item.namespace, item.name), arguments)
-        return Message("assistant", tool_calls=(call,))
-    if kind == "function_call_output":
-        if not item.call_id or item.output is None:
-            raise wire.bad(f"{param} needs `call_id` and `output`", param=param)
-        return Message("tool", wire.text_of(item.output, f"{param}.output"), tool_call_id=item.call_id)
-    reason = f"{param}: items of type {kind!r} are not supported"
-    raise wire.bad(reason, param=f"{param}.type", code="unsupported_item")
-
-
-def _known_as(namespace: str | None, name: str) -> str:
-    return f"{namespace}.{name}" if namespace else name
+def _functions_of_namespaces(tools: Sequence[_Tool]) -> dict[str, tuple[str, str]]:
+    functions = {}
+    for group in tools:
+        for tool in group.tools or ():
+            functions[qualified_name(group.name, tool.name)] = (group.name, tool.name)
+    return functions
 
 
 def _tools(tools: Sequence[_Tool], namespace: str = "") -> Iterator[Tool]:
-    for at, tool in enumerate(tools):
-        param = f"tools[{at}]"
+    """The functions among the tools, those in namespaces too."""
+    for index, tool in enumerate(tools):
+        param = f"tools[{index}]"
         if tool.type == "namespace" and not namespace:
             yield from _tools(tool.tools or (), tool.name)
         elif tool.type == "function":
-            yield wire.make_tool(tool, param, _known_as(namespace, tool.name))
+            yield wire.make_tool(tool, param, qualified_name(namespace, tool.name))
         elif tool.type not in _IGNORED_TOOLS:
             raise wire.bad(f"{param}: only functions are supported, not {tool.type!r}", param=param)
 
 
-def _shown_tool(tool: Tool) -> dict[str, Any]:
-    shown = {"type": "function", "name": tool.name, "description": tool.description or None}
-    return {**shown, "parameters": msgspec.Raw((tool.parameters or "null").encode()), "strict": tool.strict}
+def _tool_fields(tool: Tool) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description or None,
+        "parameters": msgspec.Raw((tool.parameters or "null").encode()),
+        "strict": tool.strict,
+    }
 
 
 def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
-    if plain := wire.plain_choice(choice):
+    plain = wire.plain_choice(choice)
+    if plain is not None:
         return plain
-    if isinstance(choice, _Choice) and choice.type == "function":
-        return ToolChoice(mode="named", name=_known_as(choice.namespace, choice.name))
-    if isinstance(choice, _Choice) and choice.type == "allowed_tools":
-        allowed = [_known_as(tool.namespace, tool.name) for tool in choice.tools or () if tool.name]
-        return wire.allowed_choice(choice.mode, allowed)
+    if isinstance(choice, _Choice):
+        if choice.type == "function":
+            return ToolChoice(mode="named", name=qualified_name(choice.namespace, choice.name))
+        if choice.type == "allowed_tools":
+            names = [qualified_name(tool.namespace, tool.name) for tool in choice.tools or () if tool.name]
+            return wire.allowed_choice(choice.mode, names)
     reason = "`tool_choice` must be auto, none, required, allowed_tools, or name a function"
     raise wire.bad(reason, param="tool_choice")

@@ -1,40 +1,44 @@
-"""What the dialects' wire formats share: reading a body, naming what is wrong with it, events. Pure.
+"""What the wire formats have in common: reading a body, the errors that name a field of it, events.
 
-Used by the files beside it."""
+Every function that refuses something raises SessionError 400 with the name of the field."""
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects.body_fields import FieldTable
-from invrl.gateway.types import ClientSampling, Message, Piece, Tool, ToolChoice
+from invrl.gateway.types import Piece, Tool, ToolChoice
 
 Body = TypeVar("Body")
 NO_JSON = msgspec.Raw(b"")
 Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
+TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 _Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """SGLang's own bounds are wider, but its sampler fails on a negative seed."""
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-_TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
-_MOST_STOPS, _MOST_TOOLS = 16, 128
-Top = Annotated[int, msgspec.Meta(ge=0, le=20)]
-_MOST_VALUES = 2**20
-"""Objects, lists and what is in them, of a body or of a call's arguments. Reading them takes one step, in
-which no other thread runs: about 0.3 s for so many."""
-_LONGEST_SCHEMA = 2**18
-"""Bytes of one JSON schema."""
-_NO_SCHEMA = '{"type": "object"}'
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+_MAX_STOPS = 16
+_MAX_TOOLS = 128
+_MAX_TOOL_NAME = 128
+_MAX_VALUES = 2**20
+"""Objects, lists and their items, of a body or of a call's arguments. Parsing is one step in which no other
+thread runs; for so many values it takes about 0.3 s."""
+_MAX_SCHEMA_BYTES = 2**18
+_ANY_OBJECT = '{"type": "object"}'
+_MIN_LOGPROB = -9999.0
+"""JSON has no infinity; clients know this number for it."""
 KEEP_ALIVE = b": waiting\n\n"
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What OpenAI's dialects name alike, and the extensions that servers of open models share."""
+    """The sampling parameters that OpenAI's dialects have in common, and those that servers of open models
+    add."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
@@ -48,13 +52,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class Part(msgspec.Struct):
+    """A part of a message's content."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
 class Function(msgspec.Struct, kw_only=True):
-    """What a tool is, under whatever names."""
+    """The function that a tool is. Dialects name some of the fields otherwise."""
 
     name: str = ""
     description: str | None = None
@@ -63,20 +69,25 @@ class Function(msgspec.Struct, kw_only=True):
 
 
 class Format(msgspec.Struct):
-    """What the text of a reply must look like."""
+    """The format that the text of a reply must have."""
 
     type: str
     schema: msgspec.Raw = NO_JSON
 
 
+def bad(message: str, *, param: str | None = None, code: str = "invalid_request") -> SessionError:
+    """SessionError 400 for the field `param`."""
+    return SessionError(message, status=400, code=code, param=param)
+
+
 def decode(
-    decoder: msgspec.json.Decoder[Body], raw: bytes, served: str, table: FieldTable
+    decoder: msgspec.json.Decoder[Body], raw: bytes, served_model: str, table: FieldTable
 ) -> tuple[Body, tuple[str, ...]]:
-    """A body for the model `served`, and the names of its fields that nothing reads. SessionError 400 that
-    names the field, 404 for another model."""
-    _check_values(raw, "the body")
+    """The body of a request, and the names of its fields that are ignored. SessionError 404 if the request
+    is for another model than `served_model`."""
+    _check_number_of_values(raw, "the body")
     try:
-        raw.decode()  # msgspec does not look into what it skips
+        raw.decode()  # msgspec does not check the encoding of what it skips
         body: Any = decoder.decode(raw)
         ignored = table.ignored(raw)
     except RecursionError:
@@ -87,56 +98,77 @@ def decode(
         message = str(error)
         param = message.partition("`$.")[2].rstrip("`") or None
         raise bad(message, param=param) from None
-    check_model(body.model, served)
+    check_model(body.model, served_model)
     return body, ignored
 
 
-def _check_values(raw: bytes, name: str) -> None:
-    """SessionError 400 for more values than are read in one step. Values are counted by the signs between
-    them, first all, then, if those are too many, the ones outside of strings."""
-    if len(raw) <= _MOST_VALUES or _signs(raw) <= _MOST_VALUES:
+def _check_number_of_values(raw: bytes, name: str) -> None:
+    """SessionError 400 if there are more values than may be parsed in one step. Values are counted by the
+    signs between them: first all signs, then, if those are too many, only the signs outside of strings."""
+    if len(raw) <= _MAX_VALUES or _count_signs(raw) <= _MAX_VALUES:
         return
-    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # all quotes that are left begin or end a string
-    if plain.count(b'"') <= 2 * _MOST_VALUES and _signs(b"".join(plain.split(b'"')[::2])) <= _MOST_VALUES:
-        return
-    raise bad(f"{name} has more than {_MOST_VALUES} values", code="too_many_values")
+    # Without escapes, every quote that is left begins or ends a string.
+    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if unescaped.count(b'"') <= 2 * _MAX_VALUES:
+        outside_of_strings = b"".join(unescaped.split(b'"')[::2])
+        if _count_signs(outside_of_strings) <= _MAX_VALUES:
+            return
+    raise bad(f"{name} has more than {_MAX_VALUES} values", code="too_many_values")
 
 
-def _signs(raw: bytes) -> int:
+def _count_signs(raw: bytes) -> int:
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
-def call_arguments(text: str, param: str) -> str:
-    """The arguments of a call. SessionError 400 for more values than are read in one step."""
-    if len(text) > _MOST_VALUES:
-        _check_values(text.encode("utf-8", "surrogatepass"), param)
-    return text
-
-
-def bad(message: str, *, param: str | None = None, code: str = "invalid_request") -> SessionError:
-    return SessionError(message, status=400, code=code, param=param)
-
-
-def check_model(asked: str, served: str) -> None:
-    """SessionError 404 for a model that is not ours."""
-    if asked != served:
-        reason = f"The model `{asked}` does not exist; this server has `{served}`."
+def check_model(model: str, served_model: str) -> None:
+    """SessionError 404 for a model that is not served."""
+    if model != served_model:
+        reason = f"The model `{model}` does not exist; this server has `{served_model}`."
         raise SessionError(reason, status=404, code="model_not_found", param="model")
+
+
+def call_arguments(text: str, param: str) -> str:
+    """The arguments of a call. SessionError 400 if they have too many values to be parsed in one step."""
+    if len(text) > _MAX_VALUES:
+        _check_number_of_values(text.encode("utf-8", "surrogatepass"), param)
+    return text
 
 
 def stop_strings(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > _MOST_STOPS or "" in stops:
-        raise bad(f"{param} takes up to {_MOST_STOPS} strings, none of them empty", param=param)
+    if len(stops) > _MAX_STOPS or "" in stops:
+        raise bad(f"{param} takes up to {_MAX_STOPS} strings, none of them empty", param=param)
     return stops
 
 
+def role_of(role: str, roles: Mapping[str, str], param: str) -> str:
+    """The model's name of a client's role, by the mapping `roles`."""
+    if role not in roles:
+        raise bad(f"{param}.role: {role!r} is not one of {', '.join(roles)}", param=f"{param}.role")
+    return roles[role]
+
+
+def text_of(content: str | Sequence[Part], param: str) -> str:
+    """The text of a message's content. SessionError 400 for a part that is not text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        if part.type not in _TEXT_PARTS or (part.text is None and part.refusal is None):
+            reason = f"{param}: {part.type!r} is refused, this model takes text only"
+            raise bad(reason, param=param, code="unsupported_content")
+        texts.append(part.text or part.refusal or "")
+    return "".join(texts)
+
+
 def make_tool(function: Function, param: str, name: str = "") -> Tool:
-    """SessionError 400 for a name that no client's parser takes, or a schema that is no object. `name`: the
-    function's where it goes by another one."""
+    """SessionError 400 for a name that clients' parsers do not take, or for a schema that is not an object.
+    `name` is the name that the model is shown, if it is not the function's own."""
     name = name or function.name
-    if not 0 < len(name) <= 128 or not all(each.isalnum() or each in "_-." for each in name):
-        raise bad(f"{param}.name: {name!r} must be 1 to 128 letters, digits, _ - .", param=f"{param}.name")
+    has_valid_letters = all(letter.isalnum() or letter in "_-." for letter in name)
+    if not 0 < len(name) <= _MAX_TOOL_NAME or not has_valid_letters:
+        param = f"{param}.name"
+        raise bad(f"{param}: {name!r} must be 1 to {_MAX_TOOL_NAME} letters, digits, _ - .", param=param)
     return Tool(
         name=name,
         description=function.description or "",
@@ -145,8 +177,34 @@ def make_tool(function: Function, param: str, name: str = "") -> Tool:
     )
 
 
+def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """SessionError 400 for too many tools, or for two of one name."""
+    names = [tool.name for tool in tools]
+    if len(names) > _MAX_TOOLS or len(set(names)) != len(names):
+        raise bad(f"`tools` takes up to {_MAX_TOOLS} tools, each name once", param="tools")
+    return tuple(tools)
+
+
+def plain_choice(choice: Any) -> ToolChoice | None:
+    """A tool choice that is one word; None for a choice that names tools."""
+    if choice is None:
+        return ToolChoice(mode="auto")
+    if choice in ("auto", "none", "required"):
+        return ToolChoice(mode=choice)
+    return None
+
+
+def allowed_choice(mode: Literal["auto", "required"], names: Sequence[str]) -> ToolChoice:
+    """Only the named tools may be called ("auto"), or one of them must be ("required"). The prompt shows all
+    tools."""
+    if not names:
+        reason = "`tool_choice`: allowed_tools must name at least one function"
+        raise bad(reason, param="tool_choice")
+    return ToolChoice(mode=mode, allowed=tuple(dict.fromkeys(names)))
+
+
 def json_object(raw: msgspec.Raw, param: str) -> str:
-    """The text of a JSON object that the request holds; "" where it holds none or null."""
+    """The text of a JSON object; "" for null or nothing."""
     text = bytes(raw).decode()
     if text in ("", "null"):
         return ""
@@ -158,173 +216,68 @@ def json_object(raw: msgspec.Raw, param: str) -> str:
 
 
 def json_schema(raw: msgspec.Raw, param: str) -> str:
-    """As `json_object`. SessionError 400 for one that is too long, too."""
-    if len(raw) > _LONGEST_SCHEMA:
-        reason = f"{param} has {len(raw)} bytes, at most {_LONGEST_SCHEMA} are taken"
+    """As `json_object`; SessionError 400 also for a schema that is too long."""
+    if len(raw) > _MAX_SCHEMA_BYTES:
+        reason = f"{param} has {len(raw)} bytes, at most {_MAX_SCHEMA_BYTES} are taken"
         raise bad(reason, param=param, code="schema_too_long")
     return json_object(raw, param)
 
 
-def role_of(role: str, roles: Mapping[str, str], param: str) -> str:
-    """The model's name of a client's `role`."""
-    if role not in roles:
-        raise bad(f"{param}.role: {role!r} is not one of {', '.join(roles)}", param=f"{param}.role")
-    return roles[role]
-
-
-def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    names = [tool.name for tool in tools]
-    if len(names) > _MOST_TOOLS or len(set(names)) != len(names):
-        raise bad(f"`tools` takes up to {_MOST_TOOLS} tools, each name once", param="tools")
-    return tuple(tools)
-
-
-def plain_choice(choice: Any) -> ToolChoice | None:
-    """A tool choice that names no tool; None for others."""
-    return ToolChoice(mode=choice or "auto") if choice in (None, "auto", "none", "required") else None
-
-
-def allowed_choice(mode: Literal["auto", "required"], names: Sequence[str]) -> ToolChoice:
-    """Some of the tools may, or one of them must, be called; the prompt shows all."""
-    if not names:
-        reason = "`tool_choice`: allowed_tools must name at least one function"
-        raise bad(reason, param="tool_choice")
-    return ToolChoice(mode=mode, allowed=tuple(dict.fromkeys(names)))
-
-
-class JoinedMessages:
-    """Messages in their order, of which adjacent ones may be parts of one. Parts are joined once, when all
-    are there: joining two at a time would copy the text so far for each part that follows."""
-
-    def __init__(self) -> None:
-        self._groups: list[list[Message]] = []
-        """The parts of each message."""
-        self._betweens: list[str] = []
-        """What comes between the texts of each message's parts."""
-        self._has_content = False
-        self._has_calls = False
-        """Of the last message so far."""
-
-    @property
-    def last_role(self) -> str:
-        """Empty if there is no message yet."""
-        return self._groups[-1][-1].role if self._groups else ""
-
-    def continues_reply(self, message: Message) -> bool:
-        """Whether the last message and this one were one reply of the model: text and calls that the client
-        keeps apart. Two texts are two replies, unless the first has none."""
-        if not self.last_role == message.role == "assistant":
-            return False
-        return self._has_calls or bool(message.tool_calls) or not self._has_content
-
-    def add(self, message: Message) -> None:
-        self._groups.append([message])
-        self._betweens.append("")
-        self._has_content = bool(message.content)
-        self._has_calls = bool(message.tool_calls)
-
-    def join(self, message: Message, between: str = "") -> None:
-        """Makes this one a part of the last one, which has the same role. `between`: what comes between the
-        texts of the parts, the same for all parts of a message."""
-        self._groups[-1].append(message)
-        self._betweens[-1] = between
-        self._has_content = self._has_content or bool(message.content)
-        self._has_calls = self._has_calls or bool(message.tool_calls)
-
-    def messages(self) -> tuple[Message, ...]:
-        return tuple(map(_joined, self._groups, self._betweens))
-
-
-def _joined(parts: Sequence[Message], between: str) -> Message:
-    if len(parts) == 1:
-        return parts[0]
-    return Message(
-        parts[0].role,
-        between.join(part.content for part in parts),
-        "".join(part.reasoning for part in parts),
-        tuple(call for part in parts for call in part.tool_calls),
-    )
-
-
-def text_of(content: str | Sequence[Part], param: str) -> str:
-    """SessionError 400 for parts that are no text."""
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.type not in _TEXTS or (part.text is None and part.refusal is None):
-            reason = f"{param}: {part.type!r} is refused, this model takes text only"
-            raise bad(reason, param=param, code="unsupported_content")
-    return "".join(part.text or part.refusal or "" for part in content)
-
-
 def schema_text(kind: str, schema: msgspec.Raw, param: str) -> str:
-    """The JSON schema that a response format asks for; "" for plain text."""
+    """The JSON schema that a response format of this kind asks for; "" for plain text."""
     if kind == "text":
         return ""
     if kind == "json_object":
-        return _NO_SCHEMA
-    if kind == "json_schema" and (text := json_schema(schema, param)):
-        return text
-    raise bad(f"{param} must be text, json_object, or json_schema with a schema", param=param)
+        return _ANY_OBJECT
+    text = ""
+    if kind == "json_schema":
+        text = json_schema(schema, param)
+    if not text:
+        raise bad(f"{param} must be text, json_object, or json_schema with a schema", param=param)
+    return text
+
+
+def thinking_of_effort(effort: str | None) -> bool | None:
+    """Whether a reasoning effort asks for thinking; None if the request has none."""
+    if effort is None:
+        return None
+    return effort not in ("none", "minimal")
 
 
 def digest(dialect: bytes, raw: bytes) -> str:
-    """Equal for a retry of the same request in the same dialect."""
+    """A retry of the same request in the same dialect has the same digest."""
     return hashlib.blake2b(dialect + raw, digest_size=16).hexdigest()
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; clients know this number for it."""
-    return logprob if math.isfinite(logprob) else -9999.0
+    """The log-prob as JSON can write it."""
+    if math.isfinite(logprob):
+        return logprob
+    return _MIN_LOGPROB
 
 
-def sampled(pieces: Sequence[Piece]) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
-    """Of every sampled token: id, log-prob, and the likeliest in its place if they were asked for."""
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A sampled token. `top` has the likeliest tokens (id, log-prob) at its position, if the client asked for
+    them."""
+
+    id: int
+    logprob: float
+    top: Sequence[tuple[int, float]]
+
+
+def sampled_tokens(pieces: Sequence[Piece]) -> Iterator[SampledToken]:
+    """The tokens of the pieces, in their order."""
     for piece in pieces:
-        top, each = piece.top.tolist(), len(piece.top) // max(len(piece.ids_T), 1)
-        told = zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True)
-        for at, (token_id, logprob) in enumerate(told):
-            yield token_id, logprob, top[at * each : (at + 1) * each]
+        top = piece.top.tolist()
+        top_per_token = len(top) // max(len(piece.ids_T), 1)
+        tokens = zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True)
+        for position, (token_id, logprob) in enumerate(tokens):
+            begin = position * top_per_token
+            yield SampledToken(token_id, logprob, top[begin : begin + top_per_token])
 
 
-def sent(event: Any, name: str = "") -> bytes:
+def encode_event(data: Any, name: str = "") -> bytes:
+    """A server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + msgspec.json.encode(event) + b"\n\n"
-
-
-class OpenAIDialect:
-    """What the dialects of OpenAI's API share."""
-
-    def __init__(self, *, model: str, vocab_size: int, token_text: Callable[[int], str]) -> None:
-        self.model, self.vocab_size, self.token_text = model, vocab_size, token_text
-
-    def sampling(self, body: SamplingFields, max_new_tokens: int | None) -> ClientSampling:
-        """SessionError 400 for what the fields' types do not say."""
-        asked = msgspec.convert(body, ClientSampling, from_attributes=True)  # the fields of both
-        if asked.top_k == 0:
-            raise bad("`top_k` must be -1 (off) or at least 1", param="top_k")
-        for token in asked.logit_bias or ():
-            if not token.isdecimal() or int(token) >= self.vocab_size:
-                raise bad(f"`logit_bias` names no token: {token!r}", param="logit_bias")
-        return replace(asked, max_new_tokens=max_new_tokens)
-
-    def token_logprobs(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Of every sampled token, as chat completions and responses show them."""
-        return [
-            {**self._shown(token_id, logprob), "top_logprobs": [self._shown(*each) for each in top]}
-            for token_id, logprob, top in sampled(pieces)
-        ]
-
-    def _shown(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self.token_text(token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
-
-    def error(self, error: SessionError) -> bytes:
-        return msgspec.json.encode({"error": self.told(error)})
-
-    def told(self, error: SessionError) -> dict[str, str | None]:
-        """What stands under `error` in every body."""
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-            error.status, "invalid_request_error" if error.status < 500 else "server_error"
-        )
-        return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -18,7 +18,7 @@ from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
 from invrl.errors import DeadlineError, ServerError, SessionError
-from invrl.gateway.dialects.dialect import Asked, CountingDialect, Dialect
+from invrl.gateway.dialects.dialect import CountingDialect, Dialect, ParsedRequest
 from invrl.gateway.keys import keys_of_request
 from invrl.gateway.registry import SessionRegistry
 from invrl.gateway.server.connection import ClientConnection
@@ -100,7 +100,7 @@ class AgentEndpoint:
         self,
         client: ClientConnection,
         record: SessionRecord,
-        request: Asked,
+        request: ParsedRequest,
         generations: Sequence[Generation],
         overridden: Sequence[str],
     ) -> bool:
@@ -115,13 +115,21 @@ class AgentEndpoint:
         return await tell(client, request, generations, headers)
 
     async def _whole(
-        self, client: ClientConnection, request: Asked, generations: Sequence[Generation], headers: Headers
+        self,
+        client: ClientConnection,
+        request: ParsedRequest,
+        generations: Sequence[Generation],
+        headers: Headers,
     ) -> bool:
         answers = [await generation.answer() for generation in generations]
         return await client.answer(200, {**headers, **_JSON}, self.dialect.answer(request, answers))
 
     async def _stream(
-        self, client: ClientConnection, request: Asked, generations: Sequence[Generation], headers: Headers
+        self,
+        client: ClientConnection,
+        request: ParsedRequest,
+        generations: Sequence[Generation],
+        headers: Headers,
     ) -> bool:
         """The stream begins with the first token, or when it is long in coming: what fails before has a
         status of its own. The dialect's head waits for the first token, which tells what was cached."""
@@ -164,7 +172,7 @@ class CountEndpoint(AgentEndpoint):
         await client.answer(200, _JSON, self.dialect.counted(tokens))
 
 
-def _choices(request: Asked) -> list[TurnRequest]:
+def _choices(request: ParsedRequest) -> list[TurnRequest]:
     """One turn for each of `n`. Retries find each again by its own digest."""
     turn = request.turn
     others = (structs.replace(turn, digest=f"{turn.digest}-{nth}") for nth in range(1, request.n))

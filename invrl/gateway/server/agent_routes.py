@@ -77,7 +77,7 @@ class AgentRoutes:
 
     async def _show_response(self, request: Request) -> Response:
         conversation = self._turns.conversation(self._session_of(request))
-        body = self._responses.again(
+        body = self._responses.retrieve(
             request.path_params["id"], conversation.forest.turn, request.query_params.multi_items()
         )
         return Response(body, media_type="application/json")

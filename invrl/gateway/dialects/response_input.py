@@ -1,0 +1,140 @@
+"""The input items of a response request, and the messages that they become. Pure.
+
+Clients send each part of a reply as an item of its own, in full or by the id of an output item. Adjacent
+items of one reply are joined into one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from invrl.errors import SessionError
+from invrl.gateway.dialects import wire
+from invrl.gateway.dialects.dialect import FindTurn
+from invrl.gateway.dialects.joined_messages import JoinedMessages
+from invrl.gateway.dialects.response_output import item_place
+from invrl.gateway.types import Message, ToolCall
+
+_ROLES = {"system": "system", "user": "user", "assistant": "assistant", "developer": "system"}
+"""The model's role by the client's."""
+
+
+class InputItem(msgspec.Struct):
+    """One item of the input. Which fields it has depends on its type."""
+
+    type: str | None = None
+    role: str = ""
+    id: str | None = None
+    content: str | list[wire.Part] | None = None
+    summary: list[wire.Part] | None = None
+    call_id: str | None = None
+    namespace: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[wire.Part] | None = None
+
+
+def input_messages(items: str | Sequence[InputItem], find: FindTurn) -> tuple[Message, ...]:
+    """The messages of an input. Adjacent items of the assistant are one reply, until an item comes that
+    begins another. SessionError 400 for an item that cannot be read."""
+    if isinstance(items, str):
+        return (Message("user", items),)
+    references = _References(find)
+    joined = JoinedMessages()
+    last_turn_id = ""
+    """The turn that the last item was a reference to; "" if the item was sent in full."""
+    for index, item in enumerate(items):
+        param = f"input[{index}]"
+        turn_id = ""
+        if item.id and _kind(item) == "item_reference":
+            message, turn_id = references.resolve(item.id, param)
+        else:
+            message = _message(item, param)
+        is_same_turn = turn_id != "" and turn_id == last_turn_id
+        if is_same_turn or joined.continues_reply(message):
+            joined.join(message)
+        else:
+            joined.add(message)
+        last_turn_id = turn_id
+    return joined.messages()
+
+
+def qualified_name(namespace: str | None, name: str) -> str:
+    """The name by which the model knows a function."""
+    if not namespace:
+        return name
+    return f"{namespace}.{name}"
+
+
+class _References:
+    """Resolves items that a request names by their ids: parts of replies of this session.
+
+    The text of a reply may have been sent in several items, but the record of the turn has it in one piece.
+    The first of these items that a request names stands for all of the text, the others for none."""
+
+    def __init__(self, find: FindTurn) -> None:
+        self._find = find
+        self._turns_with_text: set[str] = set()
+        """The turns whose text was named already."""
+
+    def resolve(self, item_id: str, param: str) -> tuple[Message, str]:
+        """The item as a message of the assistant, and the id of its turn. SessionError 400 for an id that
+        this session did not issue."""
+        place = item_place(item_id)
+        node = None
+        if place is not None:
+            node = self._find(place.turn_id)
+        if place is None or node is None or node.raw:
+            raise _item_not_found(item_id, param)
+        turn_id = place.turn_id
+        reply = node.messages[-1]
+        if place.prefix == "rs":
+            return Message("assistant", reasoning=reply.reasoning), turn_id
+        if place.prefix == "msg":
+            content = "" if turn_id in self._turns_with_text else reply.content
+            self._turns_with_text.add(turn_id)
+            return Message("assistant", content), turn_id
+        if place.place >= len(reply.tool_calls):
+            raise _item_not_found(item_id, param)
+        call = reply.tool_calls[place.place]
+        return Message("assistant", tool_calls=(call,)), turn_id
+
+
+def _item_not_found(item_id: str, param: str) -> SessionError:
+    reason = f"{param}: Item with id {item_id!r} not found: it is not an output item of this session"
+    return wire.bad(reason, param=f"{param}.id", code="item_not_found")
+
+
+def _kind(item: InputItem) -> str:
+    if item.type:
+        return item.type
+    return "message" if item.role else "item_reference"
+
+
+def _message(item: InputItem, param: str) -> Message:
+    """The message of an item that was sent in full."""
+    kind = _kind(item)
+    if kind == "item_reference":
+        raise wire.bad(f"{param}.id: an item reference needs the item's id", param=f"{param}.id")
+    if kind == "message":
+        role = wire.role_of(item.role, _ROLES, param)
+        if item.content is None:
+            raise wire.bad(f"{param}.content must be text", param=f"{param}.content")
+        return Message(role, wire.text_of(item.content, f"{param}.content"))
+    if kind == "reasoning":
+        text = wire.text_of(item.content or item.summary or "", f"{param}.content")
+        return Message("assistant", reasoning=text)
+    if kind == "function_call":
+        if not item.call_id or not item.name:
+            raise wire.bad(f"{param} needs `call_id` and `name`", param=param)
+        arguments = "{}" if item.arguments is None else item.arguments
+        wire.call_arguments(arguments, f"{param}.arguments")
+        call = ToolCall(item.call_id, qualified_name(item.namespace, item.name), arguments)
+        return Message("assistant", tool_calls=(call,))
+    if kind == "function_call_output":
+        if not item.call_id or item.output is None:
+            raise wire.bad(f"{param} needs `call_id` and `output`", param=param)
+        return Message("tool", wire.text_of(item.output, f"{param}.output"), tool_call_id=item.call_id)
+    reason = f"{param}: items of type {kind!r} are not supported"
+    raise wire.bad(reason, param=f"{param}.type", code="unsupported_item")
