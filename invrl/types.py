@@ -56,9 +56,19 @@ class Task:
     split: str = "train"
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of one rollout in the run: its group, its index in the group, and the number of the attempt
+    at that index. No two rollouts have the same place."""
+
+    group_id: str
+    index: int
+    attempt: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMember:
-    """One rollout within its group: its index, and the number of the attempt at that index."""
+    """A place within a group that is known from the context, such as a lease."""
 
     index: int
     attempt: int
@@ -72,6 +82,10 @@ class GroupLease:
     group_id: str
     task: Task
     members: tuple[GroupMember, ...]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(Place(self.group_id, member.index, member.attempt) for member in self.members)
 
 
 # ------------------------------------------------------------------ sessions
@@ -114,6 +128,10 @@ class Session:
     parent_id: str = ""
     """The session that opened this one for a sub-agent. Both have the same index and attempt in the group,
     and one outcome ends both."""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.group_id, self.index, self.attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +240,10 @@ class EndedSession:
     group_id: str
     index: int
     attempt: int
+
+    @property
+    def place(self) -> Place:
+        return Place(self.group_id, self.index, self.attempt)
 
 
 class FailureReason(StrEnum):
@@ -369,9 +391,7 @@ class SampledSoFar:
     """A running rollout, and the oldest version among the tokens that would be trained if it finished
     now."""
 
-    group_id: str
-    index: int
-    attempt: int
+    place: Place
     oldest_version: WeightVersion
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
-from invrl.buffer.open_group import Place, RolloutState
+from invrl.buffer.open_group import RolloutState
 from invrl.gateway.types import Message
 from invrl.run.config import Source, resolve
 from invrl.run.folder import make_run_folder
@@ -25,6 +25,7 @@ from invrl.types import (
     FailureReason,
     FinishReason,
     Outcome,
+    Place,
     Purpose,
     RolloutSummary,
     Sampling,

@@ -6,34 +6,38 @@
 
 Invariants: every place (group, index, attempt) that is leased ends in exactly one state; a rollout is in at
 most one batch; no token in a batch is more than `max_staleness` versions older than the trainer; as long
-as tasks come, a batch comes together. The code does not care what number the staleness bound is.
+as tasks come, a batch comes together. The code is the same for every staleness bound.
 
-The loop's order is take → trained → advance. Call `advance` once the engines sample under the new version
-and its canary has passed: what is leased after it must not begin under the old one, or bound 0 could never be
-met. `advance` with the version unchanged ends the batch too: without a trainer, it is dropped. `snapshot`
-between trained and advance is what a later incarnation of the run restores.
+The loop calls take, then trained, then advance. Call `advance` once the engines sample under the new version
+and its canary has passed: what is leased after it must not begin under the old version, or bound 0 could
+never be met. `advance` with an unchanged version ends the batch too: there is no trainer, and the batch is
+dropped. A `snapshot` that is taken between trained and advance is what a later incarnation of the run
+restores.
 
-A group that is dropped takes the members that are still in flight with it: their places end at once, and
-`unwanted` names the group, so that whoever runs them can cancel them. Whatever such a rollout still sends is
-late and changes nothing.
+When a group is dropped, the places of its members that are still in flight end at once, and `unwanted` names
+the group, so that the process that runs them can cancel them. Outcomes that such rollouts still send are late
+and change nothing.
 
-A running rollout has no outcome that says how old its tokens are, but none is older than the version at its
-lease: `suspects` names the groups in which a running member may hold tokens that are too old. Whoever holds
-the buffer looks up what those have sampled and passes it to `note_sampled`, which drops a group as soon as
-one of its running members holds such a token."""
+A running rollout has no outcome yet that says how old its tokens are, but none is older than the version at
+its lease: `suspects` names the groups in which a running member may hold tokens that are too old. The owner
+of the buffer looks up what those rollouts have sampled and passes it to `note_sampled`, which drops a group
+as soon as one of its running members holds a token that is too old."""
 
 import copy
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Unpack
 
+from invrl.buffer.admission import admission_limit
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.failures import GROUP_FILTER, FailureReport, FailureStreak, with_failure_reward
-from invrl.buffer.group_filters import ZERO_VARIANCE, admission_limit
+from invrl.buffer.failures import FailureReport, FailureStreak, with_failure_reward
+from invrl.buffer.filter_verdicts import FilterVerdicts
+from invrl.buffer.group_filters import ZERO_VARIANCE
 from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
-from invrl.buffer.open_group import OpenGroup, Place, RolloutState
+from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.buffer.snapshot import BufferSnapshot
-from invrl.buffer.wait_report import FilteredRow, WaitingGroup, WaitReport, shown_rewards
+from invrl.buffer.task_feed import TaskFeed
+from invrl.buffer.wait_report import WaitingGroup, WaitReport
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter
 from invrl.metrics import Mean, Metric, Sum, merge
@@ -48,18 +52,13 @@ from invrl.types import (
     GroupLease,
     GroupMember,
     Outcome,
+    Place,
     RolloutSummary,
     SampledSoFar,
     TakenBatch,
     Task,
     WeightVersion,
 )
-from invrl.user_frame import USER_FRAME_PREFIX, describe_exception, raised_at
-
-_NO_TOKENS = "no_trained_tokens"
-"""The reason to drop a group that is never the filter's."""
-_WORD_CHARS = 64
-"""The longest reason that a group filter may give."""
 
 
 class Buffer:
@@ -75,19 +74,19 @@ class Buffer:
         emit: Callable[[LedgerEntry], None] = lambda entry: None,
     ) -> None:
         self.version = WeightVersion(0)
-        self._max_staleness, self._max_attempts = config.max_staleness, rollout.rollout_max_attempts
-        self._batch_size, self._group_size = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+        self._max_staleness = config.max_staleness
+        self._max_attempts = rollout.rollout_max_attempts
+        self._batch_size = rollout.rollout_batch_size
+        self._group_size = rollout.n_samples_per_prompt
         self._limit = admission_limit(config, self._batch_size)
-        self._tasks = tasks
-        self._source_end = ""
-        self._filter = group_filter
-        self._filter_name = config.group_filter
-        self._filtered_limit = config.max_filtered_batches * self._batch_size
-        self._trains_filtered = config.filtered_out == "train"
-        self._filtered = FilteredRow()
+        self._feed = TaskFeed(tasks)
+        self.failures = FailureStreak()
+        self._verdicts = FilterVerdicts(
+            group_filter, config, batch_size=self._batch_size, failures=self.failures
+        )
         self._ledger = Ledger(emit)
-        self._tasks_of: dict[str, Task] = {}
-        """Of the groups that are not taken, by their ids."""
+        self._tasks: dict[str, Task] = {}
+        """The tasks of the groups that are not taken, by group id."""
         self._in_flight: dict[str, OpenGroup] = {}
         self._ready: dict[str, OpenGroup] = {}
         self._replacements: deque[str] = deque()
@@ -96,16 +95,17 @@ class Buffer:
         self._batch: TakenBatch | None = None
         self._taken: list[OpenGroup] = []
         """The groups of the batch, until it is trained or dropped."""
-        self._groups_leased = self._batches_taken = 0
+        self._groups_leased = 0
+        self._batches_taken = 0
         self.dropped: Counter[str] = Counter()
         """Groups dropped since the start, by reason."""
         self.failed: Counter[str] = Counter()
         """Rollouts failed since the start, by reason; those that count with a reward are among them."""
-        self.failures = FailureStreak()
         self._first_places: set[Place] = set()
         """Leased in this incarnation before the first rollout failed or finished."""
         self._failure_rules = config.failure_rules()
-        self._since: dict[str, Metric] = {}
+        self._new_metrics: dict[str, Metric] = {}
+        """Events since the last call of `metrics`."""
         self._complete_since_take = 0
         self._dropped_before_take: Counter[str] = Counter()
         self._failed_before_take: Counter[str] = Counter()
@@ -119,27 +119,36 @@ class Buffer:
             return None
         if self._replacements:
             return self._hand_out(self._in_flight[self._replacements.popleft()])
-        under_way = len(self._in_flight) + len(self._ready) + self._groups_taken()
-        if under_way >= self._limit or (task := self._next_task()) is None:
+        num_under_way = len(self._in_flight) + len(self._ready) + self._groups_taken()
+        if num_under_way >= self._limit:
             return None
-        size = self._group_size
-        group = OpenGroup(self._groups_leased, task.id, attempts_G=[0] * size, states_G=[None] * size)
+        task = self._feed.next()
+        if task is None:
+            return None
+        group = OpenGroup(
+            number=self._groups_leased,
+            task_id=task.id,
+            attempts_G=[0] * self._group_size,
+            states_G=[None] * self._group_size,
+        )
         self._groups_leased += 1
-        self._in_flight[group.id], self._tasks_of[group.id] = group, task
+        self._in_flight[group.id] = group
+        self._tasks[group.id] = task
         self._count("groups_leased")
         return self._hand_out(group)
 
     def record(self, outcome: Outcome) -> None:
-        """Takes outcomes in any order, and each as often as it comes. One that is not awaited (its place has
-        an outcome already, its group has ended, or it was never leased) is counted and changes nothing."""
-        group, index = self._in_flight.get(outcome.group_id), outcome.index
-        if group is None or not group.awaits(index, outcome.attempt):
+        """Takes outcomes in any order, and each as often as it comes. An outcome that nobody waits for (its
+        place has an outcome already, its group has ended, or it was never leased) is counted and changes
+        nothing."""
+        group = self._in_flight.get(outcome.group_id)
+        if group is None or not group.awaits(outcome.place):
             self._count("outcomes_late")
             return
         self._count("rollouts_ended")
         if isinstance(outcome, FailedRollout):
             self._fail(group, outcome, outcome.reason, outcome.detail)
-        elif not abs(outcome.reward) <= MAX_REWARD:  # NaN is not either
+        elif not abs(outcome.reward) <= MAX_REWARD:  # true for NaN too
             self._fail(group, outcome, FailureReason.BAD_REWARD, f"reward {outcome.reward}")
         else:
             self.failures.finished()
@@ -164,40 +173,42 @@ class Buffer:
     def suspects(self) -> list[str]:
         """Ids of the groups in flight that may be stale already: a running member was leased under a version
         that is too old by now."""
-        return [
-            group.id
-            for group in self._in_flight.values()
-            if any(self._too_old(group.leased_under[i]) for i in group.members(RolloutState.IN_FLIGHT))
-        ]
+        suspects: list[str] = []
+        for group in self._in_flight.values():
+            running = group.members(RolloutState.IN_FLIGHT)
+            if any(self._too_old(group.leased_under[index]) for index in running):
+                suspects.append(group.id)
+        return suspects
 
     def note_sampled(self, sampled: Iterable[SampledSoFar]) -> None:
-        """What running rollouts have sampled. A group in which one holds a token that is too old is dropped.
-        Places that do not run any more are passed over."""
-        for one in sampled:
-            group = self._in_flight.get(one.group_id)
-            if (
-                group is not None
-                and group.awaits(one.index, one.attempt)
-                and self._too_old(one.oldest_version)
-            ):
+        """Drops the groups in which a running rollout holds a token that is too old. Places that are not in
+        flight any more are ignored."""
+        for rollout in sampled:
+            group = self._in_flight.get(rollout.place.group_id)
+            if group is None or not group.awaits(rollout.place):
+                continue
+            if self._too_old(rollout.oldest_version):
                 self._drop(group, DropReason.STALE)
 
     # ------------------------------------------------------------------ batches
 
     def take(self) -> TakenBatch | None:
-        """The next batch of whole groups, oldest first; None while it is not there. Raises
-        BufferStateError while the batch before is out."""
+        """The next batch of whole groups, oldest first; None if it is not complete yet. Raises
+        BufferStateError while the batch before it is out."""
         if self._batch is not None:
             raise BufferStateError(f"batch {self._batch.batch_id} is out: call trained and advance first")
-        eligible = self._eligible()
+        eligible = sorted(self._eligible(), key=_age)
         if len(eligible) < self._batch_size:
             return None
-        eligible.sort(key=lambda group: ((group.versions() or [0])[0], group.number))
         self._taken = eligible[: self._batch_size]
-        groups = tuple(group.group() for group in self._taken)
-        batch = TakenBatch(batch_id=self._batches_taken, version=self.version, groups=groups)
+        batch = TakenBatch(
+            batch_id=self._batches_taken,
+            version=self.version,
+            groups=tuple(group.group() for group in self._taken),
+        )
         for group in self._taken:
-            del self._ready[group.id], self._tasks_of[group.id]
+            del self._ready[group.id]
+            del self._tasks[group.id]
             self._move_all(group, RolloutState.TAKEN, batch_id=batch.batch_id)
         for group in eligible[self._batch_size :]:
             group.passed_over = True
@@ -213,21 +224,21 @@ class Buffer:
         return [group.group() for group in self._eligible()]
 
     def drop_lost(self, group_id: str) -> None:
-        """Drops a group that is ready, because the store has no tokens of it."""
+        """Drops a group that is ready, because the store does not have its tokens."""
         if group_id in self._ready:
             self._drop(self._ready[group_id], DropReason.TOKENS_LOST)
 
     def trained(self, batch_id: int) -> None:
-        """The optimizer has made its steps with this batch. Raises BufferStateError unless this is the batch
-        that was taken last."""
+        """To be called when the optimizer has made its steps with this batch. Raises BufferStateError unless
+        it is the batch that was taken last."""
         if self._batch is None or not self._taken or self._batch.batch_id != batch_id:
             raise BufferStateError(f"batch {batch_id} is not out for training")
         self._count("groups_trained", len(self._taken))
         self._end_batch(RolloutState.TRAINED, batch_id=batch_id)
 
     def advance(self, version: WeightVersion) -> None:
-        """The trainer holds `version`, the engines sample under it, and its canary has passed: groups with
-        tokens of it may be taken. Groups that are too old now are dropped."""
+        """To be called when the trainer holds `version`, the engines sample under it, and its canary has
+        passed: groups with tokens of it may be taken. Groups that are too old now are dropped."""
         if version < self.version:
             raise BufferStateError(f"version {version} after {self.version}")
         if version == self.version and self._taken:
@@ -237,10 +248,11 @@ class Buffer:
         self._batch = None
         for group in [*self._in_flight.values(), *self._ready.values()]:
             if self._stale(group):
-                self._drop(group, DropReason.OVER_SAMPLED if group.passed_over else DropReason.STALE)
+                reason = DropReason.OVER_SAMPLED if group.passed_over else DropReason.STALE
+                self._drop(group, reason)
 
     def close(self) -> None:
-        """The run ends: everything that is not trained is dropped, and nothing is leased any more."""
+        """Drops everything that is not trained, because the run ends. Nothing is leased any more."""
         self._closed = True
         for group in [*self._in_flight.values(), *self._ready.values()]:
             self._drop(group, DropReason.RUN_ENDED)
@@ -270,28 +282,20 @@ class Buffer:
     def restore(self, snapshot: BufferSnapshot, since: Iterable[Outcome]) -> None:
         """Puts a new buffer into the state of `snapshot`. `since`: outcomes that came after it. Those sampled
         under the trained version or an older one count; the others were sampled under weights that are lost.
-        What is still in flight then is leased again. Raises BufferStateError if the task source gives other
+        What is still in flight then is leased again. Raises BufferStateError if the task source yields other
         tasks."""
         self.version = snapshot.version
-        self._groups_leased, self._batches_taken = snapshot.groups_leased, snapshot.batches_taken
-        self.dropped, self.failed = Counter(snapshot.dropped), Counter(snapshot.failed)
+        self._groups_leased = snapshot.groups_leased
+        self._batches_taken = snapshot.batches_taken
+        self.dropped = Counter(snapshot.dropped)
+        self.failed = Counter(snapshot.failed)
         self._dropped_before_take = Counter(snapshot.dropped)
         self._failed_before_take = Counter(snapshot.failed)
-        self._ledger.counts, self._ledger.sequence = Counter(snapshot.counts), snapshot.sequence
-        in_flight, ready = copy.deepcopy((snapshot.in_flight, snapshot.ready))
-        self._in_flight, self._ready = {g.id: g for g in in_flight}, {g.id: g for g in ready}
-        groups = {group.number: group for group in (*in_flight, *ready)}
-        for number in range(snapshot.groups_leased):
-            task = self._next_task()
-            if task is None:
-                raise BufferStateError(f"group g{number} had a task, but {self._source_end}")
-            if group := groups.get(number):
-                if task.id != group.task_id:
-                    raise BufferStateError(
-                        f"group {group.id} had task {group.task_id}, the task source now gives {task.id}: "
-                        "a run resumes only on the tasks that it began with"
-                    )
-                self._tasks_of[group.id] = task
+        self._ledger.counts = Counter(snapshot.counts)
+        self._ledger.sequence = snapshot.sequence
+        self._in_flight = {group.id: copy.deepcopy(group) for group in snapshot.in_flight}
+        self._ready = {group.id: copy.deepcopy(group) for group in snapshot.ready}
+        self._read_tasks_again()
         for outcome in since:
             if isinstance(outcome, RolloutSummary) and outcome.newest_version <= snapshot.trained:
                 self.record(outcome)
@@ -301,29 +305,38 @@ class Buffer:
             if group.members(None) and group.id not in self._replacements:
                 self._replacements.append(group.id)
 
+    def _read_tasks_again(self) -> None:
+        """Reads one task for each group that was leased, up to where the snapshot was taken."""
+        groups = {group.number: group for group in (*self._in_flight.values(), *self._ready.values())}
+        for number in range(self._groups_leased):
+            task = self._feed.next()
+            if task is None:
+                raise BufferStateError(f"group g{number} had a task, but {self._feed.end}")
+            group = groups.get(number)
+            if group is None:
+                continue
+            if task.id != group.task_id:
+                raise BufferStateError(
+                    f"group {group.id} had task {group.task_id}, the task source now gives {task.id}: "
+                    "a run resumes only on the tasks that it began with"
+                )
+            self._tasks[group.id] = task
+
     # ------------------------------------------------------------------ what there is to know
 
     @property
     def can_fill(self) -> bool:
         """Whether a batch can still come together."""
-        return not self._source_end or len(self._ready) + len(self._in_flight) >= self._batch_size
+        return not self._feed.end or len(self._ready) + len(self._in_flight) >= self._batch_size
 
     @property
     def filtered_out(self) -> str:
         """Why the run is to end: the filter has dropped as many groups in a row as it may. "" until then."""
-        if self._trains_filtered or not self._past_filtered_limit():
-            return ""
-        return (
-            f"the group filter {self._filter_name} has dropped {self._filtered.length} groups in a row "
-            f"({shown_rewards(self._filtered.by_rewards)}), so there is nothing to train on"
-        )
-
-    def _past_filtered_limit(self) -> bool:
-        return bool(self._filtered_limit) and self._filtered.length >= self._filtered_limit
+        return self._verdicts.filtered_out
 
     def wait_report(self) -> WaitReport:
-        """What the next batch waits for. Nothing in it says how long."""
-        in_flight = (
+        """What the next batch waits for. The report does not say how long it has waited."""
+        in_flight = tuple(
             WaitingGroup(
                 group_id=group.id,
                 task_id=group.task_id,
@@ -335,50 +348,61 @@ class Buffer:
         return WaitReport(
             wanted=self._batch_size,
             ready=len(self._ready),
-            in_flight=tuple(in_flight),
+            in_flight=in_flight,
             complete=self._complete_since_take,
             dropped=dict(self.dropped - self._dropped_before_take),
             failed=dict(self.failed - self._failed_before_take),
-            filter_name=self._filter_name,
-            filtered_rewards=dict(self._filtered.by_rewards),
-            filtered_limit=self._filtered_limit,
-            source_end=self._source_end,
+            filter_name=self._verdicts.filter_name,
+            filtered_rewards=dict(self._verdicts.row.by_rewards),
+            filtered_limit=self._verdicts.limit,
+            source_end=self._feed.end,
         )
 
     def __str__(self) -> str:
-        """What a batch waits for, as the message of a deadline says it."""
-        text = f"{self._batch_size} groups; {len(self._ready)} ready"
-        if waiting := sum(not self._may_be_taken(group) for group in self._ready.values()):
-            text += f" ({waiting} of them wait for the canary of their weight version)"
-        text += f", {len(self._in_flight)} in flight (at most {self._limit} under way)"
+        """What a batch waits for, as the message of a DeadlineError says it."""
+        ready = f"{len(self._ready)} ready"
+        num_early = sum(not self._may_be_taken(group) for group in self._ready.values())
+        if num_early:
+            ready += f" ({num_early} of them wait for the canary of their weight version)"
+        parts = [
+            f"{self._batch_size} groups",
+            f"{ready}, {len(self._in_flight)} in flight (at most {self._limit} under way)",
+        ]
         for name, counts in (("groups dropped", self.dropped), ("rollouts failed", self.failed)):
             if counts:
-                text += f"; {name}: " + ", ".join(f"{n} {reason}" for reason, n in sorted(counts.items()))
-        return text + (f"; {self._source_end}" if self._source_end else "")
+                numbers = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
+                parts.append(f"{name}: {numbers}")
+        if self._feed.end:
+            parts.append(self._feed.end)
+        return "; ".join(parts)
 
     def failure_report(self) -> FailureReport:
         """What has failed so far, and how many of the last failures were the same."""
-        self._first_places = {place for place in self._first_places if self._runs(place)}
+        self._first_places = {place for place in self._first_places if self._is_running(place)}
         return self.failures.report(self.failed, first_ended=not self._first_places)
 
-    def _runs(self, place: Place) -> bool:
+    def _is_running(self, place: Place) -> bool:
         group = self._in_flight.get(place.group_id)
-        return group is not None and group.awaits(place.index, place.attempt)
+        return group is not None and group.awaits(place)
 
     def metrics(self) -> dict[str, Metric]:
         """Events since the last call, and how many groups and rollouts are in each state now.
-        `finished_reward_mean` is over all finished rollouts, also those whose groups were dropped: a
-        filter that leaves out solved tasks does not bias it. `failed_share/<reason>` is of the rollouts that
-        ended; `rollouts_counted/<reason>` are those failures that count with a reward."""
-        metrics, self._since = self._since, {}
-        ended = metrics.get("rollouts_ended", Sum(0)).value()
+        `finished_reward_mean` is over all finished rollouts, including those whose groups were dropped: a
+        filter that drops solved tasks does not bias it. `failed_share/<reason>` is a share of the rollouts
+        that ended; `rollouts_counted/<reason>` are those failures that count with a reward."""
+        metrics = self._new_metrics
+        self._new_metrics = {}
+        num_ended = metrics.get("rollouts_ended", Sum(0)).value()
         for reason in FailureReason:
             failed = metrics.get(f"rollouts_failed/{reason}")
             if failed is not None:
-                metrics[f"failed_share/{reason}"] = Mean(failed.value(), ended)
-        now = {"in_flight": len(self._in_flight), "ready": len(self._ready), "taken": self._groups_taken()}
-        metrics |= {f"groups_{name}": Mean(number) for name, number in now.items()}
-        return metrics | {f"rollouts_{state}": Mean(self._ledger.counts[state]) for state in RolloutState}
+                metrics[f"failed_share/{reason}"] = Mean(failed.value(), num_ended)
+        metrics["groups_in_flight"] = Mean(len(self._in_flight))
+        metrics["groups_ready"] = Mean(len(self._ready))
+        metrics["groups_taken"] = Mean(self._groups_taken())
+        for state in RolloutState:
+            metrics[f"rollouts_{state}"] = Mean(self._ledger.counts[state])
+        return metrics
 
     # ------------------------------------------------------------------ inside
 
@@ -390,55 +414,42 @@ class Buffer:
             raise BufferStateError(f"batch {self._batch.batch_id} is not trained")
 
     def _groups_taken(self) -> int:
-        return len(self._batch.groups) if self._batch is not None else 0
-
-    def _next_task(self) -> Task | None:
-        """The next task, or None. A source that raises, or yields something else, has ended; the error of
-        whoever waits for a batch says why."""
-        if self._source_end:
-            return None
-        try:
-            task = next(self._tasks)
-            if isinstance(task, Task):
-                return task
-            self._source_end = f"the task source yielded {type(task).__name__}, not invrl.types.Task"
-        except StopIteration:
-            self._source_end = "the task source has ended"
-        except Exception as error:
-            place = raised_at(error)
-            where = f" ({USER_FRAME_PREFIX}{place})" if place else ""
-            self._source_end = f"the task source raised {describe_exception(error)}{where}"
-        return None
+        if self._batch is None:
+            return 0
+        return len(self._batch.groups)
 
     def _hand_out(self, group: OpenGroup) -> GroupLease:
+        """Leases the places of the group that are not leased."""
         indices = group.members(None)
-        members = tuple(GroupMember(index=index, attempt=group.attempts_G[index]) for index in indices)
         none_ended = not (self.failures.firsts or self.failures.finished_in_all)
         for index in indices:
             self._ledger.move(group, index, RolloutState.IN_FLIGHT)
             group.leased_under[index] = self.version
             if none_ended:
-                self._first_places.add(Place(group.id, index, group.attempts_G[index]))
-        return GroupLease(group_id=group.id, task=self._tasks_of[group.id], members=members)
+                self._first_places.add(group.place(index))
+        members = tuple(GroupMember(index=index, attempt=group.attempts_G[index]) for index in indices)
+        return GroupLease(group_id=group.id, task=self._tasks[group.id], members=members)
 
     def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
+        """A failed rollout counts with the reward that the run gives to such failures, drops its group, or is
+        tried again."""
         self.failed[failure] += 1
         self._count(f"rollouts_failed/{failure}")
         rule = self._failure_rules.get(failure, "retry")
         partial = outcome.partial if isinstance(outcome, FailedRollout) else None
-        counts = isinstance(rule, float) and partial is not None
-        self.failures.failed(failure, detail, counts=counts)
         if isinstance(rule, float) and partial is not None:
+            self.failures.failed(failure, detail, counts=True)
             self._count(f"rollouts_counted/{failure}")
             counted = with_failure_reward(partial, failure, rule)
             self._finish(group, counted, failure=failure, detail=detail, session_id=outcome.session_id)
             return
-        last = rule == "drop" or outcome.attempt + 1 >= self._max_attempts
-        reason = DropReason.INCOMPLETE if last else DropReason.REPLACED
+        self.failures.failed(failure, detail)
+        is_last = rule == "drop" or outcome.attempt + 1 >= self._max_attempts
+        reason = DropReason.INCOMPLETE if is_last else DropReason.REPLACED
         facts = EntryFacts(reason=reason, failure=failure, detail=detail, session_id=outcome.session_id)
         self._ledger.move(group, outcome.index, RolloutState.DROPPED, **facts)
         self._count(f"rollouts_dropped/{reason}")
-        if last:
+        if is_last:
             self._drop(group, DropReason.INCOMPLETE)
             return
         group.attempts_G[outcome.index] += 1
@@ -447,40 +458,20 @@ class Buffer:
             self._replacements.append(group.id)
 
     def _complete(self, group: OpenGroup) -> None:
+        """All rollouts of the group have finished: it becomes ready, or the group filter drops it."""
         self._complete_since_take += 1
-        word = self._verdict(group)
-        if word is not None and word != _NO_TOKENS:
-            self._filtered.dropped(group.group(), word)
-            if self._trains_filtered and self._past_filtered_limit():
-                self._count("groups_unfiltered")
-                word = None
-        elif word is None:
-            self._filtered.kept()
-        if word is None:
+        reason = self._verdicts.verdict(group)
+        if reason is not None and self._verdicts.is_overruled(reason):
+            self._count("groups_unfiltered")
+            reason = None
+        if reason is None:
             del self._in_flight[group.id]
             self._ready[group.id] = group
             self._move_all(group, RolloutState.GROUPED)
-        elif word == ZERO_VARIANCE:
+        elif reason == ZERO_VARIANCE:
             self._drop(group, DropReason.ZERO_VARIANCE)
         else:
-            self._drop(group, DropReason.FILTERED, word)
-
-    def _verdict(self, group: OpenGroup) -> str | None:
-        """The filter's reason to drop the group, None to keep it. A filter that raises drops the group and is
-        counted: that is bad data, not a crash."""
-        if group.versions() is None:
-            return _NO_TOKENS
-        try:
-            word = self._filter(group.group())
-        except (Exception, SystemExit) as error:
-            told = f"{describe_exception(error)}\n{USER_FRAME_PREFIX}{raised_at(error, self._filter)}"
-            self.failures.firsts.setdefault(GROUP_FILTER, told)
-            return f"filter_raised_{type(error).__name__}"
-        if word is None:
-            return None
-        # The word becomes part of metric names and of the ledger, which take no text that is not Unicode.
-        usable = isinstance(word, str) and len(word) <= _WORD_CHARS and word.isprintable()
-        return word if usable else "filter_returned_no_word"
+            self._drop(group, DropReason.FILTERED, reason)
 
     def _stale(self, group: OpenGroup) -> bool:
         versions = group.versions()
@@ -493,25 +484,25 @@ class Buffer:
         versions = group.versions()
         return versions is None or versions[1] <= self.version
 
-    def _drop(self, group: OpenGroup, reason: DropReason, word: str = "") -> None:
+    def _drop(self, group: OpenGroup, reason: DropReason, filter_reason: str = "") -> None:
         """Ends a group that was not taken, and every place of it that has not ended."""
         self._in_flight.pop(group.id, None)
         self._ready.pop(group.id, None)
-        del self._tasks_of[group.id]
+        del self._tasks[group.id]
         if group.id in self._replacements:
             self._replacements.remove(group.id)
         if group.members(RolloutState.IN_FLIGHT):
             self._unwanted.append(DroppedGroup(group_id=group.id, reason=reason))
         for index, state in enumerate(group.states_G):
             if state not in (None, RolloutState.DROPPED):
-                self._ledger.move(group, index, RolloutState.DROPPED, reason=reason, detail=word)
+                self._ledger.move(group, index, RolloutState.DROPPED, reason=reason, detail=filter_reason)
                 self._count(f"rollouts_dropped/{reason}")
-        self._note_drop(reason, 1, word)
+        self._note_drop(reason, 1, filter_reason)
 
-    def _note_drop(self, reason: DropReason, groups: int, word: str = "") -> None:
-        name = f"{reason}/{word}" if word else str(reason)
-        self.dropped[name] += groups
-        self._count(f"groups_dropped/{name}", groups)
+    def _note_drop(self, reason: DropReason, num_groups: int, filter_reason: str = "") -> None:
+        name = f"{reason}/{filter_reason}" if filter_reason else str(reason)
+        self.dropped[name] += num_groups
+        self._count(f"groups_dropped/{name}", num_groups)
 
     def _end_batch(self, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
         for group in self._taken:
@@ -528,7 +519,14 @@ class Buffer:
             self._ledger.move(group, index, state, **facts)
 
     def _note(self, metrics: dict[str, Metric]) -> None:
-        self._since = merge([self._since, metrics])
+        self._new_metrics = merge([self._new_metrics, metrics])
 
     def _count(self, name: str, n: int = 1) -> None:
         self._note({name: Sum(n)})
+
+
+def _age(group: OpenGroup) -> tuple[int, int]:
+    """Sorts groups by their oldest token, and by their number."""
+    versions = group.versions()
+    oldest = 0 if versions is None else versions[0]
+    return oldest, group.number

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
-from invrl.buffer.open_group import OpenGroup, Place, RolloutState
+from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.errors import BufferStateError
-from invrl.types import DropReason, FailureReason
+from invrl.types import DropReason, FailureReason, Place
 
 _NEXT: dict[RolloutState | None, frozenset[RolloutState]] = {
     None: frozenset({RolloutState.IN_FLIGHT}),
@@ -69,7 +69,8 @@ class Ledger:
 
     def move(self, group: OpenGroup, index: int, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
         """Raises BufferStateError for a transition that does not exist."""
-        before, place = group.states_G[index], Place(group.id, index, group.attempts_G[index])
+        before = group.states_G[index]
+        place = group.place(index)
         entry = LedgerEntry(sequence=self.sequence, place=place, task_id=group.task_id, state=state, **facts)
         if state not in _NEXT[before]:
             raise BufferStateError(f"rollout {place} cannot go from {before} to {state}")

@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.open_group import Place, RolloutState
+from invrl.buffer.open_group import RolloutState
 from invrl.errors import BufferStateError
 from invrl.store.schema import connect
+from invrl.types import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
-"""A group that has not ended: its members' current attempts, where each is in its life, and what has come
-back. Owned by `buffer.py`, part of its snapshot; states change through `ledger.py` alone."""
+"""A group that has not ended: the attempts at its places, the state of each, and the rollouts that finished.
+
+Groups belong to `buffer.py` and are part of its snapshot. Only `ledger.py` changes states."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from invrl.types import Group, RolloutSummary, WeightVersion
+from invrl.types import Group, Place, RolloutSummary, WeightVersion
 
 
 class RolloutState(StrEnum):
@@ -19,25 +20,17 @@ class RolloutState(StrEnum):
     DROPPED = "dropped"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One try at one index of one group: what a rollout is to the buffer."""
-
-    group_id: str
-    index: int
-    attempt: int
-
-
 @dataclass(slots=True)
 class OpenGroup:
-    """Earlier attempts than the current ones were dropped."""
+    """Holds the current attempt at each index. Earlier attempts were dropped."""
 
     number: int
     task_id: str
     attempts_G: list[int]
     states_G: list[RolloutState | None]
-    """Of the current attempts; None: not leased yet."""
+    """States of the current attempts; None: not leased yet."""
     finished: dict[int, RolloutSummary] = field(default_factory=dict)
+    """By index."""
     leased_under: dict[int, WeightVersion] = field(default_factory=dict)
     """By index: the buffer's version when the current attempt was last leased. No token of it is older."""
     passed_over: bool = False
@@ -47,22 +40,33 @@ class OpenGroup:
     def id(self) -> str:
         return f"g{self.number}"
 
+    def place(self, index: int) -> Place:
+        """The place of the current attempt at this index."""
+        return Place(self.id, index, self.attempts_G[index])
+
     def members(self, state: RolloutState | None) -> list[int]:
         """Indices whose current attempt is in this state."""
-        return [index for index, one in enumerate(self.states_G) if one is state]
+        return [index for index, member_state in enumerate(self.states_G) if member_state is state]
 
-    def awaits(self, index: int, attempt: int) -> bool:
-        return index in self.members(RolloutState.IN_FLIGHT) and self.attempts_G[index] == attempt
+    def awaits(self, place: Place) -> bool:
+        """Whether the rollout at this place is in flight."""
+        if not 0 <= place.index < len(self.states_G):
+            return False
+        return self.states_G[place.index] is RolloutState.IN_FLIGHT and self.place(place.index) == place
 
     def rollouts(self) -> list[RolloutSummary]:
+        """The rollouts that finished, in the order of their indices."""
         return [self.finished[index] for index in sorted(self.finished)]
 
     def versions(self) -> tuple[WeightVersion, WeightVersion] | None:
-        """Of the oldest and of the newest token that would be trained; None if there is none."""
+        """The versions of the oldest and of the newest token that would be trained; None if there is no such
+        token."""
         trained = [rollout for rollout in self.finished.values() if rollout.trained_tokens]
         if not trained:
             return None
-        return min(one.oldest_version for one in trained), max(one.newest_version for one in trained)
+        oldest = min(rollout.oldest_version for rollout in trained)
+        newest = max(rollout.newest_version for rollout in trained)
+        return oldest, newest
 
     def group(self) -> Group:
         return Group(id=self.id, task_id=self.task_id, rollouts_G=tuple(self.rollouts()))

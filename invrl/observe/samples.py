@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from invrl.buffer.config import FailureRule
 from invrl.buffer.ledger_store import read_ledger
-from invrl.buffer.open_group import Place, RolloutState
+from invrl.buffer.open_group import RolloutState
 from invrl.observe.transcript import read_transcript
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
-from invrl.types import DropReason, FailedRollout, FailureReason, Purpose, RolloutSummary
+from invrl.types import DropReason, FailedRollout, FailureReason, Place, Purpose, RolloutSummary
 
 if TYPE_CHECKING:
     from invrl.buffer.ledger_store import KeptEntry

@@ -18,7 +18,7 @@ from invrl.types import DroppedGroup, FailedRollout, FailureReason, GroupLease
 _POLL_S = 0.05
 
 
-class LeaseOffers(Scheduler):
+class ExternalDispatcher(Scheduler):
     """Offers as much as the buffer admits: nothing is on offer beyond the staleness bound."""
 
     def __init__(

@@ -15,6 +15,7 @@ from invrl.interfaces import Buffer
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher, Scheduler
 from invrl.rollout.evaluation import EvalScore, Evaluation, Watch, evaluate
+from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.session_client import DEADLINE_S, SessionClient
 from invrl.rollout.tasks import load_eval_sets
 from invrl.rollout.worker_actor import WorkerSettings
@@ -25,16 +26,16 @@ _STUCK_MARGIN_S = 10.0
 
 
 class RolloutHandle:
-    """`model` is the name agents send. Without a buffer there are evaluations only; with `offers`,
-    environments that we do not start run what it leases. `logs`: the folder for what workers print; None: Ray
-    has it."""
+    """`model`: the name that agents send. Without a buffer there are evaluations only. With
+    `external_dispatcher`, environments that we do not start run what the buffer leases. `logs`: the folder
+    for what workers print; None: Ray keeps it."""
 
     def __init__(
         self,
         config: RolloutConfig,
         *,
         buffer: Buffer | None = None,
-        offers: Scheduler | None = None,
+        external_dispatcher: ExternalDispatcher | None = None,
         gateway_url: str,
         env_key: str,
         model: str,
@@ -42,50 +43,60 @@ class RolloutHandle:
         heartbeat_timeout_s: float = 30.0,
         logs: Path | None = None,
     ) -> None:
-        self._config, self._seed = config, seed
+        self._config = config
+        self._seed = seed
         self._sessions = SessionClient(gateway_url, env_key=env_key)
         self._group_form = config.runs_rollouts and plugins.is_group_form(
             plugins.load_rollout_function(config.rollout_function_path)
         )
-        paths = tuple(sys.path)
-        settings = WorkerSettings(gateway_url=gateway_url, model=model, rollout=config, python_path=paths)
+        settings = WorkerSettings(
+            gateway_url=gateway_url, model=model, rollout=config, python_path=tuple(sys.path)
+        )
+        make_worker = partial(
+            RayWorker,
+            settings,
+            concurrency=config.rollout_concurrency,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            logs=logs,
+        )
         self._pool = WorkerPool(
-            partial(
-                RayWorker,
-                settings,
-                concurrency=config.rollout_concurrency,
-                heartbeat_timeout_s=heartbeat_timeout_s,
-                logs=logs,
-            ),
+            make_worker,
             self._sessions,
             size=config.rollout_workers,
             run_timeout_s=config.rollout_timeout_s + DEADLINE_S + _STUCK_MARGIN_S,
         )
-        self._dispatcher = offers
-        self._workers = offers is None or config.eval_tasks > 0
-        if buffer is not None and offers is None:
-            room, form = config.rollout_concurrency, self._group_form
-            parts = buffer, self._sessions, self._pool
-            self._dispatcher = Dispatcher(*parts, concurrency=room, group_form=form)
+        self._has_workers = external_dispatcher is None or config.eval_tasks > 0
+        self._dispatcher: Scheduler | None = external_dispatcher
+        if buffer is not None and external_dispatcher is None:
+            self._dispatcher = Dispatcher(
+                buffer,
+                self._sessions,
+                self._pool,
+                concurrency=config.rollout_concurrency,
+                group_form=self._group_form,
+            )
 
     async def start(self) -> None:
-        """Workers up, user code loaded. Raises PluginError, ServerError, DeadlineError."""
-        if self._workers:
+        """Waits until the workers have started and loaded the user's code. Raises PluginError,
+        ServerError, DeadlineError."""
+        if self._has_workers:
             await self._pool.start()
 
     def dispatch(self) -> None:
-        """Begins to run what the buffer leases."""
+        """Starts to run what the buffer leases."""
         assert self._dispatcher is not None, "there is no buffer"
         self._dispatcher.start()
 
     async def stop_dispatching(self) -> None:
-        """Leases no more and aborts what runs; evaluations may follow."""
+        """Stops leasing and aborts what runs. Evaluations may follow."""
         if self._dispatcher is not None:
             await self._dispatcher.stop()
 
     async def guard(self, work: Awaitable[T]) -> T:
         """`work`'s result, or the failure of the rollout half if that comes first."""
-        return await (work if self._dispatcher is None else self._dispatcher.guard(work))
+        if self._dispatcher is None:
+            return await work
+        return await self._dispatcher.guard(work)
 
     async def evaluate(
         self,
@@ -93,9 +104,9 @@ class RolloutHandle:
         ended: Callable[[EvalScore], None] = lambda _: None,
         watch: Watch | None = None,
     ) -> Evaluation:
-        """Each mode on the first `eval_tasks` tasks of each set, the same ones each time; `ended` is told
-        each score as it comes, `watch` each task's rollouts. The step is part of the group ids, hence of
-        seeds."""
+        """Runs each mode on the first `eval_tasks` tasks of each set, the same tasks each time. `ended` is
+        called with each score as soon as it is known; `watch` is informed of each task's rollouts. The step
+        is part of the group ids, and so of the seeds."""
         config = self._config
         scores: dict[str, EvalScore] = {}
         sets = await asyncio.to_thread(load_eval_sets, config, self._seed)  # files, perhaps large ones
@@ -117,7 +128,7 @@ class RolloutHandle:
         return Evaluation(scores=scores)
 
     async def stop(self) -> None:
-        """As `stop_dispatching`, and ends the workers. May be called after a failure."""
+        """Stops dispatching and ends the workers. May be called after a failure."""
         await self.stop_dispatching()
         self._pool.stop()
         await self._sessions.close()

@@ -44,7 +44,7 @@ class Failure:
     detail: str
 
 
-Outcome = Scored | Failure
+UserCodeResult = Scored | Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Runner:
 
     async def run(
         self, task: Task, endpoints: Sequence[Endpoint], dropped: asyncio.Event | None = None
-    ) -> list[Outcome]:
+    ) -> list[UserCodeResult]:
         """One outcome per endpoint, in order, within the deadline. A function that is not a group form
         takes exactly one endpoint. Once `dropped` is set the function is cancelled and the outcomes are
         GROUP_DROPPED. What is said of a failure holds no session's key."""
@@ -97,7 +97,7 @@ class Runner:
             self._abandoned += run.threads
         return [_printable(each, endpoints) if isinstance(each, Failure) else each for each in outcomes]
 
-    async def _outcomes(self, run: _Run, dropped: asyncio.Event) -> list[Outcome]:
+    async def _outcomes(self, run: _Run, dropped: asyncio.Event) -> list[UserCodeResult]:
         work = asyncio.create_task(_contained(self._results(run)))
         drop = asyncio.create_task(dropped.wait())
         try:
@@ -122,7 +122,7 @@ class Runner:
             failure = Failure(reason=FailureReason.TIMEOUT, detail=detail)
         return [failure] * len(run.endpoints)
 
-    async def _results(self, run: _Run) -> list[Outcome]:
+    async def _results(self, run: _Run) -> list[UserCodeResult]:
         if not self._group:
             (endpoint,) = run.endpoints
             returned_G: Sequence[object] = [await self._call(run, self._function, run.task, endpoint)]
@@ -132,7 +132,7 @@ class Runner:
             returned_G = _one_each(returned, len(endpoints))
         return list(await asyncio.gather(*(self._score(run, each) for each in returned_G)))
 
-    async def _score(self, run: _Run, returned: object) -> Outcome:
+    async def _score(self, run: _Run, returned: object) -> UserCodeResult:
         """The reward of what the rollout function returned, with the reward function if there is one."""
         function: Callable[..., Any] = self._function
         try:
@@ -261,7 +261,7 @@ async def _contained(work: Awaitable[Any]) -> Any | _Raised:
         return _Raised(error)
 
 
-async def _cancelled(work: asyncio.Task[list[Outcome] | _Raised]) -> str:
+async def _cancelled(work: asyncio.Task[list[UserCodeResult] | _Raised]) -> str:
     """Cancels; returns where the work was."""
     work.cancel()
     done, _ = await asyncio.wait({work}, timeout=_CANCEL_GRACE_S)

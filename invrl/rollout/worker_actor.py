@@ -28,11 +28,10 @@ from invrl.host.environment_keys import forget_keys
 from invrl.host.guardian import start_guardian
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
-from invrl.rollout.runner import Failure, Outcome, Runner
+from invrl.rollout.runner import Failure, Runner, UserCodeResult
 from invrl.rollout.session_client import SessionClient, is_refusal
 from invrl.rollout.worker_log import WorkerLog
-from invrl.types import FailureReason, Session, Task
-from invrl.types import Outcome as SessionOutcome
+from invrl.types import FailureReason, Outcome, Session, Task
 
 _WEIGH_EVERY_S = 1.0
 _HARD_LIMIT = 1.25
@@ -69,7 +68,7 @@ class Assignment:
 class WorkerReply:
     """How each session of an assignment ended, in order, and the worker's own state."""
 
-    outcomes: tuple[SessionOutcome, ...]
+    outcomes: tuple[Outcome, ...]
     stuck_threads: int
     over_memory: bool = False
 
@@ -132,7 +131,7 @@ class RolloutWorker:
 
     async def _within_memory(
         self, task: Task, endpoints: list[SessionEndpoint], dropped: asyncio.Event
-    ) -> list[Outcome]:
+    ) -> list[UserCodeResult]:
         """The runner's outcomes, or MEMORY for each where the worker holds too much before they come."""
         running = asyncio.create_task(self._runner.run(task, endpoints, dropped))
         over = asyncio.create_task(self._scale.over.wait())
@@ -146,11 +145,11 @@ class RolloutWorker:
         failure = Failure(reason=FailureReason.MEMORY, detail=self._scale.found)
         return [failure] * len(endpoints)
 
-    async def _report(self, session: Session, outcome: Outcome) -> SessionOutcome:
-        if isinstance(outcome, Failure):
-            return await self._client.abort(session, outcome.reason, outcome.detail)
+    async def _report(self, session: Session, result: UserCodeResult) -> Outcome:
+        if isinstance(result, Failure):
+            return await self._client.abort(session, result.reason, result.detail)
         try:
-            return await self._client.finish(session, outcome.reward, outcome.components)
+            return await self._client.finish(session, result.reward, result.components)
         except SessionError as refusal:
             if not is_refusal(refusal):
                 raise

@@ -41,7 +41,7 @@ from invrl.host.interrupts import CleanUp
 from invrl.host.ports import ReservedPort
 from invrl.host.process import random_key
 from invrl.rollout.dispatcher import first_to_fail
-from invrl.rollout.external_environments import LeaseOffers
+from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.tasks import load_tasks
@@ -289,10 +289,10 @@ def create_rollouts(
     config: Config, folder: RunFolder, serving: Serving, buffer: BufferHandle | None = None
 ) -> RolloutHandle:
     """The rollout workers and what assigns rollouts to them. Without a buffer they only evaluate."""
-    offers = None
+    external_dispatcher = None
     if buffer is not None and config.rollout.external_environments:
         store_path = Path(serving.settings.store_path)
-        offers = LeaseOffers(
+        external_dispatcher = ExternalDispatcher(
             buffer,
             LeaseStore(store_path, heartbeat_timeout_s=config.run.heartbeat_timeout_s),
             RunStore(store_path),
@@ -302,7 +302,7 @@ def create_rollouts(
     return RolloutHandle(
         config.rollout,
         buffer=buffer,
-        offers=offers,
+        external_dispatcher=external_dispatcher,
         gateway_url=serving.gateway.url,
         env_key=serving.env_key,
         model=serving.settings.model_name,

@@ -24,6 +24,7 @@ from invrl.store.schema import connect
 from invrl.types import (
     FailedRollout,
     Outcome,
+    Place,
     Rollout,
     RolloutSummary,
     SampledSoFar,
@@ -221,9 +222,7 @@ class RunStore:
         )
         rows = self._db.execute(sql, (json.dumps(list(group_ids)),)).fetchall()
         return [
-            SampledSoFar(
-                group_id=group_id, index=index, attempt=attempt, oldest_version=WeightVersion(oldest_version)
-            )
+            SampledSoFar(place=Place(group_id, index, attempt), oldest_version=WeightVersion(oldest_version))
             for group_id, index, attempt, oldest_version in rows
         ]
 

@@ -16,10 +16,10 @@ from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_ledger
-from invrl.buffer.open_group import Place, RolloutState
+from invrl.buffer.open_group import RolloutState
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import Task, WeightVersion
+from invrl.types import Place, Task, WeightVersion
 
 
 class HeldConnection:

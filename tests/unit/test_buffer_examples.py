@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from invrl.buffer.admission import admission_limit
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.group_filters import GROUP_FILTERS, admission_limit, group_filter_function, nonzero_variance
+from invrl.buffer.group_filters import GROUP_FILTERS, group_filter_function, nonzero_variance
 from invrl.buffer.ledger import Ledger, LedgerEntry
-from invrl.buffer.open_group import OpenGroup, Place, RolloutState
+from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import GroupFilter
 from invrl.metrics import resolve
@@ -22,6 +23,7 @@ from invrl.types import (
     FailureReason,
     Group,
     GroupLease,
+    Place,
     RolloutSummary,
     Task,
     WeightVersion,

@@ -12,10 +12,10 @@ from test_buffer_examples import complete, failure, lease_all, make, summary, ta
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_incarnations, read_ledger
-from invrl.buffer.open_group import Place, RolloutState
+from invrl.buffer.open_group import RolloutState
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
-from invrl.types import GroupLease, TakenBatch, WeightVersion
+from invrl.types import GroupLease, Place, TakenBatch, WeightVersion
 
 
 def through_bytes(buffer: Buffer, trained: int) -> BufferSnapshot:

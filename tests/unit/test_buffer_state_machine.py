@@ -16,7 +16,7 @@ from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.open_group import Place, RolloutState
+from invrl.buffer.open_group import RolloutState
 from invrl.metrics import Sum
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
@@ -24,6 +24,7 @@ from invrl.types import (
     FailedRollout,
     FailureReason,
     GroupLease,
+    Place,
     RolloutSummary,
     SampledSoFar,
     TakenBatch,
@@ -206,14 +207,11 @@ class BufferMachine(RuleBasedStateMachine):
         }
         assert too_old <= suspects, "nobody would look"
         earlier = {place: max(0, place.attempt - 1) for place in sampled if place.attempt}
-        told = [(place.group_id, place.index, attempt, 0) for place, attempt in earlier.items()]
-        told += [(place.group_id, place.index, place.attempt, oldest) for place, oldest in sampled.items()]
+        told = [(Place(place.group_id, place.index, attempt), 0) for place, attempt in earlier.items()]
+        told += sampled.items()
         stale_before = self.buffer.dropped["stale"]
         self.buffer.note_sampled(
-            SampledSoFar(
-                group_id=group_id, index=index, attempt=attempt, oldest_version=WeightVersion(oldest)
-            )
-            for group_id, index, attempt, oldest in told
+            SampledSoFar(place=place, oldest_version=WeightVersion(oldest)) for place, oldest in told
         )
         assert self.buffer.dropped["stale"] == stale_before + len(too_old)
         self.every_place_moves_forward_and_ends_once()

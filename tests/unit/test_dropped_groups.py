@@ -25,11 +25,11 @@ from test_rollout_worker_pool import FakeWorker, assignment, given, reasons, sta
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.open_group import Place, RolloutState
+from invrl.buffer.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.rollout import runner as runner_module
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.external_environments import LeaseOffers
+from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.runner import Failure, Runner
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
@@ -42,6 +42,7 @@ from invrl.types import (
     FailureReason,
     GroupLease,
     Outcome,
+    Place,
     Task,
     WeightVersion,
 )
@@ -438,7 +439,7 @@ class Held:
 async def offering(gateway: Running, folder: Path, entries: list[LedgerEntry]) -> AsyncIterator[Buffer]:
     buffer = make_buffer(entries, batch=1)
     path = folder / "run.db"
-    offers = LeaseOffers(
+    offers = ExternalDispatcher(
         Held(buffer),  # type: ignore[arg-type]
         LeaseStore(path),
         RunStore(path),
@@ -517,7 +518,7 @@ async def test_a_group_dropped_while_it_is_put_on_offer_is_taken_back(
 
     leases.offer = slow_offer  # type: ignore[method-assign]
     buffer = Leases(groups=2, size=2)
-    offers = LeaseOffers(
+    offers = ExternalDispatcher(
         buffer,  # type: ignore[arg-type]
         leases,
         RunStore(tmp_path / "run.db"),

@@ -26,7 +26,7 @@ from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.open_group import Place, RolloutState
+from invrl.buffer.open_group import RolloutState
 from invrl.buffer.training_samples import build_batch
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.rollout_summary import failed, summarise
@@ -38,6 +38,7 @@ from invrl.types import (
     MAX_REWARD,
     FailedRollout,
     FailureReason,
+    Place,
     Rollout,
     RolloutSummary,
     Sampling,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_batching import rollout, turn
+from test_training_samples import rollout, turn
 from tiny_model import make_tiny_model
 from transformers import AutoTokenizer
 

@@ -21,7 +21,7 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher
-from invrl.rollout.external_environments import LeaseOffers
+from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.rewards import Rejected, valid_components
 from invrl.rollout.runner import Runner
 from invrl.rollout.session_client import SessionClient, UnreportedRollout
@@ -298,7 +298,7 @@ async def test_a_task_that_json_does_not_carry_is_dropped_and_the_next_is_offere
     details: list[str] = []
     store = LeaseStore(tmp_path / "run.sqlite")
     sessions = SessionClient("http://no-gateway", env_key="k")  # nothing is opened at one here
-    offers = LeaseOffers(Held(), store, RunStore(tmp_path / "run.sqlite"), sessions, timeout_s=600.0)  # type: ignore[arg-type]
+    offers = ExternalDispatcher(Held(), store, RunStore(tmp_path / "run.sqlite"), sessions, timeout_s=600.0)  # type: ignore[arg-type]
     offers.start()
 
     async def good_task() -> None:

@@ -21,7 +21,7 @@ from invrl.buffer.buffer import Buffer
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger_store import read_ledger
-from invrl.buffer.open_group import Place, RolloutState
+from invrl.buffer.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
@@ -29,6 +29,7 @@ from invrl.types import (
     DropReason,
     FailureReason,
     GroupLease,
+    Place,
     RolloutSummary,
     SampledSoFar,
     Session,
@@ -66,7 +67,7 @@ def train_g0(buffer: Buffer) -> None:
 
 
 def sampled(index: int, version: int, *, group: str = "g1", attempt: int = 0) -> SampledSoFar:
-    return SampledSoFar(group_id=group, index=index, attempt=attempt, oldest_version=WeightVersion(version))
+    return SampledSoFar(place=Place(group, index, attempt), oldest_version=WeightVersion(version))
 
 
 def test_a_running_rollout_with_a_token_that_is_too_old_drops_its_group() -> None:

@@ -16,7 +16,7 @@ from invrl.buffer.buffer import Buffer
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_filters import GROUP_FILTERS
 from invrl.rollout.config import RolloutConfig
-from invrl.rollout.external_environments import LeaseOffers
+from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.session_client import SessionClient
 from invrl.store.lease_store import LeaseStore
 from invrl.store.rows import StoredSession
@@ -119,7 +119,7 @@ async def test_a_lease_that_runs_out_is_leased_again_as_another_attempt(tmp_path
     )
     held, store = Held(buffer), LeaseStore(tmp_path / "run.sqlite")
     sessions = SessionClient("http://no-gateway", env_key="k")  # nothing is opened at one here
-    offers = LeaseOffers(held, store, RunStore(tmp_path / "run.sqlite"), sessions, timeout_s=600.0)  # type: ignore[arg-type]
+    offers = ExternalDispatcher(held, store, RunStore(tmp_path / "run.sqlite"), sessions, timeout_s=600.0)  # type: ignore[arg-type]
     writer = RunStoreWriter(tmp_path / "run.sqlite")
     offers.start()
     taken, long_ago = [], time.time() - 3600

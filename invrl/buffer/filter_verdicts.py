@@ -1,0 +1,74 @@
+"""What the group filter says of complete groups, and what follows when it drops one group after the other."""
+
+from invrl.buffer.config import BufferConfig
+from invrl.buffer.failures import GROUP_FILTER, FailureStreak
+from invrl.buffer.open_group import OpenGroup
+from invrl.buffer.wait_report import FilteredRow, shown_rewards
+from invrl.interfaces import GroupFilter
+from invrl.user_frame import USER_FRAME_PREFIX, describe_exception, raised_at
+
+NO_TOKENS = "no_trained_tokens"
+"""The reason to drop a group without a token to train. It is never the filter's."""
+_MAX_REASON_CHARS = 64
+"""The longest reason that a group filter may give."""
+
+
+class FilterVerdicts:
+    """`batch_size`: groups in a batch. `failures` gets the first exception of the filter."""
+
+    def __init__(
+        self, group_filter: GroupFilter, config: BufferConfig, *, batch_size: int, failures: FailureStreak
+    ) -> None:
+        self._filter = group_filter
+        self._failures = failures
+        self._overrules = config.filtered_out == "train"
+        self.filter_name = config.group_filter
+        self.limit = config.max_filtered_batches * batch_size
+        """Groups in a row that the filter may drop; 0: any number."""
+        self.row = FilteredRow()
+
+    def verdict(self, group: OpenGroup) -> str | None:
+        """The reason to drop the group; None to keep it."""
+        if group.versions() is None:
+            return NO_TOKENS
+        reason = self._filter_reason(group)
+        if reason is None:
+            self.row.kept()
+        else:
+            self.row.dropped(group.group(), reason)
+        return reason
+
+    def is_overruled(self, reason: str) -> bool:
+        """Whether the group is trained although the filter drops it: the run is set to train what comes once
+        the filter has dropped too many groups in a row."""
+        return reason != NO_TOKENS and self._overrules and self._is_past_limit()
+
+    @property
+    def filtered_out(self) -> str:
+        """Why the run is to end: the filter has dropped as many groups in a row as it may. "" until then."""
+        if self._overrules or not self._is_past_limit():
+            return ""
+        return (
+            f"the group filter {self.filter_name} has dropped {self.row.length} groups in a row "
+            f"({shown_rewards(self.row.by_rewards)}), so there is nothing to train on"
+        )
+
+    def _is_past_limit(self) -> bool:
+        return self.limit > 0 and self.row.length >= self.limit
+
+    def _filter_reason(self, group: OpenGroup) -> str | None:
+        """A filter that raises drops the group, and that is counted: it is bad data, not a crash."""
+        try:
+            reason = self._filter(group.group())
+        except (Exception, SystemExit) as error:
+            line = raised_at(error, self._filter)
+            detail = f"{describe_exception(error)}\n{USER_FRAME_PREFIX}{line}"
+            self._failures.firsts.setdefault(GROUP_FILTER, detail)
+            return f"filter_raised_{type(error).__name__}"
+        if reason is None:
+            return None
+        # The reason becomes part of metric names and of the ledger, which take only Unicode text.
+        is_usable = isinstance(reason, str) and len(reason) <= _MAX_REASON_CHARS and reason.isprintable()
+        if not is_usable:
+            return "filter_returned_no_word"
+        return reason
