@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invrl.gateway.turns.forest as forest_module
-from invrl.gateway.turns.forest import Forest, Match, _same_beginning, advice
+from invrl.gateway.turns.forest import Forest, Match
+from invrl.gateway.turns.fork_changes import advice, common_characters
 from invrl.gateway.turns.message_identity import digests
 from invrl.gateway.types import ADVICE, ForkReason, MatchLevel, Message, Node, Tool, ToolCall
 from invrl.types import Turn, VersionSpan, WeightVersion
@@ -372,7 +373,7 @@ def test_a_request_that_departs_is_compared_once_with_each_message(monkeypatch: 
 @given(st.text("ab", max_size=20), st.text("ab", max_size=20), st.text("ab", max_size=20))
 def test_texts_are_shown_from_where_they_differ(before: str, one: str, other: str):
     recorded, sent = before + one, before + other
-    common = _same_beginning(recorded, sent)
+    common = common_characters(recorded, sent)
     assert recorded[:common] == sent[:common]
     assert len(before) <= common <= min(len(recorded), len(sent))
     assert recorded[common : common + 1] != sent[common : common + 1] or recorded == sent

@@ -23,6 +23,7 @@ from invrl.gateway.rendering.prompt_cache import PromptCache
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.tokenizer import FastTokenizer
 from invrl.gateway.turns.forest import Forest, Match
+from invrl.gateway.turns.placement import Placer
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.turns import Turns
 from invrl.gateway.types import Message, Prompt, Tool
@@ -148,7 +149,7 @@ async def test_no_large_request_is_worked_on_in_the_event_loop(
         (Renderer, "text"),
         (Renderer, "encode"),
         (Turns, "_constraint"),
-        (Turns, "_place"),
+        (Placer, "place"),
     ]
     done: list[tuple[str, threading.Thread]] = []
     for owner, part in parts:
@@ -167,7 +168,7 @@ async def test_no_large_request_is_worked_on_in_the_event_loop(
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, refusal)
         assert done[0][0] == "parse"
         assert threading.main_thread() not in {thread for _, thread in done}
-        assert [part for part, _ in done].count("_place") <= 1
+        assert [part for part, _ in done].count("place") <= 1
         assert len(gateway.turns(session)) == (2 if refusal is None else 1)
 
 

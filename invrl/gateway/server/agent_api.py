@@ -1,15 +1,15 @@
 """The hot path: an agent's request, from its key to the last byte of its answer.
 
-Generic over dialects; plain ASGI, because delivery and disconnects are decided close to the wire. Invariants:
-whatever goes wrong has the dialect's own shape; a client that goes away cancels its generation; a turn is
-delivered when its answer has left whole, which is after its commit. Mounted by `app.py`."""
+It is the same for all dialects. It is plain ASGI, because delivery and disconnects are detected at that
+level. Invariants: every error has the dialect's own format; a client that disconnects cancels its generation;
+a turn counts as delivered when its whole answer has been sent, which is after its commit."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,15 +25,14 @@ from invrl.gateway.server.connection import ClientConnection
 from invrl.gateway.server.refusals import retry_after
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.gateway.session_record import SessionRecord
-from invrl.gateway.turns.generation import Generation
+from invrl.gateway.turns.conversation import AnswerSource, Conversation
 from invrl.gateway.turns.turns import Turns
-from invrl.gateway.types import AnswerStart, Piece, TurnRequest
+from invrl.gateway.types import Piece, TurnRequest
 
 _log = logging.getLogger(__name__)
-Headers = Mapping[str, str]
 _JSON = {"content-type": "application/json"}
 _RETRY_COUNT = "x-stainless-retry-count"
-"""The official clients' count of their own retries, "0" on a first try."""
+"""The header in which the official clients count their own retries; "0" on the first try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,13 +47,15 @@ class AgentEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = ClientConnection(scope, receive, send)
         try:
-            record = self.registry.by_key(keys_of_request(scope["path_params"].get("key"), client.headers))
+            keys = keys_of_request(scope["path_params"].get("key"), client.headers)
+            record = self.registry.by_key(keys)
             record.last_heard.update()
             if scope["method"] != "POST":
                 raise SessionError("this route takes POST only", status=405, code="method_not_allowed")
-            limit, deadline_s = self.settings.max_body_bytes, self.settings.body_timeout_s
-            raw = await client.body(limit=limit, deadline_s=deadline_s)
-            await self._serve(client, record, raw)
+            body = await client.body(
+                limit=self.settings.max_body_bytes, deadline_s=self.settings.body_timeout_s
+            )
+            await self._serve(client, record, body)
         except SessionError as error:
             await self._refuse(client, error)
         except (ServerError, DeadlineError) as error:
@@ -67,84 +68,80 @@ class AgentEndpoint:
         finally:
             client.release()
 
-    async def _serve(self, client: ClientConnection, record: SessionRecord, raw: bytes) -> None:
-        count = client.headers.get(_RETRY_COUNT)
-        retry = count not in (None, "0")
+    async def _serve(self, client: ClientConnection, record: SessionRecord, body: bytes) -> None:
+        """Samples and sends the answer, and marks it delivered if the client received all of it."""
         conversation = self.turns.conversation(record)
-        with conversation.call(), contextlib.ExitStack() as stack:
-            stack.callback(record.last_heard.update)
-            generations: list[Generation] = []
-
-            async def answered() -> bool:
-                parse = partial(self.dialect.parse, raw, retry=retry, find=conversation.forest.turn)
-                request = await self.turns.threads.run(parse, size=len(raw))
-                self.turns.count_ignored(record, request.turn.ignored)
-                prepared = await self.turns.prepare(conversation, request.turn, size=len(raw))
-                self.turns.conversation(record)  # it may have been closed meanwhile
-                overridden: tuple[str, ...] = ()
-                for turn in _choices(request):
-                    generation, news = self.turns.begin(conversation, turn, prepared)
-                    generations.append(generation)  # if the next one is refused, it ends
-                    stack.enter_context(generation.attached())
-                    overridden += news
-                return await self._tell(client, record, request, generations, overridden)
-
-            if await client.unless_gone(answered()):
-                for generation in generations:
-                    self.turns.deliver(conversation, generation)
+        sources: list[AnswerSource] = []
+        with conversation.call(), contextlib.ExitStack() as attachments:
+            attachments.callback(record.last_heard.update)
+            answering = self._answer(client, conversation, body, sources, attachments)
+            if await client.unless_gone(answering):
+                for source in sources:
+                    self.turns.deliver(conversation, source)
             else:
-                self.turns.counts["undelivered"] += len(generations)
+                self.turns.counts["undelivered"] += len(sources)
                 _log.info("session %s: the client went away", record.session.id)
 
-    async def _tell(
+    async def _answer(
         self,
         client: ClientConnection,
-        record: SessionRecord,
-        request: ParsedRequest,
-        generations: Sequence[Generation],
-        overridden: Sequence[str],
+        conversation: Conversation,
+        body: bytes,
+        sources: list[AnswerSource],
+        attachments: contextlib.ExitStack,
     ) -> bool:
-        """True if the answer has left whole."""
-        rid = generations[0].proposal.request.rid
-        headers = {"x-request-id": rid, "request-id": rid}  # OpenAI's name, Anthropic's
+        """Parses the body, begins a turn for each choice, and sends the answer. True if the client received
+        all of it. Each choice is added to `sources` as soon as it has begun, and attached until `attachments`
+        closes: if a later choice is refused, or the client disconnects, the earlier ones are cancelled."""
+        record = conversation.record
+        is_retry = client.headers.get(_RETRY_COUNT, "0") != "0"
+        parse = partial(self.dialect.parse, body, retry=is_retry, find=conversation.forest.turn)
+        request = await self.turns.threads.run(parse, size=len(body))
+        self.turns.count_ignored(record, request.turn.ignored)
+        prepared = await self.turns.prepare(conversation, request.turn, size=len(body))
+        self.turns.conversation(record)  # SessionError if it was closed in the meantime
+        overridden: list[str] = []
+        for turn_request in _choices(request):
+            source, newly_overridden = self.turns.begin(conversation, turn_request, prepared)
+            sources.append(source)
+            attachments.enter_context(source.attached())
+            overridden.extend(newly_overridden)
+        headers = {"x-request-id": sources[0].turn_id, "request-id": sources[0].turn_id}  # OpenAI, Anthropic
         if overridden:
             names = ",".join(overridden)
             headers["x-invrl-overridden"] = names
             _log.info("session %s: the run overrides %s", record.session.id, names)
-        tell = self._stream if request.turn.stream else self._whole
-        return await tell(client, request, generations, headers)
-
-    async def _whole(
-        self,
-        client: ClientConnection,
-        request: ParsedRequest,
-        generations: Sequence[Generation],
-        headers: Headers,
-    ) -> bool:
-        answers = [await generation.answer() for generation in generations]
+        if request.turn.stream:
+            return await self._stream(client, request, sources, headers)
+        answers = [await source.answer() for source in sources]
         return await client.answer(200, {**headers, **_JSON}, self.dialect.answer(request, answers))
 
     async def _stream(
         self,
         client: ClientConnection,
         request: ParsedRequest,
-        generations: Sequence[Generation],
-        headers: Headers,
+        sources: Sequence[AnswerSource],
+        headers: dict[str, str],
     ) -> bool:
-        """The stream begins with the first token, or when it is long in coming: what fails before has a
-        status of its own. The dialect's head waits for the first token, which tells what was cached."""
-        stream = self.dialect.stream(request, [_begun(generation) for generation in generations])
+        """Sends the answer as events. True if the client received all of them. The HTTP response starts with
+        the first token, or with the first keep-alive: an error before that has a status of its own. The
+        dialect's first event waits for the first token, because it contains the number of cached tokens."""
+        stream = self.dialect.stream(request, [source.start for source in sources])
         client.error_event = stream.error
-        headed = False
-        async for choice, piece in _interleaved(generations, self.settings.keep_alive_s):
+        has_head = False
+        async for choice, piece in _interleaved(sources, self.settings.keep_alive_s):
             if not client.started:
                 await client.start_stream(headers)
-            if piece is not None and not headed:
-                headed = True
-                await client.write(stream.head(generations[0].cached_tokens))
-            if event := stream.keep_alive if piece is None else stream.piece(choice, piece):
+            if piece is None:
+                await client.write(stream.keep_alive)
+                continue
+            if not has_head:
+                has_head = True
+                await client.write(stream.head(sources[0].cached_tokens))
+            event = stream.piece(choice, piece)
+            if event:
                 await client.write(event)
-        answers = [await generation.answer() for generation in generations]
+        answers = [await source.answer() for source in sources]
         return await client.end(stream.tail(answers))
 
     async def _refuse(self, client: ClientConnection, error: SessionError) -> None:
@@ -152,72 +149,70 @@ class AgentEndpoint:
             return
         if client.started:
             await client.end(client.error_event(error))
-        else:
-            allow = {"allow": "POST"} if error.status == 405 else {}
-            headers = {**_JSON, **allow, **retry_after(error)}
-            await client.answer(error.status, headers, self.dialect.error(error))
+            return
+        headers = {**_JSON, **retry_after(error)}
+        if error.status == 405:
+            headers["allow"] = "POST"
+        await client.answer(error.status, headers, self.dialect.error(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CountEndpoint(AgentEndpoint):
-    """One dialect's route that counts the tokens of a request's prompt; nothing is sampled."""
+    """One dialect's route that counts the tokens of a request's prompt. Nothing is sampled."""
 
     dialect: CountingDialect[Any]
 
-    async def _serve(self, client: ClientConnection, record: SessionRecord, raw: bytes) -> None:
-        parse = partial(self.dialect.parse_count, raw)
-        request = await self.turns.threads.run(parse, size=len(raw))
+    async def _serve(self, client: ClientConnection, record: SessionRecord, body: bytes) -> None:
+        parse = partial(self.dialect.parse_count, body)
+        request = await self.turns.threads.run(parse, size=len(body))
         conversation = self.turns.conversation(record)
-        tokens = await self.turns.count_tokens(conversation, request, size=len(raw))
+        tokens = await self.turns.count_tokens(conversation, request, size=len(body))
         await client.answer(200, _JSON, self.dialect.counted(tokens))
 
 
 def _choices(request: ParsedRequest) -> list[TurnRequest]:
-    """One turn for each of `n`. Retries find each again by its own digest."""
-    turn = request.turn
-    others = (structs.replace(turn, digest=f"{turn.digest}-{nth}") for nth in range(1, request.n))
-    return [turn, *others]
-
-
-def _begun(generation: Generation) -> AnswerStart:
-    request = generation.proposal.request
-    prompt_tokens = len(request.input_ids_T)
-    return AnswerStart(turn_id=request.rid, created=generation.started_at, prompt_tokens=prompt_tokens)
+    """A turn request for each of the `n` choices. Each has a digest of its own, by which a retry finds it."""
+    first = request.turn
+    choices = [first]
+    for number in range(1, request.n):
+        choices.append(structs.replace(first, digest=f"{first.digest}-{number}"))
+    return choices
 
 
 async def _interleaved(
-    generations: Sequence[Generation], silence_s: float
+    sources: Sequence[AnswerSource], silence_s: float
 ) -> AsyncIterator[tuple[int, Piece | None]]:
-    """(choice, piece) as they are sampled, without a piece after every `silence_s` of the choice's silence.
-    Raises what the first generation to fail raises."""
-    if len(generations) == 1:
-        async for piece in generations[0].pieces(silence_s):
+    """The pieces of all choices as they are sampled, each with the number of its choice. None instead of a
+    piece after every `silence_s` in which the choice was silent. Raises the error of the first choice that
+    fails."""
+    if len(sources) == 1:
+        async for piece in sources[0].pieces(silence_s):
             yield 0, piece
         return
-    found: asyncio.Queue[tuple[int, Piece | None] | Exception | None] = asyncio.Queue()
+    results: asyncio.Queue[tuple[int, Piece | None] | Exception | None] = asyncio.Queue()
 
     async def forward(choice: int) -> None:
         try:
-            async for piece in generations[choice].pieces(silence_s):
-                found.put_nowait((choice, piece))
-            found.put_nowait(None)
-        except Exception as error:  # raised where the pieces are read
-            found.put_nowait(error)
+            async for piece in sources[choice].pieces(silence_s):
+                results.put_nowait((choice, piece))
+            results.put_nowait(None)
+        except Exception as error:  # raised below, where the pieces are read
+            results.put_nowait(error)
 
-    running = [asyncio.create_task(forward(choice)) for choice in range(len(generations))]
+    forwarding = [asyncio.create_task(forward(choice)) for choice in range(len(sources))]
     try:
-        left = len(running)
-        while left:
-            item = await found.get()
-            if isinstance(item, Exception):
+        num_running = len(forwarding)
+        while num_running:
+            result = await results.get()
+            if isinstance(result, Exception):
                 try:
-                    raise item
+                    raise result
                 finally:
-                    del item  # else it holds its traceback, that this frame, and this frame it
-            if item is None:
-                left -= 1
+                    del result  # breaks the cycle of the error, its traceback and this frame
+            if result is None:
+                num_running -= 1
             else:
-                yield item
+                yield result
     finally:
-        for task in running:
+        for task in forwarding:
             task.cancel()

@@ -1,9 +1,9 @@
 """One turn being sampled, from the proposal to the commit.
 
-A generation belongs to nobody: clients attach to it (the first one, and retries that join), and when the last
-one has gone it is cancelled, upstream too. Invariants: a turn whose prompt the engine counts otherwise than
-the proposal is an aborted one; `answer()` returns only after the commit that holds the turn; what was sampled
-of an aborted one is recorded, and never continued or trained. Started by `turns.py`."""
+A generation belongs to no single client: clients attach to it (the first one, and retries that join it). When
+the last one has gone, the generation is cancelled, at the engine too. Invariants: if the engine counts
+another number of prompt tokens than were sent, the turn is aborted; `answer()` returns only after the commit
+of the turn; what was sampled of an aborted turn is recorded, and never continued or trained."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from invrl.engines.sglang_client import NO_TOP, GenerateChunk, GenerateEnd, Gene
 from invrl.errors import InvrlError, ServerError, SessionError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
-from invrl.gateway.rendering.text_stream import TextStream
-from invrl.gateway.types import Answer, Delta, Message, Node, Piece, Tool
+from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Node, Piece, Tool
 from invrl.types import FinishReason, Turn, VersionSpan
 
 _log = logging.getLogger(__name__)
 
-_JOINED = 16
-_ASK_AGAIN_S = 0.5
-"""The router takes about a second to leave a dead engine; clients' own retries cover more."""
+_JOIN_AFTER = 16
+"""Pieces that every reader has seen are joined when there are this many of them."""
+_RETRY_PAUSE_S = 0.5
+"""The router takes about a second to drop a dead engine; clients' own retries cover more."""
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -52,11 +52,11 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 Commit = Callable[[Turn, Proposal, Message], "asyncio.Future[None]"]
-"""Records a turn with its reply; done when it is durable."""
+"""Records a turn with its reply. The future is done when the turn is durable."""
 
 
 class Sampler(Protocol):
-    """What the gateway asks of the fleet (`SglangClient`); cancelling ends the generation there."""
+    """What the gateway asks of the engines (`SglangClient`). Cancelling a call ends the generation there."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
 
@@ -64,35 +64,54 @@ class Sampler(Protocol):
 
 
 class Generation:
-    """Runs a proposal. `delivered`: some client got the whole answer.
+    """Samples a proposal in a task of its own.
 
-    Its task ends without an exception, whatever happens: a task keeps its exception, that its traceback, that
-    the frames, and those this generation and its whole conversation. Such a circle would stay until the
-    collector for cycles comes, which is about once in half a million requests."""
+    The task ends without an exception, whatever happens. A task keeps its exception, the exception its
+    traceback, the traceback the frames, and the frames this generation with its whole conversation. Such a
+    cycle would stay in memory until the garbage collector runs, about once in half a million requests."""
 
     def __init__(
         self, proposal: Proposal, *, sampler: Sampler, renderer: Renderer, parser: ReplyParser, commit: Commit
     ) -> None:
         self.proposal = proposal
         self.delivered = False
-        self._sampler, self._commit = sampler, commit
-        self._parser = parser
-        self._stream: TextStream = renderer.stream(proposal.request.stop, special=parser.special)
-        self._pieces: list[Piece] = []
-        self._joined = 0
-        """So many of them, the first ones, are of `_JOINED` chunks or more, each longer than the next: one
-        chunk by itself takes 0.5 KB."""
-        self._spans: tuple[VersionSpan, ...] = ()
+        """Some client got the whole answer."""
         self.cached_tokens = 0
-        """Of the prompt, known with the first chunk."""
-        self.started_at, self.finished_at = time.time(), 0.0
-        self._attached = 0
+        """Prompt tokens that the engine had in its cache; known with the first piece."""
+        self.started_at = time.time()
+        self._sampler = sampler
+        self._commit = commit
+        self._parser = parser
+        self._text_stream = renderer.stream(proposal.request.stop, special=parser.special)
+        self._pieces: list[Piece] = []
+        self._num_joined = 0
+        """The number of pieces at the beginning that are joined from others. Each is longer than the next.
+        (A piece of one chunk takes 0.5 KB of memory.)"""
+        self._spans: tuple[VersionSpan, ...] = ()
+        self._num_attached = 0
         self._waiters: list[asyncio.Future[None]] = []
         self._answer: Answer | None = None
         self._error: Exception | None = None
-        """Why there is no answer, without its traceback; None: there is one, or it has been cancelled."""
+        """Why there is no answer, without its traceback. None if there is one, or if it was cancelled."""
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_end)
+
+    @property
+    def turn_id(self) -> str:
+        return self.proposal.request.rid
+
+    @property
+    def digest(self) -> str:
+        """Of the request."""
+        return self.proposal.digest
+
+    @property
+    def start(self) -> AnswerStart:
+        return AnswerStart(
+            turn_id=self.turn_id,
+            created=self.started_at,
+            prompt_tokens=len(self.proposal.request.input_ids_T),
+        )
 
     @property
     def running(self) -> bool:
@@ -100,71 +119,82 @@ class Generation:
 
     @property
     def failed(self) -> bool:
-        """There is no answer, or there will be none: it has been cancelled, and may not have ended yet."""
+        """There is no answer, or there will be none: it was cancelled, although it may still be running."""
         if not self._task.done():
             return self._task.cancelling() > 0
         return self._answer is None
 
     @property
     def unclaimed(self) -> bool:
-        """The answer is whole, no client got it, and none is being sent it."""
-        return not (self.running or self.failed or self.delivered or self._attached)
+        """The answer is complete, no client got it, and it is not being sent to one."""
+        if self.running or self.failed:
+            return False
+        return not self.delivered and self._num_attached == 0
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """A client waits for the answer inside of this block."""
-        self._attached += 1
+        """A client waits for the answer inside this block."""
+        self._num_attached += 1
         try:
             yield
         finally:
-            self._attached -= 1
-            if not self._attached:
+            self._num_attached -= 1
+            if not self._num_attached:
                 self.cancel()
 
     def cancel(self) -> None:
         self._task.cancel()
 
     async def settled(self) -> None:
-        """Waits until it has ended, in whatever way."""
+        """Waits until the generation has ended, in whatever way."""
         await asyncio.wait([self._task])
 
     async def pieces(self, silence_s: float) -> AsyncIterator[Piece | None]:
-        """From the first one on, as they are sampled; None after every `silence_s` without one. Raises what
-        `answer` raises."""
+        """The pieces from the first one on, as they are sampled; None after every `silence_s` without a
+        piece. Raises what `answer` raises."""
         loop = asyncio.get_running_loop()
-        at = 0
+        position = 0
         while True:
-            while at < len(self._pieces):
-                yield self._pieces[at]
-                at += 1
+            while position < len(self._pieces):
+                yield self._pieces[position]
+                position += 1
             if self._task.done():
                 await self.answer()
                 return
-            if self._attached == 1 and at >= self._joined + _JOINED:  # seen by all who read
-                longest = _join(self._pieces[self._joined :])
-                del self._pieces[self._joined :]
-                while self._pieces and len(self._pieces[-1].ids_T) <= len(longest.ids_T):
-                    longest = _join([self._pieces.pop(), longest])
-                self._pieces.append(longest)
-                self._joined = at = len(self._pieces)
-            self._waiters.append(waiter := loop.create_future())
+            is_only_reader = self._num_attached == 1
+            if is_only_reader and position >= self._num_joined + _JOIN_AFTER:
+                self._join_pieces()
+                position = len(self._pieces)
+            waiter = loop.create_future()
+            self._waiters.append(waiter)
             timer = loop.call_later(silence_s, _resolve, waiter)
             try:
                 await waiter
             finally:
                 timer.cancel()
-            if at == len(self._pieces) and not self._task.done():
+            if position == len(self._pieces) and not self._task.done():
                 yield None
 
+    def _join_pieces(self) -> None:
+        """Joins the pieces of single chunks into one, and with it those before it that are not longer."""
+        last = _join(self._pieces[self._num_joined :])
+        del self._pieces[self._num_joined :]
+        while self._pieces and len(self._pieces[-1].ids_T) <= len(last.ids_T):
+            last = _join([self._pieces.pop(), last])
+        self._pieces.append(last)
+        self._num_joined = len(self._pieces)
+
     async def answer(self) -> Answer:
-        """The turn, committed. SessionError, ServerError or DeadlineError if there is none."""
-        while not self._task.done():  # what it publishes last, in its last step, wakes sooner than its end
-            self._waiters.append(waiter := asyncio.get_running_loop().create_future())
+        """The committed turn. SessionError, ServerError or DeadlineError if there is none."""
+        # Not `await self._task`: the task wakes its waiters in its last step, before it counts as done.
+        while not self._task.done():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
             await waiter
         if self._answer is not None:
             return self._answer
         if self._error is not None:
-            raise copy.copy(self._error)  # the traceback that it gets now is this caller's alone
+            raise copy.copy(self._error)  # a copy, because raising adds the traceback of this caller
         reason = "the session was closed meanwhile"
         raise SessionError(reason, status=401, code="session_closed")
 
@@ -184,12 +214,13 @@ class Generation:
     async def _sample_and_record(self) -> Answer:
         try:
             result = await self._sample()
-            for delta in (self._parser.push(self._stream.finish()), *self._parser.finish()):
+            last_text = self._text_stream.finish()
+            for delta in (self._parser.push(last_text), *self._parser.finish()):
                 self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
         except (asyncio.CancelledError, Exception):
             self._record("abort")
             raise
-        turn, message, durable = self._record(result.finish_reason, result)
+        turn, message, durable = self._record(result.finish_reason, result.cached_tokens)
         await asyncio.shield(durable)
         if result.finish_reason == "abort":
             raise ServerError("the engine aborted this generation")
@@ -197,65 +228,75 @@ class Generation:
         return Answer(turn=turn, message=message, pieces=tuple(self._pieces), stop=stop)
 
     async def _sample(self) -> GenerateEnd:
-        """Asks once more if the fleet fails before the first token."""
+        """Tries a second time if the engines fail before the first token."""
         request = self.proposal.request
         try:
-            return await self._ask(request)
+            return await self._sample_once(request)
         except ServerError as error:
             if self._pieces:
                 raise
             _log.warning("asking again: %s", error)
-            await asyncio.sleep(_ASK_AGAIN_S)
-            return await self._ask(msgspec.structs.replace(request, rid=request.rid + "-again"))
+            await asyncio.sleep(_RETRY_PAUSE_S)
+            second_request = msgspec.structs.replace(request, rid=request.rid + "-again")
+            return await self._sample_once(second_request)
 
-    async def _ask(self, request: GenerateRequest) -> GenerateEnd:
+    async def _sample_once(self, request: GenerateRequest) -> GenerateEnd:
         if self.proposal.stream:
-            result = None
-            async with contextlib.aclosing(self._sampler.stream(request)) as items:
-                async for item in items:
-                    if isinstance(item, GenerateChunk):
-                        self._take(item)
-                    else:
-                        result = item
-            if result is None:
-                raise ServerError("the engine's stream ended without a result")
+            result = await self._sample_stream(request)
         else:
-            result = await self._sampler.generate(request)
-            if len(result.ids_T):
-                self._take(result)
+            whole = await self._sampler.generate(request)
+            if len(whole.ids_T):
+                self._take(whole)
+            result = whole
         sent = len(request.input_ids_T)
         if result.prompt_tokens != sent:
             raise ServerError(f"the engine consumed {result.prompt_tokens} prompt tokens, {sent} were sent")
         return result
 
+    async def _sample_stream(self, request: GenerateRequest) -> GenerateEnd:
+        result = None
+        async with contextlib.aclosing(self._sampler.stream(request)) as items:
+            async for item in items:
+                if isinstance(item, GenerateChunk):
+                    self._take(item)
+                else:
+                    result = item
+        if result is None:
+            raise ServerError("the engine's stream ended without a result")
+        return result
+
     def _take(self, chunk: GenerateChunk | GenerateResult) -> None:
-        """The tokens are kept even if their text cannot be read: they were sampled."""
+        """Publishes the tokens of a chunk, even if their text cannot be parsed: they were sampled."""
         self._spans = chunk.spans
         self.cached_tokens = chunk.cached_tokens
         delta = Delta()
         try:
-            delta = self._parser.push(self._stream.push(chunk.ids_T.tolist()))
+            text = self._text_stream.push(chunk.ids_T.tolist())
+            delta = self._parser.push(text)
         finally:
             piece = Piece(delta=delta, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, top=chunk.top)
             self._publish(piece)
 
     def _publish(self, piece: Piece) -> None:
         self._pieces.append(piece)
-        self._wake()
+        self._wake_waiters()
 
-    def _ended(self, _: asyncio.Task[None]) -> None:
-        if self._error is not None and not self._attached:
+    def _on_end(self, _: asyncio.Task[None]) -> None:
+        if self._error is not None and not self._num_attached:
             _log.info("a generation that nobody waits for failed: %s", self._error)
-        self._wake()
+        self._wake_waiters()
 
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
+    def _wake_waiters(self) -> None:
+        waiters = self._waiters
+        self._waiters = []
         for waiter in waiters:
             _resolve(waiter)
 
     def _record(
-        self, finish: FinishReason, result: GenerateEnd | None = None
+        self, finish_reason: FinishReason, cached_tokens: int = 0
     ) -> tuple[Turn, Message, asyncio.Future[None]]:
+        """Commits what was sampled. Returns the turn, the reply, and a future that is done when the turn is
+        durable."""
         proposal = self.proposal
         message = reply_message(join_deltas([piece.delta for piece in self._pieces]))
         turn = Turn(
@@ -266,17 +307,17 @@ class Generation:
             sampled_ids_T=np.concatenate([_EMPTY.ids_T, *(piece.ids_T for piece in self._pieces)]),
             logprobs_T=np.concatenate([_EMPTY.logprobs_T, *(piece.logprobs_T for piece in self._pieces)]),
             spans=self._spans,
-            finish_reason=finish,
+            finish_reason=finish_reason,
             request_digest=proposal.digest,
             delivered=False,
             temperature=proposal.request.sampling.temperature,
             prompt_tokens=len(proposal.request.input_ids_T),
-            cached_tokens=result.cached_tokens if result else 0,
+            cached_tokens=cached_tokens,
             fork_reason=proposal.fork_reason,
             constrained=proposal.constrained,
             grammar=proposal.grammar,
             started_at=self.started_at,
-            finished_at=self.finished_at or time.time(),
+            finished_at=time.time(),
         )
         return turn, message, self._commit(turn, proposal, message)
 
@@ -285,15 +326,16 @@ _EMPTY = Piece(delta=Delta(), ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0
 
 
 def _forget_tracebacks(error: BaseException) -> None:
-    """Of an error and of those that led to it: whoever holds on to one of them holds no frame."""
-    waiting: list[BaseException | None] = [error]
+    """Removes the tracebacks of an error and of its causes, so that whoever keeps it keeps no frame."""
+    remaining: list[BaseException | None] = [error]
     seen: set[int] = set()
-    while waiting:
-        cause = waiting.pop()
-        if cause is not None and id(cause) not in seen:
-            seen.add(id(cause))
-            cause.__traceback__ = None
-            waiting += [cause.__cause__, cause.__context__]
+    while remaining:
+        current = remaining.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        current.__traceback__ = None
+        remaining += [current.__cause__, current.__context__]
 
 
 def _resolve(waiter: asyncio.Future[None]) -> None:
@@ -302,9 +344,10 @@ def _resolve(waiter: asyncio.Future[None]) -> None:
 
 
 def _join(pieces: Sequence[Piece]) -> Piece:
+    has_top = pieces[0].top.size > 0
     return Piece(
         delta=join_deltas([piece.delta for piece in pieces]),
         ids_T=np.concatenate([piece.ids_T for piece in pieces]),
         logprobs_T=np.concatenate([piece.logprobs_T for piece in pieces]),
-        top=np.concatenate([piece.top for piece in pieces]) if pieces[0].top.size else NO_TOP,
+        top=np.concatenate([piece.top for piece in pieces]) if has_top else NO_TOP,
     )

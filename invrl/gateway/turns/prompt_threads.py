@@ -1,9 +1,9 @@
-"""Threads for the requests that are too large for the event loop: to parse, match and render one of several
+"""Threads for requests that are too large for the event loop. To parse, match and render a request of several
 megabytes takes seconds, in which no other session would be served.
 
-Python runs one thread at a time, so such work still slows the loop down; what matters is that no single step
-of it stops the loop. Invariants: an answer that nobody waits for any more is not begun; one conversation is
-worked on by one thread at a time, also after who asked for it has gone."""
+Python runs one thread at a time, so such work still slows the event loop down, but no single step of it stops
+the loop. Invariants: work that nobody waits for any more is not begun; one conversation is used by one thread
+at a time, also after the caller has been cancelled."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,23 +12,24 @@ from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 LARGE_REQUEST = 32_768
-"""Bytes of a body, and characters of what its session has recorded, from which on a request is worked on in a
-thread: tokenising so much takes 30 ms or more of an event loop's time."""
+"""A request of this size is processed in a thread: tokenising it takes 30 ms or more. The size is the bytes
+of the body and the characters that its session has recorded."""
 _HUGE_REQUEST = 2**21
-"""More than fits most models' contexts. Such requests wait for each other, and keep no usual one waiting."""
+"""More than fits into the context of most models. Such requests have a thread of their own, so that they do
+not delay others."""
 
 
 class PromptThreads:
-    """One thread for large requests, and one for huge ones; each keeps the order in which it was asked."""
+    """One thread for large requests and one for huge ones. Each processes its requests in order."""
 
     def __init__(self) -> None:
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large-requests")
         self._huge = ThreadPoolExecutor(1, thread_name_prefix="huge-requests")
 
     async def run(self, work: Callable[[], Result], *, size: int, lock: asyncio.Lock | None = None) -> Result:
-        """What `work` returns or raises; below `LARGE_REQUEST` it runs here and now, else in a thread.
-        `lock` is held meanwhile. If the caller is cancelled, work that has begun goes on to its end and keeps
-        the lock until then."""
+        """Returns or raises what `work` does. Below `LARGE_REQUEST` the work runs at once in the event loop,
+        otherwise in a thread. `lock` is held while it runs. If the caller is cancelled, work that has begun
+        runs to its end, and keeps the lock until then."""
         if size < LARGE_REQUEST and (lock is None or not lock.locked()):
             return work()
         job = _Job(work)
@@ -41,7 +42,7 @@ class PromptThreads:
         return job.result()
 
     async def _run(self, job: "_Job[Result]", size: int, lock: asyncio.Lock | None) -> None:
-        """Never raises: a task keeps its exception, and that all frames below it (see `Generation`)."""
+        """Never raises: a task would keep its exception, and the exception its frames (see `Generation`)."""
         if lock is None:
             await self._run_in_place(job, size)
             return
@@ -49,7 +50,7 @@ class PromptThreads:
             await self._run_in_place(job, size)
 
     async def _run_in_place(self, job: "_Job[Result]", size: int) -> None:
-        if size < LARGE_REQUEST:  # it has waited for a large one of its conversation
+        if size < LARGE_REQUEST:  # it only waited for a large request of its conversation
             job.run()
             return
         executor = self._large if size < _HUGE_REQUEST else self._huge
@@ -57,11 +58,11 @@ class PromptThreads:
 
 
 class _Job(Generic[Result]):
-    """Work for another thread, and what came of it."""
+    """Work for another thread, and its result."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self.abandoned = False
-        """Nobody waits for the result any more."""
+        """The caller was cancelled: the result is not needed."""
         self._work: Callable[[], Result] | None = work
         self._results: list[Result] = []
         self._error: Exception | None = None
@@ -83,5 +84,5 @@ class _Job(Generic[Result]):
             try:
                 raise error
             finally:
-                del error  # else this frame holds it, and its traceback this frame
+                del error  # breaks the cycle of the error, its traceback and this frame
         return self._results.pop()

@@ -12,49 +12,75 @@ from invrl.types import Json, Purpose, Sampling, Session
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSampling:
+    """The sampling parameters of one turn."""
+
     sampling: Sampling
     extra: Mapping[str, Json]
     """Further parameters of SGLang; empty in training and evaluation."""
     overridden: tuple[str, ...]
-    """Names that the client set to no effect, as SGLang calls them."""
+    """SGLang's names of the parameters that the client set and that the run does not grant."""
 
 
 _NEUTRAL: Mapping[str, Json] = {
     "top_k": -1,
     "min_p": 0.0,
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0.0),
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
     "logit_bias": {},
     "sampling_seed": None,
 }
-"""Values that change nothing of the model's distribution."""
+"""Values that do not change the model's distribution."""
 
 
 def resolve(purpose: Purpose, pinned: Sampling, client: ClientSampling) -> TurnSampling:
-    """`pinned.max_new_tokens` bounds every session: a client may ask for fewer tokens, not for more.
-    SessionError 400 for a logit bias in serving: the router (sglang-router 0.3.2) drops it unsaid."""
+    """`pinned`: the session's own parameters. Its `max_new_tokens` bounds every session: a client can ask for
+    fewer tokens, not for more. SessionError 400 for a logit bias in serving, because the router
+    (sglang-router 0.3.2) drops it silently."""
     if purpose == "serve" and client.logit_bias:
         reason = "`logit_bias` is not supported yet"
         raise SessionError(reason, status=400, code="unsupported_parameter", param="logit_bias")
-    names, sampling, extra, overridden = ("temperature", "top_p", *_NEUTRAL), pinned, {}, []
-    asked = {name: value for name in names if (value := getattr(client, name)) is not None}
+    asked: dict[str, Json] = {}
+    for name in ("temperature", "top_p", *_NEUTRAL):
+        value = getattr(client, name)
+        if value is not None:
+            asked[name] = value
+    sampling = pinned
+    extra: dict[str, Json] = {}
+    overridden: list[str] = []
     if purpose == "serve":
-        extra = {name: asked.pop(name) for name in _NEUTRAL if name in asked}
-        sampling = replace(pinned, **asked)
+        extra = {name: value for name, value in asked.items() if name in _NEUTRAL}
+        sampling = _with_client_values(pinned, client)
     else:
-        run = {"temperature": pinned.temperature, "top_p": pinned.top_p, **_NEUTRAL}
-        overridden = [name for name, value in asked.items() if value != run[name]]
+        granted: dict[str, Json] = {"temperature": pinned.temperature, "top_p": pinned.top_p, **_NEUTRAL}
+        overridden = [name for name, value in asked.items() if value != granted[name]]
     if client.max_new_tokens is not None:
-        sampling = replace(sampling, max_new_tokens=min(client.max_new_tokens, pinned.max_new_tokens))
         if client.max_new_tokens > pinned.max_new_tokens:
             overridden.append("max_new_tokens")
+        else:
+            sampling = replace(sampling, max_new_tokens=client.max_new_tokens)
     return TurnSampling(sampling=sampling, extra=extra, overridden=tuple(overridden))
 
 
-def sampling_seed(run_seed: int, session: Session, prompt: bytes, nth: int) -> int:
-    """The seed of one generation: of its place in the run alone, so a repeated run draws the same there.
-    `prompt` is a digest of the token ids; `nth` counts the generations of this session on that prompt from
-    1: requests that a rollout sends at once get their seeds whatever order they arrive in. In [0, 2^31)."""
-    place = [run_seed, session.purpose, session.group_id, session.index, session.attempt, prompt.hex(), nth]
+def _with_client_values(pinned: Sampling, client: ClientSampling) -> Sampling:
+    temperature = pinned.temperature if client.temperature is None else client.temperature
+    top_p = pinned.top_p if client.top_p is None else client.top_p
+    return replace(pinned, temperature=temperature, top_p=top_p)
+
+
+def sampling_seed(run_seed: int, session: Session, prompt: bytes, number: int) -> int:
+    """The seed of one generation, in [0, 2^31). It depends only on the generation's place in the run, so a
+    repeated run draws the same tokens there. `prompt`: a digest of the token ids. `number` counts this
+    session's generations on that prompt from 1: concurrent requests of a rollout get the same seeds in
+    whatever order they arrive."""
+    place = [
+        run_seed,
+        session.purpose,
+        session.group_id,
+        session.index,
+        session.attempt,
+        prompt.hex(),
+        number,
+    ]
     digest = hashlib.blake2b(json.dumps(place).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFFFFFF

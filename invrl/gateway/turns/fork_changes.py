@@ -1,0 +1,179 @@
+"""How a request differs from what was recorded, described for the user: the first difference, and what to do
+about it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from invrl.gateway.turns.message_identity import canonical_json, digests, tools_digest
+from invrl.gateway.types import ADVICE, Change, ForkReason, MatchLevel, Message, Tool
+
+_EXCERPT = 120
+"""Characters that a `Change` shows of each side."""
+_EXCERPT_BEFORE = 24
+"""How many of them come before the first character that differs."""
+
+
+def advice(reason: ForkReason, change: Change | None) -> str:
+    """What the user can do about this fork."""
+    if reason is ForkReason.HISTORY_EDITED and change is not None and change.level is not None:
+        return f"--match-level {change.level.name.lower()} takes this reply for the one that was sampled"
+    return ADVICE[reason]
+
+
+def calls_of(message: Message) -> tuple[tuple[str, str], ...]:
+    """The ids and names of the message's tool calls. At `MatchLevel.REWRITTEN` they identify a reply."""
+    return tuple((call.id, call.name) for call in message.tool_calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The part in which two conversations differ, between an equal beginning and an equal end."""
+
+    first: int
+    """The position of its first message."""
+    recorded: Sequence[Message]
+    sent: Sequence[Message]
+
+    @property
+    def size(self) -> int:
+        return len(self.recorded) + len(self.sent)
+
+
+def message_change(
+    position: int, recorded: Message, sent: Message, session_level: MatchLevel, tools: Sequence[Tool]
+) -> Change:
+    """How a message differs from the recorded one in its position. `session_level`: the level at which the
+    two were compared."""
+    part, recorded_text, sent_text = _first_differing_part(recorded, sent)
+    recorded_excerpt, sent_excerpt = _excerpts(recorded_text, sent_text)
+    return Change(
+        message=position,
+        role=sent.role,
+        part=part,
+        recorded=recorded_excerpt,
+        sent=sent_excerpt,
+        level=_level_of_same_reply(recorded, sent, session_level, tools),
+    )
+
+
+def messages_change(difference: Difference) -> Change:
+    """The change in which messages were removed or inserted."""
+    first_message = difference.sent[0] if difference.sent else difference.recorded[0]
+    return Change(
+        message=difference.first,
+        role=first_message.role,
+        part="messages",
+        recorded=_describe(difference.recorded),
+        sent=_describe(difference.sent),
+    )
+
+
+def tools_change(recorded: Sequence[Tool], sent: Sequence[Tool]) -> Change:
+    """How the tools of a request differ from those with which its conversation began."""
+    recorded_text = ", ".join(tool.name for tool in recorded)
+    sent_text = ", ".join(tool.name for tool in sent)
+    if recorded_text == sent_text:
+        position = _first_changed_tool(recorded, sent)
+        recorded_text = _tool_text(recorded[position])
+        sent_text = _tool_text(sent[position])
+    recorded_excerpt, sent_excerpt = _excerpts(recorded_text, sent_text)
+    return Change(message=0, role="", part="tools", recorded=recorded_excerpt, sent=sent_excerpt)
+
+
+def common_items(first: Sequence[object], second: Sequence[object]) -> int:
+    """The number of items at the beginning of both sequences that are equal."""
+    shorter = min(len(first), len(second))
+    for position in range(shorter):
+        if first[position] != second[position]:
+            return position
+    return shorter
+
+
+def common_characters(first: str, second: str) -> int:
+    """The number of characters at the beginning of both texts that are equal. By bisection: a prompt may have
+    millions of characters, and a loop over them would stop the event loop for a second."""
+    low = 0
+    high = min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _first_differing_part(recorded: Message, sent: Message) -> tuple[str, str, str]:
+    """The name of the first part that differs, and its text in both messages. Whitespace around the content
+    counts only if nothing else differs."""
+    parts = (
+        ("role", recorded.role, sent.role),
+        ("content", recorded.content.strip(), sent.content.strip()),
+        ("tool_calls", _calls_text(recorded), _calls_text(sent)),
+        ("tool_call_ids", _call_ids_text(recorded), _call_ids_text(sent)),
+        ("tool_call_id", recorded.tool_call_id, sent.tool_call_id),
+        ("reasoning", recorded.reasoning, sent.reasoning),
+    )
+    for part, recorded_text, sent_text in parts:
+        if recorded_text != sent_text:
+            return part, recorded_text, sent_text
+    return "content", recorded.content, sent.content
+
+
+def _calls_text(message: Message) -> str:
+    return ", ".join(f"{call.name}({canonical_json(call.arguments)})" for call in message.tool_calls)
+
+
+def _call_ids_text(message: Message) -> str:
+    return ", ".join(call.id for call in message.tool_calls)
+
+
+def _level_of_same_reply(
+    recorded: Message, sent: Message, session_level: MatchLevel, tools: Sequence[Tool]
+) -> MatchLevel | None:
+    """The lowest level above the session's at which the two count as the same reply."""
+    for level in MatchLevel:
+        if level > session_level and _is_same_reply(recorded, sent, level, tools):
+            return level
+    return None
+
+
+def _is_same_reply(recorded: Message, sent: Message, level: MatchLevel, tools: Sequence[Tool]) -> bool:
+    if level is MatchLevel.REWRITTEN and recorded.tool_calls and calls_of(recorded) == calls_of(sent):
+        return True
+    return digests([recorded], level, tools=tools)[-1] == digests([sent], level, tools=tools)[-1]
+
+
+def _excerpts(recorded: str, sent: str) -> tuple[str, str]:
+    """What stands in both texts around the first character that differs."""
+    begin = max(common_characters(recorded, sent) - _EXCERPT_BEFORE, 0)
+    return _excerpt(recorded, begin), _excerpt(sent, begin)
+
+
+def _excerpt(text: str, begin: int) -> str:
+    excerpt = text[begin : begin + _EXCERPT]
+    if begin > 0:
+        excerpt = "…" + excerpt
+    if begin + _EXCERPT < len(text):
+        excerpt += "…"
+    return excerpt
+
+
+def _describe(messages: Sequence[Message]) -> str:
+    if not messages:
+        return "0 messages"
+    first = messages[0]
+    return f"{len(messages)} messages, the first is {first.role}: {first.content[:_EXCERPT]}"
+
+
+def _first_changed_tool(recorded: Sequence[Tool], sent: Sequence[Tool]) -> int:
+    for position, (recorded_tool, sent_tool) in enumerate(zip(recorded, sent, strict=False)):
+        if tools_digest([recorded_tool]) != tools_digest([sent_tool]):
+            return position
+    return 0
+
+
+def _tool_text(tool: Tool) -> str:
+    return f"{tool.name}: {tool.description} {tool.parameters}"
