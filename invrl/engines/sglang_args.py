@@ -1,13 +1,15 @@
 """What a user passes through to SGLang (`--sglang-*`) and to the router (`--router-*`).
 
-Invariant: what passes has been parsed by the installed package's own parser, as the process will parse it,
-and no option is dropped without a word; what invrl owns, or what would break it, is refused with the reason
-and what to do instead; all before a process starts. Importable without sglang or torch.
+Invariant: every option that passes has been parsed by the installed package's own parser, as the process
+will parse it, and no option is dropped silently. An option that invrl sets itself, or that would break it,
+is refused with the reason and what to do instead. All of this happens before a process starts. Importable
+without sglang or torch.
 
 Tokens are sampled from the policy that is trained, and recorded with its log-probs. So every option of
-SGLang 0.5.21 that changes what is sampled, or lets KV of one weight version serve another, stands in
-`SGLANG_OWNED` (invrl sets it) or in `SGLANG_REFUSED`; one that only looks so stands in `SGLANG_HARMLESS`. A
-test walks the installed package's options for names of this kind that no table has."""
+SGLang 0.5.21 that changes what is sampled, or lets the KV cache of one weight version serve another, is in
+`SGLANG_OWNED` (invrl sets it) or in `SGLANG_REFUSED`; one whose name only suggests it is in
+`SGLANG_HARMLESS`. A test walks the installed package's options for names of this kind that no table has.
+"""
 
 import argparse
 import difflib
@@ -183,7 +185,11 @@ ROUTER_OWNED = {
 
 T = TypeVar("T")
 _Option = tuple[argparse.Action, str]
-"""Of the installed package, in one of its spellings."""
+"""An option of the installed package, and the spelling of its flag."""
+_TRUE = ("true", "1", "yes", "")
+_FALSE = ("false", "0", "no")
+_NO_VALUE = "True"
+"""The value of a flag that has none on the command line."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -192,7 +198,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(add_options: Callable[[argparse.ArgumentParser], None]) -> _Parser:
-    """Options are parsed one at a time, without those that invrl gives."""
+    """A parser for one option at a time: no option is required."""
     parser = _Parser(allow_abbrev=False)
     add_options(parser)
     for action in parser._actions:
@@ -200,104 +206,126 @@ def _parser(add_options: Callable[[argparse.ArgumentParser], None]) -> _Parser:
     return parser
 
 
-def sglang_flags(given: Mapping[str, object]) -> list[str]:
-    """Command-line flags for `given` (names as `--sglang-NAME`, kebab or snake). Raises ConfigError."""
-    return _flags("sglang", given, sglang_parser, SGLANG_OWNED, SGLANG_REFUSED)
+def sglang_flags(options: Mapping[str, object]) -> list[str]:
+    """Command-line flags for `options` (names as in `--sglang-NAME`, kebab or snake). Raises ConfigError."""
+    return _flags("sglang", options, sglang_parser, SGLANG_OWNED, SGLANG_REFUSED)
 
 
-def router_flags(given: Mapping[str, object]) -> list[str]:
+def router_flags(options: Mapping[str, object]) -> list[str]:
     """As `sglang_flags`, for `--router-NAME`."""
-    return _flags("router", given, router_parser, ROUTER_OWNED)
+    return _flags("router", options, router_parser, ROUTER_OWNED)
 
 
 def _flags(
     prefix: str,
-    given: Mapping[str, object],
-    load: Callable[[], _Parser],
+    options: Mapping[str, object],
+    load_parser: Callable[[], _Parser],
     owned: Mapping[str, str],
     refused: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> list[str]:
-    if not given:
+    if not options:
         return []  # the upstream package is not even imported
-    parser = load()
+    parser = load_parser()
     known = _options(parser)
     flags: list[str] = []
-    for raw, value in ((raw, str(value)) for raw, value in given.items()):
-        name = raw.replace("-", "_")
-        shown = f"--{prefix}-{raw.replace('_', '-')}"
-
-        def refusal(reason: str, fix: str, shown: str = shown, value: str = value) -> ConfigError:
-            return ConfigError(shown, value, reason, fix)
-
+    for raw_name, raw_value in options.items():
+        value = str(raw_value)
+        name = raw_name.replace("-", "_")
+        shown_name = f"--{prefix}-{raw_name.replace('_', '-')}"
         if name not in known:
-            raise refusal(f"{prefix} has no such field", _nearest(prefix, name, known))
+            fix = _nearest_names(prefix, name, known)
+            raise ConfigError(shown_name, value, f"{prefix} has no such field", fix)
         action, spelling = known[name]
-        if fix := entry_for(action.dest, owned):
-            raise refusal("invrl sets this itself", fix)
-        if reason_and_fix := entry_for(action.dest, refused):
-            raise refusal(*reason_and_fix)
+        fix = entry_for(action.dest, owned)
+        if fix:
+            raise ConfigError(shown_name, value, "invrl sets this itself", fix)
+        reason_and_fix = entry_for(action.dest, refused)
+        if reason_and_fix:
+            reason, fix = reason_and_fix
+            raise ConfigError(shown_name, value, reason, fix)
         try:
-            parts = _parts(action, spelling, value)
-            parser.parse_args(parts)
-        except Exception as error:  # the types of some options raise what they like
-            reason = str(error).removeprefix(f"argument {'/'.join(action.option_strings)}: ")
-            reason = reason.partition(" (choose from")[0].rstrip(".")  # the fix names them
-            raise refusal(reason or repr(error), _fix(action, value)) from error
-        flags += parts
+            arguments = _arguments(action, spelling, value)
+            parser.parse_args(arguments)
+        except Exception as error:  # the types of some options raise any kind of error
+            raise ConfigError(shown_name, value, _reason(action, error), _fix(action, value)) from error
+        flags += arguments
     return flags
 
 
 def entry_for(field: str, table: Mapping[str, T]) -> T | None:
-    """What a table says of a field, by its name or by a prefix."""
+    """The entry of a table for a field, by its name or by a prefix that ends in "_"."""
     if field in table:
         return table[field]
-    return next(
-        (entry for name, entry in table.items() if name.endswith("_") and field.startswith(name)), None
-    )
+    for name, entry in table.items():
+        if name.endswith("_") and field.startswith(name):
+            return entry
+    return None
 
 
-def _nearest(prefix: str, name: str, known: Mapping[str, _Option]) -> str:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    if not near:
+def _nearest_names(prefix: str, name: str, known: Mapping[str, _Option]) -> str:
+    names = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if not names:
         return f"see the {prefix} package's own --help"
-    return "did you mean " + " or ".join(f"--{prefix}-{one.replace('_', '-')}" for one in near) + "?"
+    flags = [f"--{prefix}-{near.replace('_', '-')}" for near in names]
+    return f"did you mean {' or '.join(flags)}?"
+
+
+def _reason(action: argparse.Action, error: Exception) -> str:
+    """The parser's message, without the flag and the list of choices: the fix names those."""
+    message = str(error).removeprefix(f"argument {'/'.join(action.option_strings)}: ")
+    message = message.partition(" (choose from")[0].rstrip(".")
+    return message or repr(error)
 
 
 def _fix(action: argparse.Action, value: str) -> str:
     choices = [str(choice) for choice in action.choices or ()]
-    if near := difflib.get_close_matches(value, choices, n=1):
+    near = difflib.get_close_matches(value, choices, n=1)
+    if near:
         return f"did you mean {near[0]}?"
     if choices:
         return f"give one of {', '.join(choices)}"
     if action.nargs == 0:
         return "give true or false"
-    return f"give {'values' if action.nargs in ('+', '*') else 'a value'} as the package's own --help says"
+    wanted = "values" if action.nargs in ("+", "*") else "a value"
+    return f"give {wanted} as the package's own --help says"
 
 
-def _parts(action: argparse.Action, spelling: str, value: str) -> list[str]:
+def _arguments(action: argparse.Action, spelling: str, value: str) -> list[str]:
     """The flag and its value as the package's command line has them. Raises ValueError."""
-    truth = {"true": True, "1": True, "yes": True, "": True, "false": False, "0": False, "no": False}
     if action.nargs == 0:
-        if value.lower() not in truth:
-            raise ValueError("this is a switch")
-        if truth[value.lower()]:
-            return [spelling]
-        if not isinstance(action, argparse.BooleanOptionalAction):
-            return []  # off already: a switch can only be turned on
-        no = spelling.startswith("--no-")
-        return [next(one for one in action.option_strings if one.startswith("--no-") != no)]
-    if value == "True":  # nothing stood behind the flag
+        return _switch(action, spelling, value)
+    takes_many = action.nargs in ("+", "*")
+    if value == _NO_VALUE:
         if action.nargs in ("?", "*"):
             return [spelling]
         raise ValueError("a value is missing")
-    if action.nargs in ("+", "*"):  # written with commas or spaces; JSON stays whole
-        return [spelling, *([value] if value[:1] in "{[" else value.replace(",", " ").split())]
-    return [f"{spelling}={value}"] if value.startswith("-") else [spelling, value]
+    if takes_many and value[:1] in ("{", "["):  # JSON stays whole
+        return [spelling, value]
+    if takes_many:  # written with commas or spaces
+        return [spelling, *value.replace(",", " ").split()]
+    if value.startswith("-"):
+        return [f"{spelling}={value}"]
+    return [spelling, value]
+
+
+def _switch(action: argparse.Action, spelling: str, value: str) -> list[str]:
+    """The arguments for an option without a value. Raises ValueError."""
+    if value.lower() in _TRUE:
+        return [spelling]
+    if value.lower() not in _FALSE:
+        raise ValueError("this is a switch")
+    if not isinstance(action, argparse.BooleanOptionalAction):
+        return []  # off already: a switch can only be turned on
+    is_negative = spelling.startswith("--no-")
+    for other in action.option_strings:
+        if other.startswith("--no-") != is_negative:
+            return [other]
+    raise ValueError("this switch cannot be turned off")
 
 
 @functools.cache
 def sglang_parser() -> _Parser:
-    """The installed package's own parser, of the names, types and lists of its options. ConfigError."""
+    """The installed package's own parser, which knows its options, their types and choices. ConfigError."""
     try:
         import torch  # noqa: F401
 
@@ -325,9 +353,9 @@ def router_parser() -> _Parser:
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, _Option]:
     """By snake_case name, aliases too (--tensor-parallel-size is tp_size)."""
-    found: dict[str, _Option] = {}
+    options: dict[str, _Option] = {}
     for spelling, action in parser._option_string_actions.items():
         if spelling.startswith("--") and spelling != "--help":
-            found[spelling[2:].replace("-", "_")] = action, spelling
-            found.setdefault(action.dest, (action, spelling))
-    return found
+            options[spelling[2:].replace("-", "_")] = action, spelling
+            options.setdefault(action.dest, (action, spelling))
+    return options
