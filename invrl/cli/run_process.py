@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from invrl.cli.checks import machine
+from invrl.cli.checks.checklist import check_before_start
 from invrl.cli.command import CommandFailed
 from invrl.cli.command_settings import settings_of
 from invrl.cli.flags import parse_flags
@@ -25,17 +27,16 @@ _CHATTY_LOGGERS = ("httpx", "httpcore", "matplotlib", "asyncio", "urllib3")
 
 
 def checked_configuration(arguments: Sequence[str], *, command: str) -> Config:
-    """The configuration of `invrl COMMAND` with these flags, after every check that needs no process.
-    Raises ConfigError."""
-    from invrl.cli.run_checks import check_run
-
+    """The configuration of `invrl COMMAND` with these flags, after the checks of the command. Prints the
+    warnings. Raises ConfigError."""
     sources = parse_flags(arguments, command=command)
     config = resolve(*sources, settings_of(command).source())
     if command == "eval":
         from invrl.rollout.tasks import held_out_only
 
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
-    check_run(config, trains=command == "train", evaluates=command == "eval")
+    for warning in check_before_start(command, config, machine.look_at_machine()):
+        print(f"invrl: warning: {warning}", file=sys.stderr)
     return config
 
 

@@ -1,7 +1,7 @@
 """What single fields cannot know: contradictions between settings, found before any process starts.
 
 One function per subject, each yielding what is wrong. `check` is pure and is called by `config.resolve`; what
-the settings name is looked at by `cli/run_checks.py`."""
+the settings name is looked at by `cli/checks/`."""
 
 from __future__ import annotations
 

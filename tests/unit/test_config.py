@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
 
 import pytest
+from checks_by_name import USER_CODE, run_check
 
 from invrl.algorithms.config import PRESETS, AlgorithmConfig
 from invrl.cli.flag_help import flag_help
 from invrl.cli.flags import SETTING_FLAGS, parse_flags
-from invrl.cli.run_checks import USER_CODE, run_checks
 from invrl.engines.sglang_client import EngineLimits
 from invrl.errors import ConfigError, PluginError
 from invrl.gateway.config import GatewayConfig
@@ -34,9 +34,8 @@ def from_flags(*flags: str) -> Config:
 
 
 def make_checks(config: Config, names: tuple[str, ...]) -> None:
-    checks = run_checks(config)
     for name in names:
-        checks[name]()
+        run_check(name, config)
 
 
 def write(path: Path, text: str) -> Path:
@@ -274,7 +273,7 @@ def test_a_run_without_a_rollout_function_is_refused_where_rollouts_are_run_here
     assert "--config quickstart" in error.fix
 
     outside = from_flags("--external-environments")
-    assert "your environments" in str(run_checks(outside)["rollout function"]())
+    assert "your environments" in str(run_check("rollout function", outside))
     with pytest.raises(ConfigError, match="held-out tasks are run here") as caught:
         make_checks(from_flags("--external-environments", "--eval-tasks", "4"), ("rollout function",))
     assert "--eval-tasks 0" in caught.value.fix

@@ -16,17 +16,17 @@ import psutil
 import pytest
 from tiny_model import CHAT_TEMPLATE, make_tiny_model
 
-from invrl.cli import machine_checks
 from invrl.cli import main as cli
+from invrl.cli.checks import machine as machine_facts
+from invrl.cli.checks.checklist import check_before_start, checks_of
+from invrl.cli.checks.machine import Machine
 from invrl.cli.commands.doctor import Finding, Status, diagnose
 from invrl.cli.flags import parse_flags
-from invrl.cli.machine_checks import MACHINE_CHECKS, Machine
-from invrl.cli.run_checks import run_checks
 from invrl.run import supervisor
 from invrl.run.config import resolve
 from invrl.run.folder import make_run_folder
 
-CHECKS = ["configuration", *MACHINE_CHECKS, "run folder", *run_checks(resolve())]
+CHECKS = ["configuration", *(check.name for check in checks_of("doctor", resolve()))]
 HEALTHY = Machine(
     python=(3, 11),
     cpus=8,
@@ -318,8 +318,6 @@ def test_a_template_that_is_given_takes_the_place_of_one_that_is_missing(
     plot: Plot, command: str, template: str
 ) -> None:
     """In every command that looks for one."""
-    from invrl.cli.run_checks import check_run
-
     without_template(plot)
     (plot.here / "own.jinja").write_text(CHAT_TEMPLATE)
     path = template if template == "chatml-tools" else str(plot.here / template)
@@ -334,7 +332,7 @@ def test_a_template_that_is_given_takes_the_place_of_one_that_is_missing(
             assert cli.main(["check-template", model, "--chat-template-path", path]) == 0
             assert cli.main(["check-template", model]) == 2
         case _:
-            check_run(config, trains=command == "train", evaluates=command == "eval")
+            check_before_start(command, config, plot.machine)
 
 
 def test_a_trainer_alone_needs_no_template(plot: Plot) -> None:
@@ -348,7 +346,7 @@ def test_a_trainer_alone_needs_no_template(plot: Plot) -> None:
 def test_a_healthy_machine_fails_nothing(
     plot: Plot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("invrl.cli.machine_checks.look", lambda: HEALTHY)
+    monkeypatch.setattr("invrl.cli.checks.machine.look_at_machine", lambda: HEALTHY)
     before = sorted(plot.here.rglob("*"))
     assert cli.main(["doctor", *plot.arguments, "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
@@ -389,7 +387,7 @@ def test_train_itself_looks_at_the_memory_and_refuses_what_is_certain_to_die(
 ) -> None:
     """Ray keeps 3.2 GB of these 64 free; that a run needs more is an estimate, and told."""
     machine = replace(HEALTHY, memory_bytes=free_gb * 10**9)
-    plot.patch.setattr(machine_checks, "look", lambda: machine)
+    plot.patch.setattr(machine_facts, "look_at_machine", lambda: machine)
     began: list[object] = []
     plot.patch.setattr(supervisor, "supervise", lambda config, folder: began.append(folder) or 0)
     assert cli.main(["train", *plot.arguments, "--data-parallel-size", "1"]) == code
@@ -403,7 +401,7 @@ def test_train_itself_looks_at_the_memory_and_refuses_what_is_certain_to_die(
 def test_files_that_the_kernel_keeps_in_memory_leave_a_container_room(tmp_path: Path) -> None:
     """A container that has read a model has its whole limit in use. Ray does not count files either."""
     host = psutil.virtual_memory()
-    assert machine_checks._memory(tmp_path) == (pytest.approx(host.available, rel=0.5), host.total)
+    assert machine_facts.memory_of(tmp_path) == (pytest.approx(host.available, rel=0.5), host.total)
     files = {
         "memory.max": "1000000",
         "memory.current": "1000000",
@@ -411,6 +409,6 @@ def test_files_that_the_kernel_keeps_in_memory_leave_a_container_room(tmp_path: 
     }
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
-    assert machine_checks._memory(tmp_path) == (900_000, 1_000_000)
+    assert machine_facts.memory_of(tmp_path) == (900_000, 1_000_000)
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine_checks._memory(tmp_path)[1] == host.total
+    assert machine_facts.memory_of(tmp_path)[1] == host.total

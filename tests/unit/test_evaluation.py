@@ -10,11 +10,11 @@ from fractions import Fraction
 import msgspec
 import numpy as np
 import pytest
+from checks_by_name import run_check
 from hypothesis import given
 from hypothesis import strategies as st
 
 from invrl.cli.flags import parse_flags
-from invrl.cli.run_checks import run_checks
 from invrl.errors import ConfigError, PluginError
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.evaluation import (
@@ -392,7 +392,7 @@ def test_a_set_that_cannot_be_evaluated_is_refused_before_the_run(sets, reason, 
         )
     )
     for check in (
-        run_checks(config)["held-out sets"],
+        lambda: run_check("held-out sets", config),
         lambda: load_eval_sets(config.rollout, config.run.seed),
     ):
         with pytest.raises(ConfigError) as raised:
@@ -412,7 +412,7 @@ def test_sets_without_an_evaluation_contradict_in_training_only(file):
     config = resolve(*parse_flags(flags))
     load_eval_sets(config.rollout, config.run.seed)
     with pytest.raises(ConfigError, match="eval_tasks is 0"):
-        run_checks(config)["held-out sets"]()
+        run_check("held-out sets", config)
 
 
 def test_eval_takes_the_task_file_and_needs_one_place():

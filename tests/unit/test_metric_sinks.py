@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from checks_by_name import run_check
 from rich.console import Console
 
-from invrl.cli.run_checks import run_checks
 from invrl.errors import ConfigError
 from invrl.observe.progress import LiveProgress, PlainProgress, open_progress
 from invrl.observe.sinks import (
@@ -362,7 +362,7 @@ def test_trackers_are_checked_before_a_run_starts() -> None:
         },
     }
     with pytest.raises(ConfigError, match="holds a password"):
-        run_checks(resolve(Source(name="test", tables=tables)))["trackers"]()
+        run_check("trackers", resolve(Source(name="test", tables=tables)))
 
 
 def test_plain_progress_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:

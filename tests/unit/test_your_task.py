@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checks_by_name import USER_CODE, run_check
 from tiny_model import make_tiny_model
 
 from invrl.algorithms.config import PRESETS
 from invrl.cli.flags import parse_flags
 from invrl.cli.presets import preset_names
-from invrl.cli.run_checks import USER_CODE, run_checks
 from invrl.interfaces import RolloutResult
 from invrl.rollout.tasks import load_eval_tasks, load_tasks
 from invrl.run.config import Config, resolve
@@ -128,9 +128,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def test_the_pages_command_passes_every_check(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path.cwd())
-    checks = run_checks(config)
     for name in ("model folder", "chat template", "trainable model", *USER_CODE):
-        checks[name]()
+        run_check(name, config)
     train = load_tasks(config.rollout, "train", config.run.seed)
     tasks = {task.id: task for task in (next(train) for _ in range(20))}
     assert len(tasks) == 20

@@ -3,21 +3,23 @@
 Invariants: every check runs, whatever the others found, and none leaves anything behind."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 
-from invrl.cli import machine_checks
+from invrl.cli.checks import machine
+from invrl.cli.checks.checklist import Check, checks_of
+from invrl.cli.checks.doubts import Doubt, LikelyFailure
+from invrl.cli.checks.machine import Machine
+from invrl.cli.checks.machine_checks import packages_missing
 from invrl.cli.command import CommandFailed
 from invrl.cli.flags import parse_flags
-from invrl.cli.machine_checks import MACHINE_CHECKS, Doubt, Machine, packages_missing
-from invrl.cli.run_checks import run_checks
 from invrl.errors import ConfigError
 from invrl.run.config import Config, Source, resolve
 from invrl.run.driver_commands import FAILURE_EXIT
-from invrl.run.folder import check_run_folder
+
+_CONFIGURATION = "configuration"
 
 
 class Status(StrEnum):
@@ -28,6 +30,8 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
+    """What one check found."""
+
     check: str
     status: Status
     value: str
@@ -36,7 +40,9 @@ class Finding:
 
     def __str__(self) -> str:
         line = f"{self.status:<8} {self.check}: {self.value}"
-        return line if self.status is Status.OK else f"{line}: {self.reason}. Fix: {self.fix}"
+        if self.status is Status.OK:
+            return line
+        return f"{line}: {self.reason}. Fix: {self.fix}"
 
 
 def doctor(arguments: Sequence[str]) -> None:
@@ -49,7 +55,7 @@ def doctor(arguments: Sequence[str]) -> None:
       invrl doctor --config quickstart --model-path MODEL"""
     as_json = "--json" in arguments
     flags = [argument for argument in arguments if argument != "--json"]
-    findings = diagnose(flags, machine_checks.look())
+    findings = diagnose(flags, machine.look_at_machine())
     print_findings(findings, as_json=as_json)
     if any(finding.status is Status.FAILED for finding in findings):
         raise CommandFailed(FAILURE_EXIT)
@@ -68,50 +74,74 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
 def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
     """One finding per check, and one per mistake in the configuration."""
     config, mistakes = read_configuration(arguments)
-    findings = [_found("configuration", error) for error in mistakes]
-    well = Finding(check="configuration", status=Status.OK, value=" ".join(arguments) or "defaults")
-    checks = {name: partial(check, config, machine) for name, check in MACHINE_CHECKS.items()}
-    checks = {**checks, "run folder": partial(check_run_folder, config), **run_checks(config)}
-    return (findings or [well]) + [_examine(name, check) for name, check in checks.items()]
+    findings = [_from_error(_CONFIGURATION, mistake) for mistake in mistakes]
+    if not mistakes:
+        value = " ".join(arguments) or "defaults"
+        findings.append(Finding(check=_CONFIGURATION, status=Status.OK, value=value))
+    for check in checks_of("doctor", config):
+        findings.append(_examine(check, config, machine))
+    return findings
 
 
-def _found(check: str, error: ConfigError) -> Finding:
-    status = Status.WARNING if isinstance(error, Doubt) else Status.FAILED
+def _examine(check: Check, config: Config, machine: Machine) -> Finding:
+    try:
+        value = check.look(config, machine)
+    except ConfigError as error:
+        return _from_error(check.name, error)
+    except ImportError as error:
+        return _from_error(check.name, packages_missing(error))
+    except Exception as error:  # a check that breaks must not hide the others
+        reason = f"the check itself raised {type(error).__name__}: {error}"
+        fix = "report this line"
+        return Finding(check=check.name, status=Status.FAILED, value="?", reason=reason, fix=fix)
+    text = str(value) if isinstance(value, str | Path) else "as it should be"
+    return Finding(check=check.name, status=Status.OK, value=text)
+
+
+def _from_error(check: str, error: ConfigError) -> Finding:
+    status = Status.FAILED
+    if isinstance(error, Doubt) and not isinstance(error, LikelyFailure):
+        status = Status.WARNING
     value = f"{error.field} = {error.value!r}"
     return Finding(check=check, status=status, value=value, reason=error.reason, fix=error.fix)
 
 
-def _examine(name: str, check: Callable[[], object]) -> Finding:
-    try:
-        shown = str(seen) if isinstance(seen := check(), str | Path) else "as it should be"
-        return Finding(check=name, status=Status.OK, value=shown)
-    except ConfigError as error:
-        return _found(name, error)
-    except ImportError as error:
-        return _found(name, packages_missing(error))
-    except Exception as error:  # a check that breaks must not hide the others
-        reason = f"the check itself raised {type(error).__name__}: {error}"
-        return Finding(check=name, status=Status.FAILED, value="?", reason=reason, fix="report this line")
-
-
 def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigError]]:
-    """The configuration without what is wrong in it, and all that is."""
-    mistakes = list[ConfigError]()
+    """The configuration without what is wrong in it, and all that is wrong."""
+    mistakes: list[ConfigError] = []
     sources = parse_flags(arguments, mistakes)
     while True:
         try:
             return resolve(*sources), mistakes
         except ConfigError as error:
             mistakes.append(error)
-            table, _, key = error.field.partition(".")
-            left = tuple(_without(source, table, key) for source in sources)
-            if left == sources:  # a default that a given value contradicts: none of its table is sure
-                left = tuple(_without(source, table, "") for source in sources)
-            sources = left if left != sources else ()
+            sources = _without_field(sources, error.field)
 
 
-def _without(source: Source, table: str, key: str) -> Source:
-    kept = {name: entries for name, entries in source.tables.items() if key or name != table}
-    if table in kept:
-        kept[table] = {name: value for name, value in kept[table].items() if name != key}
-    return replace(source, tables=kept)
+def _without_field(sources: tuple[Source, ...], field: str) -> tuple[Source, ...]:
+    """The sources without the setting that an error names, so that the next mistake can be found. If no
+    source sets it, a given value contradicts its default: then nothing of its table can be relied on, and
+    the table is left out; and if that changes nothing either, everything is."""
+    table, _, key = field.partition(".")
+    without_key = tuple(_without_key(source, table, key) for source in sources)
+    if without_key != sources:
+        return without_key
+    without_table = tuple(_without_table(source, table) for source in sources)
+    if without_table != sources:
+        return without_table
+    return ()
+
+
+def _without_table(source: Source, table: str) -> Source:
+    tables = {name: entries for name, entries in source.tables.items() if name != table}
+    return replace(source, tables=tables)
+
+
+def _without_key(source: Source, table: str, key: str) -> Source:
+    """An error without a key is about the whole table."""
+    if not key:
+        return _without_table(source, table)
+    if table not in source.tables:
+        return source
+    entries = {name: value for name, value in source.tables[table].items() if name != key}
+    return replace(source, tables={**source.tables, table: entries})

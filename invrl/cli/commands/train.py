@@ -1,10 +1,8 @@
 """`invrl train` and `invrl resume`, and the inner command that their supervisor starts as the driver."""
 
 import contextlib
-import sys
 from collections.abc import Sequence
 
-from invrl.cli import machine_checks
 from invrl.cli.arguments import read_run_folder
 from invrl.cli.command import CommandFailed
 from invrl.cli.next_commands import describe_next
@@ -28,9 +26,6 @@ def train(arguments: Sequence[str]) -> None:
     The run folder (--run-root/--run-name) holds the resolved configuration, metrics.jsonl,
     TensorBoard events, the run's store, logs, checkpoints and the report."""
     config = checked_configuration(arguments, command="train")
-    warning = machine_checks.memory_warning(config, machine_checks.look())
-    if warning:
-        print(f"invrl: warning: {warning}", file=sys.stderr)
     with hold_run_folder(config, "train") as folder:
         log_to_folder(folder)
         exit_code = supervisor.supervise(config, folder)

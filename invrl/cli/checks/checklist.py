@@ -1,0 +1,94 @@
+"""The one list of checks, and which command needs which.
+
+`invrl doctor` makes all that `train` could need and reports each. `train`, `serve` and `eval` make theirs in
+the order of the list, end at the first error, and print doubts as warnings. Packages come first: the other
+checks may need one that is missing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from invrl.cli.checks import machine_checks, model_checks, settings_checks
+from invrl.cli.checks.doubts import Doubt
+from invrl.cli.checks.machine import Machine
+from invrl.run.config import Config
+from invrl.run.folder import check_run_folder
+
+DOCTOR = frozenset({"doctor"})
+TRAIN = DOCTOR | {"train"}
+EVAL = frozenset({"eval"})
+ROLLOUTS = TRAIN | EVAL
+EVERY = ROLLOUTS | {"serve"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Raises ConfigError for what would stop a run and `Doubt` for what may; returns what it saw."""
+
+    name: str
+    look: Callable[[Config, Machine], object]
+    commands: frozenset[str]
+    trainer_alone: bool = False
+    """Whether `--debug-train-only` needs it: that starts no engine, no gateway and no rollouts."""
+
+
+def _of_machine(
+    name: str, look: Callable[[Config, Machine], object], commands: frozenset[str] = DOCTOR
+) -> Check:
+    return Check(name=name, look=look, commands=commands, trainer_alone=True)
+
+
+def _of_settings(
+    name: str, look: Callable[[Config], object], commands: frozenset[str], *, trainer_alone: bool = False
+) -> Check:
+    return Check(
+        name=name,
+        look=lambda config, machine: look(config),
+        commands=commands,
+        trainer_alone=trainer_alone,
+    )
+
+
+CHECKS = (
+    _of_machine("python", machine_checks.check_python),
+    _of_machine("packages", machine_checks.check_packages, EVERY),
+    _of_settings("model folder", model_checks.check_model, EVERY, trainer_alone=True),
+    _of_settings("chat template", model_checks.check_template, EVERY),
+    _of_settings("trainable model", model_checks.check_trainable, TRAIN, trainer_alone=True),
+    _of_settings("rollout function", settings_checks.check_rollout_function, ROLLOUTS),
+    _of_settings("reward function", settings_checks.check_reward_function, ROLLOUTS),
+    _of_settings("held-out sets", settings_checks.check_eval_sets, TRAIN),
+    _of_settings("held-out tasks", settings_checks.check_held_out_tasks, EVAL),
+    _of_settings("tasks", settings_checks.check_tasks, TRAIN),
+    _of_settings("algorithm functions", settings_checks.check_algorithm, TRAIN),
+    _of_settings("trackers", settings_checks.check_trackers, TRAIN, trainer_alone=True),
+    _of_settings("saved batches", settings_checks.check_saved_batches, TRAIN, trainer_alone=True),
+    _of_settings("sglang options", settings_checks.check_sglang_options, EVERY),
+    _of_settings("router options", settings_checks.check_router_options, EVERY),
+    _of_settings("megatron options", settings_checks.check_megatron_options, EVERY, trainer_alone=True),
+    _of_settings("gateway port", settings_checks.check_gateway_port, EVERY),
+    _of_settings("environment key", settings_checks.check_environment_key, EVERY),
+    _of_settings("run folder", check_run_folder, DOCTOR, trainer_alone=True),
+    _of_machine("gpu", machine_checks.check_gpu),
+    _of_machine("cpus", machine_checks.check_processors, TRAIN),
+    _of_machine("memory", machine_checks.check_memory, TRAIN),
+    _of_machine("disk", machine_checks.check_disk),
+    _of_machine("shared memory", machine_checks.check_shared_memory),
+    _of_machine("ray", machine_checks.check_ray),
+)
+
+
+def checks_of(command: str, config: Config) -> list[Check]:
+    """Those that `invrl COMMAND` makes with this configuration."""
+    alone = config.run.debug_train_only
+    return [check for check in CHECKS if command in check.commands and (check.trainer_alone or not alone)]
+
+
+def check_before_start(command: str, config: Config, machine: Machine) -> list[str]:
+    """Make the checks of the command. Raises ConfigError at the first that fails; returns the warnings."""
+    warnings: list[str] = []
+    for check in checks_of(command, config):
+        try:
+            check.look(config, machine)
+        except Doubt as doubt:
+            warnings.append(f"{check.name}: {doubt.value}: {doubt.reason}. Fix: {doubt.fix}")
+    return warnings

@@ -1,0 +1,78 @@
+"""The facts of a machine that its checks look at."""
+
+import importlib.metadata
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_SHARED_MEMORY = Path("/dev/shm")
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A value of its own, so that a test can describe a machine that it does not have."""
+
+    python: tuple[int, int]
+    cpus: int
+    gpus: int
+    """Those that torch can use."""
+    nvidia: bool
+    """A driver is loaded, whether the installed torch can use it or not."""
+    torch: str
+    """Its version."""
+    memory_bytes: int
+    """Free now."""
+    memory_total_bytes: int
+    shared_memory_bytes: int
+    """Free now."""
+
+
+def look_at_machine() -> Machine:
+    """This machine. Memory is also bounded by a container's limit."""
+    from invrl.engines.engine_server import count_gpus
+
+    memory_free, memory_total = memory_of(_CONTROL_GROUP)
+    shared_memory = 0
+    if _SHARED_MEMORY.is_dir():
+        shared_memory = psutil.disk_usage(str(_SHARED_MEMORY)).free
+    return Machine(
+        python=sys.version_info[:2],
+        cpus=len(os.sched_getaffinity(0)),
+        gpus=count_gpus(),
+        nvidia=Path("/proc/driver/nvidia/version").exists(),
+        torch=installed_version("torch") or "(none)",
+        memory_bytes=memory_free,
+        memory_total_bytes=memory_total,
+        shared_memory_bytes=shared_memory,
+    )
+
+
+def memory_of(control_group: Path) -> tuple[int, int]:
+    """Free bytes and all bytes of the container whose control group (version 2) is this folder, or of the
+    machine where that sets no limit.
+
+    Files that the kernel keeps in memory count as free, as they do for Ray: the kernel drops them when the
+    container needs more, and a container that has just read a large model is full of them."""
+    memory = psutil.virtual_memory()
+    limit_file = control_group / "memory.max"
+    if not limit_file.is_file():
+        return memory.available, memory.total
+    text = limit_file.read_text().strip()
+    if text == "max":
+        return memory.available, memory.total
+    limit = int(text)
+    used = int((control_group / "memory.current").read_text())
+    stat = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())
+    cached_files = int(stat["inactive_file"]) + int(stat["active_file"])
+    return min(memory.available, limit - used + cached_files), min(memory.total, limit)
+
+
+def installed_version(package: str) -> str:
+    """Empty if the package is not installed."""
+    for distribution in importlib.metadata.distributions(name=package):
+        return distribution.version
+    return ""

@@ -1,0 +1,212 @@
+"""What a run needs of the machine: one function per check, over facts that a test can change.
+
+A check takes the configuration and the `Machine`, and returns what it saw. It raises ConfigError for what
+would stop a run, and `Doubt` for what may."""
+
+import importlib.metadata
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from invrl.cli.checks.doubts import Doubt, LikelyFailure
+from invrl.cli.checks.machine import Machine, installed_version
+from invrl.cli.installation import REQUIREMENTS, install_command
+from invrl.errors import ConfigError
+from invrl.host import ray_memory
+from invrl.run.config import Config
+
+_GB = 1e9
+_RAY_DEADLINE_S = 5.0
+_MIN_SHARED_MEMORY = 64e6
+"""Bytes that SGLang's processes need in /dev/shm."""
+
+
+def check_python(config: Config, machine: Machine) -> str:
+    text = ".".join(str(number) for number in machine.python)
+    if not (3, 11) <= machine.python < (3, 13):
+        fix = "make a virtual environment with Python 3.11 or 3.12 (launch/install.sh of a checkout does it)"
+        raise ConfigError("python", text, "invrl needs 3.11 or 3.12", fix)
+    return text
+
+
+def check_packages(config: Config, machine: Machine) -> str:
+    """Against what invrl declares, and the pins of what is installed without its dependencies."""
+    from packaging.requirements import Requirement
+
+    extra = "cpu"
+    pins_file = REQUIREMENTS / "nodeps.txt"
+    if machine.gpus:
+        extra = "gpu"
+        pins_file = REQUIREMENTS / "nodeps-gpu.txt"
+    lines = list(importlib.metadata.requires("invrl") or ())
+    if pins_file.is_file():
+        pins = pins_file.read_text().splitlines()
+        lines += [line for line in pins if line and not line.startswith(("#", "-"))]
+    needed = 0
+    problems: list[str] = []
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if config.run.debug_train_only and requirement.name.startswith("sglang"):
+            continue  # neither engine nor router is started
+        needed += 1
+        version = installed_version(requirement.name)
+        if not version:
+            problems.append(f"{requirement.name} is missing")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            problems.append(f"{requirement.name} is {version}, not {requirement.specifier}")
+    if problems:
+        fix = f"run: {install_command(gpu=machine.gpus > 0)}"
+        raise ConfigError("packages", "; ".join(problems), "not what invrl was made for", fix)
+    return f"{needed} as required"
+
+
+def packages_missing(error: ImportError) -> ConfigError:
+    """The error for a package that a check could not import."""
+    from invrl.engines.engine_server import count_gpus
+
+    reason = "a package that invrl needs cannot be imported"
+    return ConfigError("packages", str(error), reason, f"run: {install_command(gpu=count_gpus() > 0)}")
+
+
+def check_gpu(config: Config, machine: Machine) -> str:
+    if machine.gpus:
+        return f"{machine.gpus} GPUs"
+    if machine.nvidia:
+        reason = f"there is an NVIDIA driver, and torch {machine.torch} uses no GPU"
+        fix = f"run: {install_command(gpu=True)}; or look at CUDA_VISIBLE_DEVICES"
+        raise Doubt("gpu", "CPU", reason, fix)
+    return f"none: CPU, torch {machine.torch}"
+
+
+def check_processors(config: Config, machine: Machine) -> str:
+    """Every trainer rank computes on a GPU, or a CPU, of its own. Those of a Ray cluster elsewhere are not
+    known here."""
+    ranks = config.train.data_parallel_size
+    available = machine.gpus or machine.cpus
+    noun = "GPUs" if machine.gpus else "CPUs"
+    if ranks > available and not os.environ.get("RAY_ADDRESS"):
+        reason = f"this machine has {available} {noun}, and every rank needs one of its own"
+        fix = f"lower --data-parallel-size to {available} or less"
+        raise ConfigError("train.data_parallel_size", ranks, reason, fix)
+    if machine.cpus < 2:
+        raise Doubt("cpus", 1, "engine and trainer share it, deadlines may be missed", "use 2 or more")
+    return f"{machine.cpus} CPUs"
+
+
+def check_memory(config: Config, machine: Machine) -> str:
+    """Compares the free memory with an estimate (`_needed_memory`) and with what Ray keeps free: below that,
+    whoever uses the rest, Ray kills ranks and workers.
+
+    Raises ConfigError where Ray would kill the run's processes whatever they need, LikelyFailure where much
+    is missing and Doubt where little is: the need is an estimate."""
+    if os.environ.get("RAY_ADDRESS"):
+        return "not looked at: RAY_ADDRESS names a Ray that watches other machines"
+    needed = _needed_memory(config, machine)
+    margin = (1 - ray_memory.threshold()) * machine.memory_total_bytes
+    value = (
+        f"{machine.memory_bytes / _GB:.1f} GB free, about {needed / _GB:.1f} GB needed beside the "
+        f"{margin / _GB:.1f} GB at which Ray begins to kill"
+    )
+    usable = machine.memory_bytes - margin
+    if usable <= 0:
+        reason = "Ray would kill the run's first processes"
+        fix = "end other programs, or raise RAY_memory_usage_threshold in the environment (0.98, say)"
+        raise ConfigError("memory", value, reason, fix)
+    fix = "end other programs, or use a smaller model or fewer --num-engines and --data-parallel-size"
+    if usable < 0.6 * needed:
+        raise LikelyFailure("memory", value, "processes of the run would be killed", fix)
+    if usable < needed:
+        raise Doubt("memory", value, "it may not be enough", fix)
+    return value
+
+
+def _needed_memory(config: Config, machine: Machine) -> float:
+    """An estimate in bytes. An engine takes 1.5 GB and its weights twice; the weight arena has two slots; the
+    rest of the run takes 2 GB.
+
+    A trainer rank takes 1 GB, and 20 bytes for each bfloat16 weight (10 times the model): the weight, the
+    float32 gradient, the master weight, the moments, and what a step computes. Saving a checkpoint adds a
+    tensor or two, as it is written tensor by tensor. Where several ranks share the optimizer's state, each
+    holds all of it once while it loads a checkpoint: 24 bytes (12 times the model). On a GPU engines and
+    ranks hold theirs elsewhere, and their weights pass through memory once."""
+    weights = _weight_bytes(config)
+    engines = config.engine.num_engines
+    ranks = config.train.data_parallel_size
+    base = 2 * _GB + 2 * weights
+    if machine.gpus:
+        return base + weights * (engines + ranks)
+    per_engine = 1.5 * _GB + 2 * weights
+    per_rank = _GB + 10 * weights
+    if ranks > 1:
+        per_rank = _GB + 12 * weights
+    return base + engines * per_engine + ranks * per_rank
+
+
+def _weight_bytes(config: Config) -> int:
+    """Of the model as engines hold it; 0 without a model."""
+    if not config.model.model_path:
+        return 0
+    stored = sum(file.stat().st_size for file in config.model.folder.glob("*.safetensors"))
+    if config.engine.engine_dtype == "float32":
+        return 2 * stored
+    return stored
+
+
+def check_disk(config: Config, machine: Machine) -> str:
+    """A checkpoint holds the model twice, for Megatron and for Hugging Face, float32 weights and two moments:
+    8 times the bfloat16 weights. A new one is written beside those that are kept (`keep_checkpoints` 0: every
+    one is kept, so their number is not known; two are counted)."""
+    root = Path(config.run.run_root).expanduser().absolute()
+    while not root.is_dir() and root != root.parent:
+        root = root.parent
+    free = psutil.disk_usage(str(root)).free
+    checkpoint = 8 * _weight_bytes(config)
+    checkpoints = (config.run.keep_checkpoints or 1) + 1
+    needed = checkpoints * checkpoint + _GB
+    value = (
+        f"{free / _GB:.1f} GB free at {root}, about {checkpoint / _GB:.1f} GB per checkpoint and "
+        f"{needed / _GB:.1f} GB for {checkpoints} of them"
+    )
+    if free < checkpoint + _GB:
+        fix = "free some, or give another --run-root"
+        raise ConfigError("run.run_root", value, "the disk would fill", fix)
+    if free < needed:
+        reason = "the disk may fill: a checkpoint is written beside those kept"
+        fix = "free some, give another --run-root, or lower --keep-checkpoints"
+        raise Doubt("run.run_root", value, reason, fix)
+    return value
+
+
+def check_shared_memory(config: Config, machine: Machine) -> str:
+    """/dev/shm is used by torch and Ray. The weight arena is a memfd, which counts as memory."""
+    value = f"{machine.shared_memory_bytes / _GB:.1f} GB free in /dev/shm"
+    fix = "docker run --shm-size 8g"
+    if machine.shared_memory_bytes < _MIN_SHARED_MEMORY:
+        raise ConfigError("/dev/shm", value, "SGLang's processes need 64 MB", fix)
+    if machine.shared_memory_bytes < _GB:
+        raise Doubt("/dev/shm", value, "Ray's objects go to disk then", fix)
+    return value
+
+
+def check_ray(config: Config, machine: Machine) -> str:
+    """Whether something listens at RAY_ADDRESS (host:port, or ray://host:port)."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address == "auto":
+        return "auto: one that runs on this machine"
+    if address in ("", "local"):
+        return "a run starts one of its own"
+    url = address if "://" in address else f"ray://{address}"
+    try:
+        parts = urlsplit(url)
+        if not parts.hostname or not parts.port:
+            raise ValueError("not of the form host:port")
+        socket.create_connection((parts.hostname, parts.port), timeout=_RAY_DEADLINE_S).close()
+    except (OSError, ValueError) as error:
+        fix = "start it (`ray start --head`), correct RAY_ADDRESS, or unset it"
+        raise ConfigError("RAY_ADDRESS", address, f"no Ray can be reached there ({error})", fix) from error
+    return f"{address} answers"

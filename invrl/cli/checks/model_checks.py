@@ -1,0 +1,101 @@
+"""Whether the model can be served and trained: its files, what the trainer computes, its chat template."""
+
+from pathlib import Path
+
+from invrl.errors import ConfigError, InvrlError
+from invrl.gateway.config import GatewayConfig
+from invrl.run.config import Config
+
+_NO_LIMIT = 2**31
+"""Vocabulary size: no token id is refused."""
+
+
+def model_folder(config: Config) -> Path:
+    """Raises ConfigError if no model is given, or if there is no such folder."""
+    from invrl.model_folder import no_such_folder
+
+    if not config.model.model_path:
+        fix = "give --model-path FOLDER; `invrl prepare-model --help` shows how to make one"
+        raise ConfigError("model.model_path", "", "no model was given", fix)
+    if not config.model.folder.is_dir():
+        raise no_such_folder("model.model_path", config.model.model_path)
+    return config.model.folder
+
+
+def check_model(config: Config) -> Path:
+    """The files are those of a model that can be served, and if a checkpoint of a run holds them, they are
+    what was written."""
+    from invrl.model_folder import check_model_folder
+    from invrl.run.checkpoints import check_served
+    from invrl.train.families.registry import FAMILIES
+
+    folder = model_folder(config)
+    check_model_folder(folder, families=FAMILIES)
+    check_served(folder)
+    return folder
+
+
+def check_trainable(config: Config) -> str:
+    """The trainer computes exactly this model."""
+    from invrl.train.hf_config import read_hf_config
+
+    return read_hf_config(model_folder(config)).model_type
+
+
+def check_template(config: Config) -> None:
+    """Render as the gateway does: a first request, and one that follows a reply. Load the parsers that are
+    named."""
+    folder = model_folder(config)
+    try:
+        renders = _renders(folder, config.gateway)
+        _load_parsers(config.gateway)
+    except ConfigError:
+        raise
+    except ImportError as error:  # transformers looks for jinja2 when it renders
+        from invrl.cli.checks.machine_checks import packages_missing
+
+        raise packages_missing(error) from error
+    except Exception as error:  # templates raise what they like, the tokenizer bare Exceptions
+        raise _template_error(folder, config.gateway, error) from error
+    if not renders:
+        reason = "the chat template renders a conversation to nothing"
+        fix = "choose an instruct model, or write another chat_template.jinja"
+        raise ConfigError("model.model_path", str(folder), reason, fix)
+
+
+def _renders(folder: Path, gateway: GatewayConfig) -> bool:
+    """Whether both conversations become token ids."""
+    from invrl.gateway.rendering.loading import load_renderer
+    from invrl.gateway.types import Message, Prompt
+
+    renderer = load_renderer(str(folder), _NO_LIMIT, chat_template=gateway.chat_template_path)
+    question = Message(role="user", content="a word")
+    reply = Message(role="assistant", content="a word")
+    for messages in ((question,), (question, reply, question)):
+        if not renderer.render_first(Prompt(messages=messages)):
+            return False
+    return True
+
+
+def _load_parsers(gateway: GatewayConfig) -> None:
+    from invrl.gateway.rendering.parsers import choose_parsers
+
+    # SGLang's import is slow, so it is imported only for a parser that is named.
+    tool_calls = gateway.tool_call_parser
+    reasoning = gateway.reasoning_parser
+    if tool_calls == "auto":
+        tool_calls = "none"
+    if reasoning == "auto":
+        reasoning = "none"
+    choose_parsers(tool_calls, reasoning, template="").preload()
+
+
+def _template_error(folder: Path, gateway: GatewayConfig, error: Exception) -> ConfigError:
+    reason = f"no conversation renders: {error!r}"
+    if isinstance(error, InvrlError):
+        reason = str(error)
+    if gateway.chat_template_path:
+        fix = "repair it, or leave --chat-template-path out"
+        return ConfigError("gateway.chat_template_path", gateway.chat_template_path, reason, fix)
+    fix = "repair chat_template.jinja (or chat_template in tokenizer_config.json)"
+    return ConfigError("model.model_path", str(folder), reason, fix)

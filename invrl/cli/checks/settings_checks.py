@@ -1,0 +1,151 @@
+"""What the settings of a run name, looked at before any process starts: user code, tasks, trackers, saved
+batches, options of other packages, the gateway's port.
+
+A check takes the configuration, raises ConfigError (or PluginError), and may return what it saw."""
+
+import socket
+from pathlib import Path
+
+from invrl.cli.checks.model_checks import model_folder
+from invrl.errors import ConfigError
+from invrl.host.environment_keys import ENVIRONMENT_KEY, held_key
+from invrl.run.config import Config
+
+_MAX_LAYERS = 1024
+"""Stands in for the number of layers where no model is given."""
+_SHORTEST_KEY = 16
+
+
+def check_rollout_function(config: Config) -> object:
+    """The rollout function can be called as one. Returns a sentence where the run needs none."""
+    from invrl import plugins
+
+    rollout = config.rollout
+    if rollout.rollout_function_path:
+        return plugins.load_rollout_function(rollout.rollout_function_path)
+    if not rollout.runs_rollouts:
+        return "none: your environments lease the tasks"
+    if rollout.external_environments:
+        reason = f"held-out tasks are run here, by a rollout function (eval_tasks is {rollout.eval_tasks})"
+        fix = "give --rollout-function-path my_agent:rollout, or --eval-tasks 0"
+    else:
+        reason = "no rollout function was given, so nothing would be trained"
+        fix = (
+            "give --rollout-function-path my_agent:rollout, your async (task, endpoint) -> reward "
+            "(`invrl init FOLDER` writes one to start from), or a preset that names one (--config quickstart)"
+        )
+    raise ConfigError("rollout.rollout_function_path", "", reason, fix)
+
+
+def check_reward_function(config: Config) -> object:
+    from invrl import plugins
+
+    path = config.rollout.reward_function_path
+    if not path:
+        return "none"
+    return plugins.load_reward_function(path)
+
+
+def check_eval_sets(config: Config) -> None:
+    """The named held-out sets of a training run."""
+    sets = config.rollout.eval_sets
+    if not sets:
+        return
+    if not config.rollout.eval_tasks:
+        fix = "set --eval-tasks, or leave --eval-sets out"
+        raise ConfigError("rollout.eval_sets", sets, "no evaluation is asked for (eval_tasks is 0)", fix)
+    check_held_out_tasks(config)
+
+
+def check_held_out_tasks(config: Config) -> None:
+    """All held-out tasks can be read, and there are as many as the settings ask for."""
+    from invrl.rollout.tasks import load_eval_sets
+
+    load_eval_sets(config.rollout, config.run.seed)
+
+
+def check_tasks(config: Config) -> object:
+    from invrl.rollout import tasks
+
+    return tasks.check_tasks(config.rollout, config.run.seed)
+
+
+def check_algorithm(config: Config) -> None:
+    """Advantage, policy loss and group filter: built in, or functions that can be called as such."""
+    from invrl.algorithms.advantages import advantage_function
+    from invrl.algorithms.surrogates import surrogate_function
+    from invrl.buffer.group_filters import group_filter_function
+
+    advantage_function(config.algorithm.advantage)
+    surrogate_function(config.algorithm.policy_loss)
+    group_filter_function(config.buffer.group_filter)
+
+
+def check_trackers(config: Config) -> object:
+    from invrl.observe import tracker_checks
+
+    return tracker_checks.check_trackers(config.run)
+
+
+def check_saved_batches(config: Config) -> None:
+    """The batches and the checkpoint that `--debug-train-only` begins with."""
+    from invrl.run.checkpoints import first_checkpoint
+    from invrl.store.batch_file import saved_steps
+
+    if not config.run.debug_train_only:
+        return
+    checkpoint = first_checkpoint(config.run.load_checkpoint)
+    first_step = checkpoint.step if checkpoint else 0
+    folder = Path(config.run.load_rollout_data).expanduser().absolute()
+    saved_steps(folder, after_step=first_step)
+
+
+def check_sglang_options(config: Config) -> None:
+    from invrl.engines.sglang_args import sglang_flags
+
+    sglang_flags(config.sglang)
+
+
+def check_router_options(config: Config) -> None:
+    from invrl.engines.sglang_args import router_flags
+
+    router_flags(config.router)
+
+
+def check_megatron_options(config: Config) -> None:
+    from invrl.train import megatron_args
+    from invrl.train.hf_config import read_hf_config
+
+    if not config.megatron:
+        return
+    layers = _MAX_LAYERS
+    if config.model.model_path:
+        layers = read_hf_config(model_folder(config)).num_hidden_layers
+    megatron_args.check_megatron_options(config.megatron, num_layers=layers)
+
+
+def check_gateway_port(config: Config) -> None:
+    """The gateway can listen on its address, and nobody else does."""
+    host = config.gateway.gateway_host
+    port = config.gateway.gateway_port
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        reason = f"the gateway cannot listen on {host}:{port} ({error.strerror})"
+        if isinstance(error, PermissionError) or "in use" in str(error):
+            fix = "choose another --gateway-port, or 0 for a free one"
+            raise ConfigError("gateway.gateway_port", port, reason, fix) from error
+        fix = "give an address of this machine as --gateway-host (127.0.0.1, or 0.0.0.0 for all)"
+        raise ConfigError("gateway.gateway_host", host, reason, fix) from error
+
+
+def check_environment_key(config: Config) -> None:
+    """The environment key that the user brings, if any, cannot be guessed."""
+    key = held_key(ENVIRONMENT_KEY)
+    if key is not None and len(key) < _SHORTEST_KEY:
+        reason = "whoever has it opens sessions: it is too short"
+        fix = f"make it of {_SHORTEST_KEY} random characters or more, or unset it"
+        raise ConfigError(ENVIRONMENT_KEY, "(not shown)", reason, fix)
