@@ -1,8 +1,8 @@
-"""When two messages count as the same: digests of conversations, one per `MatchLevel`. Pure.
+"""When two messages count as the same: digests of conversations, for each `MatchLevel`. Pure.
 
-Agents hand history back altered: without reasoning, with other tool-call ids, JSON keys in another order,
-whitespace trimmed. `MatchLevel` names what may differ. Dialects make messages, `forest.py` compares them,
-`rendering.py` shows them to the chat template."""
+Agents send history back altered: without reasoning, with other tool-call ids, with the keys of JSON in
+another order, with whitespace trimmed. A `MatchLevel` says which of these differences are allowed. Two
+conversations are the same at a level if their digests are equal."""
 
 import ast
 import functools
@@ -14,6 +14,14 @@ from collections.abc import Mapping, Sequence
 from invrl.gateway.types import MatchLevel, Message, Tool
 from invrl.types import Json
 
+_MAX_OBJECTS = 16
+"""Objects in one text that are rewritten."""
+_MAX_OBJECT_CHARACTERS = 4_000
+"""The two bounds limit the time that a text full of braces takes."""
+_OBJECT_BEGINS = re.compile(r"""\{\s*["'}]""")
+"""A brace and the first key, or the end of the object. Any other brace is code: to parse each of those as
+Python would take long."""
+
 
 def digests(
     messages: Sequence[Message],
@@ -24,39 +32,43 @@ def digests(
     calls: Mapping[str, str] | None = None,
     tools: Sequence[Tool] = (),
 ) -> list[bytes]:
-    """One digest per prefix of the conversation, the empty one (`seed`) first. To go on from one: `seed` is
-    its digest, `earlier` the messages that it has, `calls` the places of its tool calls that are answered.
-    `tools`: whose schemas say what a missing argument is. That a reply is known by its calls' ids
-    (`MatchLevel.REWRITTEN`) is not seen here: `forest.py` puts the recorded reply in its place first."""
+    """One digest for each prefix of the conversation, starting with that of the empty one, which is `seed`.
+
+    To continue a conversation: `seed` is its digest, `earlier` the number of its messages, `calls` has the
+    places of those of its tool calls that `messages` answer. The schemas of `tools` say what a missing
+    argument is. At `MatchLevel.REWRITTEN` a reply is identified by its calls; this function does not do that:
+    the forest puts the recorded reply in the place of the reply that was sent."""
     digest = seed
-    found = [digest]
-    places = dict(calls or {})
-    """Of tool-call ids so far."""
-    schemas = _schemas_with_defaults(tools) if level > MatchLevel.EXACT else {}
-    for at, message in enumerate(messages, earlier):
-        for nth, call in enumerate(message.tool_calls):
-            places[call.id] = f"{at}.{nth}"
-        parts = _parts(message, level, places, schemas)
+    prefix_digests = [digest]
+    call_places = dict(calls or {})
+    """The place of every tool call so far, by its id."""
+    schemas: Mapping[str, Json] = {}
+    if level > MatchLevel.EXACT:
+        schemas = _schemas_with_defaults(tools)
+    for position, message in enumerate(messages, earlier):
+        for index, call in enumerate(message.tool_calls):
+            call_places[call.id] = f"{position}.{index}"
+        parts = _compared_parts(message, level, call_places, schemas)
         encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
         lengths = b",".join([b"%d" % len(part) for part in encoded])
         digest = hashlib.blake2b(b"".join([digest, lengths, b";", *encoded]), digest_size=16).digest()
-        found.append(digest)
-    return found
+        prefix_digests.append(digest)
+    return prefix_digests
 
 
 def tools_digest(tools: Sequence[Tool]) -> bytes:
-    """Of what the tools are, whatever the order of their JSON's keys; b"" for none."""
+    """The digest of the tools, which does not depend on the order of the keys in their JSON; b"" for none."""
     if not tools:
         return b""
-    shown = [[tool.name, tool.description, canonical_json(tool.parameters)] for tool in tools]
-    return hashlib.blake2b(json.dumps(shown).encode(), digest_size=16).digest()
+    fields = [[tool.name, tool.description, canonical_json(tool.parameters)] for tool in tools]
+    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).digest()
 
 
 def canonical_json(text: str, schema: Json = None) -> str:
-    """JSON with sorted keys and one layout, 2.0 as the 2 that JavaScript makes of it; other text as it is.
-    `schema`: a JSON schema, whose defaults stand for what is missing."""
+    """The JSON with sorted keys, in one layout, and with 2.0 written as 2, as JavaScript does. Text that is
+    no JSON is only stripped. `schema` is a JSON schema, whose defaults are filled in."""
     try:
-        value = json.loads(text, parse_float=_number)
+        value = json.loads(text, parse_float=_parse_float)
         if schema is not None:
             value = _with_defaults(value, schema, schema)
         return json.dumps(value, sort_keys=True)
@@ -64,32 +76,34 @@ def canonical_json(text: str, schema: Json = None) -> str:
         return text.strip()
 
 
-def _number(text: str) -> float:
+def _parse_float(text: str) -> float:
     value = float(text)
-    return int(value) if value.is_integer() else value
+    if value.is_integer():
+        return int(value)
+    return value
 
 
 def _schemas_with_defaults(tools: Sequence[Tool]) -> Mapping[str, Json]:
-    """The parameters of those tools that have a default anywhere, by the tool's name."""
-    return {tool.name: _schema(tool.parameters) for tool in tools if '"default"' in tool.parameters}
+    """The schemas of those tools that have a default somewhere, by the tool's name."""
+    return {tool.name: _parse_schema(tool.parameters) for tool in tools if '"default"' in tool.parameters}
 
 
 @functools.lru_cache(maxsize=256)
-def _schema(parameters: str) -> Json:
+def _parse_schema(parameters: str) -> Json:
     try:
-        return json.loads(parameters, parse_float=_number)
+        return json.loads(parameters, parse_float=_parse_float)
     except (ValueError, RecursionError):
         return None
 
 
 def _with_defaults(value: Json, schema: Json, root: Json) -> Json:
-    """`value` with the defaults of `schema` in the places of properties that it lacks, in nested objects and
-    lists too. References within `root` are followed; alternatives (`anyOf`) are not chosen from."""
+    """The value with the schema's defaults in the place of missing properties, in nested objects and lists
+    too. References within `root` are followed; of alternatives (`anyOf`) none is chosen."""
     if not isinstance(schema, dict):
         return value
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        return _with_defaults(value, _referred(reference, root), root)
+        return _with_defaults(value, _resolve_reference(reference, root), root)
     if isinstance(value, list):
         items = schema.get("items")
         return [_with_defaults(item, items, root) for item in value]
@@ -97,78 +111,84 @@ def _with_defaults(value: Json, schema: Json, root: Json) -> Json:
     if not isinstance(value, dict) or not isinstance(properties, dict):
         return value
     filled = dict(value)
-    for name, described in properties.items():
+    for name, property_schema in properties.items():
         if name in filled:
-            filled[name] = _with_defaults(filled[name], described, root)
-        elif isinstance(described, dict) and "default" in described:
-            filled[name] = described["default"]
+            filled[name] = _with_defaults(filled[name], property_schema, root)
+        elif isinstance(property_schema, dict) and "default" in property_schema:
+            filled[name] = property_schema["default"]
     return filled
 
 
-def _referred(reference: str, root: Json) -> Json:
-    """What a reference such as `#/$defs/Point` stands for; None if it leads nowhere."""
-    place, *names = reference.split("/")
-    found = root if place == "#" else None
+def _resolve_reference(reference: str, root: Json) -> Json:
+    """The schema that a reference such as `#/$defs/Point` stands for; None if there is no such schema."""
+    document, *names = reference.split("/")
+    if document != "#":
+        return None
+    schema = root
     for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        if not isinstance(schema, dict):
+            return None
+        schema = schema.get(name)
+    return schema
 
 
-def _parts(
-    message: Message, level: MatchLevel, calls: Mapping[str, str], schemas: Mapping[str, Json]
+def _compared_parts(
+    message: Message, level: MatchLevel, call_places: Mapping[str, str], schemas: Mapping[str, Json]
 ) -> list[str]:
-    """The texts that make two messages the same at a level."""
+    """The texts that must be equal for two messages to be the same at a level."""
     if level is MatchLevel.EXACT:
-        raw = [part for call in message.tool_calls for part in (call.id, call.name, call.arguments)]
-        return [message.role, message.content, message.reasoning, message.tool_call_id, *raw]
+        parts = [message.role, message.content, message.reasoning, message.tool_call_id]
+        for call in message.tool_calls:
+            parts += [call.id, call.name, call.arguments]
+        return parts
     content = message.content.strip()
     if level is MatchLevel.REWRITTEN and message.role == "assistant":
-        content = _relaid(content)
-    reasoning = message.reasoning.strip() if level is MatchLevel.CANONICAL else ""
-    parts = [message.role, content, reasoning, calls.get(message.tool_call_id, "")]
+        content = _canonical_text(content)
+    reasoning = ""
+    if level is MatchLevel.CANONICAL:
+        reasoning = message.reasoning.strip()
+    parts = [message.role, content, reasoning, call_places.get(message.tool_call_id, "")]
     for call in message.tool_calls:
         parts += [call.name, canonical_json(call.arguments, schemas.get(call.name))]
     return parts
 
 
-_MOST_OBJECTS = 16
-_LONGEST_OBJECT = 4_000
-"""Characters. Both bounds hold the time that a text of nothing but braces takes."""
-_OBJECT_BEGINS = re.compile(r"""\{\s*["'}]""")
-"""A brace and the first key, or the end. Other braces are code, and to parse each as Python takes long."""
-_DECODER = json.JSONDecoder(parse_float=_number)
+_DECODER = json.JSONDecoder(parse_float=_parse_float)
 
 
-def _relaid(text: str) -> str:
-    """`text` with each object in it, as JSON or as Python writes it, in one layout, and with one space
-    wherever there is whitespace: agents that keep calls as text write them anew."""
+def _canonical_text(text: str) -> str:
+    """The text with every object in it, written as JSON or as Python, in one layout, and with one space for
+    any whitespace: agents that keep calls as text write them anew."""
     pieces: list[str] = []
-    done = 0
-    for _ in range(_MOST_OBJECTS):
-        begin = text.find("{", done)
+    end = 0
+    for _ in range(_MAX_OBJECTS):
+        begin = text.find("{", end)
         if begin < 0:
             break
-        end, shown = _object_at(text, begin)
-        pieces += [text[done:begin], shown]
-        done = end
-    return " ".join("".join([*pieces, text[done:]]).split())
+        pieces.append(text[end:begin])
+        end, canonical = _canonical_object(text, begin)
+        pieces.append(canonical)
+    pieces.append(text[end:])
+    return " ".join("".join(pieces).split())
 
 
-def _object_at(text: str, begin: int) -> tuple[int, str]:
-    """Where the object that begins at `begin` ends, and the object in one layout; of no object the brace."""
-    piece = text[begin : begin + _LONGEST_OBJECT]
-    if not _OBJECT_BEGINS.match(piece):
-        return begin + 1, "{"
+def _canonical_object(text: str, begin: int) -> tuple[int, str]:
+    """The end of the object that begins at `begin`, and the object in one layout. If there is no object, the
+    end of the brace and the brace."""
+    no_object = (begin + 1, "{")
+    candidate = text[begin : begin + _MAX_OBJECT_CHARACTERS]
+    if not _OBJECT_BEGINS.match(candidate):
+        return no_object
     try:
-        value, length = _DECODER.raw_decode(piece)
+        value, length = _DECODER.raw_decode(candidate)
         return begin + length, json.dumps(value, sort_keys=True)
     except (ValueError, RecursionError):
         pass
-    line = piece.partition("\n")[0].rstrip()  # Python's repr stands on one line
+    line = candidate.partition("\n")[0].rstrip()  # Python's repr is one line
     if not line.endswith("}"):
-        return begin + 1, "{"
+        return no_object
     try:
         value = ast.literal_eval(line)
         return begin + len(line), json.dumps(value, sort_keys=True)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return begin + 1, "{"
+        return no_object
