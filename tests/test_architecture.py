@@ -192,6 +192,8 @@ def test_the_prose_of_the_map_names_files_that_exist() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     for name in re.findall(r"`((?:invrl|tests|launch|docs)/[\w./]*)`", text):
         assert (ROOT / name).exists(), f"ARCHITECTURE.md names {name}, which is gone"
+    for symbol, name in re.findall(r"`(\w+)` in `(invrl/[\w./]*\.py)`", text):
+        assert symbol in (ROOT / name).read_text(), f"ARCHITECTURE.md: there is no {symbol} in {name}"
 
 
 def test_no_file_names_a_registry_or_the_machine_it_was_written_on() -> None:
