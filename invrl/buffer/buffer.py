@@ -37,7 +37,7 @@ from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.buffer.task_feed import TaskFeed
-from invrl.buffer.wait_report import WaitingGroup, WaitReport
+from invrl.buffer.wait_report import WaitReport, counts_by_reason, early_groups, waiting_group
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter
 from invrl.metrics import Mean, Metric, Sum, merge
@@ -295,7 +295,8 @@ class Buffer:
         self._ledger.sequence = snapshot.sequence
         self._in_flight = {group.id: copy.deepcopy(group) for group in snapshot.in_flight}
         self._ready = {group.id: copy.deepcopy(group) for group in snapshot.ready}
-        self._read_tasks_again()
+        open_groups = [*self._in_flight.values(), *self._ready.values()]
+        self._tasks = self._feed.read_again(self._groups_leased, open_groups)
         for outcome in since:
             if isinstance(outcome, RolloutSummary) and outcome.newest_version <= snapshot.trained:
                 self.record(outcome)
@@ -304,23 +305,6 @@ class Buffer:
                 self._ledger.unlease(group, index)
             if group.members(None) and group.id not in self._replacements:
                 self._replacements.append(group.id)
-
-    def _read_tasks_again(self) -> None:
-        """Reads one task for each group that was leased, up to where the snapshot was taken."""
-        groups = {group.number: group for group in (*self._in_flight.values(), *self._ready.values())}
-        for number in range(self._groups_leased):
-            task = self._feed.next()
-            if task is None:
-                raise BufferStateError(f"group g{number} had a task, but {self._feed.end}")
-            group = groups.get(number)
-            if group is None:
-                continue
-            if task.id != group.task_id:
-                raise BufferStateError(
-                    f"group {group.id} had task {group.task_id}, the task source now gives {task.id}: "
-                    "a run resumes only on the tasks that it began with"
-                )
-            self._tasks[group.id] = task
 
     # ------------------------------------------------------------------ what there is to know
 
@@ -336,19 +320,10 @@ class Buffer:
 
     def wait_report(self) -> WaitReport:
         """What the next batch waits for. The report does not say how long it has waited."""
-        in_flight = tuple(
-            WaitingGroup(
-                group_id=group.id,
-                task_id=group.task_id,
-                missing=self._group_size - len(group.finished),
-                size=self._group_size,
-            )
-            for group in self._in_flight.values()
-        )
         return WaitReport(
             wanted=self._batch_size,
             ready=len(self._ready),
-            in_flight=in_flight,
+            in_flight=tuple(waiting_group(group) for group in self._in_flight.values()),
             complete=self._complete_since_take,
             dropped=dict(self.dropped - self._dropped_before_take),
             failed=dict(self.failed - self._failed_before_take),
@@ -360,21 +335,13 @@ class Buffer:
 
     def __str__(self) -> str:
         """What a batch waits for, as the message of a DeadlineError says it."""
-        ready = f"{len(self._ready)} ready"
         num_early = sum(not self._may_be_taken(group) for group in self._ready.values())
-        if num_early:
-            ready += f" ({num_early} of them wait for the canary of their weight version)"
-        parts = [
-            f"{self._batch_size} groups",
-            f"{ready}, {len(self._in_flight)} in flight (at most {self._limit} under way)",
-        ]
-        for name, counts in (("groups dropped", self.dropped), ("rollouts failed", self.failed)):
-            if counts:
-                numbers = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
-                parts.append(f"{name}: {numbers}")
-        if self._feed.end:
-            parts.append(self._feed.end)
-        return "; ".join(parts)
+        ready = f"{len(self._ready)} ready" + early_groups(num_early)
+        in_flight = f"{len(self._in_flight)} in flight (at most {self._limit} under way)"
+        parts = [f"{self._batch_size} groups", f"{ready}, {in_flight}"]
+        parts += [counts_by_reason("groups dropped", self.dropped)]
+        parts += [counts_by_reason("rollouts failed", self.failed), self._feed.end]
+        return "; ".join(part for part in parts if part)
 
     def failure_report(self) -> FailureReport:
         """What has failed so far, and how many of the last failures were the same."""

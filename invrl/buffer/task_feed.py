@@ -1,7 +1,9 @@
 """The tasks that groups are leased for, in the order of the task source, and why there are no more."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from invrl.buffer.open_group import OpenGroup
+from invrl.errors import BufferStateError
 from invrl.types import Task
 from invrl.user_frame import USER_FRAME_PREFIX, describe_exception, raised_at
 
@@ -33,3 +35,23 @@ class TaskFeed:
             self.end = f"the task source yielded {type(task).__name__}, not invrl.types.Task"
             return None
         return task
+
+    def read_again(self, num_groups: int, groups: Iterable[OpenGroup]) -> dict[str, Task]:
+        """Reads one task for each of the `num_groups` groups that the run has leased so far. Returns those of
+        `groups`, by group id. Raises BufferStateError if they had other tasks."""
+        groups_by_number = {group.number: group for group in groups}
+        tasks: dict[str, Task] = {}
+        for number in range(num_groups):
+            task = self.next()
+            if task is None:
+                raise BufferStateError(f"group g{number} had a task, but {self.end}")
+            group = groups_by_number.get(number)
+            if group is None:
+                continue
+            if task.id != group.task_id:
+                raise BufferStateError(
+                    f"group {group.id} had task {group.task_id}, the task source now gives {task.id}: "
+                    "a run resumes only on the tasks that it began with"
+                )
+            tasks[group.id] = task
+        return tasks

@@ -1,9 +1,10 @@
-"""What a batch that is waited for waits for: counts since the batch before it was taken."""
+"""What the next batch waits for: counts since the batch before it was taken."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from invrl.buffer.open_group import OpenGroup
 from invrl.store.run_store import WaitsOutside
 from invrl.types import DropReason, Group
 
@@ -78,3 +79,26 @@ def shown_rewards(by_rewards: Mapping[str, int]) -> str:
     parts = [f"{count} x {text}" for text, count in ordered[:_SHOWN]]
     rest = sum(count for _, count in ordered[_SHOWN:])
     return "rewards: " + ", ".join([*parts, f"{rest} x others"] if rest else parts)
+
+
+def waiting_group(group: OpenGroup) -> WaitingGroup:
+    """A group in flight; how long it has waited is not known here."""
+    size = len(group.states_G)
+    return WaitingGroup(
+        group_id=group.id, task_id=group.task_id, missing=size - len(group.finished), size=size
+    )
+
+
+def early_groups(count: int) -> str:
+    """What is said of ready groups with tokens of a version whose canary has not passed; "" for none."""
+    if not count:
+        return ""
+    return f" ({count} of them wait for the canary of their weight version)"
+
+
+def counts_by_reason(name: str, counts: Mapping[str, int]) -> str:
+    """As "groups dropped: 2 stale, 4 zero_variance"; "" for none."""
+    if not counts:
+        return ""
+    numbers = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
+    return f"{name}: {numbers}"
