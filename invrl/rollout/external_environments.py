@@ -1,8 +1,9 @@
-"""Hands the buffer's leases to environments that we do not start: the dispatcher's place where nobody is
-dispatched. What such an environment leased and did not open in time goes back to the buffer as a failure,
-which leases it again. Of a group that the buffer drops, what is leased is no longer, and what was opened is
-aborted, which every later call of those sessions is told. Outcomes reach the buffer through the gateway's
-outbox."""
+"""Hands the buffer's leases to environments that we do not start, in the place of the dispatcher.
+
+An environment takes a lease over HTTP and opens its sessions. If it does not open them in time, the rollouts
+have failed, and the buffer leases them again. When the buffer drops a group, its leases are removed and its
+open sessions are aborted; every later call in those sessions is answered with that. Outcomes reach the buffer
+through the gateway's outbox."""
 
 import asyncio
 import time
@@ -15,11 +16,12 @@ from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
 from invrl.types import DroppedGroup, FailedRollout, FailureReason, GroupLease
 
-_POLL_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 
 class ExternalDispatcher(Scheduler):
-    """Offers as much as the buffer admits: nothing is on offer beyond the staleness bound."""
+    """Offers all work that the buffer admits, so nothing beyond the staleness bound. `timeout_s`: how long an
+    environment may take to open the sessions of a lease."""
 
     def __init__(
         self,
@@ -31,7 +33,9 @@ class ExternalDispatcher(Scheduler):
         timeout_s: float,
     ) -> None:
         super().__init__(buffer)
-        self._leases, self._store, self._sessions = leases, store, sessions
+        self._leases = leases
+        self._store = store
+        self._sessions = sessions
         self._timeout_s = timeout_s
         self._reading = asyncio.Lock()
         """One thread at a time reads the store."""
@@ -45,12 +49,13 @@ class ExternalDispatcher(Scheduler):
                 if dropped is not None:
                     await self._drop(dropped)
                 continue
-            for failure in await asyncio.to_thread(self._leases.expire, time.time() - self._timeout_s):
+            oldest_allowed = time.time() - self._timeout_s
+            for failure in await asyncio.to_thread(self._leases.expire, oldest_allowed):
                 await self._buffer.record(failure)
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     async def _drop(self, group: DroppedGroup) -> None:
-        # In this order: a session that is not among the open ones finds no lease any more.
+        # In this order: a session that is opened after the look-up needs a lease, and there is none any more.
         await asyncio.to_thread(self._leases.revoke, group.group_id)
         async with self._reading:
             opened = await asyncio.to_thread(self._store.open_sessions, group.group_id)
@@ -60,7 +65,8 @@ class ExternalDispatcher(Scheduler):
         await asyncio.gather(*aborts)
 
     async def _offer(self, lease: GroupLease) -> None:
-        """A task that JSON does not carry (a task source may yield anything) is a failure of its members."""
+        """If JSON cannot hold the task (a task source may yield anything), all members of the lease have
+        failed."""
         try:
             await asyncio.to_thread(self._leases.offer, lease)
         except UnsendableTask as error:

@@ -33,9 +33,10 @@ from invrl.rollout.session_client import SessionClient, is_refusal
 from invrl.rollout.worker_log import WorkerLog
 from invrl.types import FailureReason, Outcome, Session, Task
 
-_WEIGH_EVERY_S = 1.0
+_MEASURE_INTERVAL_S = 1.0
 _HARD_LIMIT = 1.25
-"""Times the limit: whoever holds so much blocks the event loop too, and the process ends on the spot."""
+"""A multiple of the limit, at which the process ends at once: code that holds so much memory probably blocks
+the event loop too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class RolloutWorker:
         forget_keys()
         self._settings = settings
         self._client = SessionClient(settings.gateway_url)
-        self._scale = _Scale(settings.rollout.rollout_worker_memory_gb)
+        self._memory_watch = _MemoryWatch(settings.rollout.rollout_worker_memory_gb)
         self._dropped: dict[str, asyncio.Event] = {}
         """Of each assignment that runs, by the id of its first session."""
 
@@ -92,34 +93,46 @@ class RolloutWorker:
         start_guardian()
         if self._settings.log_path is not None:  # before user code is imported, which may print
             WorkerLog(self._settings.log_path).take_output()
-        config, paths = self._settings.rollout, self._settings.python_path
-        sys.path.extend(path for path in paths if path not in sys.path)
+        sys.path.extend(path for path in self._settings.python_path if path not in sys.path)
+        config = self._settings.rollout
         function = plugins.load_rollout_function(config.rollout_function_path)
-        path = config.reward_function_path
-        reward_function = plugins.load_reward_function(path) if path else None
+        reward_function = None
+        if config.reward_function_path:
+            reward_function = plugins.load_reward_function(config.reward_function_path)
         self._runner = Runner(function, reward_function, timeout_s=config.rollout_timeout_s)
         importlib.import_module("openai")  # seconds on a busy machine: not while rollouts share the loop
         self._pool = ConnectionPool()
-        self._scale.start()
+        self._memory_watch.start()
 
     async def run(self, assignment: Assignment) -> WorkerReply:
         """Runs the rollout function and reports. Raises SessionError or DeadlineError only where the
         gateway does not work any more: the run cannot go on then."""
-        model, timeout_s = self._settings.model, self._settings.rollout.rollout_timeout_s
         endpoints = [
-            SessionEndpoint(session, model=model, timeout_s=timeout_s, pool=self._pool)
+            SessionEndpoint(
+                session,
+                model=self._settings.model,
+                timeout_s=self._settings.rollout.rollout_timeout_s,
+                pool=self._pool,
+            )
             for session in assignment.sessions
         ]
-        name = assignment.sessions[0].id
-        self._dropped[name] = dropped = asyncio.Event()
+        first_session_id = assignment.sessions[0].id
+        dropped = asyncio.Event()
+        self._dropped[first_session_id] = dropped
         try:
-            outcomes = await self._within_memory(assignment.task, endpoints, dropped)
+            results = await self._within_memory(assignment.task, endpoints, dropped)
         finally:
-            del self._dropped[name]
-        ended = zip(assignment.sessions, outcomes, strict=True)
-        reports = await asyncio.gather(*(self._report(*each) for each in ended))
-        stuck, over = self._runner.stuck_threads, self._scale.over.is_set()
-        return WorkerReply(outcomes=tuple(reports), stuck_threads=stuck, over_memory=over)
+            del self._dropped[first_session_id]
+        reports = [
+            self._report(session, result)
+            for session, result in zip(assignment.sessions, results, strict=True)
+        ]
+        outcomes = await asyncio.gather(*reports)
+        return WorkerReply(
+            outcomes=tuple(outcomes),
+            stuck_threads=self._runner.stuck_threads,
+            over_memory=self._memory_watch.over_limit.is_set(),
+        )
 
     async def drop(self, session_id: str) -> bool:
         """Cancels the assignment whose first session this is; `run` then answers soon. False if it does not
@@ -134,15 +147,15 @@ class RolloutWorker:
     ) -> list[UserCodeResult]:
         """The runner's outcomes, or MEMORY for each where the worker holds too much before they come."""
         running = asyncio.create_task(self._runner.run(task, endpoints, dropped))
-        over = asyncio.create_task(self._scale.over.wait())
+        over = asyncio.create_task(self._memory_watch.over_limit.wait())
         try:
             await asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done() or not self._scale.over.is_set():  # user code may cancel any task
+            if running.done() or not self._memory_watch.over_limit.is_set():  # user code may cancel any task
                 return await running
         finally:
             over.cancel()
             running.cancel()
-        failure = Failure(reason=FailureReason.MEMORY, detail=self._scale.found)
+        failure = Failure(reason=FailureReason.MEMORY, detail=self._memory_watch.detail)
         return [failure] * len(endpoints)
 
     async def _report(self, session: Session, result: UserCodeResult) -> Outcome:
@@ -157,35 +170,37 @@ class RolloutWorker:
             return await self._client.abort(session, FailureReason.BAD_RETURN, str(refusal))
 
 
-class _Scale:
-    """Weighs the process and what it started; a thread, because what leaks may block the event loop."""
+class _MemoryWatch:
+    """Measures the memory of the process and its children in a thread, because code that leaks memory may
+    block the event loop."""
 
     def __init__(self, limit_gb: float) -> None:
-        self.over = asyncio.Event()
-        self.found = ""
+        self.over_limit = asyncio.Event()
+        self.detail = ""
         self._limit_gb = limit_gb
 
     def start(self) -> None:
         if self._limit_gb:
             loop = asyncio.get_running_loop()
-            threading.Thread(target=self._weigh, args=(loop,), name="scale", daemon=True).start()
+            threading.Thread(target=self._measure, args=(loop,), name="memory-watch", daemon=True).start()
 
-    def _weigh(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _measure(self, loop: asyncio.AbstractEventLoop) -> None:
         me = psutil.Process()
         while not loop.is_closed():
-            time.sleep(_WEIGH_EVERY_S)
-            held, family = 0, [me, *me.children(recursive=True)]
+            time.sleep(_MEASURE_INTERVAL_S)
+            family = [me, *me.children(recursive=True)]
+            held = 0
             for process in family:
                 with contextlib.suppress(psutil.Error):
                     held += process.memory_info().rss
             if held > self._limit_gb * 1e9:
-                self.found = (
+                self.detail = (
                     f"the worker held {held / 1e9:.1f} GB, with its {len(family) - 1} child processes; "
                     f"rollout_worker_memory_gb is {self._limit_gb:g}"
                 )
                 with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
-                    loop.call_soon_threadsafe(self.over.set)
+                    loop.call_soon_threadsafe(self.over_limit.set)
             if held > _HARD_LIMIT * self._limit_gb * 1e9:
-                time.sleep(_WEIGH_EVERY_S)  # enough for an event loop that runs, to report
-                print(f"ended on the spot: {self.found}", file=sys.stderr, flush=True)
+                time.sleep(_MEASURE_INTERVAL_S)  # enough for an event loop that runs, to report
+                print(f"ended on the spot: {self.detail}", file=sys.stderr, flush=True)
                 os._exit(1)
