@@ -4,8 +4,8 @@ May import `host`, `store` and the engines' client. `types.py` holds what crosse
 inside; each of them imports only what is listed behind it:
 
     server     the HTTP routes and the processes    -> all of the others
-    sessions   opening, rewarding and closing       -> turns, registry
-    turns      match, render, sample, commit        -> rendering, registry
+    sessions   opening, rewarding and closing       -> turns, registry, session_record
+    turns      match, render, sample, commit        -> rendering, session_record
     dialects   the wire formats                     -> types only
     rendering  messages to ids, text to messages    -> types only
 

@@ -9,13 +9,13 @@ from invrl.section import Section
 MatchName = Literal["exact", "canonical", "without_reasoning", "rewritten"]
 """The names of `MatchLevel`."""
 Constrained = Literal["free", "skip", "masked"]
-"""What becomes of a reply that the client wants forced into a form. `free`: it is not forced, and trained.
-`skip`: it is forced, and not trained. `masked`: it is forced, and trained as a choice among the tokens that
-the grammar kept."""
+"""How a reply is handled whose form the client wants forced. `free`: the form is not forced, and the reply is
+trained. `skip`: the form is forced, and the reply is not trained. `masked`: the form is forced, and the reply
+is trained as a choice among the tokens that the grammar allowed."""
 
 
 class SessionPolicy(Section):
-    """What a session may use up, and what becomes of its reward. Callers may ask for less of a limit."""
+    """The limits of a session, and how its reward is handled. A caller may ask for lower limits."""
 
     max_open_sessions: PositiveInt = Field(1024, description="open sessions before new ones get 429")
     session_ttl_s: PositiveFloat = Field(3600.0, description="seconds until an open session is ended")
@@ -43,7 +43,7 @@ class SessionPolicy(Section):
 
 
 class GatewayConfig(SessionPolicy):
-    """Where agents reach us, and how many at a time."""
+    """The address of the gateway, its processes, and how it handles conversations."""
 
     gateway_host: str = Field("127.0.0.1", description="address the gateway listens on; the only public one")
     gateway_port: NonNegativeInt = Field(0, le=65535, description="the gateway's port; 0: a free one")

@@ -1,4 +1,4 @@
-"""The gateway's processes and its HTTP surface: the application, the workers and what supervises them.
+"""The gateway's processes and its HTTP interface: the supervisor, the workers and their application.
 
-Start with `app.py`; `gateway_server.py` is what the driver holds.
+Start with `app.py`. `agent_api.py` is the hot path; `gateway_server.py` is what the driver holds.
 """

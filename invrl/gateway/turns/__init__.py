@@ -1,4 +1,5 @@
-"""One turn: match the request with the recorded tokens, sample the reply, commit it, deliver it.
+"""A turn: a request is matched with the recorded tokens, the reply is sampled, committed and delivered.
 
-Start with `turns.py`; `forest.py` decides which recorded ids a request continues.
+Start with `turns.py`. `placement.py` and `forest.py` decide which recorded ids a request continues,
+`generation.py` samples.
 """

@@ -186,7 +186,7 @@ class Generation:
 
     async def answer(self) -> Answer:
         """The committed turn. SessionError, ServerError or DeadlineError if there is none."""
-        # Not `await self._task`: the task wakes its waiters in its last step, before it counts as done.
+        # A loop, because the last pieces wake a waiter before the task has ended.
         while not self._task.done():
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)

@@ -146,7 +146,7 @@ class Turns:
 
     def _prepare_in_thread(self, conversation: Conversation, request: TurnRequest) -> Prepared:
         prepared = self._prepare(conversation, request)
-        # The grammar of the tools is compiled once and cached.
+        # Makes a parser only to fill the caches of what parsers derive from the tools.
         self._parser(request, prepared.placement.context_ids, "")
         return prepared
 
