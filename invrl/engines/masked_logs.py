@@ -1,6 +1,7 @@
-"""Keys of our private servers stay out of logs, at whatever level a server tells its arguments.
+"""Keeps the keys of our private servers out of logs.
 
-SGLang logs all of its arguments at level info, keys among them."""
+SGLang logs all of its arguments at level info, keys among them.
+"""
 
 import logging
 import re
@@ -11,19 +12,19 @@ _HIDDEN = r"\1\2(not shown)"
 
 
 def without_keys(text: str) -> str:
-    """`text` with the values of everything that is called an API key replaced."""
+    """`text` without the values of everything that is called an API key."""
     return _KEY.sub(_HIDDEN, text)
 
 
 def mask_keys_in_logs() -> None:
-    """From now on, in every log record of this process."""
+    """Mask keys in every log record of this process from now on."""
     make_record = logging.getLogRecordFactory()
 
     def make_masked(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make_record(*args, **kwargs)
         try:
             message = record.getMessage()
-        except Exception:  # logging itself says what is wrong with its arguments
+        except Exception:  # logging itself reports what is wrong with its arguments
             return record
         masked = without_keys(message)
         if masked != message:

@@ -1,7 +1,8 @@
 """Text that may be shown in a terminal, whatever it holds.
 
-What a model says, and what an exception says of itself, is anybody's bytes: an escape sequence in it would
-move the cursor, colour the screen or set the terminal's title. Here such characters become visible."""
+A model's reply and an exception's message can hold any bytes. An escape sequence in them would move the
+cursor, colour the screen or set the terminal's title. Here such characters become visible.
+"""
 
 import sys
 import unicodedata
@@ -12,11 +13,13 @@ _SEPARATORS = ("Zl", "Zp")
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """`text` with escapes such as \\x1b or \\u202e in the places of control characters, of format characters
-    (some turn the writing direction round), of lone surrogates, and of what `encoding` lacks. New lines and
-    tabs stay."""
+    """`text` with escapes such as \\x1b or \\u202e in place of the characters that a terminal must not get.
+
+    These are control characters, format characters (some reverse the writing direction), lone surrogates, and
+    what `encoding` lacks. New lines and tabs stay.
+    """
     if not (text.isascii() and text.isprintable()):
-        text = "".join(map(_shown, text))
+        text = "".join(_visible(character) for character in text)
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -25,7 +28,7 @@ def for_stdout(text: str) -> str:
     return printable(text, getattr(sys.stdout, "encoding", None) or "utf-8")
 
 
-def _shown(character: str) -> str:
+def _visible(character: str) -> str:
     category = unicodedata.category(character)
     if character in _KEPT or not (category.startswith("C") or category in _SEPARATORS):
         return character
@@ -35,12 +38,12 @@ def _shown(character: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """With one space wherever there is white space."""
+    """`text` with one space in place of any white space."""
     return " ".join(text.split())
 
 
 def trimmed(text: str, characters: int) -> str:
-    """At most about `characters` of it: the beginning and the end, and between them how much is left out."""
+    """At most about `characters` of it: the beginning, the end, and between them how much is left out."""
     if len(text) <= characters:
         return text
     head = characters * 2 // 3

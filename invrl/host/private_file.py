@@ -10,7 +10,7 @@ _OWNER_ONLY = 0o600
 
 
 def open_private(path: Path, *, append: bool = False) -> BinaryIO:
-    """For writing, from an empty file or at its end. One that exists becomes private if it is ours."""
+    """Open for writing: an empty file, or at its end with `append`. A file of ours becomes private."""
     mode = os.O_APPEND if append else os.O_TRUNC
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode, _OWNER_ONLY)
     _restrict(file)
@@ -18,9 +18,11 @@ def open_private(path: Path, *, append: bool = False) -> BinaryIO:
 
 
 def make_private(path: Path) -> None:
-    """An empty file where there is none; one that exists becomes private if it is ours, and stays as it is.
-    One that exists is not opened: to close it again would drop every lock that this process has on it, those
-    of SQLite too."""
+    """Create an empty file, or make an existing file of ours private and leave its content.
+
+    An existing file is not opened: to close it again would drop every lock that this process has on it, also
+    those of SQLite.
+    """
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _OWNER_ONLY))
     except FileExistsError:
@@ -28,7 +30,7 @@ def make_private(path: Path) -> None:
 
 
 def restrict(path: Path) -> None:
-    """A file becomes private if it is there and ours."""
+    """Make a file private if it exists and is ours."""
     with contextlib.suppress(FileNotFoundError):
         _restrict(path)
 

@@ -19,14 +19,15 @@ _SHORT = "/tmp"
 
 
 def prepare_ray() -> None:
-    """Called by `cli/main.py` before it imports what imports Ray.
+    """To be called before anything imports Ray.
 
-    Ray listens on all interfaces whatever it is told, so only who has a token that this process made may
-    join. `start_ray` shows it to Ray's processes alone: engines and the gateway, which are started before,
-    do not inherit it, and neither does what user code in this process starts. Idle workers started ahead and
-    Ray's own metrics cost a laptop more than they save."""
+    Ray listens on all interfaces whatever its settings are, so only processes that have a token made here may
+    join. Only Ray's own processes get it: engines and the gateway, which are started before, do not inherit
+    it, and neither does what user code in this process starts. Idle workers started ahead and Ray's own
+    metrics are off: they cost a laptop more than they save.
+    """
     if os.environ.get("RAY_ADDRESS") or "ray" in sys.modules:
-        return  # too late for us: whoever imported it has Ray's own token, in the home folder
+        return  # too late: whoever imported Ray has Ray's own token, in the home folder
     os.environ.update(
         worker_environment(),
         RAY_AUTH_MODE="token",
@@ -39,8 +40,11 @@ def prepare_ray() -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """What a worker process needs: the user's modules and ours, one thread per process. No uvloop: a
-    transport of it that user code left open and another thread collects ends the process."""
+    """What a worker process needs: the user's modules and ours, one thread per process.
+
+    No uvloop: if user code leaves one of its transports open and another thread collects it, the process
+    ends.
+    """
     paths = [str(Path.cwd()), *sys.path]
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
@@ -51,10 +55,12 @@ def worker_environment() -> dict[str, str]:
 
 @contextmanager
 def ray_folder(logs: Path) -> Iterator[str]:
-    """Where a Ray of our own keeps its sockets and logs, anew for each start. By default Ray shares a folder
-    with every other program of the machine, and looks there for the address of a running cluster; that of a
-    dead one made a start hang. The folder goes at the end, its logs to `logs`; where
-    this process is killed, the supervisor does that."""
+    """A new folder for the sockets and logs of a Ray of our own.
+
+    By default Ray shares a folder with every other program of the machine, and looks there for the address of
+    a running cluster; the address of a dead one made a start hang. At the end the folder is removed, and its
+    logs go to `logs`. If this process is killed, the supervisor does that.
+    """
     folder = tempfile.mkdtemp(prefix="invrl-ray-", dir=_SHORT if os.access(_SHORT, os.W_OK) else None)
     lifeline.tell(NoteKind.FOLDER, folder)
     try:
@@ -64,7 +70,7 @@ def ray_folder(logs: Path) -> Iterator[str]:
 
 
 def remove_ray_folder(folder: str, logs: Path) -> None:
-    """Keeps what its processes and the workers have printed, user code too."""
+    """Remove the folder, but keep what Ray's processes and the workers, user code too, have printed."""
     with suppress(OSError):
         for pattern in ("*.out", "*.err"):
             for log in Path(folder).glob(f"session_2*/logs/{pattern}"):

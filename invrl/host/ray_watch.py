@@ -1,10 +1,13 @@
-"""Watches the raylet and the GCS of a Ray that we started. Without either of them a run cannot go on, and
-neither can it end in order: a raylet takes the driver with it within a second, a lost GCS aborts it from C++
-after a minute, and `ray.shutdown` beside a stopped GCS took seven minutes. So when one is gone or does not
-answer, the cause is told at once, and this process ends on the spot; the supervisor (or the guardian) ends
-what is left below it.
+"""Watches the raylet and the GCS of a Ray that we started, and ends this process with the cause when one is
+gone.
 
-Only for a Ray of our own: that of RAY_ADDRESS belongs to somebody else."""
+Without either of them a run can neither go on nor end in order: a raylet takes the driver with it within a
+second, a lost GCS aborts it from C++ after a minute, and `ray.shutdown` beside a stopped GCS took seven
+minutes. So when one is gone or does not answer, the cause is reported and this process ends at once; the
+supervisor (or the guardian) ends what is left below it.
+
+Only for a Ray of our own: that of RAY_ADDRESS belongs to somebody else.
+"""
 
 import contextlib
 import logging
@@ -23,13 +26,13 @@ from invrl.host.lifeline import NoteKind
 
 logger = logging.getLogger(__name__)
 _FAILURE_EXIT = 1
-_LOOK_EVERY_S = 1.0
+_LOOK_INTERVAL_S = 1.0
 _WATCHED = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """One of Ray's processes. `ask` returns when it has answered, and raises, or hangs, when it does not."""
+    """One of Ray's processes. `ask` returns once it has answered, and raises or hangs if it does not."""
 
     name: str
     pid: int
@@ -37,8 +40,7 @@ class Watched:
 
 
 class RayWatch:
-    """`end` is called once, with a sentence, when one of `processes` has ended or has not answered for
-    `heartbeat_timeout_s`."""
+    """Calls `end` once, with the cause, when a process has ended or has not answered for a timeout."""
 
     def __init__(
         self, processes: list[Watched], *, heartbeat_timeout_s: float, end: Callable[[str], None]
@@ -47,24 +49,24 @@ class RayWatch:
         self._timeout_s = heartbeat_timeout_s
         self._end = end
         self._stopped = threading.Event()
-        self._told = threading.Lock()
+        self._report_lock = threading.Lock()
 
     def start(self) -> None:
         for process in self._processes:
-            for work in (self._wait_for_its_end, self._ask):
+            for work in (self._wait_for_end, self._ask):
                 threading.Thread(
                     target=work, args=(process,), name=f"watch {process.name}", daemon=True
                 ).start()
 
     def stop(self) -> None:
-        """What ends from here on was meant to end."""
+        """Report nothing from here on: what ends now was meant to end."""
         self._stopped.set()
 
-    def _wait_for_its_end(self, process: Watched) -> None:
+    def _wait_for_end(self, process: Watched) -> None:
         try:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
-            return self._tell(f"{process.name} (process {process.pid}) has ended")
+            return self._report(f"{process.name} (process {process.pid}) has ended")
         except OSError as error:  # a kernel before 5.3: its silence is noticed all the same
             logger.warning("no pidfd of %s: %s", process.name, error)
             return None
@@ -72,55 +74,55 @@ class RayWatch:
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
             while not self._stopped.is_set():
-                if poll.poll(1000 * _LOOK_EVERY_S):
+                if poll.poll(1000 * _LOOK_INTERVAL_S):
                     how = _how_it_ended(descriptor)
-                    return self._tell(f"{process.name} (process {process.pid}) {how}")
+                    return self._report(f"{process.name} (process {process.pid}) {how}")
         finally:
             os.close(descriptor)
 
     def _ask(self, process: Watched) -> None:
-        """Asks in a thread of its own, because a call to a stopped process may hang."""
+        """Ask again and again, in a thread of its own, because a call to a stopped process may hang."""
         while not self._stopped.is_set():
             answered = threading.Event()
             asker = threading.Thread(target=_answer, args=(process.ask, answered), daemon=True)
             asker.start()
             silent_s = 0.0
             last = time.monotonic()
-            while not answered.wait(_LOOK_EVERY_S):
+            while not answered.wait(_LOOK_INTERVAL_S):
                 now = time.monotonic()
                 # A long gap means that this process was stopped.
-                silent_s += min(now - last, 2 * _LOOK_EVERY_S)
+                silent_s += min(now - last, 2 * _LOOK_INTERVAL_S)
                 last = now
                 if self._stopped.is_set():
                     return
                 if silent_s > self._timeout_s:
-                    return self._tell(
+                    return self._report(
                         f"{process.name} (process {process.pid}) has not answered for {silent_s:.0f} s "
                         "(run.heartbeat_timeout_s), so it counts as dead"
                     )
             self._stopped.wait(self._timeout_s / 10)
 
-    def _tell(self, what: str) -> None:
-        with self._told:
+    def _report(self, what: str) -> None:
+        with self._report_lock:
             if not self._stopped.is_set():
                 self._stopped.set()
                 self._end(f"{what}; a run cannot go on without it")
 
 
 def _answer(ask: Callable[[], object], answered: threading.Event) -> None:
-    """Tries until it is answered; a refused call is no answer."""
+    """Ask until there is an answer; a refused call is none."""
     while True:
         try:
             ask()
         except Exception:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_LOOK_INTERVAL_S)
         else:
             answered.set()
             return
 
 
 def _how_it_ended(descriptor: int) -> str:
-    """Without collecting it, which is Ray's to do."""
+    """Reads how the process ended, without collecting it: Ray does that."""
     with contextlib.suppress(OSError):
         info = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if info is not None and info.si_code != os.CLD_EXITED:
@@ -131,7 +133,7 @@ def _how_it_ended(descriptor: int) -> str:
 
 
 def end_this_process(cause: str) -> None:
-    """Tells the user, the log and the supervisor; nothing of this process runs after that."""
+    """Report the cause to the user, the log and the supervisor, and end without any clean-up."""
     lifeline.tell(NoteKind.CAUSE, cause)
     with contextlib.suppress(OSError):
         logger.error("%s", cause)
@@ -141,20 +143,23 @@ def end_this_process(cause: str) -> None:
 
 
 def raylet_question(node: Any, *, timeout_s: float) -> Callable[[], object]:
-    """A call that the raylet of `node` answers by itself. Not its statistics: for those it asks every worker,
-    and one that is stopped would look like a silent raylet."""
+    """A call that the raylet of `node` answers by itself.
+
+    Not a call for its statistics: for those it asks every worker, and a stopped worker would look like a
+    silent raylet.
+    """
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
 
     channel = init_grpc_channel(f"{node.node_ip_address}:{node.node_manager_port}")
     stub: Any = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
-    messages: Any = node_manager_pb2  # made when it is imported
+    messages: Any = node_manager_pb2  # its classes exist only once it is imported
     return lambda: stub.GetSystemConfig(messages.GetSystemConfigRequest(), timeout=timeout_s)
 
 
 @contextlib.contextmanager
 def watched_ray(node: Any, client: Any, *, heartbeat_timeout_s: float) -> Iterator[None]:
-    """Around the work on a Ray that this process started. `node`: Ray's own; `client`: of its GCS."""
+    """Around the work on a Ray that this process started. `node` is Ray's own; `client` is for its GCS."""
     wait_s = max(1.0, heartbeat_timeout_s / 3)
     ask: Mapping[str, Callable[[], object]] = {
         "gcs_server": lambda: client.internal_kv_get(b"invrl", namespace=None, timeout=wait_s),

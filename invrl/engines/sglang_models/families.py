@@ -1,5 +1,7 @@
-"""The classes that SGLang looks for, under the name that it wants; other models it finds by itself, later.
-Imported by SGLang (`launch_sglang.py`)."""
+"""The model classes that SGLang looks for, under the name that it expects.
+
+It finds other models by itself, later.
+"""
 
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.mistral import MistralForCausalLM
