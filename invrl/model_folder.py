@@ -43,7 +43,8 @@ def no_such_folder(field: str, given: str) -> ConfigError:
         return ConfigError(field, given, "no such folder", f"give --model-path, or {PREPARE}")
     reason = "no such folder: it looks like the id of a model on a hub, and invrl takes folders"
     fix = f"download it (`hf download {given} --local-dir FOLDER`), and give FOLDER"
-    if cached := _in_hub_cache(given):
+    cached = _in_hub_cache(given)
+    if cached is not None:
         fix = f"it has been downloaded before: give {cached}"
     return ConfigError(field, given, reason, fix)
 
@@ -54,7 +55,9 @@ def _in_hub_cache(model_id: str) -> Path | None:
     cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
     snapshots = cache.glob(f"models--{model_id.replace('/', '--')}/snapshots/*/config.json")
     newest = max(snapshots, key=lambda file: file.stat().st_mtime, default=None)
-    return newest and newest.parent
+    if newest is None:
+        return None
+    return newest.parent
 
 
 def read_model_type(path: Path) -> object:
@@ -97,7 +100,8 @@ def _check_config(path: Path, families: Collection[str]) -> int:
 
 def tensor_files(path: Path) -> dict[str, Path]:
     """Tensor name -> the safetensors file that holds it, as the index says. ConfigError if it is broken."""
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    index = path / "model.safetensors.index.json"
+    single = path / "model.safetensors"
     if not index.exists():
         return dict.fromkeys(_shapes(single), single)
     weight_map = _read_json(index, path).get("weight_map")
@@ -118,19 +122,25 @@ def _shapes(shard: Path) -> dict[str, list[int]]:
 
 
 def _check_weights(path: Path, vocab_size: int) -> None:
-    """Every shard is whole, and the index tells the truth."""
+    """Every shard is whole, every tensor of the index is in a shard, and the embedding has a row for every
+    id of the vocabulary."""
     files = tensor_files(path)
-    found = {name: shape for shard in sorted(set(files.values())) for name, shape in _shapes(shard).items()}
-    if missing := sorted(files.keys() - found):
+    shapes: dict[str, list[int]] = {}
+    for shard in sorted(set(files.values())):
+        shapes |= _shapes(shard)
+    missing = sorted(files.keys() - shapes)
+    if missing:
         raise _refuse(path, f"{len(missing)} tensors of the index are in no shard, {missing[0]} first")
-    if (embedding := found.get("model.embed_tokens.weight")) is None:
+    embedding = shapes.get("model.embed_tokens.weight")
+    if embedding is None:
         raise _refuse(path, "the weights hold no model.embed_tokens.weight")
     if embedding[0] != vocab_size:
         raise _refuse(path, f"vocab_size is {vocab_size}, the embedding has {embedding[0]} rows")
 
 
 def _check_tokenizer(path: Path, vocab_size: int) -> None:
-    if not (file := path / "tokenizer.json").is_file():
+    file = path / "tokenizer.json"
+    if not file.is_file():
         raise _refuse(path, "it has no tokenizer.json")
     try:
         tokenizer = Tokenizer.from_file(str(file))

@@ -43,7 +43,9 @@ def _unwrapped(error: BaseException) -> BaseException:
     imported here: a command without it fails too."""
     cause = getattr(error, "cause", None)
     made_by_ray = any(kind.__module__.startswith("ray.") for kind in type(error).__mro__)
-    return cause if made_by_ray and isinstance(cause, BaseException) else error
+    if made_by_ray and isinstance(cause, BaseException):
+        return cause
+    return error
 
 
 def _one_line(text: str) -> str:
@@ -52,11 +54,18 @@ def _one_line(text: str) -> str:
     if not lines:
         return ""
     raised = [line for line in lines[1:] if _RAISED.match(line)]
-    last = raised[-1:] or lines[-1:] if len(lines) > 1 else []
-    told = " ".join([lines[0], *last])
-    return told if len(told) <= _MAX_CHARS else f"{told[:_MAX_CHARS]}..."
+    line = lines[0]
+    if raised:
+        line += f" {raised[-1]}"
+    elif len(lines) > 1:
+        line += f" {lines[-1]}"
+    if len(line) > _MAX_CHARS:
+        return f"{line[:_MAX_CHARS]}..."
+    return line
 
 
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if not frames:
+        return ""
+    return f" ({frames[-1].filename}:{frames[-1].lineno})"

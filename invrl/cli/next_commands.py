@@ -32,7 +32,10 @@ def next_commands(config: Config, folder: RunFolder, *, finished: bool) -> list[
 def describe_next(config: Config, folder: RunFolder, *, finished: bool) -> str:
     """A heading and a line for each; empty where there is nothing to do."""
     commands = next_commands(config, folder, finished=finished)
-    return "\n".join([f"next (in {Path.cwd()}):", *map(str, commands)]) if commands else ""
+    if not commands:
+        return ""
+    lines = [str(command) for command in commands]
+    return "\n".join([f"next (in {Path.cwd()}):", *lines])
 
 
 def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[NextCommand]:
@@ -41,9 +44,12 @@ def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[
     checkpoints = Checkpoints(folder.checkpoints_path)
     latest = checkpoints.latest()
     if not finished and not config.run.debug_train_only:
-        purpose = f"go on from step {latest.step}" if latest else "begin again: there is no checkpoint yet"
+        purpose = "begin again: there is no checkpoint yet"
+        if latest:
+            purpose = f"continue from step {latest.step}"
         yield NextCommand(arguments=(*invrl, "resume", run), purpose=purpose)
-    if model := checkpoints.newest_model():
+    model = checkpoints.newest_model()
+    if model:
         path = model.parent if model.name == "hugging_face" else model
         yield NextCommand(arguments=(*invrl, "serve", "--model-path", str(path)), purpose="talk to the model")
         if config.rollout.rollout_function_path:

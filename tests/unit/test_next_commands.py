@@ -75,7 +75,7 @@ def test_a_run_that_was_ended_is_gone_on_with(config: Config, folder: RunFolder)
     save(folder, 4)
     (folder.checkpoints_path / "model-000006").mkdir()  # what an interrupt saves
     text = describe_next(config, folder, finished=False)
-    assert "go on from step 4" in text
+    assert "continue from step 4" in text
     commands = by_name(text)
     assert commands["resume"] == [str(folder.path)]
     assert commands["serve"][1].endswith("model-000006")
