@@ -34,30 +34,19 @@ from pydantic_core import from_json
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
+from invrl.gateway.dialects.content_blocks import Block, SentMessage, conversation
 from invrl.gateway.dialects.dialect import AnswerStream, FindTurn, ParsedRequest, no_turn
-from invrl.gateway.dialects.joined_messages import JoinedMessages
 from invrl.gateway.types import (
     Answer,
     AnswerStart,
     ClientSampling,
-    Message,
     Piece,
     Tool,
-    ToolCall,
     ToolChoice,
     TurnRequest,
 )
 from invrl.types import Turn
 
-_BLOCKS = {
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "system": ("text",),
-}
-"""The types of blocks that the content of a role may have."""
-_REQUIRED_FIELDS = {"tool_use": ("id", "name"), "tool_result": ("tool_use_id",), "redacted_thinking": ()}
-"""The required fields of a block. Any other block requires the field that is named like its type."""
-_BILLING_HEADER = "x-anthropic-billing-header"
 _CLIENT_ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -67,22 +56,6 @@ _CLIENT_ERRORS = {
     429: "rate_limit_error",
 }
 _SERVER_ERRORS = {503: "overloaded_error", 504: "timeout_error"}
-
-
-class _Block(msgspec.Struct):
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: msgspec.Raw = wire.NO_JSON
-    tool_use_id: str | None = None
-    content: str | list[_Block] | None = None
-
-
-class _Message(msgspec.Struct):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[_Block]
 
 
 class _Tool(wire.Function, kw_only=True):
@@ -107,10 +80,10 @@ class _OutputConfig(msgspec.Struct):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    messages: list[_Message]
+    messages: list[SentMessage]
     model: str
     max_tokens: wire.Count | None = None
-    system: str | list[_Block] | None = None
+    system: str | list[Block] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     tools: list[_Tool] | None = None
@@ -142,7 +115,7 @@ _TABLE = FieldTable(
         "fallback_credit_token",
     ),
     entries="messages",
-    entry=_Message,
+    entry=SentMessage,
     unreported_in_entries=("id", "type", "model", "stop_reason", "stop_sequence", "usage"),
 )
 
@@ -377,7 +350,7 @@ def _input(arguments: str) -> object:
 
 
 def _turn_request(body: _Body, raw: bytes, *, retry: bool, ignored: tuple[str, ...]) -> TurnRequest:
-    messages = _messages(body)
+    messages = conversation(body.system, body.messages)
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
     parallel = True
     if body.tool_choice is not None:
@@ -415,72 +388,6 @@ def _schema(body: _Body) -> str:
     if output_format is None:
         return ""
     return wire.schema_text(output_format.type, output_format.schema, "output_config.format")
-
-
-def _messages(body: _Body) -> tuple[Message, ...]:
-    """The messages of a body as the template takes them."""
-    if not body.messages:
-        raise wire.bad("messages: at least one is required", param="messages")
-    if body.messages[-1].role == "assistant":
-        reason = "the conversation must end with a user message: a reply begun by the client is not supported"
-        raise wire.bad(reason, param="messages")
-    joined = JoinedMessages()
-    system = _system_text(body.system)
-    if system:
-        joined.add(Message("system", system))
-    for index, sent in enumerate(body.messages):
-        for message in _split(sent, f"messages[{index}].content"):
-            if message.role == joined.last_role and message.role in ("user", "assistant"):
-                separator = "" if message.role == "assistant" else "\n"
-                joined.join(message, separator)
-            else:
-                joined.add(message)
-    return joined.messages()
-
-
-def _system_text(system: str | list[_Block] | None) -> str:
-    blocks = system or []
-    if isinstance(blocks, str):
-        blocks = [_Block(type="text", text=blocks)]
-    blocks = [block for block in blocks if not (block.text or "").startswith(_BILLING_HEADER)]
-    return _text("system", blocks, "system")
-
-
-def _split(message: _Message, param: str) -> list[Message]:
-    """The messages that one message of the API stands for: the tool results in it, then the rest. `param` is
-    the place of its content."""
-    text = _text(message.role, message.content, param)
-    blocks = [] if isinstance(message.content, str) else message.content
-    calls = []
-    for block in blocks:
-        if block.type == "tool_use":
-            arguments = wire.json_object(block.input, f"{param}.input") or "{}"
-            calls.append(ToolCall(block.id or "", block.name or "", arguments))
-    messages = []
-    for block in blocks:
-        if block.type == "tool_result":
-            result = _text("system", block.content or (), param)
-            messages.append(Message("tool", result, tool_call_id=block.tool_use_id or ""))
-    if text or not messages:
-        reasoning = "".join(block.thinking or "" for block in blocks)
-        messages.append(Message(message.role, text, reasoning, tuple(calls)))
-    return messages
-
-
-def _text(role: str, content: str | Sequence[_Block], param: str) -> str:
-    """The text of a role's content. SessionError 400 for a block that the role cannot have."""
-    if isinstance(content, str):
-        return content
-    for index, block in enumerate(content):
-        place = f"{param}[{index}]"
-        if block.type not in _BLOCKS[role]:
-            reason = f"{block.type!r} is refused: only {', '.join(_BLOCKS[role])} can stand here, no images"
-            raise wire.bad(f"{place}: {reason}", param=place, code="unsupported_content")
-        for name in _REQUIRED_FIELDS.get(block.type, (block.type,)):
-            if getattr(block, name) is None:
-                raise wire.bad(f"{place}.{name}: Field required", param=f"{place}.{name}")
-    separator = "" if role == "assistant" else "\n"
-    return separator.join(block.text or "" for block in content if block.type == "text")
 
 
 def _tool(tool: _Tool, param: str) -> Tool:
