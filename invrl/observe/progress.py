@@ -1,5 +1,5 @@
-"""What a person sees while a run goes on: phases, reward, tokens per second. A live display on a terminal,
-one line a step elsewhere."""
+"""What a person sees while a run trains: phases, reward, tokens per second. A live display on a terminal, one
+line per step elsewhere."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ SHOWN = {
     "time/step_s": "s/step",
     "time/checkpoint_s": "s/checkpoint",
 }
-"""The metrics on the screen; all of them are in metrics.jsonl."""
+"""The metrics on the screen; all metrics are in metrics.jsonl."""
 Mode = Literal["auto", "plain", "none"]
 
 
@@ -33,26 +33,29 @@ class PlainProgress(Sink):
     """One line per step, and one for each phase before the first step (start-up takes a while)."""
 
     def __init__(self, num_steps: int) -> None:
-        self._num_steps, self._started, self._last_phase = num_steps, time.monotonic(), ""
+        self._num_steps = num_steps
+        self._started_at = time.monotonic()
+        self._last_phase = ""
         self._failed: Mapping[str, int] = {}
 
     def phase(self, name: str, step: int) -> None:
         if step == 0 and name != self._last_phase:
-            print(f"[{time.monotonic() - self._started:6.1f} s] {name}", flush=True)
+            print(f"[{self._seconds():6.1f} s] {name}", flush=True)
         self._last_phase = name
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        seconds = time.monotonic() - self._started
-        parts = [_shown(values), _counted(self._failed)]
-        shown = ", ".join(part for part in parts if part)
-        print(f"[{seconds:6.1f} s] step {step}/{self._num_steps}: {shown}", flush=True)
+        text = _describe(values, self._failed)
+        print(f"[{self._seconds():6.1f} s] step {step}/{self._num_steps}: {text}", flush=True)
 
     def failures(self, failed: Mapping[str, int]) -> None:
         self._failed = dict(failed)
 
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started_at
+
 
 class LiveProgress(Sink):
-    """Two lines at the bottom of a terminal, redrawn four times a second; what is printed scrolls above."""
+    """Two lines at the bottom of a terminal, redrawn four times a second. Printed text scrolls above them."""
 
     def __init__(self, num_steps: int, console: Console) -> None:
         columns = (
@@ -61,7 +64,8 @@ class LiveProgress(Sink):
             "{task.description}",
             TimeElapsedColumn(),
         )
-        self._bar, self._values = Progress(*columns, console=console), dict[str, float]()
+        self._bar = Progress(*columns, console=console)
+        self._values: dict[str, float] = {}
         self._failed: Mapping[str, int] = {}
         self._run = self._bar.add_task("starting", total=num_steps, step=0)
         self._live = Live(console=console, redirect_stderr=False, get_renderable=self.render)
@@ -80,48 +84,51 @@ class LiveProgress(Sink):
         self._live.stop()
 
     def render(self) -> RenderableType:
-        parts = [_shown(self._values), _counted(self._failed)]
-        return Group(self._bar, Text(", ".join(part for part in parts if part)))
+        return Group(self._bar, Text(_describe(self._values, self._failed)))
 
 
-def _shown(values: Mapping[str, float]) -> str:
-    """The metrics of the screen, and held-out accuracies with the number of rollouts that failed."""
-    parts = [f"{label} {_shown_value(name, values)}" for name, label in SHOWN.items() if name in values]
-    for name in values:
+def _describe(values: Mapping[str, float], failed: Mapping[str, int]) -> str:
+    """The metrics of the screen, held-out accuracies, and failed rollouts since the start of the run."""
+    parts: list[str] = []
+    for name, label in SHOWN.items():
+        if name in values:
+            parts.append(f"{label} {_format_metric(name, values)}")
+    for name, value in values.items():
         if name.startswith("eval/") and name.endswith("/accuracy"):
-            parts.append(f"{name} {_number(values[name])}{_failed_in(values, name.removesuffix('accuracy'))}")
+            failures = _describe_eval_failures(name.removesuffix("accuracy"), values)
+            parts.append(f"{name} {_format_number(value)}{failures}")
+    if failed:
+        reasons = " ".join(f"{reason} {count}" for reason, count in sorted(failed.items()))
+        parts.append(f"failed {sum(failed.values())} ({reasons})")
     return ", ".join(parts)
 
 
-def _failed_in(values: Mapping[str, float], score: str) -> str:
-    """Of the evaluation whose metrics begin with `score`: rollouts that failed, which score 0."""
-    failed = values.get(f"{score}failed", 0.0)
-    return f" ({failed:.0f} of {values[f'{score}samples']:.0f} rollouts failed)" if failed else ""
+def _describe_eval_failures(prefix: str, values: Mapping[str, float]) -> str:
+    """Failed rollouts, which score 0, of the evaluation whose metrics begin with `prefix`."""
+    failed = values.get(f"{prefix}failed", 0.0)
+    if not failed:
+        return ""
+    return f" ({failed:.0f} of {values[f'{prefix}samples']:.0f} rollouts failed)"
 
 
-def _shown_value(name: str, values: Mapping[str, float]) -> str:
+def _format_metric(name: str, values: Mapping[str, float]) -> str:
     if name == "rollout/truncated_share":
         return f"{values[name]:.0%}"
     if name == "rollout/distinct_replies" and "rollout/rollouts" in values:
         return f"{values[name]:.0f} of {values['rollout/rollouts']:.0f}"
-    return _number(values[name])
+    return _format_number(values[name])
 
 
-def _counted(failed: Mapping[str, int]) -> str:
-    """Failed rollouts since the start of the run, by reason."""
-    if not failed:
-        return ""
-    reasons = " ".join(f"{reason} {count}" for reason, count in sorted(failed.items()))
-    return f"failed {sum(failed.values())} ({reasons})"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+def _format_number(value: float) -> str:
+    if abs(value) < 1000:
+        return f"{value:.3g}"
+    return f"{value:,.0f}"
 
 
 def open_progress(mode: Mode, num_steps: int) -> Sink:
     """The display that fits stdout."""
     if mode == "none":
         return Sink()
-    live = mode == "auto" and sys.stdout.isatty()
-    return LiveProgress(num_steps, Console()) if live else PlainProgress(num_steps)
+    if mode == "auto" and sys.stdout.isatty():
+        return LiveProgress(num_steps, Console())
+    return PlainProgress(num_steps)

@@ -1,6 +1,6 @@
-"""`invrl samples RUN`: what the model said and what it got for it, as text for a terminal and as JSON.
+"""`invrl samples RUN`: what the model said and which reward it got, as text for a terminal and as JSON.
 
-Invariant: what is shown for a terminal has passed `printable`."""
+Invariant: text for a terminal has passed through `printable`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from invrl.observe.transcript import message_text, read_transcript
 
 if TYPE_CHECKING:
     from invrl.gateway.types import Message
-    from invrl.observe.samples import Change, Sample
+    from invrl.observe.sample_changes import Change
+    from invrl.observe.samples import Sample
     from invrl.observe.transcript import Transcript, TranscriptTurn
     from invrl.store.run_store import RunStore
 
-_MESSAGE_CHARACTERS = 600
-_DETAIL_LINES = 6
-_MODEL = "model"
-_NOTHING = "(nothing)"
+_MAX_MESSAGE_CHARACTERS = 600
+_MAX_DETAIL_LINES = 6
 
 
 def describe_samples(
     samples: Sequence[Sample], store: RunStore, *, total: Sequence[Sample], where: str, full: bool
 ) -> str:
-    """The chosen `samples` below a summary of all that they were chosen `where` from."""
+    """The chosen `samples` below a summary of `total`, which they were chosen from. `where` names `total`."""
     parts = [summary_line(total, store, where)]
-    shown_before: tuple[Message, ...] = ()
+    previous_opening: tuple[Message, ...] = ()
     for sample in samples:
         transcript = read_transcript(store, sample.rollout_id)
-        parts.append(_describe(sample, transcript, full=full, shown_before=shown_before))
-        shown_before = transcript.opening
+        parts.append(_describe_sample(sample, transcript, full=full, previous_opening=previous_opening))
+        previous_opening = transcript.opening
     if len(samples) < len(total):
         parts.append(f"{len(samples)} of {len(total)} shown; -n N shows more, -n 0 all")
     return for_stdout("\n\n".join(parts))
@@ -45,144 +44,174 @@ def describe_samples(
 
 def summary_line(total: Sequence[Sample], store: RunStore, where: str) -> str:
     """How many rollouts of how many tasks, their rewards, the share that was cut, how many replies differ."""
-    tasks = len({one.task_id for one in total})
-    facts = [f"{_count(len(total), 'rollout')} of {_count(tasks, 'task')}"]
-    rewards = [one.reward for one in total if one.reward is not None]
+    tasks = {sample.task_id for sample in total}
+    facts = [f"{_count(len(total), 'rollout')} of {_count(len(tasks), 'task')}"]
+    rewards = [sample.reward for sample in total if sample.reward is not None]
     if rewards:
         mean = sum(rewards) / len(rewards)
         facts.append(f"reward mean {mean:.3f} ({min(rewards):.3g} to {max(rewards):.3g})")
-    said_something = [one for one in total if one.num_turns]
-    if said_something:
-        cut = sum(one.cut for one in said_something) / len(said_something)
-        facts.append(f"cut {cut:.0%}")
-        replies = distinct_replies(store, (one.rollout_id for one in said_something))
-        facts.append(_distinct(replies, len(said_something)))
-    failures = Counter(str(one.failure) for one in total if one.failure is not None)
+    with_turns = [sample for sample in total if sample.num_turns]
+    if with_turns:
+        cut_share = sum(sample.cut for sample in with_turns) / len(with_turns)
+        facts.append(f"cut {cut_share:.0%}")
+        replies = distinct_replies(store, (sample.rollout_id for sample in with_turns))
+        facts.append(f"{_count(replies, 'distinct reply', 'distinct replies')} of {len(with_turns)}")
+    failures = Counter(str(sample.failure) for sample in total if sample.failure is not None)
     if failures:
         reasons = ", ".join(f"{count} {reason}" for reason, count in failures.most_common())
-        facts.append(f"failed {sum(failures.values())} ({reasons})")
+        facts.append(f"failed {failures.total()} ({reasons})")
     return f"{where}: {', '.join(facts)}"
 
 
-def describe_changes(found: Sequence[Change], store: RunStore, *, total: int, full: bool) -> str:
-    """Each task's prompt once, and what was said before and after."""
+def describe_changes(changes: Sequence[Change], store: RunStore, *, total: int, full: bool) -> str:
+    """Each task's prompt once, and the replies before and after."""
     parts = [
         f"{_count(total, 'task')} changed between the first and the last time that they were run "
         "(held-out ones count once per mode)"
     ]
-    for change in found:
-        of = f"held out ({change.evaluation})" if change.evaluation else "training"
-        lines = [
-            f"== task {change.task_id}, {of}: reward {change.reward_before:.3f} -> {change.reward_after:.3f}"
-            f" ({change.gain:+.3f}), replies {change.likeness:.0%} alike"
-        ]
-        prompt: tuple[Message, ...] = ()
-        for title, sample in (("before", change.before), ("after", change.after)):
-            transcript = read_transcript(store, sample.rollout_id)
-            lines.append(f"{title}: {_facts(sample)}")
-            lines += _conversation(transcript, full=full, shown_before=prompt)
-            prompt = transcript.opening
-        parts.append("\n".join(lines))
-    if len(found) < total:
-        parts.append(f"{len(found)} of {total} shown; -n N shows more, -n 0 all")
+    for change in changes:
+        parts.append(_describe_change(change, store, full=full))
+    if len(changes) < total:
+        parts.append(f"{len(changes)} of {total} shown; -n N shows more, -n 0 all")
     return for_stdout("\n\n".join(parts))
+
+
+def _describe_change(change: Change, store: RunStore, *, full: bool) -> str:
+    kind = "training"
+    if change.evaluation:
+        kind = f"held out ({change.evaluation})"
+    lines = [
+        f"== task {change.task_id}, {kind}: reward {change.reward_before:.3f} -> {change.reward_after:.3f}"
+        f" ({change.gain:+.3f}), replies {change.likeness:.0%} alike"
+    ]
+    previous_opening: tuple[Message, ...] = ()
+    for title, sample in (("before", change.before), ("after", change.after)):
+        transcript = read_transcript(store, sample.rollout_id)
+        lines.append(f"{title}: {_describe_facts(sample)}")
+        lines += _describe_conversation(transcript, full=full, previous_opening=previous_opening)
+        previous_opening = transcript.opening
+    return "\n".join(lines)
 
 
 def samples_json(samples: Iterable[Sample], store: RunStore) -> str:
     """A JSON list with an object per rollout: the fields of `Sample`, and its `turns` with their texts."""
-    return json.dumps([_object(sample, store) for sample in samples], indent=2)
+    return json.dumps([_sample_object(sample, store) for sample in samples], indent=2)
 
 
-def changes_json(found: Iterable[Change], store: RunStore) -> str:
-    """A JSON list with an object per task: the fields of `Change`, `before` and `after` as `samples_json` has
-    them."""
-    rows = []
-    for change in found:
-        row = asdict(change) | {"gain": change.gain}
-        row |= {"before": _object(change.before, store), "after": _object(change.after, store)}
+def changes_json(changes: Iterable[Change], store: RunStore) -> str:
+    """A JSON list with an object per task: the fields of `Change`, with `before` and `after` as in
+    `samples_json`."""
+    rows: list[dict[str, object]] = []
+    for change in changes:
+        row = asdict(change)
+        row["gain"] = change.gain
+        row["before"] = _sample_object(change.before, store)
+        row["after"] = _sample_object(change.after, store)
         rows.append(row)
     return json.dumps(rows, indent=2)
 
 
-def _object(sample: Sample, store: RunStore) -> dict[str, object]:
+def _sample_object(sample: Sample, store: RunStore) -> dict[str, object]:
     turns = read_transcript(store, sample.rollout_id).turns
-    return asdict(sample) | {"turns": msgspec.to_builtins(turns)}
+    return {**asdict(sample), "turns": msgspec.to_builtins(turns)}
 
 
-def _describe(
-    sample: Sample, transcript: Transcript, *, full: bool, shown_before: tuple[Message, ...]
+def _describe_sample(
+    sample: Sample, transcript: Transcript, *, full: bool, previous_opening: tuple[Message, ...]
 ) -> str:
-    lines = [f"== task {sample.task_id}, rollout {sample.index} of group {sample.group_id}: {_facts(sample)}"]
-    lines += _conversation(transcript, full=full, shown_before=shown_before)
+    heading = f"== task {sample.task_id}, rollout {sample.index} of group {sample.group_id}: "
+    lines = [heading + _describe_facts(sample)]
+    lines += _describe_conversation(transcript, full=full, previous_opening=previous_opening)
     if sample.failure is not None:
-        detail = sample.detail.strip().splitlines()
         lines.append(f"failed: {sample.failure}")
-        lines += [f"  {line}" for line in (detail if full else detail[-_DETAIL_LINES:])]
+        detail = sample.detail.strip().splitlines()
+        if not full:
+            detail = detail[-_MAX_DETAIL_LINES:]
+        lines += [f"  {line}" for line in detail]
     return "\n".join(lines)
 
 
-def _facts(sample: Sample) -> str:
-    facts = [f"reward {_reward(sample)}"]
-    if sample.reward_components:
-        named = ", ".join(f"{name} {value:.3g}" for name, value in sample.reward_components.items())
-        facts[0] += f" ({named})"
+def _describe_facts(sample: Sample) -> str:
+    facts = [_describe_reward(sample)]
     if sample.attempt:
         facts.append(f"attempt {sample.attempt}")
-    if sample.step is None:
-        facts.append(sample.state)
-    elif sample.purpose == "eval":
-        facts.append(f"evaluated after step {sample.step} ({sample.evaluation})")
-    else:
-        facts.append(f"step {sample.step}" + ("" if sample.state == "trained" else f" ({sample.state})"))
+    facts.append(_describe_fate(sample))
     if sample.newest_version is not None:
-        several = sample.oldest_version != sample.newest_version
-        versions = f"{sample.oldest_version} to {sample.newest_version}" if several else sample.newest_version
+        versions = str(sample.newest_version)
+        if sample.oldest_version != sample.newest_version:
+            versions = f"{sample.oldest_version} to {sample.newest_version}"
         facts.append(f"weights {versions}")
         facts.append(f"{_count(sample.sampled_tokens, 'token')} in {_count(sample.num_turns, 'turn')}")
     if sample.cut:
         facts.append("CUT")
-    return ", ".join([*facts, sample.rollout_id])
+    facts.append(sample.rollout_id)
+    return ", ".join(facts)
 
 
-def _conversation(transcript: Transcript, *, full: bool, shown_before: tuple[Message, ...]) -> list[str]:
-    """Every message on lines of its own; the opening only where it is not that of the rollout above."""
+def _describe_reward(sample: Sample) -> str:
+    text = "reward none"
+    if sample.reward is not None:
+        text = f"reward {sample.reward:.3f}"
+    if sample.reward_components:
+        named = ", ".join(f"{name} {value:.3g}" for name, value in sample.reward_components.items())
+        text += f" ({named})"
+    return text
+
+
+def _describe_fate(sample: Sample) -> str:
+    """The step that a rollout belongs to, and what became of it."""
+    if sample.step is None:
+        return sample.state
+    if sample.purpose == "eval":
+        return f"evaluated after step {sample.step} ({sample.evaluation})"
+    if sample.state == "trained":
+        return f"step {sample.step}"
+    return f"step {sample.step} ({sample.state})"
+
+
+def _describe_conversation(
+    transcript: Transcript, *, full: bool, previous_opening: tuple[Message, ...]
+) -> list[str]:
+    """Every message on lines of its own. The first prompt is left out if it equals `previous_opening`,
+    that of the rollout above."""
     if not transcript.turns:
         return ["(the model was not asked)"]
     lines: list[str] = []
-    for at, turn in enumerate(transcript.turns):
+    for number, turn in enumerate(transcript.turns):
         if turn.fork_reason:
             lines.append(f"-- a branch of its own ({turn.fork_reason}):")
-        if at == 0 and turn.prompt and turn.prompt == shown_before:
+        if number == 0 and turn.prompt and turn.prompt == previous_opening:
             lines.append("(the prompt above)")
         else:
             for message in turn.prompt:
-                lines += _message(message.role, message_text(message), full=full)
-        lines += _message(f"> {_MODEL}{_ending(turn)}", message_text(turn.reply) or _NOTHING, full=full)
+                lines += _message_lines(message.role, message_text(message), full=full)
+        reply = message_text(turn.reply) or "(nothing)"
+        lines += _message_lines(f"> model{_describe_ending(turn)}", reply, full=full)
     return lines
 
 
-def _ending(turn: TranscriptTurn) -> str:
-    """How the reply ended, where the model did not end it by itself."""
-    notes = [] if turn.finish_reason == "stop" else [turn.finish_reason]
+def _describe_ending(turn: TranscriptTurn) -> str:
+    """How the reply ended, if the model did not end it itself."""
+    notes: list[str] = []
     if turn.cut:
-        notes = ["length: cut"]
+        notes.append("length: cut")
+    elif turn.finish_reason != "stop":
+        notes.append(turn.finish_reason)
     if not turn.delivered:
         notes.append("did not reach the client")
-    return f" [{', '.join(notes)}]" if notes else ""
+    if not notes:
+        return ""
+    return f" [{', '.join(notes)}]"
 
 
-def _message(label: str, text: str, *, full: bool) -> list[str]:
-    first, *others = (text if full else trimmed(text, _MESSAGE_CHARACTERS)).split("\n")
-    return [f"{label}: {first}", *(f"    {line}" for line in others)]
+def _message_lines(label: str, text: str, *, full: bool) -> list[str]:
+    if not full:
+        text = trimmed(text, _MAX_MESSAGE_CHARACTERS)
+    first_line, *more_lines = text.split("\n")
+    return [f"{label}: {first_line}", *(f"    {line}" for line in more_lines)]
 
 
-def _reward(sample: Sample) -> str:
-    return "none" if sample.reward is None else f"{sample.reward:.3f}"
-
-
-def _distinct(replies: int, rollouts: int) -> str:
-    return f"{_count(replies, 'distinct reply', 'distinct replies')} of {rollouts}"
-
-
-def _count(number: int, name: str, several: str = "") -> str:
-    return f"{number:,} {name if number == 1 else several or name + 's'}"
+def _count(number: int, singular: str, plural: str = "") -> str:
+    """As "1 task", "2 tasks"."""
+    noun = singular if number == 1 else plural or f"{singular}s"
+    return f"{number:,} {noun}"

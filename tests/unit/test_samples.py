@@ -12,7 +12,8 @@ from recorded_run import RecordedRun, record_run
 
 from invrl.cli import main as cli
 from invrl.gateway.types import Message, ToolCall
-from invrl.observe.samples import likeness, read_samples, spread
+from invrl.observe.sample_changes import likeness
+from invrl.observe.samples import read_samples, spread
 from invrl.store.rows import StoredSession
 from invrl.types import (
     DropReason,

@@ -7,16 +7,8 @@ from typing import Literal
 
 from invrl.cli.arguments import read_run_folder, take_value, unknown_flag
 from invrl.errors import ConfigError
-from invrl.observe.samples import (
-    Sample,
-    by_reward,
-    changes,
-    evaluated_steps,
-    first_ids,
-    read_samples,
-    spread,
-    trained_steps,
-)
+from invrl.observe.sample_changes import changes, first_ids
+from invrl.observe.samples import Sample, by_reward, evaluated_steps, read_samples, spread, trained_steps
 from invrl.observe.samples_text import changes_json, describe_changes, describe_samples, samples_json
 from invrl.run.config import load_resolved, nearest
 from invrl.run.store_check import check_store
