@@ -1,5 +1,5 @@
-"""The reward curve, and held-out results before and after, as one picture from the run folder alone: its
-metrics.jsonl, and for the title its configuration. Works for a dead run too (`invrl report RUN_FOLDER`)."""
+"""The reward curve and the held-out results as one picture, drawn from a run folder: its metrics.jsonl,
+and its configuration for the title. Works for a dead run too (`invrl report RUN_FOLDER`)."""
 
 from __future__ import annotations
 
@@ -17,109 +17,137 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-REWARD, REWARD_STD = "rollout/reward_mean", "rollout/reward_std"
-REWARD_MIN, REWARD_MAX = "rollout/reward_min", "rollout/reward_max"
-EVAL_PREFIX, EVAL_SUFFIX = "eval/", "/accuracy"
+REWARD = "rollout/reward_mean"
+REWARD_STD = "rollout/reward_std"
+REWARD_MIN = "rollout/reward_min"
+REWARD_MAX = "rollout/reward_max"
+EVAL_PREFIX = "eval/"
+EVAL_SUFFIX = "/accuracy"
 """Held-out results: `eval/[<set>/]<mode>/accuracy`, with its 95 % interval in `..._low` and `..._high`."""
 _WIDTH = 9.0
+"""Inches, as the heights below."""
 _PANEL_HEIGHT = 3.6
+_TEXT_HEIGHT = 0.9
 _LEGEND_ROW_HEIGHT = 0.22
-"""Inches."""
-_TITLE_CHARACTERS = 72
-_LEGEND_CHARACTERS = 95
+_MAX_TITLE_CHARACTERS = 72
 """What fits into the width, at the sizes of the texts."""
+_MAX_LEGEND_CHARACTERS = 95
+_MAX_NAME_CHARACTERS = 60
+_MAX_NAME_IN_TWO_COLUMNS = 24
 _DODGE = 0.02
-"""Of the axis: how far the points of different held-out sets are moved apart in all, so that their intervals
-do not cover each other."""
+"""How far the points of different held-out sets are moved apart in all, as a share of the axis, so that their
+intervals do not cover each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Titles:
-    """What stands above the picture."""
+    """The lines above the picture."""
 
     title: str
     subtitle: str
 
 
 def curve(rows: Sequence[MetricsRow], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric; of a step with two rows the later counts."""
-    points = {int(row["step"] or 0): value for row in rows if (value := row.get(name)) is not None}
-    return [*points], [*points.values()]
+    """Steps and values of one metric. If a step has two rows, the later one counts."""
+    points = _points(rows, name)
+    return list(points), list(points.values())
+
+
+def _points(rows: Sequence[MetricsRow], name: str) -> dict[int, float]:
+    """By step."""
+    points: dict[int, float] = {}
+    for row in rows:
+        value = row.get(name)
+        if value is not None:
+            points[int(row["step"] or 0)] = value
+    return points
 
 
 def eval_names(rows: Sequence[MetricsRow]) -> list[str]:
-    return sorted({n for row in rows for n in row if n.startswith(EVAL_PREFIX) and n.endswith(EVAL_SUFFIX)})
+    names = {name for row in rows for name in row}
+    return sorted(name for name in names if name.startswith(EVAL_PREFIX) and name.endswith(EVAL_SUFFIX))
 
 
 def has_curve(rows: Sequence[MetricsRow]) -> bool:
-    """Whether there is anything to draw: a reward or a held-out result. The trainer alone has none."""
-    return any(curve(rows, name)[0] for name in (REWARD, *eval_names(rows)))
+    """Whether there is a reward or a held-out result to draw. A run of the trainer alone has neither."""
+    return any(_points(rows, name) for name in (REWARD, *eval_names(rows)))
 
 
 def reward_band(rows: Sequence[MetricsRow]) -> tuple[list[int], list[float], list[float]]:
-    """Steps, lower and upper edge: the mean of a step's rewards less and plus their standard deviation, but
-    not beyond the lowest and the highest of them. Steps of which one of these is not known are left out."""
-    values = {name: dict(zip(*curve(rows, name), strict=True)) for name in _BAND}
-    steps = [step for step in values[REWARD] if all(step in of_name for of_name in values.values())]
-    low: list[float] = []
-    high: list[float] = []
-    for step in steps:
-        mean, deviation, least, most = (values[name][step] for name in _BAND)
-        low.append(max(least, mean - deviation))
-        high.append(min(most, mean + deviation))
+    """Steps, lower and upper edges: the mean of a step's rewards minus and plus their standard deviation, but
+    not beyond the lowest and the highest of them. Steps without one of these metrics are left out."""
+    means = _points(rows, REWARD)
+    deviations = _points(rows, REWARD_STD)
+    lowest = _points(rows, REWARD_MIN)
+    highest = _points(rows, REWARD_MAX)
+    steps = [step for step in means if step in deviations and step in lowest and step in highest]
+    low = [max(lowest[step], means[step] - deviations[step]) for step in steps]
+    high = [min(highest[step], means[step] + deviations[step]) for step in steps]
     return steps, low, high
 
 
-_BAND = (REWARD, REWARD_STD, REWARD_MIN, REWARD_MAX)
-
-
 def titles(run_folder: Path) -> Titles:
-    """Model and task from the run's configuration; the run's name where that cannot be read."""
+    """Model and task from the run's configuration; the run's name if that cannot be read."""
     try:
         tables = tomllib.loads((run_folder / "config.resolved.toml").read_text())
     except (OSError, ValueError):
-        return Titles(title=_fitted(run_folder.name, _TITLE_CHARACTERS), subtitle="")
-    model = _model_name(_text(tables, "model", "model_path"))
+        return Titles(title=_shorten(run_folder.name, _MAX_TITLE_CHARACTERS), subtitle="")
+    model = _model_name(_setting(tables, "model", "model_path"))
     task = _task_name(tables)
-    title = " on ".join(filter(None, (model, task))) or run_folder.name
-    agent = _text(tables, "rollout", "rollout_function_path")
-    subtitle = f"run {run_folder.name}" + (f", agent {agent}" if agent and agent != task else "")
-    return Titles(title=_fitted(title, _TITLE_CHARACTERS), subtitle=_fitted(subtitle, _LEGEND_CHARACTERS))
+    title = " on ".join(name for name in (model, task) if name)
+    if not title:
+        title = run_folder.name
+    subtitle = f"run {run_folder.name}"
+    agent = _setting(tables, "rollout", "rollout_function_path")
+    if agent and agent != task:
+        subtitle += f", agent {agent}"
+    return Titles(
+        title=_shorten(title, _MAX_TITLE_CHARACTERS), subtitle=_shorten(subtitle, _MAX_LEGEND_CHARACTERS)
+    )
 
 
-def _text(tables: Mapping[str, object], table: str, key: str) -> str:
+def _setting(tables: Mapping[str, object], table: str, key: str) -> str:
+    """A setting that is a text; "" if it is missing."""
     section = tables.get(table)
-    value = section.get(key) if isinstance(section, dict) else None
-    return value if isinstance(value, str) else ""
+    if not isinstance(section, dict):
+        return ""
+    value = section.get(key)
+    if not isinstance(value, str):
+        return ""
+    return value
 
 
 def _model_name(path: str) -> str:
-    """The folder's name; of a checkpoint's model also its run and step."""
+    """The folder's name; for the model of a checkpoint also its run and step."""
     parts = [part for part in Path(path).parts if part not in ("checkpoints", "hugging_face", "/")]
-    if parts and parts[-1].startswith("step-"):
+    if not parts:
+        return ""
+    if parts[-1].startswith("step-"):
         return "/".join(parts[-2:])
-    return parts[-1] if parts else ""
+    return parts[-1]
 
 
 def _task_name(tables: Mapping[str, object]) -> str:
-    """The file of tasks, or the function that makes them, or the agent where it is both."""
-    file = _text(tables, "rollout", "task_file")
-    source = _text(tables, "rollout", "task_source_path")
-    agent = _text(tables, "rollout", "rollout_function_path")
-    return Path(file).name or source or agent
+    """The file of tasks, or the function that makes them, or the agent if it does both."""
+    task_file = _setting(tables, "rollout", "task_file")
+    if task_file:
+        return Path(task_file).name
+    task_source = _setting(tables, "rollout", "task_source_path")
+    return task_source or _setting(tables, "rollout", "rollout_function_path")
 
 
-def _fitted(text: str, characters: int) -> str:
-    """Without its middle where it is too long for a line."""
+def _shorten(text: str, characters: int) -> str:
+    """One line. A text that is too long loses its middle."""
     text = " ".join(text.split())
     if len(text) <= characters:
         return text
     head = (characters - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (characters - 1 - head) :]}"
+    tail = characters - 1 - head
+    return f"{text[:head]}…{text[-tail:]}"
 
 
 def write_report(run_folder: Path) -> Path:
-    """Draws `report/reward.png` in the run folder; its path. Raises ConfigError where there is nothing to
+    """Draws `report/reward.png` in the run folder; its path. Raises ConfigError if there is nothing to
     draw."""
     rows = read_metrics(run_folder / "metrics.jsonl")
     if not rows:
@@ -136,103 +164,135 @@ def write_report(run_folder: Path) -> Path:
 
 
 def figure_of(rows: Sequence[MetricsRow], above: Titles) -> Figure:
-    """Rewards and held-out accuracies in one panel where both are shares, else each in its own. All numbers
-    stand in the legend, below the panels: nothing is written where curves are."""
+    """Rewards and held-out accuracies, in one panel if both are shares, otherwise in a panel each. All
+    numbers are in the legend below the panels: no text covers the curves."""
     # Agg through the object interface: no display, no global state of pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
-    from matplotlib.ticker import MaxNLocator
 
-    names = [name for name in eval_names(rows) if curve(rows, name)[0]]
-    steps, _ = curve(rows, REWARD)
-    together = not steps or not names or _are_shares(rows)
-    entries = bool(steps) * 2 + len(names)
-    columns = 1 if any(len(_legend_name(name)) > 24 for name in names) else 2
-    panels = 1 if together else 2
-    height = panels * _PANEL_HEIGHT + 0.9 + _LEGEND_ROW_HEIGHT * -(-entries // columns)
+    names = [name for name in eval_names(rows) if _points(rows, name)]
+    has_reward = bool(_points(rows, REWARD))
+    one_panel = not has_reward or not names or _are_shares(rows)
+    num_panels = 1 if one_panel else 2
+    columns = 2
+    if any(len(_legend_name(name)) > _MAX_NAME_IN_TWO_COLUMNS for name in names):
+        columns = 1
+    legend_rows = _legend_rows(len(names), has_reward=has_reward, columns=columns)
+    height = num_panels * _PANEL_HEIGHT + _TEXT_HEIGHT + _LEGEND_ROW_HEIGHT * legend_rows
+
     figure = Figure(figsize=(_WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(panels, 1, 1)]
-    if panels == 2:
-        axes.append(figure.add_subplot(panels, 1, 2, sharex=axes[0]))
-    if steps:
-        _draw_reward(axes[0], rows)
-    _draw_held_out(axes[-1], rows, names, first_color=1 if steps else 0)
-    for panel in axes:
-        panel.grid(alpha=0.3)
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        low, high = panel.dataLim.intervaly
-        if low >= 0.0 and high <= 1.0:
-            panel.set_ylim(-0.04, 1.04)
-        elif low == high:
-            panel.set_ylim(low - 1.0, high + 1.0)
-    at = [
-        int(row["step"] or 0) for row in rows if any(row.get(name) is not None for name in (REWARD, *names))
-    ]
-    room = max(0.5, 0.03 * (max(at) - min(at)))
-    axes[0].set_xlim(min(at) - room, max(at) + room)
-    axes[0].set_ylabel(_what(bool(steps), bool(names) and together))
-    if panels == 2:
-        axes[1].set_ylabel(_what(False, True))
-    axes[-1].set_xlabel("step" if not names else "step (held-out at 0: before training)")
+    panels = [figure.add_subplot(num_panels, 1, 1)]
+    if num_panels == 2:
+        panels.append(figure.add_subplot(num_panels, 1, 2, sharex=panels[0]))
+    if has_reward:
+        _draw_reward(panels[0], rows)
+        panels[0].set_ylabel("reward, accuracy" if one_panel and names else "reward")
+    else:
+        panels[0].set_ylabel("accuracy")
+    if num_panels == 2:
+        panels[1].set_ylabel("accuracy")
+    _draw_held_out(panels[-1], rows, names, first_color=1 if has_reward else 0)
+    for panel in panels:
+        _scale_panel(panel)
+    _set_step_limits(panels[0], rows, names)
+    panels[-1].set_xlabel("step (held-out at 0: before training)" if names else "step")
+
     figure.suptitle(above.title, fontsize=12, parse_math=False)
-    axes[0].set_title(above.subtitle, fontsize=9, color="0.35", parse_math=False)
+    panels[0].set_title(above.subtitle, fontsize=9, color="0.35", parse_math=False)
     legend = figure.legend(loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)
     return figure
 
 
+def _legend_rows(num_names: int, *, has_reward: bool, columns: int) -> int:
+    entries = num_names
+    if has_reward:
+        entries += 2  # the mean, and the band around it
+    return (entries + columns - 1) // columns
+
+
+def _scale_panel(panel: Axes) -> None:
+    """Whole steps on the x axis; 0 to 1 on the y axis if all values are within it."""
+    from matplotlib.ticker import MaxNLocator
+
+    panel.grid(alpha=0.3)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    low, high = panel.dataLim.intervaly
+    if low >= 0.0 and high <= 1.0:
+        panel.set_ylim(-0.04, 1.04)
+    elif low == high:
+        panel.set_ylim(low - 1.0, high + 1.0)
+
+
+def _set_step_limits(panel: Axes, rows: Sequence[MetricsRow], names: Sequence[str]) -> None:
+    steps = [step for name in (REWARD, *names) for step in _points(rows, name)]
+    margin = max(0.5, 0.03 * (max(steps) - min(steps)))
+    panel.set_xlim(min(steps) - margin, max(steps) + margin)
+
+
 def _are_shares(rows: Sequence[MetricsRow]) -> bool:
     """Whether all rewards are within 0 and 1, as accuracies are."""
-    values = [value for name in (REWARD, REWARD_MIN, REWARD_MAX) for value in curve(rows, name)[1]]
-    return all(-0.05 <= value <= 1.05 for value in values)
+    for name in (REWARD, REWARD_MIN, REWARD_MAX):
+        if not all(-0.05 <= value <= 1.05 for value in _points(rows, name).values()):
+            return False
+    return True
 
 
-def _what(reward: bool, accuracy: bool) -> str:
-    return ", ".join(["reward"] * reward + ["accuracy"] * accuracy)
-
-
-def _draw_reward(axes: Axes, rows: Sequence[MetricsRow]) -> None:
-    steps, reward = curve(rows, REWARD)
+def _draw_reward(panel: Axes, rows: Sequence[MetricsRow]) -> None:
+    steps, rewards = curve(rows, REWARD)
     marker = "o" if len(steps) <= 30 else ""
-    label = f"training reward, mean of a step's rollouts: {_from_to(reward)}"
-    axes.plot(steps, reward, color="C0", linewidth=1.4, marker=marker, markersize=3, label=label)
-    banded, low, high = reward_band(rows)
-    spread = "± their standard deviation, within the lowest and the highest"
-    if len(banded) == 1:  # an area of no width
-        axes.vlines(banded, low, high, color="C0", alpha=0.3, linewidth=6, label=spread)
-    elif banded:
-        axes.fill_between(banded, low, high, color="C0", alpha=0.15, linewidth=0, label=spread)
+    label = f"training reward, mean of a step's rollouts: {_first_and_last(rewards)}"
+    panel.plot(steps, rewards, color="C0", linewidth=1.4, marker=marker, markersize=3, label=label)
+    band_steps, low, high = reward_band(rows)
+    label = "± their standard deviation, within the lowest and the highest"
+    if len(band_steps) == 1:  # an area would have no width
+        panel.vlines(band_steps, low, high, color="C0", alpha=0.3, linewidth=6, label=label)
+    elif band_steps:
+        panel.fill_between(band_steps, low, high, color="C0", alpha=0.15, linewidth=0, label=label)
 
 
-def _draw_held_out(axes: Axes, rows: Sequence[MetricsRow], names: Sequence[str], *, first_color: int) -> None:
+def _draw_held_out(
+    panel: Axes, rows: Sequence[MetricsRow], names: Sequence[str], *, first_color: int
+) -> None:
     """Accuracies with their intervals, those of different sets beside each other."""
-    at = [step for name in names for step in curve(rows, name)[0]]
-    at += curve(rows, REWARD)[0]
-    apart = _DODGE * max(1, max(at) - min(at)) if len(names) > 1 else 0.0
-    for place, name in enumerate(names):
-        steps, accuracy = curve(rows, name)
-        low = dict(zip(*curve(rows, name + "_low"), strict=True))
-        high = dict(zip(*curve(rows, name + "_high"), strict=True))
-        aside = apart * (place / max(1, len(names) - 1) - 0.5)
-        moved = [step + aside for step in steps]
-        color = f"C{(first_color + place) % 10}"
-        label = f"held-out accuracy, {_legend_name(name)}: {_from_to(accuracy)}"
-        style = ("--", "-.", ":")[place // 10 % 3]
-        axes.plot(moved, accuracy, f"o{style}", color=color, markersize=4, linewidth=1.0, label=label)
-        for step, at in zip(steps, moved, strict=True):
+    if not names:
+        return
+    all_steps = [step for name in (REWARD, *names) for step in _points(rows, name)]
+    width = 0.0
+    if len(names) > 1:
+        width = _DODGE * max(1, max(all_steps) - min(all_steps))
+    for number, name in enumerate(names):
+        steps, accuracies = curve(rows, name)
+        offset = width * (number / max(1, len(names) - 1) - 0.5)
+        moved_steps = [step + offset for step in steps]
+        color = f"C{(first_color + number) % 10}"
+        line_style = ("--", "-.", ":")[number // 10 % 3]
+        label = f"held-out accuracy, {_legend_name(name)}: {_first_and_last(accuracies)}"
+        panel.plot(
+            moved_steps,
+            accuracies,
+            f"o{line_style}",
+            color=color,
+            markersize=4,
+            linewidth=1.0,
+            label=label,
+        )
+        low = _points(rows, f"{name}_low")
+        high = _points(rows, f"{name}_high")
+        for step, moved_step in zip(steps, moved_steps, strict=True):
             if step in low and step in high:
-                axes.vlines(at, low[step], high[step], color=color, alpha=0.5)
+                panel.vlines(moved_step, low[step], high[step], color=color, alpha=0.5)
 
 
 def _legend_name(name: str) -> str:
-    """Set and mode of a metric's name."""
-    return _fitted(name[len(EVAL_PREFIX) : -len(EVAL_SUFFIX)], 60)
+    """Set and mode from a metric's name."""
+    return _shorten(name.removeprefix(EVAL_PREFIX).removesuffix(EVAL_SUFFIX), _MAX_NAME_CHARACTERS)
 
 
-def _from_to(values: Sequence[float]) -> str:
-    """The first and the last."""
-    first, last = values[0], values[-1]
-    return f"{first:.3g}" if len(values) == 1 else f"{first:.3g} → {last:.3g}"
+def _first_and_last(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.3g}"
+    return f"{values[0]:.3g} → {values[-1]:.3g}"

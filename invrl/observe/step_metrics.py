@@ -1,6 +1,7 @@
 """What one step of the loop measured, as metric values: pure, from the types of the pipeline.
-Names: `rollout/` what was sampled, `sync/` the weight update, `time/` seconds per phase. The
-trainer's own (`train/`) and the buffer's (`buffer/`) come from them."""
+
+Names: `rollout/` what was sampled, `sync/` the weight update, `time/` seconds per phase. The trainer makes
+its own (`train/`), and so does the buffer (`buffer/`)."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +13,92 @@ CHECKPOINT_PHASE = "checkpoint"
 """The loop's name of the phase in which a checkpoint is written."""
 
 
+def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
+    """Reward, lengths, cache and staleness of the rollouts that are trained in this step.
+
+    `truncated_share` is the share of rollouts in which a reply ran out of tokens.
+    `delivered_fraction`, `trained_fraction` and `auxiliary_fraction` are of sampled tokens.
+    `later_cached_fraction` is over the prompts of every turn after the first: what the radix cache saved of a
+    conversation that continues. `failed_share/<reason>` are failures that count with a reward.
+    `forks/<reason>`, `matches/<level>`, `thinking_kept_tokens` and `forked_tokens` are the gateway's
+    counts."""
+    rollouts = _rollouts_of(taken)
+    return {
+        **_reward_metrics(taken, rollouts),
+        **_length_metrics(rollouts),
+        **_staleness_metrics(taken, rollouts),
+        **_named_metrics(rollouts),
+    }
+
+
+def _rollouts_of(taken: TakenBatch) -> list[RolloutSummary]:
+    return [rollout for group in taken.groups for rollout in group.rollouts_G]
+
+
+def _reward_metrics(taken: TakenBatch, rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
+    rewards = [rollout.reward for rollout in rollouts]
+    group_deviations: list[float] = []
+    for group in taken.groups:
+        group_deviations.append(_deviation([rollout.reward for rollout in group.rollouts_G]))
+    return {
+        "reward_mean": _mean(rewards),
+        "reward_std": Mean(_deviation(rewards)),
+        "reward_min": Min(min(rewards, default=0.0)),
+        "reward_max": Max(max(rewards, default=0.0)),
+        "group_reward_std": _mean(group_deviations),
+        "groups": Sum(len(taken.groups)),
+        "rollouts": Sum(len(rollouts)),
+    }
+
+
+def _length_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
+    sampled = [rollout.sampled_tokens for rollout in rollouts]
+    return {
+        "turns": _mean([rollout.num_turns for rollout in rollouts]),
+        "response_length": _mean(sampled),
+        "response_length_max": Max(float(max(sampled, default=0))),
+        "truncated_share": _mean([float(rollout.truncated) for rollout in rollouts]),
+        "cached_fraction": _ratio((r.cached_tokens, r.prompt_tokens) for r in rollouts),
+        "later_cached_fraction": _ratio((r.later_cached_tokens, r.later_prompt_tokens) for r in rollouts),
+        "delivered_fraction": _ratio((r.delivered_tokens, r.sampled_tokens) for r in rollouts),
+        "trained_fraction": _ratio((r.trained_tokens, r.sampled_tokens) for r in rollouts),
+        "auxiliary_fraction": _ratio((r.auxiliary_tokens, r.sampled_tokens) for r in rollouts),
+        "sampled_tokens": Sum(sum(sampled)),
+    }
+
+
+def _staleness_metrics(taken: TakenBatch, rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
+    staleness = [float(taken.version - rollout.oldest_version) for rollout in rollouts]
+    return {
+        "forks": Sum(sum(rollout.forks for rollout in rollouts)),
+        "staleness_mean": _mean(staleness),
+        "staleness_max": Max(max(staleness, default=0.0)),
+        "seconds_mean": _mean([rollout.finished_at - rollout.started_at for rollout in rollouts]),
+    }
+
+
+def _named_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
+    """Metrics whose names come from the rollouts: failures, the gateway's counts, reward components."""
+    metrics: dict[str, Metric] = {}
+    for reason in sorted({rollout.failure for rollout in rollouts if rollout.failure}):
+        metrics[f"failed_share/{reason}"] = _mean([float(rollout.failure == reason) for rollout in rollouts])
+    for name in sorted({name for rollout in rollouts for name in rollout.counts}):
+        metrics[name] = Sum(sum(rollout.counts.get(name, 0) for rollout in rollouts))
+    for name in sorted({name for rollout in rollouts for name in rollout.reward_components}):
+        values: list[float] = []
+        for rollout in rollouts:
+            if name in rollout.reward_components:
+                values.append(rollout.reward_components[name])
+        metrics[f"reward/{name}"] = _mean(values)
+    return metrics
+
+
 def _ratio(pairs: Iterable[tuple[int, int]]) -> Mean:
-    """Of the sums of part and whole."""
-    return sum((Mean(part, whole) for part, whole in pairs), Mean(0.0, 0.0))
+    """The sum of the parts over the sum of the wholes."""
+    total = Mean(0.0, 0.0)
+    for part, whole in pairs:
+        total = total + Mean(part, whole)
+    return total
 
 
 def _mean(values: Sequence[float]) -> Mean:
@@ -22,86 +106,51 @@ def _mean(values: Sequence[float]) -> Mean:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    return statistics.pstdev(values) if values else 0.0
-
-
-def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
-    """Reward, lengths, cache and staleness of the rollouts that are trained in this step.
-    `truncated_share` is the share of rollouts in which a reply ran out of tokens.
-    `delivered_fraction`, `trained_fraction` and `auxiliary_fraction` are of sampled tokens.
-    `later_cached_fraction` is over the prompts of every turn after the first: what the radix cache
-    saved of a conversation that continues. `failed_share/<reason>` are failures that count with a reward.
-    `forks/<reason>`, `matches/<level>`, `thinking_kept_tokens` and
-    `forked_tokens` are the gateway's counts."""
-    rollouts: list[RolloutSummary] = [r for group in taken.groups for r in group.rollouts_G]
-    rewards = [r.reward for r in rollouts]
-    metrics: dict[str, Metric] = {
-        "reward_mean": _mean(rewards),
-        "reward_std": Mean(_deviation(rewards)),
-        "reward_min": Min(min(rewards, default=0.0)),
-        "reward_max": Max(max(rewards, default=0.0)),
-        "group_reward_std": _mean([_deviation([r.reward for r in g.rollouts_G]) for g in taken.groups]),
-        "groups": Sum(len(taken.groups)),
-        "rollouts": Sum(len(rollouts)),
-        "turns": _mean([r.num_turns for r in rollouts]),
-        "response_length": _mean([r.sampled_tokens for r in rollouts]),
-        "response_length_max": Max(float(max((r.sampled_tokens for r in rollouts), default=0))),
-        "truncated_share": _mean([float(r.truncated) for r in rollouts]),
-        "cached_fraction": _ratio((r.cached_tokens, r.prompt_tokens) for r in rollouts),
-        "later_cached_fraction": _ratio((r.later_cached_tokens, r.later_prompt_tokens) for r in rollouts),
-        "delivered_fraction": _ratio((r.delivered_tokens, r.sampled_tokens) for r in rollouts),
-        "trained_fraction": _ratio((r.trained_tokens, r.sampled_tokens) for r in rollouts),
-        "auxiliary_fraction": _ratio((r.auxiliary_tokens, r.sampled_tokens) for r in rollouts),
-        "forks": Sum(sum(r.forks for r in rollouts)),
-        "staleness_mean": _mean([float(taken.version - r.oldest_version) for r in rollouts]),
-        "staleness_max": Max(float(max((taken.version - r.oldest_version for r in rollouts), default=0))),
-        "seconds_mean": _mean([r.finished_at - r.started_at for r in rollouts]),
-        "sampled_tokens": Sum(sum(r.sampled_tokens for r in rollouts)),
-    }
-    for reason in sorted({r.failure for r in rollouts if r.failure}):
-        metrics[f"failed_share/{reason}"] = _mean([float(r.failure == reason) for r in rollouts])
-    for name in sorted({name for r in rollouts for name in r.counts}):
-        metrics[name] = Sum(sum(r.counts.get(name, 0) for r in rollouts))
-    for name in sorted({name for r in rollouts for name in r.reward_components}):
-        values = [r.reward_components[name] for r in rollouts if name in r.reward_components]
-        metrics[f"reward/{name}"] = _mean(values)
-    return metrics
+    if not values:
+        return 0.0
+    return statistics.pstdev(values)
 
 
 def reply_metrics(batch: TrainBatch) -> dict[str, Metric]:
     """How many of the batch's rollouts sampled different tokens, over all of its tasks: as many as there are
-    where each says something of its own, 1 where the policy has collapsed to one reply. Only trained tokens
-    count: all that a rollout sampled, but for replies that its client never got."""
-    parts: dict[str, list[bytes]] = {}
+    rollouts if each says something of its own, 1 if the policy has collapsed to one reply. Only trained
+    tokens count, which is all that a rollout sampled except for replies that its client never got."""
+    replies: dict[str, list[bytes]] = {}
     for sample in batch.samples:
         trained_T = sample.tokens_T[sample.loss_mask_T]
-        parts.setdefault(sample.rollout_id, []).append(trained_T.tobytes())
-    distinct = len({tuple(of_rollout) for of_rollout in parts.values()})
-    return {"distinct_replies": Sum(distinct)}
+        replies.setdefault(sample.rollout_id, []).append(trained_T.tobytes())
+    distinct = {tuple(reply) for reply in replies.values()}
+    return {"distinct_replies": Sum(len(distinct))}
 
 
 def update_metrics(update: WeightUpdate) -> dict[str, Metric]:
-    """The weight update: bytes, seconds per phase, how long generation stood still, the canary."""
-    return {
+    """The weight update: bytes, seconds per phase, how long generation was paused, the canary."""
+    metrics: dict[str, Metric] = {
         "version": Max(float(update.version)),
         "bytes": Sum(float(update.num_bytes)),
         "canary_max_gap": Max(update.canary_max_gap),
         "canary_mean_gap": Mean(update.canary_mean_gap),
-        **{f"{phase}_s": Sum(seconds) for phase, seconds in update.seconds.items()},
     }
+    for phase, seconds in update.seconds.items():
+        metrics[f"{phase}_s"] = Sum(seconds)
+    return metrics
 
 
 def time_metrics(seconds: Mapping[str, float], taken: TakenBatch, trained_tokens: float) -> dict[str, Metric]:
-    """Seconds per phase of the step, and tokens per second of either half. `step_s` is without the
-    checkpoint, which few steps write: `checkpoint_s` stands beside it. Rollout tokens/s is over
-    the wall time from the first to the last turn of the batch, so it also holds when rollouts overlap
-    training; train tokens/s counts trained tokens over the train phase."""
-    rollouts = [r for group in taken.groups for r in group.rollouts_G]
+    """Seconds per phase of the step, and tokens per second of rollout and training.
+
+    `step_s` leaves out the checkpoint, which few steps write; that is in `checkpoint_s`. Rollout tokens/s is
+    over the wall time from the first to the last turn of the batch, so it also holds if rollouts overlap
+    training. Train tokens/s counts trained tokens over the train phase."""
     metrics: dict[str, Metric] = {f"{phase}_s": Sum(value) for phase, value in seconds.items()}
-    metrics["step_s"] = Sum(sum(value for phase, value in seconds.items() if phase != CHECKPOINT_PHASE))
+    step_seconds = [value for phase, value in seconds.items() if phase != CHECKPOINT_PHASE]
+    metrics["step_s"] = Sum(sum(step_seconds))
+    rollouts = _rollouts_of(taken)
     if rollouts:
-        wall = max(r.finished_at for r in rollouts) - min(r.started_at for r in rollouts)
-        metrics["rollout_tokens_per_s"] = Mean(sum(r.sampled_tokens for r in rollouts), max(wall, 1e-9))
+        first_start = min(rollout.started_at for rollout in rollouts)
+        last_finish = max(rollout.finished_at for rollout in rollouts)
+        sampled_tokens = sum(rollout.sampled_tokens for rollout in rollouts)
+        metrics["rollout_tokens_per_s"] = Mean(sampled_tokens, max(last_finish - first_start, 1e-9))
     if seconds.get("train"):
         metrics["train_tokens_per_s"] = Mean(trained_tokens, seconds["train"])
     return metrics

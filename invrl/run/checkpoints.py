@@ -5,12 +5,13 @@
                                manifest.json (size and checksum of each of these files)
     checkpoints/model-000005/  the model alone, as a Hugging Face folder with a manifest.json
 
-Either is written under another name, flushed to disk and renamed: a crash at any byte leaves the last whole
-one. It is checked against its manifest before anything of it is loaded.
+Each is written under another name, flushed to disk and renamed, so a crash at any byte leaves the last whole
+one. A checkpoint is checked against its manifest before anything of it is loaded.
 
-The model of a step is saved before its optimizer's state, which is six times as large. Where that cannot be
-written (the disk is full, the memory is), `model-N` is left. It can be evaluated, served and trained anew;
-no run goes on from it: it is no checkpoint. The checkpoint of the step takes it over once that is whole."""
+The model of a step is saved before the optimizer's state, which is six times as large. If that state
+cannot be written (the disk or the memory is full), `model-N` remains. It is not a checkpoint: it can be
+evaluated, served and be the model of a new run, but no run resumes from it. Once the checkpoint of the
+step is whole, `model-N` is removed."""
 
 import asyncio
 import os
@@ -50,9 +51,11 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path: Path) -> Self | None:
-        """The checkpoint in this folder, checked or not; None if it is not one."""
+        """The checkpoint in this folder, not checked; None if the folder is not a checkpoint."""
         step = _step_in(path, _PREFIX)
-        return None if step is None else cls(step=step, path=path)
+        if step is None:
+            return None
+        return cls(step=step, path=path)
 
     def check(self) -> None:
         """Raises DamagedFileError if a file is not what was written."""
@@ -72,26 +75,35 @@ class Checkpoints:
 
     def all(self) -> list[Checkpoint]:
         """Oldest first."""
-        found = (Checkpoint.at(path) for path in self._folder.glob(f"{_PREFIX}*"))
-        return sorted((one for one in found if one is not None), key=lambda one: one.step)
+        checkpoints: list[Checkpoint] = []
+        for path in self._folder.glob(f"{_PREFIX}*"):
+            checkpoint = Checkpoint.at(path)
+            if checkpoint is not None:
+                checkpoints.append(checkpoint)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
-        return next(reversed(self.all()), None)
+        checkpoints = self.all()
+        if not checkpoints:
+            return None
+        return checkpoints[-1]
 
     def newest_whole(self, report: Callable[[str], object]) -> Checkpoint | None:
-        """The newest checkpoint whose files are what was written; None in a run that has not made one.
-        Damaged ones are renamed, and `report` is told which file was wrong and which steps are lost.
+        """The newest checkpoint whose files are what was written; None if the run has made no checkpoint.
+        Damaged checkpoints are renamed; `report` receives which file was wrong and which steps are lost.
         Raises DamagedFileError if there were checkpoints and none is whole."""
         for checkpoint in reversed(self.all()):
             try:
                 checkpoint.check()
             except DamagedFileError as error:
-                aside = self._put_aside(checkpoint)
-                older = [one for one in self.all() if one.step < checkpoint.step]
-                lost = f"Steps {older[-1].step + 1} to {checkpoint.step}" if older else "All its steps"
+                renamed = self._put_aside(checkpoint)
+                older = [other for other in self.all() if other.step < checkpoint.step]
+                lost_steps = "All its steps"
+                if older:
+                    lost_steps = f"Steps {older[-1].step + 1} to {checkpoint.step}"
                 report(
                     f"the checkpoint of step {checkpoint.step} is damaged: {error.path.name}: "
-                    f"{error.reason}. It is kept as {aside.name}. {lost} are lost and made again"
+                    f"{error.reason}. It is kept as {renamed.name}. {lost_steps} are lost and made again"
                 )
                 continue
             return checkpoint
@@ -106,39 +118,40 @@ class Checkpoints:
         return None
 
     def _put_aside(self, checkpoint: Checkpoint) -> Path:
-        """Under a name that is no checkpoint's and was not used before."""
-        aside = checkpoint.path.with_name(checkpoint.path.name + _DAMAGED)
+        """Renames it, to a name that no checkpoint has and that was not used before."""
+        renamed = checkpoint.path.with_name(f"{checkpoint.path.name}{_DAMAGED}")
         number = 1
-        while aside.exists():
+        while renamed.exists():
             number += 1
-            aside = checkpoint.path.with_name(f"{checkpoint.path.name}{_DAMAGED}-{number}")
-        checkpoint.path.rename(aside)
+            renamed = checkpoint.path.with_name(f"{checkpoint.path.name}{_DAMAGED}-{number}")
+        checkpoint.path.rename(renamed)
         flush(self._folder)
-        return aside
+        return renamed
 
     def begin(self, step: int) -> Checkpoint:
-        """An empty folder to fill; it is no checkpoint before `commit`."""
+        """An empty folder to fill. It becomes a checkpoint by `commit`."""
         self._clear_partial()
         filling = Checkpoint(step=step, path=self._folder / f"{_PREFIX}{step:06d}{_PARTIAL}")
         filling.path.mkdir(parents=True)
         return filling
 
     def commit(self, filled: Checkpoint) -> Checkpoint:
-        """Writes the manifest, flushes everything, gives it its name, and removes the checkpoints that are
-        not kept, and saved models that are not newer."""
+        """Writes the manifest, flushes everything and gives the folder its name. Then removes checkpoints
+        that are not kept, and saved models that are not newer."""
         write_manifest(filled.path)
         flush_tree(filled.path)
         final = self._folder / f"{_PREFIX}{filled.step:06d}"
         self._rename(filled.path, final)
-        for old in self.all()[: -self._keep] if self._keep else ():
-            shutil.rmtree(old.path)
+        if self._keep:
+            for old in self.all()[: -self._keep]:
+                shutil.rmtree(old.path)
         self._remove_models(filled.step)
         return Checkpoint(step=filled.step, path=final)
 
     async def save(self, trainer: Trainer, step: int, snapshot: bytes | None = None) -> Checkpoint:
-        """The trainer as it is, and the buffer's `snapshot` where there is one. The model comes first: it is
-        left where the rest fails. The disk is left to threads: the caller's event loop watches processes
-        meanwhile."""
+        """Saves the trainer as it is, and the buffer's `snapshot` if there is one. The model comes first and
+        remains if the rest fails. Threads write to the disk, because the caller's event loop watches
+        processes meanwhile."""
         model = await self.save_model(trainer, step)
         filling = await _in_thread(self.begin, step)
         await trainer.save_checkpoint(str(filling.megatron))
@@ -148,7 +161,7 @@ class Checkpoints:
         return await _in_thread(self.commit, filling)
 
     async def save_model(self, trainer: Trainer, step: int) -> Path:
-        """The trainer's weights alone, as a Hugging Face folder; older ones of these go. Its path."""
+        """Saves the trainer's weights alone, as a Hugging Face folder, and removes older ones. Its path."""
         final = self._folder / f"{_MODEL_PREFIX}{step:06d}"
         unfinished = final.with_name(final.name + _PARTIAL)
         await _in_thread(self._clear_partial)
@@ -157,7 +170,7 @@ class Checkpoints:
         return final
 
     def model_of(self, step: int) -> Path:
-        """Where the weights of a step are that was saved, in its checkpoint or by themselves."""
+        """Where the weights of a saved step are: in its checkpoint, or by themselves."""
         checkpoint = Checkpoint(step=step, path=self._folder / f"{_PREFIX}{step:06d}")
         if checkpoint.path.exists():
             return checkpoint.hugging_face
@@ -165,16 +178,18 @@ class Checkpoints:
 
     def models(self) -> list[Path]:
         """The models that were saved without a checkpoint, or whose checkpoint is not whole; oldest first."""
-        found = [path for path in self._folder.glob(f"{_MODEL_PREFIX}*") if model_step(path) is not None]
-        return sorted(found)
+        paths = self._folder.glob(f"{_MODEL_PREFIX}*")
+        return sorted(path for path in paths if model_step(path) is not None)
 
     def newest_model(self) -> Path | None:
-        """The folder of the newest weights, within a checkpoint or by itself. None before the first."""
+        """The folder of the newest weights, within a checkpoint or by itself. None before the first save."""
         checkpoint = self.latest()
-        model = next(reversed(self.models()), None)
-        if model is not None and (checkpoint is None or (model_step(model) or 0) > checkpoint.step):
-            return model
-        return None if checkpoint is None else checkpoint.hugging_face
+        models = self.models()
+        if checkpoint is None:
+            return models[-1] if models else None
+        if models and (model_step(models[-1]) or 0) > checkpoint.step:
+            return models[-1]
+        return checkpoint.hugging_face
 
     def _publish_model(self, unfinished: Path, final: Path, step: int) -> None:
         write_manifest(unfinished)
@@ -184,7 +199,7 @@ class Checkpoints:
         self._remove_models(step - 1)
 
     def _rename(self, unfinished: Path, final: Path) -> None:
-        """One that is there already is of an incarnation that is lost."""
+        """A folder that has the final name already belongs to a lost incarnation, and is replaced."""
         if final.exists():
             final.rename(final.with_name(f"{final.name}.old{_PARTIAL}"))
         unfinished.rename(final)
@@ -192,7 +207,8 @@ class Checkpoints:
         self._clear_partial()
 
     def _remove_models(self, last: int) -> None:
-        """Those of this step and of earlier ones. A later one is of an incarnation that came further."""
+        """Removes those of step `last` and of earlier steps. A later one is of an incarnation that came
+        further."""
         for path in self.models():
             if (model_step(path) or 0) <= last:
                 shutil.rmtree(path)
@@ -203,14 +219,14 @@ class Checkpoints:
 
 
 async def _in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Beside the event loop. A cancellation waits for the thread, which would go on all the same: whoever
-    cancelled may write into the same folder next."""
+    """Runs `work` beside the event loop. A cancellation waits for the thread, which cannot be stopped: the
+    caller may write into the same folder next."""
     loop = asyncio.get_running_loop()
-    working = loop.run_in_executor(None, partial(work, *arguments, **named))
+    future = loop.run_in_executor(None, partial(work, *arguments, **named))
     try:
-        return await asyncio.shield(working)
+        return await asyncio.shield(future)
     except asyncio.CancelledError:
-        await asyncio.wait({working})
+        await asyncio.wait({future})
         raise
 
 
@@ -221,13 +237,14 @@ def model_step(path: Path) -> int | None:
 
 def _step_in(path: Path, prefix: str) -> int | None:
     step = path.name.removeprefix(prefix)
-    is_one = path.name.startswith(prefix) and step.isdecimal() and path.is_dir()
-    return int(step) if is_one else None
+    if not path.name.startswith(prefix) or not step.isdecimal() or not path.is_dir():
+        return None
+    return int(step)
 
 
 def _link_model(model: Path, to: Path) -> None:
-    """The same files under a second name, or copies where the file system has no such thing. The manifest of
-    the checkpoint describes them."""
+    """Hard links to the same files, or copies if the file system has no hard links. The manifest of the
+    checkpoint describes them."""
     to.mkdir()
     for file in model.iterdir():
         if file.name == MANIFEST_NAME:
@@ -238,25 +255,32 @@ def _link_model(model: Path, to: Path) -> None:
             shutil.copyfile(file, to / file.name)
 
 
-def first_checkpoint(given: str) -> Checkpoint | None:
-    """What `--load-checkpoint` names, not checked yet; None without it: the model folder is step 0. Raises
-    ConfigError."""
-    found = Checkpoint.at(Path(given).expanduser().absolute()) if given else None
-    if given and (found is None or not found.megatron.is_dir()):
+def first_checkpoint(setting: str) -> Checkpoint | None:
+    """The checkpoint that `--load-checkpoint` names, not checked yet. None if it names none: the model folder
+    is step 0. Raises ConfigError."""
+    if not setting:
+        return None
+    checkpoint = Checkpoint.at(Path(setting).expanduser().absolute())
+    if checkpoint is None or not checkpoint.megatron.is_dir():
         fix = "give RUN/checkpoints/step-NNNNNN, with megatron/ in it"
-        raise ConfigError("run.load_checkpoint", given, "not the folder of a checkpoint", fix)
-    return found
+        raise ConfigError("run.load_checkpoint", setting, "not the folder of a checkpoint", fix)
+    return checkpoint
 
 
 def check_served(model_folder: Path) -> None:
-    """Where `model_folder` was saved by a run, in a checkpoint or by itself, its files are what was written.
-    Raises ConfigError. Another model folder has no manifest of ours, and nothing to compare with."""
-    within = model_folder.name == "hugging_face"
-    described = model_folder.parent if within else model_folder
-    if not (described / MANIFEST_NAME).exists() or not (within or model_step(model_folder) is not None):
+    """If a run has saved `model_folder`, in a checkpoint or by itself, its files are what was written. Raises
+    ConfigError. Any other model folder has no manifest of ours, so there is nothing to compare with."""
+    folder = model_folder
+    subfolder = ""
+    if model_folder.name == "hugging_face":  # within a checkpoint, whose manifest covers it
+        folder = model_folder.parent
+        subfolder = model_folder.name
+    elif model_step(model_folder) is None:
+        return
+    if not (folder / MANIFEST_NAME).exists():
         return
     try:
-        check_manifest(described, below=model_folder.name if within else "")
+        check_manifest(folder, below=subfolder)
     except DamagedFileError as error:
         fix = "give another checkpoint of the run"
         raise ConfigError("model.model_path", str(model_folder), str(error), fix) from error

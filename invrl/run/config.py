@@ -1,7 +1,9 @@
-"""The configuration: one tree of frozen sections, each declared beside its owner, composed here.
-Sources, later ones win: defaults, the algorithm preset, a TOML file, flags (`resolve`). Invariant: what
-`resolve` returns is whole and consistent, or a ConfigError says what to change; nothing has started by then.
-Imports without torch, ray, sglang or transformers."""
+"""All settings: one tree of frozen sections, each declared beside its owner, composed here.
+
+Values come from these sources, later ones win: defaults, the algorithm preset, a TOML file, flags
+(`resolve`). Invariant: `resolve` returns a whole and consistent configuration, or raises a ConfigError
+that says what to change; nothing has started by then. Imports without torch, ray, sglang or
+transformers."""
 
 import difflib
 import tomllib
@@ -73,13 +75,19 @@ class ModelConfig(Section):
     @property
     def folder(self) -> Path:
         """Absolute; meaningless without a `model_path`."""
-        given = Path(self.model_path).expanduser().absolute()
-        return inner if (inner := given / "hugging_face").is_dir() else given
+        path = Path(self.model_path).expanduser().absolute()
+        of_checkpoint = path / "hugging_face"
+        if of_checkpoint.is_dir():
+            return of_checkpoint
+        return path
 
     @property
     def name(self) -> str:
-        """What agents call it: a run's checkpoint by the run's name, any other model by its folder's."""
-        checkpoint = self.folder.parent if self.folder.name == "hugging_face" else self.folder
+        """The model name that agents send: for a checkpoint the name of its run, otherwise that of the
+        folder."""
+        checkpoint = self.folder
+        if checkpoint.name == "hugging_face":
+            checkpoint = checkpoint.parent
         run = checkpoint.parent.parent
         if checkpoint.parent.name == "checkpoints" and (run / "config.resolved.toml").is_file():
             return run.name
@@ -98,8 +106,8 @@ class WeightSyncConfig(Section):
 
 
 class Config(Section):
-    """Everything a run is told; `resolve()` makes one. `sglang`, `router`, `megatron` pass through to those
-    packages by name."""
+    """All settings of a run, made by `resolve()`. The options in `sglang`, `router` and `megatron` pass
+    through to those packages by name."""
 
     run: RunConfig
     model: ModelConfig
@@ -130,19 +138,22 @@ Tables = Mapping[str, Mapping[str, Scalar]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Values from one place, by table and key; `name` is how an error calls that place."""
+    """Values from one place, by table and key. Errors call that place `name`."""
 
     name: str
     tables: Tables
 
 
 def nearest(name: str, names: Iterable[str], many: str = "see --help for the valid names") -> str:
-    """The valid name closest to a wrong one, as a fix; if none is close the list of them, or `many` where
-    they are too many for one."""
+    """A fix for a wrong name: the closest valid name. If none is close, the list of all; if there are too
+    many for a list, `many`."""
     valid = sorted(names)
-    if close := difflib.get_close_matches(name, valid, n=1, cutoff=0.6):
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    if close:
         return f"did you mean {close[0]}?"
-    return f"use one of: {', '.join(valid)}" if len(valid) <= 30 else many
+    if len(valid) > 30:
+        return many
+    return f"use one of: {', '.join(valid)}"
 
 
 def read_toml(path: Path) -> Source:
@@ -153,20 +164,27 @@ def read_toml(path: Path) -> Source:
         raise ConfigError("--config", str(path), str(error), "give a readable TOML file") from error
     for table, entries in document.items():
         if not isinstance(entries, dict):
-            fix = f"write [{table}] and its keys below"
-            if home := _table_of(table):
-                fix = f"move it to table [{home}]"
-            elif meant := meant_setting(table):
-                fix = f"write it as {meant}, in table [{_table_of(meant)}]"
-            raise ConfigError(f"{table} in {path}", entries, "a table is expected", fix)
+            raise ConfigError(f"{table} in {path}", entries, "a table is expected", _table_fix(table))
     return Source(name=str(path), tables=document)
 
 
+def _table_fix(key: str) -> str:
+    """For a key that stands outside of all tables."""
+    table = _table_of(key)
+    if table:
+        return f"move it to table [{table}]"
+    setting = meant_setting(key)
+    if setting:
+        return f"write it as {setting}, in table [{_table_of(setting)}]"
+    return f"write [{key}] and its keys below"
+
+
 def resolve(*sources: Source) -> Config:
-    """Defaults below the algorithm's preset below the sources in order; validated and cross-checked."""
+    """The sources over the algorithm's preset over the defaults; later sources win. Raises ConfigError for a
+    value that is not valid, and for values that contradict each other."""
     values: dict[str, dict[str, Scalar]] = {name: {} for name in SECTIONS}
-    for layer in sources:
-        for table, entries in layer.tables.items():
+    for source in sources:
+        for table, entries in source.tables.items():
             values.setdefault(table, {}).update(entries)
     try:
         config = Config.model_validate(values)
@@ -176,37 +194,59 @@ def resolve(*sources: Source) -> Config:
     return config
 
 
-def _refuse(error: ValidationError, layers: Sequence[Source]) -> NoReturn:
-    """The first of pydantic's findings, in our terms."""
-    first = error.errors()[0]
-    table, key = (*(str(part) for part in first["loc"]), "")[:2]
-    given = [one.name for one in layers if table in one.tables and key in ("", *one.tables[table])]
-    origin = given[-1] if given else "default"
-    known = SECTIONS[table].model_fields if table in SECTIONS else Config.model_fields
-    others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    reason, fix = first["msg"], "give a string, a number or a boolean"
-    if first["type"] == "extra_forbidden":
-        reason = f"no such {'key' if key else 'table'}"
-        fix = _key_fix(key, table) if key else nearest(table, known)
-    elif info := known.get(key):
-        fix = f"set {key}: {info.description} (default: {info.default!r})"
-    reason = f"{reason} (from {origin}){others}"
-    raise ConfigError(f"{table}.{key}" if key else table, first["input"], reason, fix) from error
+def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
+    """Raises the first of pydantic's findings as a ConfigError."""
+    finding = error.errors()[0]
+    location = [str(part) for part in finding["loc"]]
+    table = location[0]
+    key = location[1] if len(location) > 1 else ""
+    known = Config.model_fields
+    if table in SECTIONS:
+        known = SECTIONS[table].model_fields
+
+    reason = finding["msg"]
+    fix = "give a string, a number or a boolean"
+    if finding["type"] == "extra_forbidden" and key:
+        reason = "no such key"
+        fix = _key_fix(key, table)
+    elif finding["type"] == "extra_forbidden":
+        reason = "no such table"
+        fix = nearest(table, known)
+    elif key in known:
+        fix = f"set {key}: {known[key].description} (default: {known[key].default!r})"
+    reason += f" (from {_origin_of(table, key, sources)})"
+    if error.error_count() > 1:
+        reason += f" ({error.error_count() - 1} more)"
+    field = f"{table}.{key}" if key else table
+    raise ConfigError(field, finding["input"], reason, fix) from error
+
+
+def _origin_of(table: str, key: str, sources: Sequence[Source]) -> str:
+    """The name of the last source that sets the key; any key of the table if `key` is empty."""
+    origin = "default"
+    for source in sources:
+        if table in source.tables and (not key or key in source.tables[table]):
+            origin = source.name
+    return origin
 
 
 def _key_fix(key: str, table: str) -> str:
-    """For a key that is none of its table."""
-    if home := _table_of(key):
-        return f"move it to table [{home}]"
-    meant = meant_setting(key)
-    if meant and _table_of(meant) != table:
-        return f"did you mean {meant}, in table [{_table_of(meant)}]?"
+    """For a key that its table does not have."""
+    right_table = _table_of(key)
+    if right_table:
+        return f"move it to table [{right_table}]"
+    setting = meant_setting(key)
+    if setting and _table_of(setting) != table:
+        return f"did you mean {setting}, in table [{_table_of(setting)}]?"
     return nearest_setting(key, SECTIONS[table].model_fields)
 
 
 def _table_of(key: str) -> str:
-    """The table that a setting stands in; "" for none of ours."""
-    return next((name for name, section in SECTIONS.items() if key in section.model_fields), "")
+    """The table of a setting; "" if there is no such setting."""
+    for table, section in SECTIONS.items():
+        if key in section.model_fields:
+            return table
+    return ""
 
 
 def load_resolved(path: Path) -> Config:

@@ -1,7 +1,7 @@
-"""What single fields cannot know: contradictions between settings, found before any process starts.
+"""Contradictions between settings, which no single field can find. They are found before any process starts.
 
-One function per subject, each yielding what is wrong. `check` is pure and is called by `config.resolve`; what
-the settings name is looked at by `cli/checks/`."""
+One function per subject yields what is wrong. `check` is pure: `config.resolve` runs it. What the settings
+name (files, code, models) is checked in `cli/checks/`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ Contradictions = Iterator[tuple[str, str, str]]
 
 def check(config: Config) -> None:
     """Raises ConfigError at the first contradiction."""
-    values = {f"{table}.{name}": value for table, section in config for name, value in dict(section).items()}
-    for subject in (_modes, _schedule, _batch, _evaluation, _engines, _deadlines, _secrets):
+    values: dict[str, object] = {}
+    for table, section in config:
+        for name, value in dict(section).items():
+            values[f"{table}.{name}"] = value
+    for subject in (_modes, _schedule, _batch, _evaluation, _engines, _deadlines):
         for field, reason, fix in subject(config):
-            value = "(not shown)" if subject is _secrets else values[field]
-            raise ConfigError(field, value, reason, fix)
-    for field, value in values.items():  # counts travel as int32 (token ids, positions, versions)
+            raise ConfigError(field, values[field], reason, fix)
+    for field, reason, fix in _secrets(config):
+        raise ConfigError(field, "(not shown)", reason, fix)
+    for field, value in values.items():  # counts are sent as int32 (token ids, positions, versions)
         if isinstance(value, int) and abs(value) > _MAX_COUNT:
             raise ConfigError(field, value, "over 2^31 - 1", "choose a smaller number")
 
@@ -61,8 +65,10 @@ def _schedule(config: Config) -> Contradictions:
 
 
 def _batch(config: Config) -> Contradictions:
-    groups, samples = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
-    ranks, algorithm = config.train.data_parallel_size, config.algorithm
+    groups = config.rollout.rollout_batch_size
+    samples = config.rollout.n_samples_per_prompt
+    ranks = config.train.data_parallel_size
+    algorithm = config.algorithm
     if groups * samples < ranks:
         reason = f"a batch has {groups} x {samples} = {groups * samples} rollouts, fewer than ranks"
         yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --rollout-batch-size"
@@ -92,7 +98,9 @@ def _evaluation(config: Config) -> Contradictions:
 
 
 def _engines(config: Config) -> Contradictions:
-    rollout, gateway, capacity = config.rollout, config.gateway, config.engine.engine_max_total_tokens
+    rollout = config.rollout
+    gateway = config.gateway
+    capacity = config.engine.engine_max_total_tokens
     if rollout.max_new_tokens >= capacity:
         reason = f"an engine's KV cache holds {capacity} tokens in all"
         yield "rollout.max_new_tokens", reason, "lower --max-new-tokens or raise --engine-max-total-tokens"
@@ -103,29 +111,36 @@ def _engines(config: Config) -> Contradictions:
     if rollout.rollout_workers > rollout.rollout_concurrency:
         reason = f"only {rollout.rollout_concurrency} rollouts run at a time"
         yield "rollout.rollout_workers", reason, "lower --rollout-workers or raise --rollout-concurrency"
-    yield from _masked(config)
-    for name, value in config.sglang.items() if config.engine.seeded_sampling else ():
-        seeded = _SEEDED_BACKENDS.get(name.replace("-", "_"), (value,))
-        if value not in seeded:
+    yield from _grammar_masks(config)
+    if config.engine.seeded_sampling:
+        yield from _seeded_backends(config)
+
+
+def _seeded_backends(config: Config) -> Contradictions:
+    for name, value in config.sglang.items():
+        option = name.replace("-", "_")
+        if option in _SEEDED_BACKENDS and value not in _SEEDED_BACKENDS[option]:
             reason = "SGLang cannot sample by seed with it, and seeded_sampling is on"
-            fix = f"use one of: {', '.join(map(str, seeded))}; or --no-seeded-sampling"
+            fix = f"use one of: {', '.join(_SEEDED_BACKENDS[option])}; or --no-seeded-sampling"
             yield f"sglang.{name}", reason, fix
 
 
-def _masked(config: Config) -> Contradictions:
-    """The trainer finds the tokens that a grammar kept as SGLang does by its defaults."""
+def _grammar_masks(config: Config) -> Contradictions:
+    """The trainer computes which tokens a grammar allowed as SGLang does with its default settings."""
     if config.gateway.constrained != "masked":
         return
     for name, value in config.sglang.items():
         option = name.replace("-", "_")
         if option.startswith("constrained_json") or (option == "grammar_backend" and value != "xgrammar"):
-            reason = "with it engines keep other tokens than the trainer finds, and constrained is masked"
+            reason = "with it engines allow other tokens than the trainer computes, and constrained is masked"
             yield f"sglang.{name}", reason, "leave it out, or use --constrained free"
 
 
 def _deadlines(config: Config) -> Contradictions:
     """What waits for a rollout must wait longer than a rollout may take."""
-    limit, gateway, buffer = config.rollout.rollout_timeout_s, config.gateway, config.buffer
+    limit = config.rollout.rollout_timeout_s
+    gateway = config.gateway
+    buffer = config.buffer
     reason = f"a rollout may take rollout_timeout_s = {limit:g} s"
     if gateway.session_ttl_s < limit:
         yield "gateway.session_ttl_s", reason, "raise --session-ttl-s or lower --rollout-timeout-s"
@@ -136,15 +151,16 @@ def _deadlines(config: Config) -> Contradictions:
         why = f"a batch is waited for batch_timeout_s = {buffer.batch_timeout_s:g} s"
         yield "gateway.reward_deadline_s", why, "lower --reward-deadline-s or raise --batch-timeout-s"
     if config.rollout.external_environments:
-        yield from _outside_deadlines(config)
+        yield from _external_deadlines(config)
     if buffer.batch_timeout_s < limit:
         yield "buffer.batch_timeout_s", reason, "raise --batch-timeout-s or lower --rollout-timeout-s"
 
 
-def _outside_deadlines(config: Config) -> Contradictions:
-    """An environment that we do not start may die with its places. They must come back, to be leased again,
-    before the run gives up the batch that waits for them."""
-    gateway, batch_timeout_s = config.gateway, config.buffer.batch_timeout_s
+def _external_deadlines(config: Config) -> Contradictions:
+    """An environment that we do not start may die with the rollouts that it leased. They must become free, to
+    be leased again, before the run gives up the batch that waits for them."""
+    gateway = config.gateway
+    batch_timeout_s = config.buffer.batch_timeout_s
     held_s = gateway.lease_timeout_s + gateway.session_ttl_s
     parts = "lease_timeout_s + session_ttl_s"
     if gateway.late_reward == "accept":
@@ -159,9 +175,10 @@ def _outside_deadlines(config: Config) -> Contradictions:
 
 
 def _secrets(config: Config) -> Contradictions:
-    """The resolved configuration is written down, so it must hold no secret."""
+    """The resolved configuration is written into the run folder, so it must hold no secret."""
     tables = {"sglang": config.sglang, "router": config.router, "megatron": config.megatron}
-    for table, name in ((table, name) for table, options in tables.items() for name in options):
-        if any(part in name for part in _SECRET_PARTS):
-            reason = "invrl makes the keys of its private servers itself, anew for each run"
-            yield f"{table}.{name}", reason, f"leave --{table}-{name.replace('_', '-')} out"
+    for table, options in tables.items():
+        for name in options:
+            if any(part in name for part in _SECRET_PARTS):
+                reason = "invrl makes the keys of its private servers itself, new ones for each run"
+                yield f"{table}.{name}", reason, f"leave --{table}-{name.replace('_', '-')} out"

@@ -1,6 +1,7 @@
-"""`invrl eval`: a model measured on held-out tasks through the endpoint, without a trainer.
+"""`invrl eval`: measures a model on held-out tasks, without a trainer. The evaluations within a training
+run are in `held_out.py`.
 
-Engines, router, gateway and rollout workers are those of training. Invariant: `report/eval.json` is written
+Engines, router, gateway and rollout workers are those of training. Invariants: `report/eval.json` is written
 once every set is measured; every process has ended when `run_evaluation` returns."""
 
 import time
@@ -22,11 +23,12 @@ from invrl.store.run_folder import RunFolder
 
 
 async def run_evaluation(config: Config, folder: RunFolder) -> None:
-    """Raises InvrlError with the cause of an evaluation that could not be made."""
-    began = time.monotonic()
+    """Prints scores as they come, and a table at the end. Raises InvrlError with the cause of a failure."""
+    started_at = time.monotonic()
 
     def note(text: str) -> None:
-        print(for_stdout(f"[{time.monotonic() - began:6.1f} s] {text}"), flush=True)
+        seconds = time.monotonic() - started_at
+        print(for_stdout(f"[{seconds:6.1f} s] {text}"), flush=True)
 
     note(f"starting {config.engine.num_engines} engine(s); run folder {folder.path}")
     async with interrupts.CleanUp() as stack:
@@ -40,37 +42,45 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         failures = EvaluationFailures(
             at_start=config.buffer.max_failures_at_start, rules=config.buffer.failure_rules(), warn=note
         )
-        work = rollouts.evaluate(0, lambda score: note(score_note(score)), failures)
-        evaluation = await first_to_fail(work, serving.watch())
+        evaluating = rollouts.evaluate(0, lambda score: note(score_note(score)), failures)
+        evaluation = await first_to_fail(evaluating, serving.watch())
         path = folder.report_path / "eval.json"
         path.write_bytes(report(config, evaluation.scores.values()))
         print(f"\n{table(evaluation.scores.values())}\n\n{path}", flush=True)
 
 
 def score_note(score: EvalScore) -> str:
-    """One line of a score as it comes, and what failed."""
+    """A score and its failed rollouts."""
     text = f"{score.name}: mean reward {score.mean_reward:.3f}"
-    return f"{text}; {failure_note(score)}" if score.failures else text
+    if not score.failures:
+        return text
+    return f"{text}; {failure_note(score)}"
 
 
 def report(config: Config, scores: Iterable[EvalScore]) -> bytes:
-    """`report/eval.json`: what was measured with its 95 % intervals, each task's rewards, and of what."""
-    packages = ("sglang", "sglang-router", "transformers", "torch", "ray")
-    rows = [
-        {
+    """The content of `report/eval.json`: the measures with their 95 % intervals, the rewards of each task,
+    and model, settings and versions."""
+    rows: list[dict[str, object]] = []
+    for score in scores:
+        row: dict[str, object] = {
             "set": score.set_name,
             "mode": score.mode,
             "tasks": len(score.task_ids),
             "samples": score.samples,
-            **score.measures,
-            "failures": score.failures,
-            "rewards": dict(zip(score.task_ids, score.rewards, strict=True)),
         }
-        for score in scores
-    ]
-    versions = {"invrl": __version__} | {name: version(name) for name in packages}
-    content = {"model": str(config.model.folder), "scores": rows, "versions": versions}
-    content["config"] = config.model_dump(mode="json")
+        row.update(score.measures)
+        row["failures"] = score.failures
+        row["rewards"] = dict(zip(score.task_ids, score.rewards, strict=True))
+        rows.append(row)
+    versions = {"invrl": __version__}
+    for package in ("sglang", "sglang-router", "transformers", "torch", "ray"):
+        versions[package] = version(package)
+    content = {
+        "model": str(config.model.folder),
+        "scores": rows,
+        "versions": versions,
+        "config": config.model_dump(mode="json"),
+    }
     return msgspec.json.format(msgspec.json.encode(content)) + b"\n"
 
 
@@ -78,9 +88,15 @@ def table(scores: Iterable[EvalScore]) -> str:
     """A line per measure and per reason of failure, in columns."""
     rows = [("set", "mode", "tasks", "samples", "measure", "value", "95 % interval")]
     for score in scores:
-        head = (score.set_name or "-", score.mode, str(len(score.task_ids)), str(score.samples))
-        for name, found in score.measures.items():
-            rows.append((*head, name, f"{found.value:.3f}", f"[{found.low:.3f}, {found.high:.3f}]"))
-        rows += [(*head, f"failed: {reason}", str(count), "") for reason, count in score.failures.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        evaluation = (score.set_name or "-", score.mode, str(len(score.task_ids)), str(score.samples))
+        for name, measure in score.measures.items():
+            interval = f"[{measure.low:.3f}, {measure.high:.3f}]"
+            rows.append((*evaluation, name, f"{measure.value:.3f}", interval))
+        for reason, count in score.failures.items():
+            rows.append((*evaluation, f"failed: {reason}", str(count), ""))
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

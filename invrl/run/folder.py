@@ -13,7 +13,7 @@ from pathlib import Path
 
 from invrl.errors import ConfigError
 from invrl.host.disk import write_atomically
-from invrl.run.config import Config, load_resolved
+from invrl.run.config import UPSTREAM, Config, load_resolved
 from invrl.store.run_folder import LOCK_NAME, RunFolder, unwritable
 
 
@@ -65,8 +65,8 @@ def _find_or_create(config: Config) -> RunFolder:
 
 def _furnish(folder: RunFolder, config: Config) -> None:
     try:
-        for sub in (folder.logs_path, folder.checkpoints_path, folder.report_path):
-            sub.mkdir(exist_ok=True)
+        for path in (folder.logs_path, folder.checkpoints_path, folder.report_path):
+            path.mkdir(exist_ok=True)
         write_atomically(folder.config_path, config.to_toml())
     except OSError as error:
         raise unwritable(folder.path.parent, error) from error
@@ -83,36 +83,51 @@ def _place(config: Config) -> tuple[Path, str]:
 def _check_configuration(folder: RunFolder, config: Config) -> None:
     if not folder.config_path.exists():
         # A process that has just begun holds the folder before it writes anything else.
-        if any(each.name != LOCK_NAME for each in folder.path.iterdir()):
+        if any(path.name != LOCK_NAME for path in folder.path.iterdir()):
             reason = f"{folder.path} is not empty and is not a run folder"
             raise ConfigError("run.run_name", folder.path.name, reason, "choose another --run-name")
         return
-    before, now = _settled(load_resolved(folder.config_path)), _settled(config)
-    changed = [
-        f"{name} = {value!r}, not {before[name]!r}" for name, value in now.items() if before[name] != value
-    ]
+    old_values = _fixed_settings(load_resolved(folder.config_path))
+    changed: list[str] = []
+    for name, value in _fixed_settings(config).items():
+        if old_values[name] != value:
+            changed.append(f"{name} = {value!r}, not {old_values[name]!r}")
     if changed:
         reason = f"{folder.path} holds a run with another configuration; now: {'; '.join(changed[:3])}"
         fix = "choose another --run-name, or repeat that configuration"
         raise ConfigError("run.run_name", folder.path.name, reason, fix)
 
 
-_MAY_CHANGE = (
-    *("run_root", "run_name", "num_steps", "progress", "log_samples", "tensorboard"),
-    *("max_restarts", "save_interval", "save_interval_s", "keep_checkpoints", "ray_start_attempts"),
-    *("max_identical_failures", "max_failures_at_start", "max_filtered_batches", "filtered_out"),
-)
-"""Settings of a run that may differ when it goes on: none changes what a step computes."""
-
-
-def _settled(config: Config) -> dict[str, object]:
-    """The settings that may not differ. One that is newer than the folder had its default."""
-    tables = config.model_dump(mode="json")
-    passed_on = {name: tables.pop(name) for name in ("sglang", "router", "megatron")}
-    settled = {
-        f"{table}.{key}": value
-        for table, section in tables.items()
-        for key, value in section.items()
-        if key not in _MAY_CHANGE
+_MAY_CHANGE = frozenset(
+    {
+        "run_root",
+        "run_name",
+        "num_steps",
+        "progress",
+        "log_samples",
+        "tensorboard",
+        "max_restarts",
+        "save_interval",
+        "save_interval_s",
+        "keep_checkpoints",
+        "ray_start_attempts",
+        "max_identical_failures",
+        "max_failures_at_start",
+        "max_filtered_batches",
+        "filtered_out",
     }
-    return settled | passed_on
+)
+"""Settings of a run that may differ when it resumes: none changes what a step computes."""
+
+
+def _fixed_settings(config: Config) -> dict[str, object]:
+    """The settings that may not differ. A setting that is newer than the folder had its default there."""
+    fixed: dict[str, object] = {}
+    for table, section in config.model_dump(mode="json").items():
+        if table in UPSTREAM:
+            fixed[table] = section
+            continue
+        for key, value in section.items():
+            if key not in _MAY_CHANGE:
+                fixed[f"{table}.{key}"] = value
+    return fixed

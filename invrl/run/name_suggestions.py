@@ -1,4 +1,5 @@
-"""The setting that a wrong name stands for: by its spelling, or by what other trainers call it. Pure."""
+"""Suggests the setting that a wrong name stands for: by its spelling, or by what other trainers call it.
+Pure."""
 
 import difflib
 from collections.abc import Iterable
@@ -70,23 +71,25 @@ _FOREIGN_NAMES: dict[str, str] = {
     "seed": "random_seed rng_seed",
     "max_restarts": "retries max_retries auto_resume",
 }
-"""Our setting: the names by which well-known trainers call it, or what one would set for their purpose."""
+"""By setting of ours: the names that well-known trainers use for it, or for a setting of that purpose."""
 RENAMED = {"steps_per_batch": "num_minibatches", "weight_carrier": "weight_transport"}
 """Settings that had another name in an earlier version, by that name."""
 _OURS = {foreign: ours for ours, names in _FOREIGN_NAMES.items() for foreign in names.split()}
 _SHORTEST_WORD = 5
-"""Letters of a word that says something: "max", "num" and "path" stand in too many names."""
+"""Letters of a word that counts: "max", "num" and "path" are part of too many names."""
 _MOST_SHOWN = 3
 
 
 def nearest_setting(name: str, names: Iterable[str]) -> str:
     """The settings, or flags, that a wrong name may stand for, as a fix."""
-    valid = {_plain(each): each for each in names}
+    valid = {_plain(valid_name): valid_name for valid_name in names}
     new_name = RENAMED.get(_plain(name))
     if new_name in valid:
         return f"it was renamed: write {valid[new_name]}"
     near = near_settings(name, valid.values())
-    return f"did you mean {' or '.join(near)}?" if near else "see --help for the valid names"
+    if not near:
+        return "see --help for the valid names"
+    return f"did you mean {' or '.join(near)}?"
 
 
 def meant_setting(name: str) -> str:
@@ -95,10 +98,10 @@ def meant_setting(name: str) -> str:
 
 
 def near_settings(name: str, names: Iterable[str]) -> list[str]:
-    """Of the valid `names`, the nearest first: what the wrong one means elsewhere, or else the one that is
-    spelt almost like it, or else those that share words with it, or else the one that is spelt most like it.
-    None if nothing is near."""
-    valid = {_plain(one): one for one in names}
+    """The valid `names` that a wrong name may stand for. The first of these rules that finds any decides:
+    what other trainers call by it; the one that is spelt almost like it; those that share words with it;
+    the one that is spelt most like it. Empty if nothing is near."""
+    valid = {_plain(valid_name): valid_name for valid_name in names}
     wanted = _plain(name)
     meant = _OURS.get(wanted) or _meant_by_misspelt(wanted, valid)
     if meant in valid:
@@ -112,7 +115,7 @@ def near_settings(name: str, names: Iterable[str]) -> list[str]:
 
 
 def _sharing_words(wanted: str, valid: Iterable[str]) -> list[str]:
-    """Those that share most words with it, the one that is spelt most like it first."""
+    """The names that share most words with it, the most similar first."""
     words = {word for word in wanted.split("_") if len(word) >= _SHORTEST_WORD}
     shared = {plain: len(words & set(plain.split("_"))) for plain in valid}
     most = max(shared.values(), default=0)
@@ -121,9 +124,12 @@ def _sharing_words(wanted: str, valid: Iterable[str]) -> list[str]:
 
 
 def _meant_by_misspelt(wanted: str, valid: Iterable[str]) -> str:
-    """Our name for the other trainers' name that `wanted` is spelt like, if no valid one is more like it."""
+    """Our name for the other trainers' name that `wanted` is spelt like. "" if a valid name is more like
+    it."""
     close = difflib.get_close_matches(wanted, [*valid, *_OURS], n=1, cutoff=0.8)
-    return _OURS.get(close[0], "") if close else ""
+    if not close:
+        return ""
+    return _OURS.get(close[0], "")
 
 
 def _plain(name: str) -> str:

@@ -1,5 +1,5 @@
-"""`invrl replay RUN --step N`: one training step again, from its checkpoint and its saved batch, with every
-token's numbers written out. Nothing of the run is changed."""
+"""`invrl replay RUN --step N`: repeats one training step, from its checkpoint and its saved batch, and writes
+every token's numbers to files. Nothing of the run is changed."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from invrl.errors import ConfigError
-from invrl.run.checkpoints import Checkpoints
+from invrl.run.checkpoints import Checkpoint, Checkpoints
 from invrl.run.cluster import start_trainer
 from invrl.run.config import Config
 from invrl.run.loop import train_values
@@ -19,18 +19,15 @@ from invrl.store.run_folder import RunFolder
 from invrl.types import TrainBatch
 
 _NOT_COMPARED = ("train/time/", "train/tokens_per_s")
+LogProbs = Sequence[NDArray[np.float32]]
+"""One array per training row, with an entry per token."""
 
 
 async def replay(config: Config, folder: RunFolder, step: int) -> str:
-    """Writes RUN/replay/step-N/: tokens.jsonl, one line per training row; result.json, the step's metrics
-    beside the recorded ones. What to tell the user. Raises ConfigError if checkpoint or batch are missing,
-    DamagedFileError if the checkpoint is not what was written."""
-    checkpoints = {one.step: one for one in Checkpoints(folder.checkpoints_path).all()}
-    checkpoint = checkpoints.get(step - 1)
-    if step > 1 and checkpoint is None:
-        reason = f"it begins from the checkpoint of step {step - 1}, and the run has {[*checkpoints]}"
-        fix = "choose a step after one of these, or train with --save-interval 1 --keep-checkpoints 0"
-        raise ConfigError("--step", step, reason, fix)
+    """Writes into RUN/replay/step-N: tokens.jsonl, one line per training row; result.json, the step's metrics
+    beside the recorded ones. Returns a summary for the console. Raises ConfigError if checkpoint or batch are
+    missing, DamagedFileError if the checkpoint is not what was written."""
+    checkpoint = _checkpoint_before(step, Checkpoints(folder.checkpoints_path))
     if checkpoint is not None:
         checkpoint.check()
     batch = load_batch(batch_path(folder.rollout_data_path, step))
@@ -40,52 +37,81 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
         before = await trainer.token_logprobs(batch)
         metrics = train_values(await trainer.train(batch))
         after = await trainer.token_logprobs(batch)
-    out = folder.path / "replay" / f"step-{step:06d}"
-    out.mkdir(parents=True, exist_ok=True)
+
+    output = folder.path / "replay" / f"step-{step:06d}"
+    output.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(config.model.folder / "tokenizer.json"))
-    with (out / "tokens.jsonl").open("w") as file:
-        for row in _rows(batch, before, after, tokenizer):
+    with (output / "tokens.jsonl").open("w") as file:
+        for row in _token_rows(batch, before, after, tokenizer):
             file.write(json.dumps(row) + "\n")
-    rows = read_metrics(folder.metrics_path)
-    row = next((row for row in rows if row["step"] == step and "train/loss" in row), {})
-    recorded = {name: value for name, value in row.items() if name.startswith("train/")}
+    recorded = _recorded_metrics(folder, step)
     compared = [name for name in recorded if name in metrics and not name.startswith(_NOT_COMPARED)]
-    differ = [name for name in compared if metrics[name] != recorded[name]]
-    result = {"step": step, "metrics": metrics, "recorded": recorded, "differ": differ}
-    (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    pairs = zip(before, batch.samples, strict=True)
-    gaps = np.concatenate([np.abs(b - s.rollout_logprobs_T)[s.loss_mask_T] for b, s in pairs])
+    different = [name for name in compared if metrics[name] != recorded[name]]
+    result = {"step": step, "metrics": metrics, "recorded": recorded, "differ": different}
+    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+
+    gaps = _logprob_gaps(batch, before)
+    equal = f"{len(compared) - len(different)} of {len(compared)} recorded metrics are equal bit for bit"
+    if different:
+        equal += f"; not: {', '.join(different)}"
     return (
         f"step {step}: {len(batch.samples)} rows, {len(gaps)} trained tokens; |trainer - engine| log-prob "
         f"{gaps.mean():.2e} on average, {gaps.max():.2e} at most\n"
-        f"{len(compared) - len(differ)} of {len(compared)} recorded metrics are equal bit for bit"
-        + (f"; not: {', '.join(differ)}" if differ else "")
-        + f"\n{out}"
+        f"{equal}\n"
+        f"{output}"
     )
 
 
-def _rows(
-    batch: TrainBatch,
-    before: Sequence[NDArray[np.float32]],
-    after: Sequence[NDArray[np.float32]],
-    tokenizer: Tokenizer,
+def _checkpoint_before(step: int, checkpoints: Checkpoints) -> Checkpoint | None:
+    """The checkpoint that a step starts from; None for step 1 of a run without a checkpoint of step 0."""
+    by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints.all()}
+    checkpoint = by_step.get(step - 1)
+    if step > 1 and checkpoint is None:
+        reason = f"it begins from the checkpoint of step {step - 1}, and the run has {list(by_step)}"
+        fix = "choose a step after one of these, or train with --save-interval 1 --keep-checkpoints 0"
+        raise ConfigError("--step", step, reason, fix)
+    return checkpoint
+
+
+def _recorded_metrics(folder: RunFolder, step: int) -> dict[str, float | None]:
+    """The trainer's metrics of a step; empty if the run has recorded none."""
+    for row in read_metrics(folder.metrics_path):
+        if row["step"] == step and "train/loss" in row:
+            return {name: value for name, value in row.items() if name.startswith("train/")}
+    return {}
+
+
+def _logprob_gaps(batch: TrainBatch, logprobs: LogProbs) -> NDArray[np.float32]:
+    """|trainer - engine| log-prob of every trained token."""
+    gaps: list[NDArray[np.float32]] = []
+    for logprobs_T, sample in zip(logprobs, batch.samples, strict=True):
+        gaps_T = np.abs(logprobs_T - sample.rollout_logprobs_T)
+        gaps.append(gaps_T[sample.loss_mask_T])
+    return np.concatenate(gaps)
+
+
+def _token_rows(
+    batch: TrainBatch, before: LogProbs, after: LogProbs, tokenizer: Tokenizer
 ) -> list[Mapping[str, object]]:
     """Lists have one entry per token of the row; log-probs of tokens that are not trained are 0."""
-    return [
-        {
-            "rollout": sample.rollout_id,
-            "group": sample.group_id,
-            "attempt": sample.attempt,
-            "turns": sample.turn_ids,
-            "reward": sample.reward,
-            "ids": sample.tokens_T.tolist(),
-            "text": [tokenizer.decode([id], skip_special_tokens=False) for id in sample.tokens_T.tolist()],
-            "trained": sample.loss_mask_T.tolist(),
-            "version": sample.versions_T.tolist(),
-            "engine_logprob": sample.rollout_logprobs_T.tolist(),
-            "logprob_before": before[at].tolist(),
-            "logprob_after": after[at].tolist(),
-            "advantage": batch.advantages[at].tolist(),
-        }
-        for at, sample in enumerate(batch.samples)
-    ]
+    rows: list[Mapping[str, object]] = []
+    for index, sample in enumerate(batch.samples):
+        ids = sample.tokens_T.tolist()
+        rows.append(
+            {
+                "rollout": sample.rollout_id,
+                "group": sample.group_id,
+                "attempt": sample.attempt,
+                "turns": sample.turn_ids,
+                "reward": sample.reward,
+                "ids": ids,
+                "text": [tokenizer.decode([id], skip_special_tokens=False) for id in ids],
+                "trained": sample.loss_mask_T.tolist(),
+                "version": sample.versions_T.tolist(),
+                "engine_logprob": sample.rollout_logprobs_T.tolist(),
+                "logprob_before": before[index].tolist(),
+                "logprob_after": after[index].tolist(),
+                "advantage": batch.advantages[index].tolist(),
+            }
+        )
+    return rows

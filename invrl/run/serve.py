@@ -1,4 +1,4 @@
-"""`invrl serve`: the fleet and the gateway without a trainer, for a stranger's agent at once.
+"""`invrl serve`: engines, router and gateway without a trainer, for any agent.
 
 The first session is for the person at the terminal; the environment key opens more."""
 
@@ -20,8 +20,8 @@ async def serve(config: Config, folder: RunFolder) -> None:
 
 
 def with_long_answers(config: Config) -> Config:
-    """Unless the person who serves has bounded them, answers end where the context does: an agent that names
-    no limit must not have its files cut off."""
+    """Unless `max_new_tokens` is set, an answer may be as long as the context: the files of an agent that
+    names no limit must not be cut off."""
     if "max_new_tokens" in config.rollout.model_fields_set:
         return config
     unbounded = {"max_new_tokens": config.engine.engine_max_total_tokens}
@@ -30,7 +30,8 @@ def with_long_answers(config: Config) -> Config:
 
 async def _open_session(serving: Serving) -> Session:
     client = SessionClient(serving.gateway.url, env_key=serving.env_key)
-    task, member = Task(id="terminal", payload={}), GroupMember(index=0, attempt=0)
+    task = Task(id="terminal", payload={})
+    member = GroupMember(index=0, attempt=0)
     lease = GroupLease(group_id="terminal", task=task, members=(member,))
     try:
         [session] = await client.open(lease, purpose="serve")
@@ -40,8 +41,9 @@ async def _open_session(serving: Serving) -> Session:
 
 
 def welcome(serving: Serving, session: Session) -> str:
-    """What a stranger needs to point an agent at us."""
-    url, model = serving.settings.url, serving.settings.model_name
+    """What a person needs to point an agent at the gateway."""
+    url = serving.settings.url
+    model = serving.settings.model_name
     return f"""
 serving {model} ({serving.settings.model_path}); Ctrl-C ends it
 

@@ -1,9 +1,9 @@
-"""Whether a run's store can be gone on from: looked at before an incarnation begins, and before the ledger
-is read.
+"""Whether a run's store is whole and fits a checkpoint: checked before an incarnation starts, and before the
+ledger is read.
 
-A store that is gone, damaged, or not the one that the checkpoint was taken beside is found here, with what
-to do, rather than as an error of SQLite's hours later. `quick_check` reads the whole file once; it finds
-damaged pages, not a changed byte inside a value."""
+A store that is missing, damaged, or not the one that the checkpoint belongs to is found here, with what to
+do, and not hours later as an error of SQLite. `quick_check` reads the whole file once; it finds damaged
+pages, not a changed byte inside a value."""
 
 import contextlib
 import sqlite3
@@ -22,7 +22,7 @@ _ANEW = "begin a new run: --run-name NEW --model-path"
 
 
 def check_store(path: Path) -> None:
-    """The store can be read. It is not made where there is none. Raises DamagedFileError."""
+    """The store can be read; a missing one is not created. Raises DamagedFileError."""
     if not path.exists():
         raise DamagedFileError(path, "it is missing", "give the folder of a run that has begun")
     with _opened(path, "copy back a run.sqlite that was saved, or begin a new run (--run-name NEW)"):
@@ -42,10 +42,8 @@ def check_store_of(path: Path, checkpoint: Path, snapshot: bytes) -> None:
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='table'")}
         if not {"incarnations", "outbox"} <= tables:
             raise DamagedFileError(path, f"it is empty, and {checkpoint.name} goes on from what it held", fix)
-        newest_incarnation = db.execute("SELECT COALESCE(MAX(incarnation), 0) FROM incarnations").fetchone()[
-            0
-        ]
-        newest_row = db.execute("SELECT COALESCE(MAX(seq), 0) FROM outbox").fetchone()[0]
+        newest_incarnation = _highest(db, "SELECT COALESCE(MAX(incarnation), 0) FROM incarnations")
+        newest_row = _highest(db, "SELECT COALESCE(MAX(seq), 0) FROM outbox")
     if newest_incarnation < buffer.incarnation or newest_row < buffer.outbox_seq:
         reason = (
             f"it ends with incarnation {newest_incarnation} and outcome {newest_row}, and {checkpoint.name} "
@@ -53,6 +51,11 @@ def check_store_of(path: Path, checkpoint: Path, snapshot: bytes) -> None:
             "it is older, or another run's"
         )
         raise DamagedFileError(path, reason, fix)
+
+
+def _highest(db: sqlite3.Connection, query: str) -> int:
+    (number,) = db.execute(query).fetchone()
+    return number
 
 
 @contextlib.contextmanager
