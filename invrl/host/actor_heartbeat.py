@@ -16,13 +16,11 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
 from invrl.errors import ServerError
 
-_CONCURRENCY_GROUP = "beat"
 _LOOKS_PER_TIMEOUT = 30
 _QUESTIONS_PER_TIMEOUT = 6
 _BUSY = 0.2
@@ -40,20 +38,6 @@ class Pulse:
 def pulse() -> Pulse:
     """The pulse of this process."""
     return Pulse(pid=os.getpid(), host=os.uname().nodename)
-
-
-def remote_with_beat(cls: type) -> Any:
-    """The class as a Ray actor class, in which a thread of its own answers `beat`."""
-    import ray  # late: whoever imports this file may not have prepared Ray's environment yet
-
-    remote: Any = ray.remote
-    return remote(concurrency_groups={_CONCURRENCY_GROUP: 1})(cls)
-
-
-async def beat_of(actor: Any) -> Pulse:
-    """Ask an actor of a class from `remote_with_beat`: it answers whatever its other methods do."""
-    reference = actor.beat.options(concurrency_group=_CONCURRENCY_GROUP).remote()
-    return await asyncio.wrap_future(reference.future())
 
 
 class ActorHeartbeat:

@@ -25,7 +25,7 @@ from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
@@ -33,8 +33,7 @@ from invrl.engines.engine_server import count_gpus
 from invrl.engines.fleet import Fleet
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.actor import ActorOptions, start_actor
-from invrl.host.actor_heartbeat import remote_with_beat
+from invrl.host.actor import ActorHandle, ActorOptions, start_actor
 from invrl.host.environment_keys import take_environment_key
 from invrl.host.guardian import start_guardian
 from invrl.host.interrupts import CleanUp
@@ -230,8 +229,8 @@ def _create_trainer(config: Config) -> TrainHandle:
     """Creates one actor per rank; `TrainHandle.start` makes them join."""
     store_key = random_key()
     chat_template = _chat_template_override(config)
-    actor_class: Any = remote_with_beat(TrainActor).options(num_cpus=0, num_gpus=min(1, count_gpus()))
-    actors = []
+    options = ActorOptions(num_gpus=min(1, count_gpus()))
+    actors: list[ActorHandle[TrainActor]] = []
     for rank in range(config.train.data_parallel_size):
         settings = RankSettings(
             rank=rank,
@@ -247,7 +246,7 @@ def _create_trainer(config: Config) -> TrainHandle:
             megatron=dict(config.megatron),
             seed=config.run.seed,
         )
-        actors.append(actor_class.remote(settings))
+        actors.append(start_actor(f"trainer rank {rank}", TrainActor, options, settings))
     return TrainHandle(
         actors,
         num_minibatches=config.algorithm.num_minibatches,

@@ -1,23 +1,40 @@
 """A trainer rank as a Ray actor: it receives calls, runs them on `TrainRank` and replies."""
 
+from __future__ import annotations
+
 import asyncio
 import faulthandler
 import gc
 import socket
 import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.environment_keys import forget_keys
+from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.rendezvous import listen
+from invrl.train.sharding import Shard
+from invrl.types import WeightVersion
+
+if TYPE_CHECKING:
+    from invrl.train.rank import TrainRank
+
+Parameters = ParamSpec("Parameters")
+Answer = TypeVar("Answer")
 
 
 class TrainActor:
     """Runs all calls in one worker thread, one at a time, so that `beat` can answer meanwhile.
 
     The model is built by `start`, not by the constructor: creating the actor is quick, and all ranks exist
-    before they wait for each other.
+    before they wait for each other. The other methods are those of `TrainRank`.
     """
 
     def __init__(self, settings: RankSettings) -> None:
@@ -25,6 +42,7 @@ class TrainActor:
         self._settings = settings
         self._listener: socket.socket | None = None
         self._worker = ThreadPoolExecutor(1, "rank")
+        self._rank: TrainRank
         faulthandler.enable(sys.stderr)
 
     async def beat(self) -> Pulse:
@@ -37,14 +55,40 @@ class TrainActor:
 
     async def start(self, port: int) -> None:
         """Joins the other ranks and builds the model. `port`: the one on which rank 0 listens."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._worker, self._build, port)
+        await self._in_worker(self._build, port)
 
-    async def call(self, method: str, *arguments: object) -> object:
-        """Calls a method of `TrainRank` in the worker thread."""
-        bound_method = getattr(self._rank, method)
+    async def train(self, shard: Shard) -> StepResult:
+        return await self._in_worker(self._rank.train, shard)
+
+    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        return await self._in_worker(self._rank.logprobs, prompts)
+
+    async def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
+        return await self._in_worker(self._rank.token_logprobs, shard)
+
+    async def layout(self) -> WeightLayout:
+        return await self._in_worker(self._rank.layout)
+
+    async def stage(self, version: WeightVersion) -> StagedWeights:
+        return await self._in_worker(self._rank.stage, version)
+
+    async def save_checkpoint(self, path: str) -> None:
+        await self._in_worker(self._rank.save_checkpoint, path)
+
+    async def load_checkpoint(self, path: str) -> None:
+        await self._in_worker(self._rank.load_checkpoint, path)
+
+    async def batches_trained(self) -> int:
+        return await self._in_worker(self._rank.batches_trained)
+
+    async def export_hugging_face(self, path: str) -> None:
+        await self._in_worker(self._rank.export_hugging_face, path)
+
+    async def _in_worker(
+        self, work: Callable[Parameters, Answer], *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Answer:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._worker, bound_method, *arguments)
+        return await loop.run_in_executor(self._worker, partial(work, *args, **kwargs))
 
     def _build(self, port: int) -> None:
         # Garbage collection takes an eighth of the time that importing torch and Megatron needs.

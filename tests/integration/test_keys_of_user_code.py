@@ -21,7 +21,7 @@ import numpy as np
 import ray
 from invrl.run.ray_session import start_ray
 from invrl.run.config import resolve
-from invrl.host.actor_heartbeat import remote_with_beat
+from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.ray_watch import raylet_question
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
@@ -50,7 +50,7 @@ def work():
     settings = WorkerSettings(gateway_url="http://127.0.0.1:9", model="m", rollout=RolloutConfig())
     make = ray.remote(Looker).options(num_cpus=0)
     first, second = make.remote(settings), make.remote(settings)
-    rank = remote_with_beat(Rank).options(num_cpus=0).remote(None)
+    rank = start_actor("a rank", Rank, ActorOptions(), None).ray_handle
     found = {"driver": look(), "worker": ray.get(first.look.remote(), timeout=200),
              "rank": ray.get(rank.look.remote(), timeout=200)}
     references = [ray.put(np.ones(3_000_000))]

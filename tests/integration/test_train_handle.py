@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -18,7 +17,7 @@ from train_reference import random_batch
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import ConfigError, DeadlineError, ServerError, TrainError
-from invrl.host.actor_heartbeat import remote_with_beat
+from invrl.host.actor import ActorHandle, ActorOptions, start_actor
 from invrl.host.process import still_running
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
@@ -40,19 +39,22 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def handle_of(actors: Sequence[Any], *, steps: int = 1, step_timeout_s: float = 300.0) -> TrainHandle:
-    return TrainHandle(actors, num_minibatches=steps, start_timeout_s=300.0, step_timeout_s=step_timeout_s)
+def handle_of(actors: Sequence[ActorHandle[TrainActor]], *, steps: int) -> TrainHandle:
+    return TrainHandle(actors, num_minibatches=steps, start_timeout_s=300.0, step_timeout_s=300.0)
 
 
-def processes_of(actors: Sequence[Any]) -> list[psutil.Process]:
-    pids = ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in actors], timeout=120)
+def processes_of(actors: Sequence[ActorHandle[TrainActor]]) -> list[psutil.Process]:
+    handles = [actor.ray_handle for actor in actors]
+    pids = ray.get([handle.__ray_call__.remote(lambda self: os.getpid()) for handle in handles], timeout=120)
     return [psutil.Process(pid) for pid in pids]
 
 
-def rank_actors(model: Path, count: int = 2) -> list[Any]:
-    actor = remote_with_beat(TrainActor).options(num_cpus=0)
+def rank_actors(model: Path, count: int = 2) -> list[ActorHandle[TrainActor]]:
     return [
-        actor.remote(
+        start_actor(
+            f"trainer rank {rank}",
+            TrainActor,
+            ActorOptions(),
             RankSettings(
                 rank=rank,
                 world_size=count,
@@ -62,7 +64,7 @@ def rank_actors(model: Path, count: int = 2) -> list[Any]:
                 train=TRAIN,
                 algorithm=AlgorithmConfig(num_minibatches=2),
                 weight_dtype="float32",
-            )
+            ),
         )
         for rank in range(count)
     ]
@@ -100,11 +102,11 @@ async def test_two_ranks_train_and_the_death_of_one_is_an_error(pool: RankPool, 
     assert still_running(processes, within_s=60) == []
 
 
-def stand_in(behaviour: str) -> Any:
+def stand_in(rank: int, behaviour: str) -> ActorHandle[TrainActor]:
     """A rank as Ray sees it: it answers, fails, or waits for its peers for ever."""
 
     class StandIn:  # local: Ray sends it whole, as workers cannot import this module
-        def call(self, method: str, prompts: object) -> str:
+        def logprobs(self, prompts: object) -> str:
             return "answered"
 
         def listen(self) -> int:
@@ -125,7 +127,7 @@ def stand_in(behaviour: str) -> Any:
             if behaviour == "wait":
                 time.sleep(600)
 
-    return ray.remote(StandIn).options(num_cpus=0).remote()
+    return ActorHandle(f"trainer rank {rank}", ray.remote(StandIn).options(num_cpus=0).remote())
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def stand_in(behaviour: str) -> Any:
 async def test_where_one_rank_fails_none_is_left(
     behaviours: tuple[str, ...], error: type[Exception], message: str
 ) -> None:
-    actors = [stand_in(behaviour) for behaviour in behaviours]
+    actors = [stand_in(rank, behaviour) for rank, behaviour in enumerate(behaviours)]
     processes = processes_of(actors)
     start_s = 15.0 if error is DeadlineError else 120.0  # the others must not wait for it
     handle = TrainHandle(actors, num_minibatches=1, start_timeout_s=start_s, step_timeout_s=60.0)
