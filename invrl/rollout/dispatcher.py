@@ -139,8 +139,10 @@ class Dispatcher(Scheduler):
         self, buffer: Buffer, sessions: SessionClient, pool: WorkerPool, *, concurrency: int, group_form: bool
     ) -> None:
         super().__init__(buffer)
-        self._sessions, self._pool = sessions, pool
-        self._concurrency, self._group_form = concurrency, group_form
+        self._sessions = sessions
+        self._pool = pool
+        self._concurrency = concurrency
+        self._group_form = group_form
         self._waiting: deque[Assignment] = deque()
         self._runs: dict[asyncio.Task[None], _Running] = {}
         self._changed = asyncio.Event()

@@ -37,8 +37,11 @@ class SessionEndpoint:
     """One session's `interfaces.Endpoint`. `timeout_s` is the rollout's: no request need wait longer."""
 
     def __init__(self, session: Session, *, model: str, timeout_s: float, pool: ConnectionPool) -> None:
-        self.base_url, self.api_key, self.model = session.base_url, session.key, model
-        self._timeout_s, self._pool = timeout_s, pool
+        self.base_url = session.base_url
+        self.api_key = session.key
+        self.model = model
+        self._timeout_s = timeout_s
+        self._pool = pool
 
     def openai(self) -> AsyncOpenAI:
         """A ready client. In the thread of a sync function (with an event loop of its own, perhaps)

@@ -20,7 +20,8 @@ class Rejected(Exception):
 
     def __init__(self, reason: FailureReason, detail: str) -> None:
         super().__init__(detail)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 def as_result(returned: object) -> RolloutResult:

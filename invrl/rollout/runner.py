@@ -74,7 +74,8 @@ class Runner:
     ) -> None:
         self._function: Callable[..., Any] = function
         self._group = is_group_form(function)
-        self._reward_function, self._timeout_s = reward_function, timeout_s
+        self._reward_function = reward_function
+        self._timeout_s = timeout_s
         self._abandoned: list[asyncio.Future[object]] = []
 
     @property
