@@ -13,7 +13,7 @@ from test_gateway_turns import ASK, Running, eventually, running
 from test_gateway_turns import model as model
 from test_gateway_turns import renderer as renderer
 
-from invrl.gateway import registry as sessions
+from invrl.gateway import session_record
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.sessions import lifecycle
 from invrl.store.lease_store import LeaseStore
@@ -36,7 +36,7 @@ class MovedClock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> MovedClock:
     moved = MovedClock()
     monkeypatch.setattr(lifecycle, "time", moved)
-    monkeypatch.setattr(sessions, "time", moved)
+    monkeypatch.setattr(session_record, "time", moved)
     monkeypatch.setattr(lifecycle, "_EXPIRY_INTERVAL_S", 0.01)
     return moved
 
