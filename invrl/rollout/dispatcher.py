@@ -1,15 +1,20 @@
 """Keeps rollouts running: leases groups from the buffer, opens their sessions, runs them in the pool.
 
     buffer.lease() ─► open the group's sessions (one call) ─► waiting ─► pool.run ─► slot is free
-          ▲  None: look again soon                                            │
+          ▲  None: ask again soon                                             │
           └──────────────── while fewer than `concurrency` run ◄──────────────┘
 
-Invariants: at most `concurrency` rollouts run at a time (a group form larger than that runs alone);
-a slot is free as soon as its rollout has ended, not its group; every session that was opened ends.
-Outcomes reach the buffer through the gateway's outbox, and through here only where the gateway does not know
-the session any more. When the buffer names a group that it has dropped, what waits of it is taken out, its
-sessions are aborted, which ends their requests to the engines, and what runs of it is then cancelled. What
-goes wrong on our side ends the dispatcher with that exception, which `guard` raises where the loop waits."""
+Invariants: at most `concurrency` rollouts run at a time (a group form with more sessions than that runs
+alone); a slot is free as soon as its rollout has ended, not only when its group has; every session that was
+opened ends.
+
+Outcomes reach the buffer through the gateway's outbox. The dispatcher reports an outcome only if the gateway
+does not know the session any more.
+
+When the buffer names a group that it has dropped, the dispatcher removes the group's waiting assignments,
+aborts its sessions, which ends their requests to the engines, and then cancels its running assignments.
+
+A failure on our side ends the dispatcher with that exception. `guard` raises it where the loop waits."""
 
 import asyncio
 import contextlib
@@ -28,29 +33,31 @@ from invrl.types import DroppedGroup, FailedRollout, FailureReason, GroupLease, 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _POLL_S = 0.04
-"""Before the buffer is asked again."""
+"""Wait after the buffer had no lease, before it is asked again."""
 _ADMISSION_TIMEOUT_S = 600.0
-"""A gateway that admits no session for this long is not coming back."""
+"""A gateway that admits no session for this long is considered lost."""
 _END_TIMEOUT_S = 5.0
-"""The run is over: a gateway that is gone needs no abort."""
+"""For each abort at the end of the run. A gateway that has ended needs none."""
 
 
 async def first_to_fail(work: Awaitable[T], watch: Awaitable[None]) -> T:
-    """`work`'s result; if `watch` ends first, it is by raising, and that is raised."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
+    """Returns `work`'s result. `watch` never returns: if it raises before `work` is done, its exception is
+    raised here."""
+    work_task = asyncio.ensure_future(work)
+    watch_task = asyncio.ensure_future(watch)
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            watching.result()
-        return await working
+        await asyncio.wait({work_task, watch_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not work_task.done():
+            watch_task.result()
+        return await work_task
     finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        work_task.cancel()
+        watch_task.cancel()
+        await asyncio.gather(work_task, watch_task, return_exceptions=True)
 
 
 class Scheduler:
-    """Something that keeps rollouts coming, in the driver's event loop, until it is stopped or fails."""
+    """Leases work from the buffer in the driver's event loop, until it is stopped or fails."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
@@ -59,22 +66,24 @@ class Scheduler:
         self._follower: asyncio.Task[None] | None = None
         self._drops: set[asyncio.Task[None]] = set()
         self._dropped: dict[str, DroppedGroup] = {}
-        """Named by the buffer since a lease was last asked for: that lease may hold one of them."""
+        """By id, the groups that the buffer has dropped since the latest call of `lease`, whose lease may
+        be of one of them."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._told_constrained = False
+        self._warned_constrained = False
 
     def start(self) -> None:
-        """Begins to lease, and to cancel what the buffer drops, in the running event loop."""
+        """Starts two tasks in the running event loop: one leases work, one ends the groups that the buffer
+        drops."""
         self._scheduler = asyncio.create_task(self._guarded(self._schedule()))
         self._follower = asyncio.create_task(self._guarded(self._follow_drops()))
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """`work`'s result; if the scheduler, which `work` may start, fails first, `work` is cancelled and
-        that failure raised."""
+        """Returns `work`'s result. If the scheduler, which `work` may start, fails first, `work` is cancelled
+        and the scheduler's failure is raised."""
         return await first_to_fail(work, asyncio.shield(self._failed))
 
     async def stop(self) -> None:
-        """Leases no more, aborts what runs."""
+        """Stops leasing and aborts the rollouts that run."""
         self._stopping = True
         for task in (self._scheduler, self._follower):
             if task is not None:
@@ -86,21 +95,21 @@ class Scheduler:
             drop.cancel()
         await self._end_all()
         if self._failed.done():
-            self._failed.exception()  # seen: no warning about it at exit
+            self._failed.exception()  # marks it as retrieved, so asyncio logs no warning at exit
 
     async def _schedule(self) -> None:
         raise NotImplementedError
 
     async def _drop(self, group: DroppedGroup) -> None:
-        """Ends what runs of a group that the buffer has dropped."""
+        """Ends the rollouts of a group that the buffer has dropped."""
         raise NotImplementedError
 
     async def _end_all(self) -> None:
-        """Ends what still runs."""
+        """Ends the rollouts that still run."""
 
     async def _lease(self) -> GroupLease | None:
-        """Asks the buffer for work. Once the lease has been acted on, `_dropped` says whether the buffer has
-        dropped its group meanwhile."""
+        """Asks the buffer for work. After the caller has acted on the lease, `_dropped` says whether the
+        buffer has dropped its group in the meantime."""
         self._dropped.clear()
         return await self._buffer.lease()
 
@@ -108,7 +117,7 @@ class Scheduler:
         while not self._stopping:
             for group in await self._buffer.unwanted():
                 self._dropped[group.group_id] = group
-                # Side by side: a client that does not read its answer holds up the end of its session.
+                # A task for each group: a client that does not read its answer delays the end of its session.
                 drop = asyncio.create_task(self._guarded(self._drop(group)))
                 self._drops.add(drop)
                 drop.add_done_callback(self._drops.discard)
@@ -125,15 +134,16 @@ class Scheduler:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """An assignment that the pool was given."""
+    """An assignment that runs in the pool."""
 
     assignment: Assignment
     dropped: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set: its group was dropped, and the pool cancels it."""
+    """Set when its group was dropped. The pool then cancels the assignment."""
 
 
 class Dispatcher(Scheduler):
-    """`group_form`: a lease is one assignment with all its sessions, not one assignment each."""
+    """Runs leases in the worker pool. With `group_form` a lease is one assignment with all its sessions,
+    otherwise one assignment per session."""
 
     def __init__(
         self, buffer: Buffer, sessions: SessionClient, pool: WorkerPool, *, concurrency: int, group_form: bool
@@ -149,43 +159,63 @@ class Dispatcher(Scheduler):
 
     @property
     def running(self) -> int:
+        """Rollouts that run in the pool."""
         return sum(len(run.assignment.sessions) for run in self._runs.values())
 
     async def _drop(self, group: DroppedGroup) -> None:
-        waiting = [one for one in self._waiting if one.group_id == group.group_id]
+        waiting: list[Assignment] = []
+        remaining: deque[Assignment] = deque()
+        for assignment in self._waiting:
+            if assignment.group_id == group.group_id:
+                waiting.append(assignment)
+            else:
+                remaining.append(assignment)
         running = [run for run in self._runs.values() if run.assignment.group_id == group.group_id]
-        self._waiting = deque(one for one in self._waiting if one.group_id != group.group_id)
+        self._waiting = remaining
         self._changed.set()
-        ended = [*waiting, *(run.assignment for run in running)]
-        await self._abort(group, [session for one in ended for session in one.sessions])
+
+        sessions: list[Session] = []
+        for assignment in waiting:
+            sessions.extend(assignment.sessions)
+        for run in running:
+            sessions.extend(run.assignment.sessions)
+        await self._abort(group, sessions)
         for run in running:
             run.dropped.set()
 
     async def _abort(self, group: DroppedGroup, sessions: Sequence[Session]) -> None:
-        reason, detail = FailureReason.GROUP_DROPPED, group.detail
-        await asyncio.gather(*(self._sessions.abort(session, reason, detail) for session in sessions))
+        aborts = (
+            self._sessions.abort(session, FailureReason.GROUP_DROPPED, group.detail) for session in sessions
+        )
+        await asyncio.gather(*aborts)
 
     async def _end_all(self) -> None:
-        assignments = [*self._waiting, *(run.assignment for run in self._runs.values())]
-        left = [session for one in assignments for session in one.sessions]
+        sessions: list[Session] = []
+        for assignment in self._waiting:
+            sessions.extend(assignment.sessions)
+        for run in self._runs.values():
+            sessions.extend(run.assignment.sessions)
         self._waiting.clear()
-        for run in (runs := list(self._runs)):
-            run.cancel()
-        await asyncio.gather(*runs, return_exceptions=True)
-        ended = await asyncio.gather(*(self._end(session) for session in left), return_exceptions=True)
-        for error in ended:
-            if isinstance(error, BaseException):
-                _log.warning("a session of the ended run stays open: %r", error)
 
-    async def _end(self, session: Session) -> None:
+        tasks = list(self._runs)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+        aborts = [self._abort_at_end(session) for session in sessions]
+        for result in await asyncio.gather(*aborts, return_exceptions=True):
+            if isinstance(result, BaseException):
+                _log.warning("a session stays open although the run has ended: %r", result)
+
+    async def _abort_at_end(self, session: Session) -> None:
         async with asyncio.timeout(_END_TIMEOUT_S):
             await self._sessions.abort(session, FailureReason.ABORTED, "the run ended")
 
     async def _schedule(self) -> None:
-        # A flag besides the cancellation: a library that is awaited here may lose one.
+        # The flag is checked besides the cancellation: a library that is awaited here may swallow one.
         while not self._stopping:
             self._changed.clear()
-            self._start_what_fits()
+            self._start_waiting()
             if self._waiting or self.running >= self._concurrency:
                 await self._changed.wait()
                 continue
@@ -202,40 +232,48 @@ class Dispatcher(Scheduler):
                 continue
             self._waiting.extend(assignments(lease, sessions, group_form=self._group_form))
 
-    def _start_what_fits(self) -> None:
+    def _start_waiting(self) -> None:
+        """Starts the waiting assignments for which slots are free, the oldest first."""
         while self._waiting:
-            busy = self.running
-            if busy and busy + len(self._waiting[0].sessions) > self._concurrency:
+            num_running = self.running
+            num_next = len(self._waiting[0].sessions)
+            if num_running and num_running + num_next > self._concurrency:
                 return
-            assignment = self._waiting.popleft()
-            running = _Running(assignment)
-            run = asyncio.create_task(self._guarded(self._run(running)))
-            self._runs[run] = running
-            run.add_done_callback(self._ended)
+            run = _Running(self._waiting.popleft())
+            task = asyncio.create_task(self._guarded(self._run(run)))
+            self._runs[task] = run
+            task.add_done_callback(self._forget_run)
 
-    async def _run(self, running: _Running) -> None:
-        for outcome in await self._pool.run(running.assignment, running.dropped):
+    async def _run(self, run: _Running) -> None:
+        for outcome in await self._pool.run(run.assignment, run.dropped):
             if isinstance(outcome, UnreportedRollout):
                 await self._buffer.record(outcome)
             if isinstance(outcome, FailedRollout):
-                names = outcome.session_id, outcome.task_id, outcome.reason, outcome.detail
-                _log.info("rollout %s of task %s failed (%s): %s", *names)
-                self._tell_constrained(outcome)
+                _log.info(
+                    "rollout %s of task %s failed (%s): %s",
+                    outcome.session_id,
+                    outcome.task_id,
+                    outcome.reason,
+                    outcome.detail,
+                )
+                self._warn_constrained(outcome)
 
-    def _tell_constrained(self, failure: FailedRollout) -> None:
-        """Once, on the console: all rollouts will fail alike, and the run would wait for its deadline."""
-        if failure.reason is FailureReason.CONSTRAINED and not self._told_constrained:
-            self._told_constrained = True
-            print(f"warning: rollout {failure.session_id} trains nothing: {failure.detail}", flush=True)
+    def _warn_constrained(self, failure: FailedRollout) -> None:
+        """Prints the first CONSTRAINED failure: all rollouts fail alike, and the run would wait for its
+        deadline without a word on the console."""
+        if failure.reason is not FailureReason.CONSTRAINED or self._warned_constrained:
+            return
+        self._warned_constrained = True
+        print(f"warning: rollout {failure.session_id} trains nothing: {failure.detail}", flush=True)
 
-    def _ended(self, run: asyncio.Task[None]) -> None:
-        del self._runs[run]
+    def _forget_run(self, task: asyncio.Task[None]) -> None:
+        del self._runs[task]
         self._changed.set()
 
 
 def assignments(lease: GroupLease, sessions: Sequence[Session], *, group_form: bool) -> list[Assignment]:
-    """The calls of the rollout function that a lease asks for. A later lease of a group, for the
-    replacements of failed members, gives a group form fewer sessions than the group has."""
+    """The calls of the rollout function that a lease needs. A later lease of a group replaces failed members
+    only, so a group form may get fewer sessions than the group has members."""
     if group_form:
         return [Assignment(task=lease.task, sessions=tuple(sessions))]
     return [Assignment(task=lease.task, sessions=(session,)) for session in sessions]

@@ -1,10 +1,13 @@
-"""Runs user code on sessions and says how it ended: a reward, or a reason why there is none.
+"""Calls user code on sessions and returns how each ended: a reward, or the reason why there is none.
 
 Invariant: nothing that a rollout function or reward function does (raise, hang, return the wrong thing,
-sys.exit, swallow its cancellation) leaves `Runner.run` as an exception; `os._exit` is the worker pool's to
-see. Async functions run in the worker's event loop, sync ones in a thread of their own, which cannot be
-ended: those that outlive their deadline are counted, the pool replaces the worker. A run that is dropped ends
-as one that is late, but its threads get time to end: their session is closed, so their next call fails."""
+sys.exit, swallow its cancellation) leaves `Runner.run` as an exception. `os._exit` ends the process, which
+the worker pool notices.
+
+Async functions run in the worker's event loop, sync ones in a thread of their own. A thread cannot be ended
+from outside: those that outlive their deadline are counted, and the pool replaces the worker. When a run is
+dropped, the function is cancelled as at a deadline, but its threads get time to end: their session is closed,
+so their next call fails."""
 
 import asyncio
 import contextlib
@@ -28,18 +31,22 @@ from invrl.user_frame import USER_FRAME_PREFIX, raised_at, returned_at
 
 _CANCEL_GRACE_S = 1.0
 _DROP_GRACE_S = 5.0
-"""For the threads of a run that is dropped, to come to a call of their session, which fails."""
+"""Time that the threads of a dropped run get to make a call in their session, which fails."""
 _DETAIL_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
+    """User code gave a valid reward."""
+
     reward: float
     components: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
+    """User code gave no reward."""
+
     reason: FailureReason
     detail: str
 
@@ -49,21 +56,23 @@ UserCodeResult = Scored | Failure
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
+    """An exception as a value: how code that must not raise reports one."""
+
     error: BaseException
 
 
 class _ThreadGoesOn(Exception):
-    """The message is where the thread is."""
+    """A cancelled sync function still runs. The message is the stack of its thread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """One call of the rollout function, with all that belongs to it."""
+    """One call of the rollout function, and the threads that it started."""
 
     task: Task
     endpoints: Sequence[Endpoint]
     threads: list[asyncio.Future[object]] = field(default_factory=list)
-    """What became of each sync function that it called, once it has returned."""
+    """One future per sync function that was called; it is set when the function has returned."""
 
 
 class Runner:
@@ -80,61 +89,68 @@ class Runner:
 
     @property
     def stuck_threads(self) -> int:
-        """Threads of sync functions that are still running although nobody waits for them any more."""
+        """Threads of sync functions that still run although their runs have ended."""
         self._abandoned = [thread for thread in self._abandoned if not thread.done()]
         return len(self._abandoned)
 
     async def run(
         self, task: Task, endpoints: Sequence[Endpoint], dropped: asyncio.Event | None = None
     ) -> list[UserCodeResult]:
-        """One outcome per endpoint, in order, within the deadline. A function that is not a group form
-        takes exactly one endpoint. Once `dropped` is set the function is cancelled and the outcomes are
-        GROUP_DROPPED. What is said of a failure holds no session's key."""
+        """Calls the rollout function and scores what it returns. Returns one result per endpoint, in order,
+        within the deadline. A function that is not a group form takes exactly one endpoint. Once `dropped` is
+        set, the function is cancelled and the results are GROUP_DROPPED. The detail of a failure never holds
+        a session's key."""
         run = _Run(task, endpoints)
+        if dropped is None:
+            dropped = asyncio.Event()
         try:
-            outcomes = await self._outcomes(run, dropped or asyncio.Event())
+            results = await self._results_in_time(run, dropped)
         finally:
-            # Not before its time to end is over: a run that ends meanwhile would report it as stuck.
+            # Only after the threads had their time to end: another run of this worker, ending meanwhile,
+            # would report them as stuck.
             self._abandoned += run.threads
-        return [_printable(each, endpoints) if isinstance(each, Failure) else each for each in outcomes]
+        return [_without_keys(result, endpoints) for result in results]
 
-    async def _outcomes(self, run: _Run, dropped: asyncio.Event) -> list[UserCodeResult]:
-        work = asyncio.create_task(_contained(self._results(run)))
+    async def _results_in_time(self, run: _Run, dropped: asyncio.Event) -> list[UserCodeResult]:
+        """The results, or the same failure for every endpoint: an exception, the drop or the deadline."""
+        call = asyncio.create_task(_contained(self._results(run)))
         drop = asyncio.create_task(dropped.wait())
         try:
-            await asyncio.wait({work, drop}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({call, drop}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            work.cancel()
+            call.cancel()
             raise
         finally:
             drop.cancel()
-        if work.done():
-            ended = work.result()
-            if isinstance(ended, list):
-                return ended
-            failure = self._failure(ended.error, run, self._function)
+        if call.done():
+            results = call.result()
+            if isinstance(results, list):
+                return results
+            failure = self._failure(results.error, run, self._function)
         elif dropped.is_set():
-            detail = f"its group was dropped; {await _cancelled(work)}"
+            detail = f"its group was dropped; {await _cancel(call)}"
             failure = Failure(reason=FailureReason.GROUP_DROPPED, detail=detail)
             if run.threads:
                 await asyncio.wait(run.threads, timeout=_DROP_GRACE_S)
         else:
-            detail = f"no result within {self._timeout_s:g} s; {await _cancelled(work)}"
+            detail = f"no result within {self._timeout_s:g} s; {await _cancel(call)}"
             failure = Failure(reason=FailureReason.TIMEOUT, detail=detail)
         return [failure] * len(run.endpoints)
 
     async def _results(self, run: _Run) -> list[UserCodeResult]:
-        if not self._group:
-            (endpoint,) = run.endpoints
-            returned_G: Sequence[object] = [await self._call(run, self._function, run.task, endpoint)]
-        else:
+        if self._group:
             endpoints = list(run.endpoints)
             returned = await self._call(run, self._function, run.task, endpoints)
-            returned_G = _one_each(returned, len(endpoints))
-        return list(await asyncio.gather(*(self._score(run, each) for each in returned_G)))
+            returned_G = _group_results(returned, len(endpoints))
+        else:
+            (endpoint,) = run.endpoints
+            returned_G = [await self._call(run, self._function, run.task, endpoint)]
+        scores = [self._score(run, returned) for returned in returned_G]
+        return list(await asyncio.gather(*scores))
 
     async def _score(self, run: _Run, returned: object) -> UserCodeResult:
-        """The reward of what the rollout function returned, with the reward function if there is one."""
+        """The reward of one return value of the rollout function, from the reward function if there is
+        one."""
         function: Callable[..., Any] = self._function
         try:
             result = as_result(returned)
@@ -151,9 +167,12 @@ class Runner:
             return self._failure(error, run, function)
 
     def _failure(self, error: BaseException, run: _Run, function: Callable[..., Any]) -> Failure:
-        """Why user code failed. The last line of what is said names the line of user code."""
+        """Why user code failed. The last line of the detail names the line of user code."""
         failure = classify(error, run.endpoints)
-        place = returned_at(function) if isinstance(error, Rejected) else raised_at(error, function)
+        if isinstance(error, Rejected):
+            place = returned_at(function)
+        else:
+            place = raised_at(error, function)
         if not place:
             return failure
         return Failure(reason=failure.reason, detail=f"{failure.detail.rstrip()}\n{USER_FRAME_PREFIX}{place}")
@@ -162,13 +181,15 @@ class Runner:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await function(*arguments)
         returned = await self._call_in_thread(run, function, *arguments)
-        return await returned if isinstance(returned, Awaitable) else returned
+        if isinstance(returned, Awaitable):
+            return await returned
+        return returned
 
     async def _call_in_thread(self, run: _Run, function: Callable[..., Any], *arguments: object) -> object:
-        # Not the loop's executor: a handful of hanging functions would fill it for good.
+        # Not the loop's executor: a few functions that hang would occupy its threads for good.
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[object] = loop.create_future()
-        run.threads.append(ended)
+        finished: asyncio.Future[object] = loop.create_future()
+        run.threads.append(finished)
         context = contextvars.copy_context()
 
         def work() -> None:
@@ -176,49 +197,65 @@ class Runner:
                 value = context.run(function, *arguments)
             except BaseException as error:
                 value = _Raised(error)
-            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
-                loop.call_soon_threadsafe(ended.set_result, value)
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(finished.set_result, value)
 
         thread = threading.Thread(target=work, name="rollout", daemon=True)
         thread.start()
         try:
-            await asyncio.wait({ended})  # a cancellation ends this wait, not what it waits for
+            await asyncio.wait({finished})  # a cancellation ends this wait and leaves the future as it is
         except asyncio.CancelledError:
-            frame = sys._current_frames().get(thread.ident or 0)
-            raise _ThreadGoesOn("".join(traceback.format_stack(frame)[-4:]) if frame else "") from None
-        value = ended.result()
+            raise _ThreadGoesOn(_stack_of(thread)) from None
+        value = finished.result()
         if isinstance(value, _Raised):
             raise value.error
         return value
 
 
+def _stack_of(thread: threading.Thread) -> str:
+    """The innermost frames of a running thread, or "" if it has none."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return ""
+    return "".join(traceback.format_stack(frame)[-4:])
+
+
 def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
-    """Why user code failed. Where a request to an endpoint of ours was what failed: ENGINE for a 5xx or no
-    server; CONTEXT, LIMIT and TIMEOUT where the session had no more context, turns, tokens or time."""
+    """Why user code failed. EXCEPTION, unless the cause was a request to one of our endpoints: ENGINE for a
+    5xx or no server; CONTEXT, LIMIT or TIMEOUT if the session had no more context, turns, tokens or time."""
     if isinstance(error, Rejected):
         return Failure(reason=error.reason, detail=error.detail)
-    ours = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
+    our_origins = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
     reason = FailureReason.EXCEPTION
-    for each in _chain(error):
-        request, response = _carried(each, "request"), _carried(each, "response")
-        if not isinstance(request, httpx.Request) or _origin(request.url) not in ours:
-            continue
-        failed = isinstance(response, httpx.Response) and response.status_code >= 500
-        used_up = _used_up(response)
-        if used_up is not None:
-            reason = used_up
-        elif isinstance(each, httpx.TimeoutException):
-            reason = FailureReason.TIMEOUT
-        elif isinstance(each, httpx.TransportError) or failed:
-            reason = FailureReason.ENGINE
+    for cause in _chain(error):
+        request = _attribute(cause, "request")
+        if isinstance(request, httpx.Request) and _origin(request.url) in our_origins:
+            request_failure = _request_failure(cause)
+            if request_failure is not None:
+                reason = request_failure
     try:
-        text = "".join(traceback.format_exception(error))
-    except Exception:  # what an exception says of itself is user code too
-        text = f"a {type(error).__name__} that cannot be shown"
-    return Failure(reason=reason, detail=text)
+        detail = "".join(traceback.format_exception(error))
+    except Exception:  # an exception's own __str__ is user code too
+        detail = f"a {type(error).__name__} that cannot be shown"
+    return Failure(reason=reason, detail=detail)
 
 
-_USED_UP = {
+def _request_failure(error: BaseException) -> FailureReason | None:
+    """Why a request to one of our endpoints failed; None if the cause was the request itself."""
+    response = _attribute(error, "response")
+    exhausted = _exhausted(response)
+    if exhausted is not None:
+        return exhausted
+    if isinstance(error, httpx.TimeoutException):
+        return FailureReason.TIMEOUT
+    if isinstance(error, httpx.TransportError):
+        return FailureReason.ENGINE
+    if isinstance(response, httpx.Response) and response.status_code >= 500:
+        return FailureReason.ENGINE
+    return None
+
+
+_EXHAUSTED = {
     "context_length_exceeded": FailureReason.CONTEXT,
     "prompt is too long": FailureReason.CONTEXT,
     "max_turns_exceeded": FailureReason.LIMIT,
@@ -228,82 +265,102 @@ _USED_UP = {
     "session_timeout": FailureReason.TIMEOUT,
     "the session is expired": FailureReason.TIMEOUT,
 }
-"""What the gateway's refusals hold: a code; in Anthropic's errors, which have none, words of the message."""
+"""By a text that the gateway's refusal holds: an error code, or words of the message, as Anthropic's errors
+have no code."""
 
 
-def _used_up(response: object) -> FailureReason | None:
-    """What of its session a refused request would have needed more of."""
+def _exhausted(response: object) -> FailureReason | None:
+    """Which limit of its session a refused request had reached; None for any other response."""
     if not isinstance(response, httpx.Response) or response.status_code not in (400, 401, 403):
         return None
     try:
         text = response.text
-    except Exception:  # a streamed body that nobody has read
+    except Exception:  # a streamed body that was not read
         return None
-    return next((reason for words, reason in _USED_UP.items() if words in text), None)
+    for words, reason in _EXHAUSTED.items():
+        if words in text:
+            return reason
+    return None
 
 
 def _origin(url: httpx.URL) -> tuple[str, int | None]:
     return url.host, url.port
 
 
-def _printable(failure: Failure, endpoints: Sequence[Endpoint]) -> Failure:
-    """Bounded, and without keys: base URLs hold them, and errors of HTTP clients name URLs."""
-    text = failure.detail
+def _without_keys(result: UserCodeResult, endpoints: Sequence[Endpoint]) -> UserCodeResult:
+    """The result with a failure's detail shortened and without session keys: base URLs hold them, and errors
+    of HTTP clients hold URLs."""
+    if not isinstance(result, Failure):
+        return result
+    detail = result.detail
     for endpoint in endpoints:
-        text = text.replace(endpoint.api_key, "(session key)")
-    return Failure(reason=failure.reason, detail=text[-_DETAIL_CHARS:])
+        detail = detail.replace(endpoint.api_key, "(session key)")
+    return Failure(reason=result.reason, detail=detail[-_DETAIL_CHARS:])
 
 
 async def _contained(work: Awaitable[Any]) -> Any | _Raised:
-    """SystemExit and KeyboardInterrupt would end the event loop if they left a task."""
+    """Awaits `work` and returns any exception as a value. SystemExit and KeyboardInterrupt would end the
+    event loop if they left a task."""
     try:
         return await work
     except BaseException as error:
         return _Raised(error)
 
 
-async def _cancelled(work: asyncio.Task[list[UserCodeResult] | _Raised]) -> str:
-    """Cancels; returns where the work was."""
-    work.cancel()
-    done, _ = await asyncio.wait({work}, timeout=_CANCEL_GRACE_S)
+async def _cancel(call: asyncio.Task[list[UserCodeResult] | _Raised]) -> str:
+    """Cancels the call. Returns a clause that says where it was."""
+    call.cancel()
+    done, _ = await asyncio.wait({call}, timeout=_CANCEL_GRACE_S)
     if not done:
         return "it ignores its cancellation"
-    ended = work.result()
-    if not isinstance(ended, _Raised):
+    result = call.result()
+    if not isinstance(result, _Raised):
         return "it swallowed its cancellation"
-    if isinstance(ended.error, _ThreadGoesOn):
-        return f"its thread goes on, at:\n{ended.error}"
-    return f"it was at:\n{''.join(traceback.format_tb(ended.error.__traceback__)[-4:])}"
+    if isinstance(result.error, _ThreadGoesOn):
+        return f"its thread goes on, at:\n{result.error}"
+    stack = "".join(traceback.format_tb(result.error.__traceback__)[-4:])
+    return f"it was at:\n{stack}"
 
 
-def _one_each(returned: object, wanted: int) -> Sequence[object]:
+def _group_results(returned: object, num_endpoints: int) -> Sequence[object]:
+    """The return value of a group form as one result per endpoint. Raises Rejected (BAD_RETURN)."""
     if isinstance(returned, np.ndarray):
         returned = list(returned)
-    if isinstance(returned, list | tuple) and len(returned) == wanted:
+    if not isinstance(returned, list | tuple):
+        actual = type(returned).__name__
+    elif len(returned) != num_endpoints:
+        actual = f"{len(returned)} results"
+    else:
         return returned
-    got = f"{len(returned)} results" if isinstance(returned, list | tuple) else type(returned).__name__
-    detail = f"the group function returned {got}, not a list of {wanted} results, one for each endpoint"
+    detail = (
+        f"the group function returned {actual}, not a list of {num_endpoints} results, one for each endpoint"
+    )
     raise Rejected(FailureReason.BAD_RETURN, detail)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from and what it groups; agent frameworks wrap freely."""
+    """The error, then its causes, contexts and grouped exceptions, at most 64: agent frameworks wrap errors
+    many times."""
     seen: set[int] = set()
-    left = [error]
-    while left and len(seen) < 64:
-        each = left.pop()
-        if id(each) in seen:
+    pending = [error]
+    while pending and len(seen) < 64:
+        current = pending.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(each))
-        yield each
-        if isinstance(each, BaseExceptionGroup):
-            left.extend(each.exceptions)
-        left.extend(cause for cause in (each.__cause__, each.__context__) if cause is not None)
+        seen.add(id(current))
+        yield current
+        if isinstance(current, BaseExceptionGroup):
+            pending.extend(current.exceptions)
+        if current.__cause__ is not None:
+            pending.append(current.__cause__)
+        if current.__context__ is not None:
+            pending.append(current.__context__)
 
 
-def _carried(error: BaseException, name: str) -> object:
-    """httpx and the SDKs built on it carry `request` and `response`; reading httpx's raises where it has
-    none, and an exception of the user's may raise anything."""
+def _attribute(error: BaseException, name: str) -> object:
+    """The exception's `request` or `response`, which httpx and the SDKs built on it set; None without one.
+    Reading it may raise anything: httpx's property raises if it was not set, and an exception of the user's
+    may define its own."""
     try:
         return getattr(error, name, None)
     except Exception:

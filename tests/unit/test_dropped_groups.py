@@ -332,14 +332,14 @@ async def test_a_thread_that_ends_within_its_grace_costs_no_worker(
     async def plain(*_: object) -> float:
         return 1.0
 
-    cancelling = runner_module._cancelled
+    cancelling = runner_module._cancel
 
     async def cancelled(work):
         where = await cancelling(work)
         may_fail.set()
         return where
 
-    monkeypatch.setattr(runner_module, "_cancelled", cancelled)
+    monkeypatch.setattr(runner_module, "_cancel", cancelled)
     function, reward = (refused, None) if part == "function" else (plain, refused)
     runner, [outcome] = await dropped_run(function, began.is_set, reward)
     assert isinstance(outcome, Failure)
@@ -352,7 +352,7 @@ async def test_a_thread_in_its_grace_does_not_count_when_another_rollout_ends(
 ) -> None:
     monkeypatch.setattr(runner_module, "_DROP_GRACE_S", 300.0)
     began, may_fail = threading.Event(), threading.Event()
-    cancelling, in_grace = runner_module._cancelled, asyncio.Event()
+    cancelling, in_grace = runner_module._cancel, asyncio.Event()
 
     def refused_or_done(task: Task, endpoint: object) -> float:
         if task.id == "done":
@@ -366,7 +366,7 @@ async def test_a_thread_in_its_grace_does_not_count_when_another_rollout_ends(
         in_grace.set()
         return where
 
-    monkeypatch.setattr(runner_module, "_cancelled", cancelled)
+    monkeypatch.setattr(runner_module, "_cancel", cancelled)
     runner = Runner(refused_or_done, None, timeout_s=600.0)
     dropped = asyncio.Event()
     endpoints = [Address()]
