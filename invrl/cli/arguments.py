@@ -8,8 +8,16 @@ from invrl.run.config import nearest
 from invrl.store.run_folder import RunFolder
 
 
+def split_flag(argument: str) -> tuple[str, str | None]:
+    """The flag and the text after its `=`. The text is None if the argument has no `=`."""
+    flag, equals, text = argument.partition("=")
+    if not equals:
+        return flag, None
+    return flag, text
+
+
 def take_value(flag: str, value: str | None, rest: list[str]) -> str:
-    """The value of `flag`: what stood behind its `=`, or else the first of `rest`, which is removed there.
+    """The value of `flag`: the text after its `=`, or else the first of `rest`, which is removed there.
     Raises ConfigError if there is none."""
     if value is not None:
         return value
@@ -25,9 +33,9 @@ def split_options(arguments: Sequence[str], known: Sequence[str]) -> tuple[dict[
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
-        flag, equals, text = argument.partition("=")
+        flag, text = split_flag(argument)
         if flag in known:
-            options[flag] = take_value(flag, text if equals else None, rest)
+            options[flag] = take_value(flag, text, rest)
         else:
             others.append(argument)
     return options, others

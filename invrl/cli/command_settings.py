@@ -1,6 +1,8 @@
-"""Which settings a command uses. `invrl serve` and `invrl eval` do not train, so most of the configuration
-means nothing to them: their flags are those of the settings named here, and their checks look at no other.
-Every other command takes all settings."""
+"""The settings that each command uses.
+
+`invrl serve` and `invrl eval` do not train, so most of the configuration has no effect on them. They take
+only the flags of the settings that are named here, and their checks look only at these. Every other command
+takes all settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ _RUN = frozenset({"run_name", "run_root", "seed", "heartbeat_timeout_s"})
 _TRAINING_GATEWAY = frozenset(
     {"train_auxiliary_roots", "lease_timeout_s", "reward_deadline_s", "late_reward", "end_grace_s"}
 )
-"""Of [gateway]: what happens to rewards and leases, and to environments that lease when the run ends."""
+"""Settings of [gateway] for rewards, for leases, and for environments that still lease when the run ends."""
 _TRAINING_ROLLOUTS = frozenset(
     {
         "external_environments",
@@ -23,7 +25,7 @@ _TRAINING_ROLLOUTS = frozenset(
         "eval_interval",
     }
 )
-"""Of [rollout]: how batches are made. Held-out tasks have temperatures of their own (`eval_modes`)."""
+"""Settings of [rollout] for making batches. `eval_modes` sets the temperatures of held-out tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +33,18 @@ class CommandSettings:
     """The settings that one command uses."""
 
     keys: Mapping[str, frozenset[str]]
-    """By table."""
+    """The names of the settings, by the name of their table."""
     packages: tuple[str, ...] = UPSTREAM
-    """Packages whose options are passed on."""
+    """The packages whose options the command takes and passes on."""
     neutral: Tables = field(default_factory=dict)
-    """Values for settings that the command does not use, chosen so that they contradict none that it does
-    use."""
+    """Values for settings that the command does not use. They contradict no value of a setting that it
+    uses."""
 
     def uses(self, table: str, key: str) -> bool:
         return key in self.keys.get(table, ())
 
     def source(self) -> Source:
-        """The neutral values, as the last source of the configuration."""
+        """The neutral values as a source of the configuration. It must be the last source."""
         return Source(name="the command", tables=self.neutral)
 
 
@@ -57,11 +59,11 @@ _SERVE = CommandSettings(
         "model": _all_keys("model"),
         "rollout": frozenset({"temperature", "max_new_tokens"}),
         "engine": _all_keys("engine"),
-        # A reply that a client wants forced into a form is always forced when serving.
+        # `serve` always applies the grammar that a client's request asks for.
         "gateway": _all_keys("gateway") - _TRAINING_GATEWAY - {"constrained"},
     },
     packages=("sglang", "router"),
-    # One rollout at a time, as short as can be: no limit of a session is below it.
+    # One rollout at a time, which is so short that no limit of a session is below its timeout.
     neutral={
         "rollout": {
             "rollout_concurrency": 1,
@@ -80,7 +82,7 @@ _EVAL = CommandSettings(
         "gateway": _all_keys("gateway") - _TRAINING_GATEWAY,
     },
     packages=("sglang", "router"),
-    # There are no steps and no batches.
+    # An evaluation has no steps and no batches.
     neutral={"rollout": {"eval_interval": 0}, "buffer": {"batch_timeout_s": 1e9}},
 )
 _BY_COMMAND = {"serve": _SERVE, "eval": _EVAL}

@@ -11,7 +11,7 @@ from typing import get_origin
 
 from pydantic.fields import FieldInfo
 
-from invrl.cli.arguments import take_value
+from invrl.cli.arguments import split_flag, take_value
 from invrl.cli.command_settings import settings_of
 from invrl.cli.presets import configuration_file
 from invrl.errors import ConfigError
@@ -89,8 +89,7 @@ class _FlagParser:
     def read_next(self) -> None:
         """Read one flag and what belongs to it. Raises ConfigError; the flag and its value have been removed
         from `rest` even then."""
-        flag, equals, text = self.rest.pop(0).partition("=")
-        value = text if equals else None
+        flag, value = split_flag(self.rest.pop(0))
         setting = _BY_FLAG.get(flag)
         package = _package_of(flag)
         if setting is not None:

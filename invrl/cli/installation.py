@@ -1,9 +1,11 @@
 """Installs what invrl needs beyond its own dependencies: torch, SGLang and Megatron, in pinned versions.
 
-In a checkout `launch/install.sh` makes the whole environment. An installed wheel brings what the command line
-and the gateway need; `invrl install` adds the rest, into the environment that invrl itself runs in. It takes
-two steps, because SGLang (on CPU) and Megatron declare packages that only CUDA machines can install: both are
-installed without their dependencies, and the extras `cpu` and `gpu` name the dependencies that are needed."""
+In a checkout, `launch/install.sh` makes the whole environment. An installed wheel has what the command line
+and the gateway need. `invrl install` adds the rest to the environment that invrl itself runs in.
+
+The installation takes two steps, because SGLang (on CPU) and Megatron declare dependencies that only CUDA
+machines can install. Both are installed without their dependencies; the extras `cpu` and `gpu` name those
+that are needed."""
 
 import importlib.metadata
 import shlex
@@ -22,7 +24,9 @@ _INSTALL_SCRIPT = PACKAGE.parent / "launch" / "install.sh"
 
 def install_command(*, gpu: bool) -> str:
     """The shell command that installs what is missing, as the fix of an error."""
-    device = "gpu" if gpu else "cpu"
+    device = "cpu"
+    if gpu:
+        device = "gpu"
     if _INSTALL_SCRIPT.is_file():
         return f"INVRL_DEVICE={device} {_INSTALL_SCRIPT}"
     return f"invrl install --device {device}"
@@ -35,10 +39,11 @@ def install(device: str) -> None:
     """
     for command in install_steps(device):
         print("+", shlex.join(command), flush=True)
-        done = subprocess.run(command, check=False)
-        if done.returncode != 0:
-            reason = f"it ended with exit code {done.returncode}; its output above says why"
-            raise ConfigError("install", shlex.join(command), reason, "mend the cause and repeat the command")
+        process = subprocess.run(command, check=False)
+        if process.returncode != 0:
+            reason = f"it ended with exit code {process.returncode}; its output above says why"
+            fix = "repair the cause and repeat the command"
+            raise ConfigError("install", shlex.join(command), reason, fix)
 
 
 def install_steps(device: str) -> list[list[str]]:
@@ -54,20 +59,22 @@ def install_steps(device: str) -> list[list[str]]:
 
 
 def nvidia_driver_works() -> bool:
-    """Whether `nvidia-smi` answers, as launch/install.sh decides too. torch may not be installed yet."""
+    """Whether `nvidia-smi` succeeds. launch/install.sh decides in the same way. torch may not be installed
+    yet, so it cannot be asked."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return False
     try:
-        return subprocess.run([program], capture_output=True, check=False, timeout=60).returncode == 0
+        process = subprocess.run([program], capture_output=True, check=False, timeout=60)
     except subprocess.TimeoutExpired:
         return False
+    return process.returncode == 0
 
 
 def _installer() -> list[str]:
     """`pip install` of this environment, or uv's where the environment has no pip."""
-    # Not importlib.util.find_spec("pip"): setuptools takes that for a run of pip and leaves distutils alone,
-    # and then Megatron, which imports setuptools, cannot be imported in this process any more.
+    # Not importlib.util.find_spec("pip"): setuptools would then assume that pip is running and would not
+    # replace distutils. Megatron, which imports setuptools, could not be imported in this process any more.
     if any(importlib.metadata.distributions(name="pip")):
         return [sys.executable, "-m", "pip", "install"]
     uv = shutil.which("uv")

@@ -1,26 +1,32 @@
-"""The preset configurations that are shipped with invrl, by name: `--config quickstart`, from any folder."""
+"""The preset configurations that invrl ships. `--config quickstart` names one from any working directory."""
 
 from pathlib import Path
 
 from invrl.errors import ConfigError
 
 _FOLDER = Path(__file__).parents[1] / "presets"
-"""They are files of the package, in a checkout and in a wheel."""
+"""Part of the package, so that a checkout and a wheel have it in the same place."""
 
 
 def preset_names() -> list[str]:
+    """The names of all presets, sorted."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
-def configuration_file(given: str) -> Path:
-    """The file that `--config` was given: a path, or else a preset's name. ConfigError for a path that does
-    not exist and ends in the name of a preset."""
-    path = Path(given).expanduser()
+def configuration_file(name_or_path: str) -> Path:
+    """The file that the value of `--config` means: the path of a file, or else the name of a preset. Raises
+    ConfigError for a path that does not exist and whose file name is that of a preset.
+
+    Any other path is returned as it is: reading it raises the error.
+    """
+    path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
-    if given in preset_names():
-        return _FOLDER / f"{given}.toml"
-    if path.stem in preset_names():
+    presets = preset_names()
+    if name_or_path in presets:
+        return _FOLDER / f"{name_or_path}.toml"
+    if path.stem in presets:
+        reason = f"there is no such file in {Path.cwd()}"
         fix = f"give the preset by its name, from any folder: --config {path.stem}"
-        raise ConfigError("--config", given, f"there is no such file in {Path.cwd()}", fix)
+        raise ConfigError("--config", name_or_path, reason, fix)
     return path

@@ -134,7 +134,7 @@ def write_gguf(path: Path, architecture: str) -> Path:
 
 
 @pytest.mark.parametrize("architecture", ["mamba", "gemma3", "qwen3"])
-def test_the_head_of_a_gguf_file_names_its_architecture(tmp_path: Path, architecture: str) -> None:
+def test_the_header_of_a_gguf_file_names_its_architecture(tmp_path: Path, architecture: str) -> None:
     with write_gguf(tmp_path / "x.gguf", architecture).open("rb") as file:
         assert read_architecture(file) == architecture
 
@@ -142,14 +142,14 @@ def test_the_head_of_a_gguf_file_names_its_architecture(tmp_path: Path, architec
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "ends within its head"),
+        (b"", "ends within its header"),
         (b"PK\x03\x04" + bytes(100), "not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version is 1"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version is"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "general.architecture"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**40), "damaged"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 99), "no value of type 99"),
-        (b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"a", 8, 2**60), "ends within its head"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"a", 8, 2**60), "ends within its header"),
     ],
 )
 def test_what_is_no_gguf_file_is_told_why(content: bytes, reason: str) -> None:

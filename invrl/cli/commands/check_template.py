@@ -23,8 +23,9 @@ def check_template(arguments: Sequence[str]) -> None:
     """usage: invrl check-template MODEL [--chat-template-path FILE] [--no-keep-thinking]
 
     Plays a corpus of conversations (tools, thinking, unicode, cut replies, ...) turn by turn, as the
-    gateway would, and compares the result with the template's own rendering. Exit code 1 if one is
-    wrong: neither exact nor a fork with its reason. Names the parsers that `auto` chooses."""
+    gateway does, and compares the result with the template's own rendering. A conversation is right if
+    it is exact, or a fork with a reason; exit code 1 if one is wrong. Names the parsers that `auto`
+    chooses."""
     options, rest = split_options(arguments, ["--chat-template-path"])
     models = [argument for argument in rest if argument != _NO_KEEP_THINKING]
     if len(models) != 1:
@@ -33,10 +34,10 @@ def check_template(arguments: Sequence[str]) -> None:
     if not folder.is_dir():
         raise no_such_folder("check-template", models[0])
     template = options.get("--chat-template-path", "")
-    renderer = load_renderer(
-        str(folder), _NO_LIMIT, chat_template=template, keep_thinking=_NO_KEEP_THINKING not in rest
-    )
+    keep_thinking = _NO_KEEP_THINKING not in rest
+    renderer = load_renderer(str(folder), _NO_LIMIT, chat_template=template, keep_thinking=keep_thinking)
     findings = list(check_conversations(renderer))
-    print(report(findings, detect_parsers(chat_template_source(str(folder), template))))
+    parsers = detect_parsers(chat_template_source(str(folder), template))
+    print(report(findings, parsers))
     if any(finding.outcome == "wrong" for finding in findings):
         raise CommandFailed(FAILURE_EXIT)

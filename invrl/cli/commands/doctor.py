@@ -1,6 +1,6 @@
-"""`invrl doctor`: every check of what a run needs, each with its fix.
+"""`invrl doctor`: makes every check of what a run needs, and prints each result with its fix.
 
-Invariants: every check runs, whatever the others found, and none leaves anything behind."""
+Invariants: every check runs, even if an earlier one failed. No check leaves anything behind."""
 
 import json
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     status: Status
@@ -94,7 +94,9 @@ def _examine(check: Check, config: Config, machine: Machine) -> Finding:
         reason = f"the check itself raised {type(error).__name__}: {error}"
         fix = "report this line"
         return Finding(check=check.name, status=Status.FAILED, value="?", reason=reason, fix=fix)
-    text = str(value) if isinstance(value, str | Path) else "as it should be"
+    text = "as it should be"
+    if isinstance(value, str | Path):
+        text = str(value)
     return Finding(check=check.name, status=Status.OK, value=text)
 
 
@@ -107,7 +109,7 @@ def _from_error(check: str, error: ConfigError) -> Finding:
 
 
 def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigError]]:
-    """The configuration without what is wrong in it, and all that is wrong."""
+    """The configuration without its mistakes, and the mistakes."""
     mistakes: list[ConfigError] = []
     sources = parse_flags(arguments, mistakes)
     while True:
@@ -119,9 +121,10 @@ def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigErr
 
 
 def _without_field(sources: tuple[Source, ...], field: str) -> tuple[Source, ...]:
-    """The sources without the setting that an error names, so that the next mistake can be found. If no
-    source sets it, a given value contradicts its default: then nothing of its table can be relied on, and
-    the table is left out; and if that changes nothing either, everything is."""
+    """The sources without the setting that an error names, so that the next mistake can be found.
+
+    If no source sets it, its default contradicts another value of its table: the whole table is left out. If
+    no source has the table either, all sources are left out."""
     table, _, key = field.partition(".")
     without_key = tuple(_without_key(source, table, key) for source in sources)
     if without_key != sources:
@@ -138,7 +141,7 @@ def _without_table(source: Source, table: str) -> Source:
 
 
 def _without_key(source: Source, table: str, key: str) -> Source:
-    """An error without a key is about the whole table."""
+    """The source without one key of a table. An empty key stands for the whole table."""
     if not key:
         return _without_table(source, table)
     if table not in source.tables:

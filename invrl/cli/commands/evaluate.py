@@ -34,7 +34,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 def run_evaluation_in_folder(arguments: Sequence[str]) -> None:
     """usage: _evaluation RUN_FOLDER
 
-    The evaluation in this folder: the driver of `invrl eval`."""
+    Runs the evaluation in this folder: the driver of `invrl eval`."""
     folder = read_run_folder(arguments)
     with driver_of(folder) as config:
         from invrl.run.evaluate import run_evaluation

@@ -63,12 +63,13 @@ def init(arguments: Sequence[str]) -> None:
 
 
 def write_project(folder: Path, *, model_path: str) -> None:
-    """Raises ConfigError if `folder` is a file or holds something, or cannot be written."""
+    """Writes the files of the project. Raises ConfigError if `folder` is a file, is not empty, or cannot be
+    written."""
     template = resources.files("rollout_fns") / "your_task"
     settings = (template / SETTINGS_FILE).read_text()
     model = tomli_w.dumps({"model": {"model_path": model_path}})
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and not _is_empty_folder(folder):
             reason = "it exists and is not an empty folder; nothing in it was changed"
             raise ConfigError("init", str(folder), reason, "give another folder")
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,6 +79,10 @@ def write_project(folder: Path, *, model_path: str) -> None:
         (folder / "README.md").write_text(_README)
     except OSError as error:
         raise ConfigError("init", str(folder), str(error), "give a folder that can be written") from error
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _default_model_path() -> str:

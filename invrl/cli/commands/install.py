@@ -17,8 +17,16 @@ def install(arguments: Sequence[str]) -> None:
 
     A checkout does not need it: launch/install.sh makes its whole environment."""
     options = read_options(arguments, ["--device"])
-    device = options.get("--device") or ("gpu" if nvidia_driver_works() else "cpu")
+    device = options.get("--device", "")
+    if not device:
+        device = _detect_device()
     if device not in ("cpu", "gpu"):
         raise ConfigError("--device", device, "no such device", "write --device cpu or --device gpu")
     install_packages(device)
     print("installed; `invrl doctor` checks the machine and the settings of a run")
+
+
+def _detect_device() -> str:
+    if nvidia_driver_works():
+        return "gpu"
+    return "cpu"

@@ -1,4 +1,4 @@
-"""`invrl ledger`: what became of every rollout of a run, also of one that failed."""
+"""`invrl ledger`: what became of every rollout of a run. It works for runs that failed, too."""
 
 import time
 from collections import Counter
@@ -47,7 +47,7 @@ def ledger(arguments: Sequence[str]) -> None:
 
 
 def _read_task_id(arguments: Sequence[str]) -> str | None:
-    """The value of --task, or an argument that is no flag. None if there is neither."""
+    """The value of --task, or else the first argument that is not a flag. None if there is neither."""
     options, others = split_options(arguments, ["--task"])
     task_id = options.get("--task")
     if task_id is None and others and not others[0].startswith("--"):
@@ -60,15 +60,15 @@ def _read_task_id(arguments: Sequence[str]) -> str | None:
 def _check_task(task_id: str, entries: Sequence[KeptEntry], *, run: str) -> None:
     known_ids = {kept.entry.task_id for kept in entries}
     if task_id not in known_ids:
-        reason = f"the run leased {len(known_ids)} tasks, and this is none of them"
+        reason = f"the run leased {len(known_ids)} tasks, and this is not one of them"
         fix = nearest(task_id, known_ids, many=f"`invrl ledger {run} --tasks` lists them")
         raise ConfigError("--task", task_id, reason, fix)
 
 
 def describe_run(incarnations: Sequence[Incarnation], entries: Sequence[KeptEntry], *, ended: bool) -> str:
-    """The incarnations, how many rollouts ended in which state and why, and whether each did so exactly
-    once."""
-    lines = ["1 incarnation:" if len(incarnations) == 1 else f"{len(incarnations)} incarnations:"]
+    """The incarnations, the number of rollouts by their last state and its reason, and whether each rollout
+    ended exactly once."""
+    lines = [f"{_count(len(incarnations), 'incarnation')}:"]
     for incarnation in incarnations:
         lost = sum(kept.lost for kept in entries if kept.incarnation == incarnation.number)
         lines.append(_describe_incarnation(incarnation, lost=lost))
@@ -101,15 +101,16 @@ def _describe_incarnation(incarnation: Incarnation, *, lost: int) -> str:
 
 def describe_tasks(entries: Sequence[KeptEntry], *, whole: bool) -> str:
     """The tasks of the surviving lineage, in the order in which they were first leased: the id of each, and
-    how many of its rollouts are in which state. Without `whole` the first ones only."""
+    the number of its rollouts in each state. `whole`: all tasks, not only the first ones."""
     states: dict[str, Counter[str]] = {}
     for kept in _last_entries(entries):
         states.setdefault(kept.entry.task_id, Counter())[kept.entry.state] += 1
     task_ids = list(states)
-    shown_ids = task_ids if whole else task_ids[:_TASKS_SHOWN]
+    shown_ids = task_ids
+    if not whole:
+        shown_ids = task_ids[:_TASKS_SHOWN]
     width = max((len(task_id) for task_id in shown_ids), default=0)
-    noun = "task" if len(task_ids) == 1 else "tasks"
-    lines = [f"{len(task_ids)} {noun} (--task ID shows what became of one):"]
+    lines = [f"{_count(len(task_ids), 'task')} (--task ID shows what became of one):"]
     for task_id in shown_ids:
         counts = ", ".join(f"{count} {state}" for state, count in states[task_id].most_common())
         lines.append(f"  {task_id:<{width}}  {counts}")
@@ -118,9 +119,16 @@ def describe_tasks(entries: Sequence[KeptEntry], *, whole: bool) -> str:
     return "\n".join(lines)
 
 
+def _count(number: int, noun: str) -> str:
+    """ "1 task", "2 tasks"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
+
+
 def _last_entries(entries: Sequence[KeptEntry]) -> list[KeptEntry]:
-    """The newest entry of each place in a group, without those that were lost; in the order in which the
-    places were first leased."""
+    """The newest entry of each place in a group, in the order in which the places were first leased. Lost
+    entries are left out."""
     last = {kept.entry.place: kept for kept in entries if not kept.lost}
     return list(last.values())
 
@@ -128,7 +136,7 @@ def _last_entries(entries: Sequence[KeptEntry]) -> list[KeptEntry]:
 def describe_task(entries: Sequence[KeptEntry], task_id: str) -> str:
     """Every transition of every rollout of one task, in order; lost ones are marked."""
     of_task = [kept for kept in entries if kept.entry.task_id == task_id]
-    of_task.sort(key=lambda kept: (kept.entry.place.group_id, kept.entry.place.index, kept.incarnation))
+    of_task.sort(key=_rollout_order)
     lines: list[str] = []
     place = None
     for kept in of_task:
@@ -139,13 +147,19 @@ def describe_task(entries: Sequence[KeptEntry], task_id: str) -> str:
     return "\n".join(lines)
 
 
+def _rollout_order(kept: KeptEntry) -> tuple[str, int, int]:
+    place = kept.entry.place
+    return place.group_id, place.index, kept.incarnation
+
+
 def _describe_transition(kept: KeptEntry) -> str:
     entry = kept.entry
     facts = [entry.reason, entry.failure, entry.detail, entry.session_id]
     if entry.batch_id is not None:
         facts.append(f"batch {entry.batch_id}")
-    at = time.strftime("%H:%M:%S", time.localtime(kept.at))
-    line = f"  {at}  {entry.state:<10}" + ", ".join(fact for fact in facts if fact)
+    time_of_day = time.strftime("%H:%M:%S", time.localtime(kept.at))
+    known_facts = ", ".join(fact for fact in facts if fact)
+    line = f"  {time_of_day}  {entry.state:<10}{known_facts}"
     if kept.lost:
         line += f"  (incarnation {kept.incarnation}, lost)"
     return line

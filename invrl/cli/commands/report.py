@@ -14,4 +14,6 @@ def report(arguments: Sequence[str]) -> None:
     and prints its path."""
     if len(arguments) != 1:
         raise ConfigError("report", list(arguments), "it takes one run folder", "give one")
-    print(write_report(Path(arguments[0]).expanduser()))
+    run_folder = Path(arguments[0]).expanduser()
+    picture = write_report(run_folder)
+    print(picture)

@@ -1,11 +1,11 @@
-"""`invrl samples`: which rollouts of a run are shown, and how."""
+"""`invrl samples`: shows rollouts of a run, or what training changed in its tasks."""
 
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from invrl.cli.arguments import read_run_folder, take_value, unknown_flag
+from invrl.cli.arguments import read_run_folder, split_flag, take_value, unknown_flag
 from invrl.errors import ConfigError
 from invrl.observe.sample_changes import changes, first_ids
 from invrl.observe.samples import Sample, by_reward, evaluated_steps, read_samples, spread, trained_steps
@@ -16,22 +16,23 @@ from invrl.store.run_store import RunStore
 
 Order = Literal["", "worst", "best", "changed", "failed"]
 Purpose = Literal["train", "eval", "serve"]
-Step = int | Literal["last", "all"] | None
+StepChoice = int | Literal["last", "all"]
 
 _ORDERS: tuple[Order, ...] = ("worst", "best", "changed", "failed")
 _SWITCHES = tuple(f"--{name}" for name in (*_ORDERS, "eval", "full", "json"))
 _VALUES = ("--step", "--task", "--limit", "-n")
+_ALIASES = {"-n": "--limit"}
 _DEFAULT_LIMIT = 5
 _PURPOSE_NAMES = {"train": "training", "eval": "held-out", "serve": "served"}
 _MANY_STEPS = 12
-"""More steps than this are not listed one by one."""
+"""If there are more steps, a message lists only the first ones and the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesQuery:
     """The flags of the command."""
 
-    step: Step = None
+    step: StepChoice | None = None
     """None: not given."""
     task: str | None = None
     order: Order = ""
@@ -72,17 +73,17 @@ def samples(arguments: Sequence[str]) -> None:
 
 
 def read_query(arguments: Sequence[str]) -> SamplesQuery:
-    """The flags after RUN_FOLDER. Raises ConfigError for one that is unknown, lacks its value, or contradicts
-    another."""
+    """The flags after RUN_FOLDER. Raises ConfigError for a flag that is unknown, lacks its value, or
+    contradicts another one."""
     values: dict[str, str] = {}
     switches: set[str] = set()
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
-        flag, equals, text = argument.partition("=")
+        flag, text = split_flag(argument)
         if flag in _VALUES:
-            name = "--limit" if flag == "-n" else flag
-            values[name] = take_value(flag, text if equals else None, rest)
+            name = _ALIASES.get(flag, flag)
+            values[name] = take_value(flag, text, rest)
         elif argument in _SWITCHES:
             switches.add(argument)
         else:
@@ -113,7 +114,7 @@ def _read_order(switches: set[str]) -> Order:
     return orders[0]
 
 
-def _read_step(text: str | None) -> Step:
+def _read_step(text: str | None) -> StepChoice | None:
     if text is None or text == "last" or text == "all":
         return text
     if not text.isdecimal():
@@ -130,7 +131,7 @@ def _read_limit(text: str | None) -> int:
 
 
 def answer(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> str:
-    """What the command prints. Raises ConfigError for a step or a task that the run does not have, and where
+    """What the command prints. Raises ConfigError for a step or a task that the run does not have, and if
     there is nothing to show."""
     if not samples:
         reason = "no rollout has ended in it so far"
@@ -146,8 +147,10 @@ def answer(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> s
     else:
         shown = spread(chosen, query.limit)
     if not shown:
-        kind = "that failed" if query.order == "failed" else "with a reward"
-        raise ConfigError("--" + query.order, heading, f"there is no rollout {kind}", "leave it out")
+        reason = "there is no rollout with a reward"
+        if query.order == "failed":
+            reason = "there is no rollout that failed"
+        raise ConfigError(f"--{query.order}", heading, reason, "leave it out")
     if query.as_json:
         return samples_json(shown, store)
     return describe_samples(shown, store, total=chosen, where=heading, full=query.full)
@@ -160,40 +163,49 @@ def _select_task(query: SamplesQuery, samples: Sequence[Sample]) -> list[Sample]
     of_task = [sample for sample in samples if query.task in (sample.task_id, names[sample.task_id])]
     if not of_task:
         task_ids = {sample.task_id for sample in samples}
-        reason = f"no rollout of it has ended; the run has those of {len(task_ids)} tasks"
+        reason = f"no rollout of it has ended; the run has rollouts of {len(task_ids)} tasks"
         fix = nearest(query.task, task_ids, many="`invrl ledger RUN --tasks` lists those of training")
         raise ConfigError("--task", query.task, reason, fix)
     return of_task
 
 
 def _select_step(query: SamplesQuery, samples: Sequence[Sample]) -> tuple[list[Sample], str]:
-    """The rollouts of the step, and what a heading calls them."""
+    """The rollouts of the step, and a heading that describes them."""
     trained = trained_steps(samples)
     evaluated = evaluated_steps(samples)
     purpose = _purpose(query, samples, trained)
-    steps = evaluated if purpose == "eval" else trained
+    steps = trained
+    if purpose == "eval":
+        steps = evaluated
     of_purpose = [sample for sample in samples if sample.purpose == purpose]
-    prefix = "" if query.task is None else f"task {query.task}, "
-    purpose_name = _PURPOSE_NAMES[purpose]
-    wanted = _wanted_step(query)
-    if wanted == "all":
-        return of_purpose, f"{prefix}all {purpose_name} rollouts"
-    if wanted == "last" and not steps:
-        return of_purpose, f"{prefix}{purpose_name} rollouts (no step has been made of them so far)"
-    step = steps[-1] if wanted == "last" else wanted
+    prefix = ""
+    if query.task is not None:
+        prefix = f"task {query.task}, "
+    step = _step_choice(query)
+    if step == "all":
+        return of_purpose, f"{prefix}all {_PURPOSE_NAMES[purpose]} rollouts"
+    if step == "last":
+        if not steps:
+            name = _PURPOSE_NAMES[purpose]
+            return of_purpose, f"{prefix}{name} rollouts (no step has been made of them so far)"
+        step = steps[-1]
     if step not in steps:
         fix = _step_fix(steps, evaluated)
         raise ConfigError("--step", step, _describe_steps(trained, evaluated), fix)
-    heading = f"{prefix}evaluation after step {step}" if purpose == "eval" else f"{prefix}step {step}"
+    heading = f"{prefix}step {step}"
+    if purpose == "eval":
+        heading = f"{prefix}evaluation after step {step}"
     if step == steps[-1]:
         heading += ", the last"
-    untrained = sum(sample.step is None for sample in of_purpose)
-    if purpose != "eval" and untrained and query.step is None:
-        heading += f"; {untrained:,} more were not trained: --step all"
+    if purpose != "eval" and query.step is None:
+        untrained = sum(sample.step is None for sample in of_purpose)
+        if untrained:
+            heading += f"; {untrained:,} more were not trained: --step all"
     return [sample for sample in of_purpose if sample.step == step], heading
 
 
-def _wanted_step(query: SamplesQuery) -> int | Literal["last", "all"]:
+def _step_choice(query: SamplesQuery) -> StepChoice:
+    """The step that was given, or the default for the other flags."""
     if query.step is not None:
         return query.step
     if query.task is not None or query.order == "failed":
@@ -202,19 +214,23 @@ def _wanted_step(query: SamplesQuery) -> int | Literal["last", "all"]:
 
 
 def _purpose(query: SamplesQuery, samples: Sequence[Sample], trained: Sequence[int]) -> Purpose:
-    """Training rollouts, unless others were asked for or there are only others."""
+    """Which rollouts are meant: those of training, unless the flags ask for others or there are only
+    others."""
     purposes = {sample.purpose for sample in samples}
-    if "eval" in purposes:
-        # Step 0, the evaluation before training, is no training step.
-        is_evaluated_only = isinstance(query.step, int) and query.step not in trained
-        if query.held_out or "train" not in purposes or is_evaluated_only:
+    if query.held_out:
+        if "eval" in purposes:
             return "eval"
-    elif query.held_out:
         fix = "leave it out; runs with --eval-tasks have some"
         raise ConfigError("--eval", "", "no held-out rollout has ended", fix)
-    if "train" in purposes:
-        return "train"
-    return "serve"
+    if "train" not in purposes:
+        if "eval" in purposes:
+            return "eval"
+        return "serve"
+    # Step 0, the evaluation before training, is no training step.
+    names_other_step = isinstance(query.step, int) and query.step not in trained
+    if names_other_step and "eval" in purposes:
+        return "eval"
+    return "train"
 
 
 def _describe_steps(trained: Sequence[int], evaluated: Sequence[int]) -> str:
@@ -236,13 +252,17 @@ def _step_fix(steps: Sequence[int], evaluated: Sequence[int]) -> str:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """ "steps 1 to 12", or "steps 0, 5, 10" where some between are missing."""
-    noun = "step" if len(steps) == 1 else "steps"
-    if len(steps) > 2 and steps[-1] - steps[0] == len(steps) - 1:
-        return f"{noun} {steps[0]} to {steps[-1]}"
+    """ "steps 1 to 12", or "steps 0, 5, 10" if some between are missing."""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    has_no_gap = steps[-1] - steps[0] == len(steps) - 1
+    if len(steps) > 2 and has_no_gap:
+        return f"steps {steps[0]} to {steps[-1]}"
     if len(steps) > _MANY_STEPS:
-        return f"{noun} {', '.join(map(str, steps[:5]))}, ... {steps[-1]}"
-    return f"{noun} {', '.join(map(str, steps))}"
+        first_steps = ", ".join(str(step) for step in steps[:5])
+        return f"steps {first_steps}, ... {steps[-1]}"
+    listed = ", ".join(str(step) for step in steps)
+    return f"steps {listed}"
 
 
 def _changes(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> str:
@@ -253,7 +273,9 @@ def _changes(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) ->
         reason = "no task has been run under two different weights with another reward or reply"
         fix = "--eval-tasks measures held-out tasks before and after; a training task comes back each epoch"
         raise ConfigError("--changed", query.task or "", reason, fix)
-    shown = task_changes[: query.limit] if query.limit else task_changes
+    shown = task_changes
+    if query.limit:
+        shown = task_changes[: query.limit]
     if query.as_json:
         return changes_json(shown, store)
     return describe_changes(shown, store, total=len(task_changes), full=query.full)

@@ -38,9 +38,9 @@ def train(arguments: Sequence[str]) -> None:
 def resume(arguments: Sequence[str]) -> None:
     """usage: invrl resume RUN_FOLDER [flags]
 
-    The same as repeating its `invrl train` command. Flags that do not change the result may differ
-    (--num-steps, --save-interval, --max-restarts, --progress); any other change of the configuration
-    is refused."""
+    Does the same as repeating the run's `invrl train` command. Flags that do not change the result may
+    differ (--num-steps, --save-interval, --max-restarts, --progress); any other change of the
+    configuration is refused."""
     folder = read_run_folder(arguments)
     place = ["--run-root", str(folder.path.parent), "--run-name", folder.path.name]
     train(["--config", str(folder.config_path), *place, *arguments[1:]])
@@ -49,7 +49,7 @@ def resume(arguments: Sequence[str]) -> None:
 def run_incarnation_in_folder(arguments: Sequence[str]) -> None:
     """usage: _incarnation RUN_FOLDER
 
-    One incarnation of the run in this folder: the driver of `invrl train`."""
+    Runs one incarnation of the run in this folder: the driver of `invrl train`."""
     folder = read_run_folder(arguments)
     with driver_of(folder) as config:
         from invrl.run.train import run_incarnation
