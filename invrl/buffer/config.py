@@ -1,4 +1,4 @@
-"""Settings of the buffer: how stale, how many, which groups count."""
+"""Settings of the buffer: how stale a token may be, how failures count, which groups are trained on."""
 
 import math
 from collections.abc import Mapping
@@ -14,52 +14,59 @@ RewardBaseline = Literal["depth", "group"]
 RewardUse = Literal["replace", "add"]
 FilteredOut = Literal["end", "train"]
 
-
 FailureRule = float | Literal["retry", "drop"]
-"""What becomes of a failed rollout: it counts with this reward, its place is tried again, or its group is
-dropped at once."""
+"""What happens to a failed rollout: a number is the reward it counts with, "retry" tries its place again,
+"drop" drops its group at once."""
 
 
 class BufferConfig(Section):
-    """0 is the synchronous loop, 1 is one-step-off-policy, k is fully asynchronous: one number."""
+    """One number, `max_staleness`, decides how asynchronous the loop is: 0 is the synchronous loop, 1 is
+    one-step-off-policy, k is fully asynchronous."""
 
-    max_staleness: NonNegativeInt = Field(0, description="versions a trained token may lag the trainer's")
-    over_sampling_groups: NonNegativeInt = Field(0, description="groups in place of those filtered out")
-    group_filter: str = Field("nonzero_variance", description="this filter, 'none', or module:name")
+    max_staleness: NonNegativeInt = Field(
+        0, description="versions that a trained token may be older than the trainer's weights"
+    )
+    over_sampling_groups: NonNegativeInt = Field(
+        0, description="groups that are sampled in addition, in place of those that are filtered out"
+    )
+    group_filter: str = Field(
+        "nonzero_variance", description="nonzero_variance, 'none', or your own filter as module:name"
+    )
     max_filtered_batches: NonNegativeInt = Field(
         16,
         description="batches' worth of groups in a row that the group filter may drop (as it does once a "
-        "task is solved) before --filtered-out; 0: any number",
+        "task is solved) before --filtered-out applies; 0: any number",
     )
     filtered_out: FilteredOut = Field(
         "end",
-        description="what then: end: the run ends, its model saved; train: groups are taken as they come, "
-        "until the filter keeps one again",
+        description="what happens after --max-filtered-batches: end: the run saves its model and ends; "
+        "train: unfiltered groups are trained on until the filter keeps one again",
     )
     turn_reward_baseline: RewardBaseline = Field(
         "depth",
-        description="a turn's or branch's own reward is compared with the group's at the same depth, or all",
+        description="a turn's or branch's own reward is compared with the group's rewards at the same depth "
+        "(depth), or with all of them (group)",
     )
     turn_reward_use: RewardUse = Field(
         "replace",
-        description="own rewards of turns, branches, children stand in the final one's place, or are added",
+        description="own rewards of turns, branches and child sessions replace the final reward, or are "
+        "added to it",
     )
-    batch_timeout_s: PositiveFloat = Field(7200.0, description="deadline for a whole batch to come together")
+    batch_timeout_s: PositiveFloat = Field(7200.0, description="deadline for a batch to be complete")
     failure_reward: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         ("timeout=0", "context=0", "limit=0"),
-        description="REASON=REWARD: such failures count with it; =drop: they drop their group; "
-        "=retry, as all others: tried again",
+        description="REASON=REWARD: failures for this reason count with the reward; REASON=drop: they drop "
+        "their group; REASON=retry: the rollout is tried again, as for every reason not named",
     )
     max_identical_failures: NonNegativeInt = Field(
         128,
-        description="failures in a row, all alike and none finished between, that end the run; 0: no end; "
-        "deaths of workers, engines and environments do not count",
+        description="identical failures in a row, with no rollout finished in between, that end the run; "
+        "deaths of workers, engines and environments do not count; 0: no limit",
     )
-
     max_failures_at_start: NonNegativeInt = Field(
         32,
-        description="failures that end the run while no rollout has finished, all for the same reason; those "
-        "that count with a reward, and deaths of processes, are not counted; 0: no end",
+        description="failures, all for the same reason, that end the run while no rollout has finished; "
+        "failures that count with a reward and deaths of processes are not counted; 0: no limit",
     )
 
     @field_validator("failure_reward")
@@ -77,16 +84,16 @@ class BufferConfig(Section):
 
 
 def parse_failure_rules(entries: tuple[str, ...]) -> dict[FailureReason, FailureRule]:
-    """The rules in entries REASON=REWARD, REASON=drop or REASON=retry. Raises ValueError for a wrong one."""
+    """Parses entries REASON=REWARD, REASON=drop or REASON=retry. Raises ValueError for any other entry."""
     rules: dict[FailureReason, FailureRule] = {}
     for entry in entries:
         name, equals, value = (part.strip() for part in entry.partition("="))
         if not equals or name not in set(FailureReason):
             reasons = ", ".join(FailureReason)
-            raise ValueError(f"{entry!r} is not REASON=REWARD with a reason of: {reasons}")
+            raise ValueError(f"{entry!r} is not REASON=REWARD; REASON is one of: {reasons}")
         reason = FailureReason(name)
         if reason in rules:
-            raise ValueError(f"the reason {name} is given twice")
+            raise ValueError(f"the reason {name} is given twice: name each reason once")
         rules[reason] = _parse_rule(entry, value)
     return rules
 
@@ -98,6 +105,7 @@ def _parse_rule(entry: str, value: str) -> FailureRule:
         reward = float(value)
     except ValueError:
         reward = math.nan
-    if not abs(reward) <= MAX_REWARD:
+    is_valid = abs(reward) <= MAX_REWARD  # False for NaN
+    if not is_valid:
         raise ValueError(f"{entry!r}: not a number within ±{MAX_REWARD:g}, drop or retry")
     return reward

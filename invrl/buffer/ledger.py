@@ -1,8 +1,8 @@
-"""The ledger: where every rollout is in its life, and the one door through which it moves.
+"""The ledger: the state of every rollout, and the only function that changes it.
 
-A rollout's place is (group, index, attempt); `Ledger.move` is the only way to change its state, checks the
-transition and emits a `LedgerEntry`. Invariant: a place moves forward only and ends once, trained or
-dropped with a reason. `ledger_store.py` keeps every entry. Owned by `buffer.py`."""
+A rollout's place is (group, index, attempt). `Ledger.move` is the only way to change its state: it checks the
+transition and emits a `LedgerEntry`. Invariant: a place only moves forward, and it ends once, either trained
+or dropped with a reason. `ledger_store.py` stores every entry."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -33,13 +33,13 @@ class LedgerEntry:
     reason: DropReason | None = None
     """Set exactly when the state is DROPPED."""
     failure: FailureReason | None = None
-    """Why the rollout itself failed, where that is what dropped it."""
+    """Why the rollout itself failed, if its failure is the reason for the drop."""
     detail: str = ""
     """The filter's reason, or the failure's detail."""
     batch_id: int | None = None
     """Set exactly when the state is TAKEN or TRAINED."""
     session_id: str = ""
-    """The session that brought the outcome, where one did."""
+    """The session whose outcome caused the transition; "" if there was none."""
 
 
 class EntryFacts(TypedDict, total=False):
@@ -53,7 +53,7 @@ class EntryFacts(TypedDict, total=False):
 
 
 class Ledger:
-    """Counts over all rollouts of the run. The state of each rollout is in its group."""
+    """Moves rollouts from state to state and counts them. The state of each rollout is held by its group."""
 
     def __init__(self, emit: Callable[[LedgerEntry], None] = lambda entry: None) -> None:
         self._emit = emit
@@ -63,20 +63,23 @@ class Ledger:
         """How many rollouts are in each state now."""
 
     def unlease(self, group: OpenGroup, index: int) -> None:
-        """Takes back the lease of a place in flight, whose life ended before it had an outcome."""
+        """Takes back the lease of a place in flight: the run's incarnation ended before its outcome came."""
         group.states_G[index] = None
         self.counts[RolloutState.IN_FLIGHT] -= 1
 
     def move(self, group: OpenGroup, index: int, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
-        """Raises BufferStateError for a transition that does not exist."""
+        """Changes the state of one rollout. Raises BufferStateError for a transition that is not allowed, or
+        whose facts do not fit the state."""
         before = group.states_G[index]
         place = group.place(index)
         entry = LedgerEntry(sequence=self.sequence, place=place, task_id=group.task_id, state=state, **facts)
         if state not in _NEXT[before]:
             raise BufferStateError(f"rollout {place} cannot go from {before} to {state}")
-        if (entry.reason is not None) != (state is RolloutState.DROPPED):
+        has_reason = entry.reason is not None
+        if has_reason != (state is RolloutState.DROPPED):
             raise BufferStateError(f"rollout {place}: state {state} with drop reason {entry.reason}")
-        if (entry.batch_id is not None) != (state in (RolloutState.TAKEN, RolloutState.TRAINED)):
+        has_batch = entry.batch_id is not None
+        if has_batch != (state in (RolloutState.TAKEN, RolloutState.TRAINED)):
             raise BufferStateError(f"rollout {place}: state {state} with batch {entry.batch_id}")
         if before is not None:
             self.counts[before] -= 1

@@ -135,7 +135,7 @@ def test_the_flag_takes_several(arguments: list[str], wanted: tuple[str, ...]) -
 @pytest.mark.parametrize(
     ("entry", "told"),
     [
-        ("timeot=0", "with a reason of: exception, timeout"),
+        ("timeot=0", "REASON is one of: exception, timeout"),
         ("timeout", "is not REASON=REWARD"),
         ("timeout=nan", "not a number within"),
         ("timeout=2e9", "not a number within"),

@@ -24,11 +24,11 @@ def lines(error: BaseException) -> list[str]:
 
 
 def test_what_an_actor_raised_is_told_without_ray_s_traceback() -> None:
-    cause = IdenticalFailuresError("all 32 rollouts so far failed", fix="mend what it says")
+    cause = IdenticalFailuresError("all 32 rollouts so far failed", fix="correct what it names")
     wrapped = RayTaskError("\x1b[36mray::BufferActor.take()\x1b[39m", OF_RAY, cause).as_instanceof_cause()
     assert isinstance(wrapped, InvrlError)
     assert len(str(wrapped).splitlines()) > 100
-    assert lines(wrapped) == ["all 32 rollouts so far failed", f"  fix: mend what it says; log: {LOG}"]
+    assert lines(wrapped) == ["all 32 rollouts so far failed", f"  fix: correct what it names; log: {LOG}"]
 
 
 def test_the_last_fix_is_the_error_s_own() -> None:
