@@ -1,9 +1,9 @@
 """Held-out accuracy, measured through the same endpoint and workers that training uses.
 
-`evaluate` runs each task of a set in one mode ("sampled" at temperature 1, or "greedy"); the statistics
-below it are pure. Invariants: a rollout that fails scores 0 and is counted by its reason; one that fails
-for a reason of ours (a worker that died, an engine) is tried again first; an `Evaluation` is read back
-from JSON as it was."""
+`evaluate` runs each task of a set in one mode: "sampled" at temperature 1, or "greedy". The statistics below
+it are pure functions. Invariants: a rollout that fails scores 0 and is counted by its reason; a rollout that
+fails for a reason of ours (a worker that died, an engine) is attempted again first; an `Evaluation` survives
+a round trip through JSON unchanged."""
 
 import asyncio
 import math
@@ -22,10 +22,11 @@ from invrl.rollout.worker_pool import WorkerPool
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Outcome, Sampling, Task
 
 EXACT_REWARD = 1.0
+"""The reward from which a sample counts as exact."""
 _Z95 = NormalDist().inv_cdf(0.975)
 _RESAMPLES = 10_000
-_TRY_AGAIN = frozenset({FailureReason.WORKER_DIED, FailureReason.ENGINE})
-_ATTEMPTS = 3
+_OUR_FAILURES = frozenset({FailureReason.WORKER_DIED, FailureReason.ENGINE})
+_MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,47 +47,62 @@ class EvalScore:
     task_ids: tuple[str, ...]
     rewards: tuple[tuple[float, ...], ...]
     failures: Mapping[str, int]
-    """Rollouts that failed, by reason; each is a reward of 0 above."""
+    """Number of rollouts that failed, by reason. Each has a reward of 0 in `rewards`."""
     failure_detail: str = ""
-    """What is told of the last of them."""
+    """The detail of the last failure."""
 
     @property
     def name(self) -> str:
-        return f"{self.set_name}/{self.mode}" if self.set_name else self.mode
+        if self.set_name:
+            return f"{self.set_name}/{self.mode}"
+        return self.mode
 
     @property
     def samples(self) -> int:
-        return sum(len(of_task) for of_task in self.rewards)
+        return sum(len(task_rewards) for task_rewards in self.rewards)
 
     @property
     def mean_reward(self) -> float:
-        return sum(sum(of_task) for of_task in self.rewards) / self.samples if self.samples else 0.0
+        if not self.samples:
+            return 0.0
+        return sum(sum(task_rewards) for task_rewards in self.rewards) / self.samples
 
     @property
     def accuracy(self) -> Interval:
-        """Share of samples with a reward of at least `EXACT_REWARD`. The interval takes samples for
-        independent, which they are with one per task."""
-        exact = sum(reward >= EXACT_REWARD for of_task in self.rewards for reward in of_task)
+        """Share of samples with a reward of at least `EXACT_REWARD`. The interval assumes independent
+        samples, which holds with one sample per task."""
+        exact = sum(_count_exact(task_rewards) for task_rewards in self.rewards)
         return wilson_interval(exact, self.samples)
 
     @property
     def pass_at_k(self) -> Mapping[int, Interval]:
-        """Chance that one of k = 1, 2, 4, ... samples of a task is exact: mean and bootstrap over tasks."""
-        counts = [(len(r), sum(reward >= EXACT_REWARD for reward in r)) for r in self.rewards]
-        ks = [2**power for power in range(min((n for n, _ in counts), default=0).bit_length())]
-        return {k: bootstrap_interval(np.array([pass_at_k(n, c, k) for n, c in counts])) for k in ks}
+        """Probability that one of k = 1, 2, 4, ... samples of a task is exact: the mean over tasks, with a
+        bootstrap interval. k goes up to the smallest number of samples of a task."""
+        min_samples = min((len(task_rewards) for task_rewards in self.rewards), default=0)
+        intervals: dict[int, Interval] = {}
+        k = 1
+        while k <= min_samples:
+            of_tasks_K = [pass_at_k(len(rewards), _count_exact(rewards), k) for rewards in self.rewards]
+            intervals[k] = bootstrap_interval(np.array(of_tasks_K))
+            k *= 2
+        return intervals
 
     @property
     def measures(self) -> Mapping[str, Interval]:
-        """By name; the mean reward's interval is a bootstrap over tasks."""
-        reward = bootstrap_interval(np.array([np.mean(of_task) for of_task in self.rewards]))
-        passed = {f"pass_at_{k}": share for k, share in self.pass_at_k.items()}
-        return {"reward_mean": reward, "accuracy": self.accuracy, **passed}
+        """Every measure by name. The interval of the mean reward is a bootstrap over tasks."""
+        mean_reward_K = np.array([np.mean(task_rewards) for task_rewards in self.rewards])
+        measures = {"reward_mean": bootstrap_interval(mean_reward_K), "accuracy": self.accuracy}
+        for k, interval in self.pass_at_k.items():
+            measures[f"pass_at_{k}"] = interval
+        return measures
 
     def values(self) -> dict[str, float]:
+        """The measures with the bounds of their intervals, as flat metric values."""
         numbers = {"samples": float(self.samples), "failed": float(sum(self.failures.values()))}
-        for name, found in self.measures.items():
-            numbers |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
+        for name, interval in self.measures.items():
+            numbers[name] = interval.value
+            numbers[f"{name}_low"] = interval.low
+            numbers[f"{name}_high"] = interval.high
         return {f"eval/{self.name}/{name}": number for name, number in numbers.items()}
 
 
@@ -98,11 +114,16 @@ class Evaluation:
     """By `EvalScore.name`: "sampled", or "<set>/sampled"."""
 
     def values(self) -> dict[str, float]:
-        return {name: value for score in self.scores.values() for name, value in score.values().items()}
+        """All scores as flat metric values."""
+        values: dict[str, float] = {}
+        for score in self.scores.values():
+            values |= score.values()
+        return values
 
 
 class Watch(Protocol):
-    """Told of the rollouts of each task, by the id of their group. What it raises ends the evaluation."""
+    """Called when the rollouts of a task begin and end, with the id of their group. An exception raised
+    here ends the evaluation."""
 
     def began(self, group_id: str) -> None: ...
     def ended(self, group_id: str, outcomes: list[Outcome]) -> None: ...
@@ -121,31 +142,40 @@ async def evaluate(
     watch: Watch | None = None,
 ) -> EvalScore:
     """Runs every task `eval_samples_per_task` times (greedy: once). `label` makes the group ids of this
-    evaluation its own. Raises what the pool, the gateway and `watch` raise; never because of one rollout."""
-    samples = 1 if mode == "greedy" else config.eval_samples_per_task
-    sampling = Sampling(temperature=0.0 if mode == "greedy" else 1.0, max_new_tokens=config.max_new_tokens)
-    room = asyncio.Semaphore(max(1, config.rollout_concurrency // samples))
+    evaluation unique. Raises the exceptions of the pool, the gateway and `watch`; a rollout that fails raises
+    nothing."""
+    if mode == "greedy":
+        samples = 1
+        temperature = 0.0
+    else:
+        samples = config.eval_samples_per_task
+        temperature = 1.0
+    sampling = Sampling(temperature=temperature, max_new_tokens=config.max_new_tokens)
+    task_slots = asyncio.Semaphore(max(1, config.rollout_concurrency // samples))
 
     async def run_lease(lease: GroupLease) -> list[Outcome]:
-        opened = await sessions.open(lease, purpose="eval", sampling=sampling)
-        calls = assignments(lease, opened, group_form=group_form)
-        ended = await asyncio.gather(*(pool.run(call) for call in calls))
-        return [outcome for of_call in ended for outcome in of_call]
+        group_sessions = await sessions.open(lease, purpose="eval", sampling=sampling)
+        calls = assignments(lease, group_sessions, group_form=group_form)
+        outcomes: list[Outcome] = []
+        for call_outcomes in await asyncio.gather(*(pool.run(call) for call in calls)):
+            outcomes.extend(call_outcomes)
+        return outcomes
 
     async def run_task(task: Task) -> list[Outcome]:
         members = tuple(GroupMember(index=index, attempt=0) for index in range(samples))
         lease = GroupLease(group_id=f"eval/{label}/{mode}/{task.id}", task=task, members=members)
-        async with room:
+        async with task_slots:
             if watch is not None:
                 watch.began(lease.group_id)
             outcomes = await run_lease(lease)
-            for attempt in range(1, _ATTEMPTS):
-                failed = [(at, one) for at, one in enumerate(outcomes) if isinstance(one, FailedRollout)]
-                if not (again := [at for at, one in failed if one.reason in _TRY_AGAIN]):
+            for attempt in range(1, _MAX_ATTEMPTS):
+                indices = [index for index, outcome in enumerate(outcomes) if _is_our_failure(outcome)]
+                if not indices:
                     break
-                members = tuple(GroupMember(index=at, attempt=attempt) for at in again)
-                for at, outcome in zip(again, await run_lease(replace(lease, members=members)), strict=True):
-                    outcomes[at] = outcome
+                members = tuple(GroupMember(index=index, attempt=attempt) for index in indices)
+                replacements = await run_lease(replace(lease, members=members))
+                for index, outcome in zip(indices, replacements, strict=True):
+                    outcomes[index] = outcome
             if watch is not None:
                 watch.ended(lease.group_id, outcomes)
         return outcomes
@@ -153,59 +183,82 @@ async def evaluate(
     try:
         async with asyncio.TaskGroup() as group:
             runs = [group.create_task(run_task(task)) for task in tasks]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    ended = [run.result() for run in runs]
-    failures = Counter(o.reason.value for of_task in ended for o in of_task if isinstance(o, FailedRollout))
-    details = [o.detail for of_task in ended for o in of_task if isinstance(o, FailedRollout)]
-    rewards = tuple(tuple(0.0 if isinstance(o, FailedRollout) else o.reward for o in each) for each in ended)
-    ids = tuple(task.id for task in tasks)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    task_ids = tuple(task.id for task in tasks)
+    return _score(set_name, mode, task_ids, [run.result() for run in runs])
+
+
+def _is_our_failure(outcome: Outcome) -> bool:
+    return isinstance(outcome, FailedRollout) and outcome.reason in _OUR_FAILURES
+
+
+def _score(
+    set_name: str, mode: EvalMode, task_ids: tuple[str, ...], outcomes_K: Sequence[Sequence[Outcome]]
+) -> EvalScore:
+    """The score of the outcomes of each task. A failed rollout has a reward of 0."""
+    rewards_K: list[tuple[float, ...]] = []
+    failures: Counter[str] = Counter()
+    failure_detail = ""
+    for outcomes in outcomes_K:
+        task_rewards: list[float] = []
+        for outcome in outcomes:
+            if isinstance(outcome, FailedRollout):
+                task_rewards.append(0.0)
+                failures[outcome.reason.value] += 1
+                failure_detail = outcome.detail
+            else:
+                task_rewards.append(outcome.reward)
+        rewards_K.append(tuple(task_rewards))
     return EvalScore(
         set_name=set_name,
         mode=mode,
-        task_ids=ids,
-        rewards=rewards,
+        task_ids=task_ids,
+        rewards=tuple(rewards_K),
         failures=dict(failures),
-        failure_detail=details[-1] if details else "",
+        failure_detail=failure_detail,
     )
 
 
 def failure_note(score: EvalScore) -> str:
-    """How many rollouts failed, why, and where all of them did, the end of what the last one says."""
+    """Says how many rollouts failed and why. If all of them did, the end of the last failure follows."""
     failed = sum(score.failures.values())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(score.failures.items()))
     text = f"{score.name}: {failed} of {score.samples} rollouts failed and score 0 ({reasons})"
     if failed < score.samples:
         return text
-    end = "\n".join(f"    {line}" for line in score.failure_detail.strip().splitlines()[-6:])
-    return f"{text}; the last one says:\n{end}"
+    last_lines = score.failure_detail.strip().splitlines()[-6:]
+    indented = "\n".join(f"    {line}" for line in last_lines)
+    return f"{text}; the last one says:\n{indented}"
 
 
 def wilson_interval(successes: int, n: int) -> Interval:
-    """A proportion with its 95 % score interval (Wilson 1927, JASA 22:209). n = 0: nothing is known."""
+    """A proportion with its 95 % score interval (Wilson 1927, JASA 22:209). For n = 0 it is 0 to 1."""
     if n == 0:
         return Interval(value=0.0, low=0.0, high=1.0)
-    share, z2 = successes / n, _Z95**2
+    share = successes / n
+    z2 = _Z95**2
     center = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     return Interval(value=share, low=max(0.0, center - half), high=min(1.0, center + half))
 
 
 def pass_at_k(n: int, exact: int, k: int) -> float:
-    """Chance that k of a task's n samples, drawn without replacement, hold one of its `exact` ones: the
-    unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1)."""
+    """Probability that k of a task's n samples, drawn without replacement, include one of its `exact` ones:
+    the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1)."""
     return 1.0 - math.comb(n - exact, k) / math.comb(n, k)
 
 
 def bootstrap_interval(of_tasks_K: np.ndarray, *, seed: int = 0) -> Interval:
     """The mean with its 95 % interval: the percentile bootstrap over tasks (Efron and Tibshirani 1993, An
-    Introduction to the Bootstrap, chapter 13), 10,000 resamples. A resample is drawn as how often each
-    distinct value comes up. Raises ValueError without tasks."""
-    if not len(of_tasks_K):
+    Introduction to the Bootstrap, chapter 13) with 10,000 resamples. Drawn for each resample is how often
+    each distinct value occurs. Raises ValueError without tasks."""
+    if len(of_tasks_K) == 0:
         raise ValueError("no tasks were evaluated")
     values, counts = np.unique(of_tasks_K, return_counts=True)
-    rng, shares = np.random.default_rng(seed), counts / counts.sum()
-    # In parts: as many values as tasks would be gigabytes.
+    shares = counts / counts.sum()
+    rng = np.random.default_rng(seed)
+    # In 100 parts: with as many distinct values as tasks, all resamples at once would take gigabytes.
     sums = [rng.multinomial(len(of_tasks_K), shares, _RESAMPLES // 100) @ values for _ in range(100)]
     low, high = np.quantile(np.concatenate(sums) / len(of_tasks_K), [0.025, 0.975])
     return Interval(value=float(of_tasks_K.mean()), low=float(low), high=float(high))
@@ -213,7 +266,7 @@ def bootstrap_interval(of_tasks_K: np.ndarray, *, seed: int = 0) -> Interval:
 
 def gain_interval(before: EvalScore, after: EvalScore, *, seed: int = 0) -> Interval:
     """Gain in accuracy with its 95 % interval: the paired bootstrap over tasks. Raises ValueError unless
-    both measured the same tasks in the same order."""
+    both scores have the same name and the same tasks in the same order."""
     if before.task_ids != after.task_ids or before.name != after.name:
         raise ValueError("a paired gain needs the same tasks in the same mode, before and after")
     return bootstrap_interval(_task_accuracy(after) - _task_accuracy(before), seed=seed)
@@ -221,4 +274,8 @@ def gain_interval(before: EvalScore, after: EvalScore, *, seed: int = 0) -> Inte
 
 def _task_accuracy(score: EvalScore) -> np.ndarray:
     """Share of exact samples per task: float64 [K]."""
-    return np.array([np.mean([reward >= EXACT_REWARD for reward in of_task]) for of_task in score.rewards])
+    return np.array([np.mean([reward >= EXACT_REWARD for reward in rewards]) for rewards in score.rewards])
+
+
+def _count_exact(rewards: Sequence[float]) -> int:
+    return sum(reward >= EXACT_REWARD for reward in rewards)

@@ -1,11 +1,11 @@
-"""The gateway's session API as any outside environment uses it: open, finish, abort.
+"""The gateway's session API as any external environment uses it: open, finish, abort.
 
-Invariants: every call ends within its deadline and says what it waited for; a gateway that is full (429),
-restarting (503) or unreachable is asked again until then, with its Retry-After honoured (every call may be
-repeated without harm); any other refusal is a SessionError at once. Opening takes the environment key; the
-rest is done with the session's own key, so who runs a rollout needs no more than its session (a session that
-comes from the store has no key: the environment key serves). Used by the
-dispatcher, the evaluation and the rollout workers."""
+Invariants: every call ends within its deadline, and its error says what it waited for. A request to a gateway
+that is full (429), restarting (503) or unreachable is repeated until the deadline, after the gateway's
+Retry-After if it sends one; every call may be repeated without harm. Any other refusal raises SessionError at
+once. Opening sessions takes the environment key. The other calls take the session's own key, so whoever runs
+a rollout needs nothing but its session; a session read from the store has no key, and the environment key is
+used for it."""
 
 import asyncio
 import contextlib
@@ -32,29 +32,34 @@ from invrl.types import (
 
 T = TypeVar("T")
 CONNECTION_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-"""Kept for less than uvicorn's 5 s, so that the server never closes a connection just as we write to it."""
+"""Idle connections are kept for less than uvicorn's 5 s, so that the server never closes one while
+we write to it."""
 DEADLINE_S = 60.0
-"""Of a call, unless it says otherwise."""
+"""Default deadline of a call."""
 _MAX_DETAIL = 4000
-_ASK_AGAIN = frozenset({429, 502, 503, 504})
-_BACKOFF_S = (0.05, 2.0)
+_RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreportedRollout(FailedRollout):
-    """A failed rollout whose session the gateway does not know any more: no outbox row speaks for it, so the
-    buffer must be told."""
+    """A failed rollout whose session the gateway does not know any more. The outbox has no row for it, so it
+    must be recorded in the buffer directly."""
 
 
-class _Opened(msgspec.Struct):
+class _OpenAnswer(msgspec.Struct):
     sessions: list[Session]
 
 
 class SessionClient:
-    """Calls the gateway at `base_url` (no /v1). One per event loop. Opening sessions takes the `env_key`."""
+    """Calls the gateway at `base_url` (without /v1). A client belongs to one event loop. Opening sessions
+    takes the environment key `env_key`."""
 
     def __init__(self, base_url: str, *, env_key: str = "", deadline_s: float = DEADLINE_S) -> None:
-        self._url, self._env_key, self._deadline_s = base_url.rstrip("/"), env_key, deadline_s
+        self._url = base_url.rstrip("/")
+        self._env_key = env_key
+        self._deadline_s = deadline_s
         self._http = httpx.AsyncClient(limits=CONNECTION_LIMITS, trust_env=False)
 
     async def open(
@@ -65,40 +70,51 @@ class SessionClient:
         sampling: Sampling | None = None,
         deadline_s: float | None = None,
     ) -> list[Session]:
-        """One session per member of the lease, in order, once however often an answer is lost. Waits while
-        the gateway admits no more. Raises SessionError, DeadlineError."""
-        body = {"task_id": lease.task.id, "group_id": lease.group_id, "members": lease.members}
-        body |= {"purpose": purpose, "sampling": sampling, "request_id": secrets.token_hex(16)}
+        """Opens one session per member of the lease and returns them in order. They are opened once, however
+        often an answer is lost and the request repeated. Waits while the gateway admits no sessions. Raises
+        SessionError, DeadlineError."""
+        body = {
+            "task_id": lease.task.id,
+            "group_id": lease.group_id,
+            "members": lease.members,
+            "purpose": purpose,
+            "sampling": sampling,
+            "request_id": secrets.token_hex(16),
+        }
         what = f"the gateway to open {len(lease.members)} sessions of group {lease.group_id}"
         answer = await self._post("/sessions", body, self._env_key, what, deadline_s)
-        sessions = _decoded(answer, _Opened, what).sessions
-        if [(s.index, s.attempt) for s in sessions] != [(m.index, m.attempt) for m in lease.members]:
-            raise SessionError(f"{what}: it opened others: {answer.text}", status=502, code="bad_answer")
+        sessions = _decoded(answer, _OpenAnswer, what).sessions
+        opened = [(session.index, session.attempt) for session in sessions]
+        requested = [(member.index, member.attempt) for member in lease.members]
+        if opened != requested:
+            message = f"{what}: it opened others: {answer.text}"
+            raise SessionError(message, status=502, code="bad_answer")
         return sessions
 
     async def finish(
         self, session: Session, reward: float, components: Mapping[str, float] | None = None
     ) -> Outcome:
-        """Ends a session; its rollout is committed when this returns. FailedRollout where the gateway counts
-        it as one (it made no turn, or had been aborted before). Raises SessionError, DeadlineError."""
+        """Ends a session with its reward. When this returns, the rollout is committed. Returns a
+        FailedRollout if the gateway counts it as one (it had no turn, or was aborted before). Raises
+        SessionError, DeadlineError."""
         what = f"the gateway to finish session {session.id}"
         body = {"reward": reward, "components": dict(components or {})}
         answer = await self._post(f"/sessions/{session.id}/finish", body, session.key, what)
         return _outcome(answer, what)
 
     async def abort(self, session: Session, reason: FailureReason, detail: str) -> Outcome:
-        """Ends a session without a reward; what it generates is cancelled. How the session ended: one
-        that had ended before stays as it was; an UnreportedRollout where the gateway refuses (it does not
-        know the session). Raises SessionError for what is no refusal, DeadlineError."""
+        """Ends a session without a reward and cancels its generation. Returns how the session ended: the
+        first outcome if it had ended before, an UnreportedRollout if the gateway refuses because it does not
+        know the session. Raises SessionError for an error that is no refusal, DeadlineError."""
         what = f"the gateway to abort session {session.id}"
-        # User code's text may hold lone surrogates, which no JSON carries.
-        body = {"reason": reason.value, "detail": detail[-_MAX_DETAIL:].encode(errors="replace").decode()}
+        # Text of user code may hold lone surrogates, which JSON cannot carry.
+        sent_detail = detail[-_MAX_DETAIL:].encode(errors="replace").decode()
+        body = {"reason": reason.value, "detail": sent_detail}
+        key = session.key or self._env_key
         try:
-            answer = await self._post(
-                f"/sessions/{session.id}/abort", body, session.key or self._env_key, what
-            )
-        except SessionError as refusal:
-            if not is_refusal(refusal):
+            answer = await self._post(f"/sessions/{session.id}/abort", body, key, what)
+        except SessionError as error:
+            if not is_refusal(error):
                 raise
             return UnreportedRollout(
                 session_id=session.id,
@@ -107,7 +123,7 @@ class SessionClient:
                 index=session.index,
                 attempt=session.attempt,
                 reason=reason,
-                detail=f"{body['detail']}\n{refusal}",
+                detail=f"{sent_detail}\n{error}",
             )
         return _outcome(answer, what)
 
@@ -117,33 +133,40 @@ class SessionClient:
     async def _post(
         self, path: str, body: Mapping[str, object], key: str, what: str, deadline_s: float | None = None
     ) -> httpx.Response:
-        seconds = self._deadline_s if deadline_s is None else deadline_s
-        end = time.monotonic() + seconds
+        """Posts until the gateway answers with success. `what` completes "waited for" in the error messages.
+        Raises SessionError for an answer that is not worth another try, DeadlineError."""
+        if deadline_s is None:
+            deadline_s = self._deadline_s
+        deadline = time.monotonic() + deadline_s
+        url = self._url + path
         content = msgspec.json.encode(body)
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        backoff, most = _BACKOFF_S
-        url, seen = self._url + path, "no answer"
-        while (left := end - time.monotonic()) > 0:
-            pause = backoff
+        backoff_s = _FIRST_BACKOFF_S
+        last_seen = "no answer"
+        while (time_left := deadline - time.monotonic()) > 0:
+            pause_s = backoff_s
             try:
-                answer = await self._http.post(url, content=content, headers=headers, timeout=left)
+                answer = await self._http.post(url, content=content, headers=headers, timeout=time_left)
             except httpx.TransportError as error:
-                seen = repr(error)
+                last_seen = repr(error)
             else:
                 if answer.is_success:
                     return answer
                 refusal = _refusal(answer, what)
-                if answer.status_code not in _ASK_AGAIN:
+                if answer.status_code not in _RETRIED_STATUSES:
                     raise refusal
-                seen = str(refusal)
-                pause = backoff if refusal.retry_after_s is None else refusal.retry_after_s
-            await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
-            backoff = min(2 * backoff, most)
-        raise DeadlineError(f"{what}; last seen: {seen}", seconds)
+                last_seen = str(refusal)
+                if refusal.retry_after_s is not None:
+                    pause_s = refusal.retry_after_s
+            time_left = max(0.0, deadline - time.monotonic())
+            await asyncio.sleep(min(pause_s, time_left))
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        raise DeadlineError(f"{what}; last seen: {last_seen}", deadline_s)
 
 
 def is_refusal(error: SessionError) -> bool:
-    """The gateway works and will not do what this session asks (4xx): the end of a rollout, not of a run."""
+    """Whether the gateway works but refuses a request of this session (4xx). That ends a rollout,
+    not the run."""
     return 400 <= error.status < 500
 
 
@@ -156,14 +179,18 @@ def _decoded(answer: httpx.Response, kind: type[T], what: str) -> T:
 
 
 def _outcome(answer: httpx.Response, what: str) -> Outcome:
-    """A FailedRollout is told by its `reason`."""
-    failed = "reason" in _decoded(answer, dict[str, Any], what)
-    return _decoded(answer, FailedRollout if failed else RolloutSummary, what)
+    """The outcome of a session from the gateway's answer. Only a FailedRollout has a `reason`."""
+    if "reason" in _decoded(answer, dict[str, Any], what):
+        return _decoded(answer, FailedRollout, what)
+    return _decoded(answer, RolloutSummary, what)
 
 
 def _refusal(answer: httpx.Response, what: str) -> SessionError:
-    """The gateway's error body, or whatever answered in its place."""
-    message, code, retry_after_s = answer.text[:300], "refused", None
+    """The error of an answer: from the gateway's error body, or from the text of whatever answered in its
+    place, such as a proxy."""
+    message = answer.text[:300]
+    code = "refused"
+    retry_after_s = None
     with contextlib.suppress(msgspec.DecodeError, KeyError):
         error = msgspec.json.decode(answer.content, type=dict[str, dict[str, Any]])["error"]
         message = str(error.get("message", message))
