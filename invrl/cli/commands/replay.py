@@ -38,7 +38,7 @@ def replay_step_in_folder(arguments: Sequence[str]) -> None:
     folder = read_run_folder(arguments)
     step = int(arguments[1])
     with driver_of(folder) as config:
-        from invrl.run import replay as replaying
+        from invrl.run.replay import replay as replay_step
 
-        summary = interrupts.run(replaying.replay(config, folder, step))
+        summary = interrupts.run(replay_step(config, folder, step))
         print(summary)

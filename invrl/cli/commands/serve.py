@@ -20,6 +20,6 @@ def serve(arguments: Sequence[str]) -> None:
     with hold_run_folder(config, "serve") as folder:
         log_to_folder(folder)
         with failure_reported(folder):
-            from invrl.run import serve as serving
+            from invrl.run.serve import serve as serve_model
 
-            interrupts.run(serving.serve(config, folder))
+            interrupts.run(serve_model(config, folder))
