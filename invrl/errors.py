@@ -11,11 +11,11 @@ InvrlError
 ├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
 ├── UnsendableTask         a task that cannot be written as JSON, for an environment that leases over HTTP
 ├── IdenticalFailuresError rollouts in a row failed in the same way and none finished: continuing is useless
-├── FilteredOutError       the group filter drops every group: the run ends as a finished one does
-├── BufferStateError       a transition that the buffer's state machine does not have: a bug of ours
+├── FilteredOutError       the group filter drops every group: the run ends normally, its model saved
+├── BufferStateError       an impossible transition of the buffer, or a run store that cannot be used
 ├── TrainError             the trainer cannot go on (non-finite loss, weights that do not fit the model, ...)
 └── WeightSyncError        a weight update did not commit: engines hold the old version, or leave the fleet
-    ├── LayoutError        names, shapes or dtypes do not fit the engine: nothing was sent
+    ├── LayoutError        names, shapes or dtypes do not fit: no engine's weights were written
     ├── ChecksumError      the engine does not hold the bytes that the trainer sent
     └── CanaryError        the served model computes other log-probs than the trained one
 """
@@ -48,7 +48,7 @@ class PluginError(ConfigError):
 
 
 class DamagedFileError(InvrlError):
-    """A file of a run folder is missing, or is not what was written. A retry meets the same file."""
+    """A file of a run folder is missing, or is not what was written. Retrying does not help."""
 
     def __init__(self, path: Path, reason: str, fix: str = "") -> None:
         message = f"{path}: {reason}"
@@ -70,8 +70,8 @@ class DeadlineError(InvrlError):
 
 
 class ActorSilentError(DeadlineError):
-    """A Ray actor did not answer a call in time. (A DeadlineError that the actor's own code raised is not an
-    ActorSilentError.)"""
+    """A Ray actor did not answer a call in time. Only for a missing answer: a DeadlineError raised inside the
+    actor stays a DeadlineError."""
 
 
 class ServerError(InvrlError):
@@ -122,7 +122,8 @@ class FilteredOutError(InvrlError):
 
 
 class BufferStateError(InvrlError):
-    """The buffer's state machine has no such transition. This is a bug of ours, never caused by the data."""
+    """An impossible transition of the buffer (a fault in our code), or a run store that cannot be read or
+    written."""
 
 
 class TrainError(InvrlError):
@@ -133,15 +134,15 @@ class WeightSyncError(InvrlError):
     """A weight update did not commit."""
 
     def __init__(self, message: str, *, engine: str = "", unrestored: tuple[str, ...] = ()) -> None:
-        """`engine` failed first. `unrestored` engines may hold mixed or new weights; they are still paused
-        and must leave the fleet."""
+        """`engine`: the one that failed first. `unrestored` engines may hold mixed or new weights; they are
+        still paused and must leave the fleet."""
         super().__init__(message)
         self.engine = engine
         self.unrestored = unrestored
 
 
 class LayoutError(WeightSyncError):
-    """The trainer's tensors do not fit the engine. Found before a byte was sent."""
+    """The trainer's tensors do not fit. Found before any engine's weights were written."""
 
 
 class ChecksumError(WeightSyncError):

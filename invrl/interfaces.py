@@ -81,12 +81,15 @@ class RolloutResult:
 def components_fault(components: Mapping[str, float]) -> str:
     """What is wrong with the number or the names of a reward's components; "" if nothing is."""
     if len(components) > MAX_REWARD_COMPONENTS:
-        return f"RolloutResult.components has {len(components)} entries; at most {MAX_REWARD_COMPONENTS} fit"
+        num_entries = len(components)
+        return (
+            f"RolloutResult.components has {num_entries} entries; at most {MAX_REWARD_COMPONENTS} are allowed"
+        )
     for name in components:
         if isinstance(name, str) and len(name) > MAX_NAME_LENGTH:
             return (
                 f"RolloutResult.components has a name of {len(name)} characters, {name[:40]!r}...; "
-                f"at most {MAX_NAME_LENGTH} fit"
+                f"at most {MAX_NAME_LENGTH} are allowed"
             )
     return ""
 
@@ -109,7 +112,8 @@ class GroupRolloutFn(Protocol):
 
 
 class RewardFn(Protocol):
-    """The reward of a finished rollout, where the rollout function does not return one."""
+    """The reward of a finished rollout. If it is set, it decides, whatever reward the rollout function
+    returned."""
 
     def __call__(self, task: Task, result: RolloutResult) -> float | Awaitable[float]: ...
 
@@ -182,7 +186,8 @@ class Buffer(Protocol):
         stays the same, and the call says that the batch was seen."""
 
     async def metrics(self) -> Mapping[str, Metric]:
-        """Counts since the last call (groups and rollouts by state and drop reason)."""
+        """Events since the last call by drop reason, and how many groups and rollouts are in each state
+        now."""
         ...
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Json = None | bool | int | float | str | list["Json"] | Mapping[str, "Json"]
 
 WeightVersion = NewType("WeightVersion", int)
-"""The number of weight updates that the fleet has committed; 0 is the initial model."""
+"""The number of batches that these weights were trained on, which is the step; 0 is the initial model."""
 
 Purpose = Literal["train", "eval", "serve"]
 """What a session is for."""
@@ -358,7 +358,7 @@ class Group:
 
 
 class DropReason(StrEnum):
-    """Why a finished rollout or group is not trained."""
+    """Why a rollout or a group was dropped instead of trained."""
 
     STALE = "stale"
     ZERO_VARIANCE = "zero_variance"
@@ -383,7 +383,7 @@ class DroppedGroup:
     @property
     def detail(self) -> str:
         """The message with which its rollouts are cancelled."""
-        return f"group {self.group_id} was dropped ({self.reason}): nobody waits for this rollout any more"
+        return f"group {self.group_id} was dropped ({self.reason}): this rollout is no longer needed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -486,7 +486,7 @@ class WeightUpdate:
     version: WeightVersion
     num_bytes: int
     seconds: Mapping[str, float]
-    """Seconds per phase: prepare, stage, pause, load, commit, resume, canary. `paused` is the time during
+    """Seconds per phase: stage, prepare, pause, load, commit, resume, canary. `paused` is the time during
     which no engine generated."""
     canary_max_gap: float
     canary_mean_gap: float

@@ -1,4 +1,4 @@
-"""Reading a command's own arguments: flags that are no settings, and the run folder that comes first."""
+"""Reading a command's own arguments: flags that are not settings, and the run folder that comes first."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +55,7 @@ def unknown_flag(argument: str, known: Sequence[str]) -> ConfigError:
 
 
 def read_run_folder(arguments: Sequence[str]) -> RunFolder:
-    """The run folder that the first argument names. Raises ConfigError if it is none."""
+    """The run folder that the first argument names. Raises ConfigError if it is not one."""
     fix = "give the folder that `invrl train` printed"
     if not arguments:
         raise ConfigError("RUN", "", "it is missing", fix)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class CommandFailed(Exception):
-    """Ends the command with this exit code. The user has been told the reason already."""
+    """Ends the command with this exit code. The user has already been shown the reason."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)

@@ -1,5 +1,5 @@
 """An error as the terminal shows it: what happened in one line, and what to do about it. The log has the
-whole: tracebacks, what other processes raised, the last lines of their logs."""
+details: tracebacks, what other processes raised, the last lines of their logs."""
 
 import re
 import traceback

@@ -1,6 +1,6 @@
 """What a person can do with a run whose command has ended, as commands to copy.
 
-Every path in them is absolute and there. The run's configuration may name tasks and code relative to the
+Every path is absolute and exists. The run's configuration may name tasks and code relative to the
 folder that it was started in, so that folder is named too."""
 
 import shlex

@@ -5,8 +5,8 @@ processes (`gateway/server/heartbeat_page.py`): servers that are not our code ar
 
 Invariant: a process that answers is not dead, however busy it is. It is dead once its process has ended, or
 once it has left `QUESTIONS` questions in a row unanswered, each waited for an equal part of the time that
-the run gives a silent process (`run.heartbeat_timeout_s`). A question also fails while a process of it is
-stopped.
+the run gives a silent process (`run.heartbeat_timeout_s`). A question also fails while one of the
+server's processes is stopped.
 
 An engine's scheduler answers `/server_info` between two steps, also while its generation is paused, so an
 engine is asked during a weight update too. The exception is one call of an update in which the engine
@@ -39,7 +39,7 @@ TOKEN_TIMEOUTS = 3
 _MAX_POLL_INTERVAL_S = 1.0
 
 Ask = Callable[[float], Awaitable[bool]]
-"""Was there an answer within so many seconds?"""
+"""Was there an answer within that many seconds?"""
 
 
 class Answers(Protocol):

@@ -1,8 +1,8 @@
 """One engine's side of a weight update: what the transaction calls, as requests to SGLang.
 
-Invariant: names, shapes and dtypes are checked inside the engine before a byte moves (a wrong shape would
-kill it, and it would silently accept an unknown name). Checksums are read back from the parameters that
-serve. Only `commit` changes the version's name.
+Invariant: names, shapes and dtypes are checked inside the engine before any of its weights is overwritten
+(a wrong shape would kill it, and it would silently accept an unknown name). Checksums are read back from the
+parameters that serve. Only `commit` changes the version's name.
 
 With `ArenaReceiver` the engine copies from the trainer's shared memory; `BucketReceiver` uses SGLang's own
 flattened buckets. What runs inside the engine is `weights/in_engine.py`.

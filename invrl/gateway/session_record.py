@@ -65,7 +65,7 @@ class SessionRecord(StoredSession):
                 yield from child.family(finished=finished)
 
     def group_dropped(self) -> str:
-        """What was told to a session that was cancelled because its group was dropped; "" for any other."""
+        """The message for a session that was cancelled because its group was dropped; "" for any other."""
         if isinstance(self.outcome, FailedRollout) and self.outcome.reason is FailureReason.GROUP_DROPPED:
             return self.outcome.detail
         return ""

@@ -1,4 +1,4 @@
-"""Keys that processes get from their environment, and how they leave it again before user code runs.
+"""Keys that processes get from their environment, and how they are removed from it before user code runs.
 
 Every process that is started inherits the environment: a key that stays there is in every tool that user
 code runs. So a command takes the keys into its memory before anything else (`hold_keys`), because its

@@ -22,7 +22,7 @@ class NoteKind(StrEnum):
     CAUSE = "cause"
     """Why the driver is about to end."""
     REPORTED = "reported"
-    """The driver has told the user why it ends."""
+    """The driver has shown the user why it ends."""
     FINAL = "final"
     """Another incarnation would fail in the same way."""
     FOLDER = "folder"
@@ -67,7 +67,7 @@ def hold() -> None:
 
 
 def is_held() -> bool:
-    """Whether this process has a supervisor, which prints what it is told."""
+    """Whether this process has a supervisor, which prints what the driver reports to it."""
     return _Pipe.descriptor is not None
 
 

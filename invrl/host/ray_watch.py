@@ -6,7 +6,7 @@ second, a lost GCS aborts it from C++ after a minute, and `ray.shutdown` beside 
 minutes. So when one is gone or does not answer, the cause is reported and this process ends at once; the
 supervisor (or the guardian) ends what is left below it.
 
-Only for a Ray of our own: that of RAY_ADDRESS belongs to somebody else.
+Only for a Ray of our own: that of RAY_ADDRESS is not ours to end.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ class RayWatch:
 
 
 def _answer(ask: Callable[[], object], answered: threading.Event) -> None:
-    """Ask until there is an answer; a refused call is none."""
+    """Ask until there is an answer; a refused call does not count as an answer."""
     while True:
         try:
             ask()

@@ -1,4 +1,4 @@
-"""Lets SGLang run in a process without CUDA: replaces what it imports or calls there and cannot have.
+"""Lets SGLang run in a process without CUDA: replaces imports and calls that do not exist there.
 
 `sgl_kernel` has no CPU wheel, and torchvision's wheels are CUDA builds that break transformers' imports.
 Placeholder modules make these names importable; calling one raises NotImplementedError. Invariant: nothing

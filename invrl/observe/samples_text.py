@@ -179,7 +179,7 @@ def _describe_conversation(
     lines: list[str] = []
     for number, turn in enumerate(transcript.turns):
         if turn.fork_reason:
-            lines.append(f"-- a branch of its own ({turn.fork_reason}):")
+            lines.append(f"-- new branch ({turn.fork_reason}):")
         if number == 0 and turn.prompt and turn.prompt == previous_opening:
             lines.append("(the prompt above)")
         else:

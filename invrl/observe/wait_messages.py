@@ -1,6 +1,6 @@
 """What a run says while no step ends: every 30 s what it waits for, why, and which setting changes that.
 
-Pure but for `report_waits`, which asks the buffer. A message is for a person: what happened, then what to do.
+Pure, except `report_waits`, which asks the buffer. A message is for a person: what happened, then what to do.
 """
 
 import asyncio

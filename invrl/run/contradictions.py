@@ -43,7 +43,7 @@ def check(config: Config) -> None:
 def _modes(config: Config) -> Contradictions:
     run = config.run
     if run.debug_rollout_only and run.debug_train_only:
-        reason = "a run cannot be without the trainer and without the rollout half"
+        reason = "the two exclude each other: one turns the trainer off, the other the rollouts"
         yield "run.debug_train_only", reason, "give one of --debug-rollout-only and --debug-train-only"
     if run.debug_train_only and not run.load_rollout_data:
         reason = "--debug-train-only trains on saved batches"
@@ -70,10 +70,11 @@ def _batch(config: Config) -> Contradictions:
     ranks = config.train.data_parallel_size
     algorithm = config.algorithm
     if groups * samples < ranks:
-        reason = f"a batch has {groups} x {samples} = {groups * samples} rollouts, fewer than ranks"
+        total = groups * samples
+        reason = f"a batch has {groups} x {samples} = {total} rollouts, fewer than the {ranks} trainer ranks"
         yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --rollout-batch-size"
     if 0 < algorithm.dual_clip <= 1:
-        reason = "it bounds ratios above 1; at 1 or below no negative advantage would have a gradient"
+        reason = "it must be above 1: at 1 or below, tokens with a negative advantage would have no gradient"
         yield "algorithm.dual_clip", reason, "set --dual-clip above 1 (3 is usual), or 0 for none"
     if algorithm.num_minibatches > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
@@ -89,10 +90,11 @@ def _evaluation(config: Config) -> Contradictions:
         reason = "there are no held-out tasks to evaluate on (eval_tasks is 0)"
         yield "rollout.eval_interval", reason, "set --eval-tasks, or --eval-interval 0"
     if rollout.eval_sets and rollout.eval_task_file:
-        reason = "held-out sets are named in eval_sets, which leaves this one out"
+        reason = "eval_sets is given, so eval_task_file would be ignored"
         yield "rollout.eval_task_file", reason, f"add it to --eval-sets as NAME={rollout.eval_task_file}"
     if rollout.eval_samples_per_task > rollout.rollout_concurrency:
-        reason = f"a task's samples run together, and {rollout.rollout_concurrency} rollouts may"
+        limit = rollout.rollout_concurrency
+        reason = f"all samples of a task run at the same time, but only {limit} rollouts may"
         fix = "lower --eval-samples-per-task or raise --rollout-concurrency"
         yield "rollout.eval_samples_per_task", reason, fix
 
@@ -132,7 +134,10 @@ def _grammar_masks(config: Config) -> Contradictions:
     for name, value in config.sglang.items():
         option = name.replace("-", "_")
         if option.startswith("constrained_json") or (option == "grammar_backend" and value != "xgrammar"):
-            reason = "with it engines allow other tokens than the trainer computes, and constrained is masked"
+            reason = (
+                "--constrained masked needs the default grammar options: with this one the engines allow "
+                "other tokens than the trainer assumes"
+            )
             yield f"sglang.{name}", reason, "leave it out, or use --constrained free"
 
 
@@ -145,10 +150,10 @@ def _deadlines(config: Config) -> Contradictions:
     if gateway.session_ttl_s < limit:
         yield "gateway.session_ttl_s", reason, "raise --session-ttl-s or lower --rollout-timeout-s"
     if gateway.late_reward == "accept" and not gateway.reward_deadline_s:
-        why = "a session past its time would have to wait for its reward, and reward_deadline_s is 0"
+        why = "--late-reward accept lets a session wait for its reward, but reward_deadline_s is 0"
         yield "gateway.late_reward", why, "set --reward-deadline-s, or --late-reward drop"
     if buffer.batch_timeout_s < gateway.reward_deadline_s:
-        why = f"a batch is waited for batch_timeout_s = {buffer.batch_timeout_s:g} s"
+        why = f"the run waits at most batch_timeout_s = {buffer.batch_timeout_s:g} s for a batch"
         yield "gateway.reward_deadline_s", why, "lower --reward-deadline-s or raise --batch-timeout-s"
     if config.rollout.external_environments:
         yield from _external_deadlines(config)
@@ -168,8 +173,8 @@ def _external_deadlines(config: Config) -> Contradictions:
         parts += " + reward_deadline_s"
     if held_s >= batch_timeout_s:
         reason = (
-            f"an environment that hangs may hold a task for {parts} = {held_s:g} s, and a batch is waited "
-            f"for batch_timeout_s = {batch_timeout_s:g} s"
+            f"an environment that hangs may hold a task for {parts} = {held_s:g} s, but the run waits at "
+            f"most batch_timeout_s = {batch_timeout_s:g} s for a batch"
         )
         yield "gateway.session_ttl_s", reason, "lower --session-ttl-s or raise --batch-timeout-s"
 

@@ -1,5 +1,6 @@
 """Failed rollouts on the console: counts by reason, and warnings. In training the buffer counts them; in an
-evaluation nobody else does, so `EvaluationFailures` counts them and ends it when everything fails."""
+evaluation nobody else does, so `EvaluationFailures` counts them and ends the evaluation when everything
+fails."""
 
 import asyncio
 import logging

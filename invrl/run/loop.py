@@ -1,9 +1,9 @@
 """The loop, over interfaces only: take a batch -> train -> send weights -> next.
 
 Rollouts go on meanwhile, as far as the buffer's staleness bound allows: bound 0 makes this the synchronous
-loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which. Invariant: the buffer admits work
-for a version only after every engine has committed it, and counts its tokens only after its canary has
-passed.
+loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which. Invariant: the buffer learns of a
+version only after every engine has committed it and its canary has passed; from then on it admits work for
+it and counts its tokens.
 
 Step n makes version n, also if the batch had no signal and no weight changed (`StepResult.optimizer_steps` is
 0): versions count batches, so staleness and the ledger need no second clock. The engines are then sent the
@@ -110,7 +110,7 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
         values |= resolve(await parts.buffer.metrics(), "buffer/")
         values |= resolve(time_metrics(phases.seconds, taken, batch.total_tokens), "time/")
         if parts.evaluate is not None and _is_evaluated(step, num_steps, eval_interval):
-            parts.observer.phase("evaluate", step)
+            parts.observer.phase("evaluating", step)
             values |= await parts.evaluate(WeightVersion(step))
         parts.observer.step(step, values)
         if parts.show_samples is not None:
@@ -174,8 +174,8 @@ def no_step_note(step: int, result: StepResult) -> str:
     if result.optimizer_steps:
         return ""
     return (
-        f"step {step}: no weight was changed. The gradient was 0: no reward differed from those that it is "
-        "compared with (counted in train/skipped_steps; --group-filter nonzero_variance replaces such groups)"
+        f"step {step}: no weight was changed. The gradient was 0: in every comparison all rewards "
+        "were equal (counted in train/skipped_steps; --group-filter nonzero_variance replaces such groups)"
     )
 
 

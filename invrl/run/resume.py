@@ -19,7 +19,7 @@ class Start:
 
     checkpoint: Checkpoint | None
     findings: tuple[str, ...] = ()
-    """What a person is told of damaged files and of files of lost steps."""
+    """Messages for the console about damaged files and files of lost steps."""
 
     @property
     def step(self) -> int:

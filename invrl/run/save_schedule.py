@@ -1,8 +1,8 @@
 """After which steps a checkpoint is saved: every n steps, or every n seconds.
 
-By seconds, because one setting then suits steps of five seconds and of ten minutes. What a save costs depends
-on the model and the disk. If saves take long, the interval grows, so that they take at most a twentieth of
-the time. Which steps are saved changes nothing that a step computes."""
+The default is by seconds, because one setting then suits steps of five seconds and of ten minutes. What a
+save costs depends on the model and the disk. If saves take long, the interval grows, so that they take at
+most a twentieth of the time. Which steps are saved changes nothing that a step computes."""
 
 import time
 from collections.abc import Callable

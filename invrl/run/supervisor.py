@@ -58,7 +58,7 @@ class IncarnationEnd:
         return any(note.kind is kind for note in self.notes)
 
     def cause(self) -> str:
-        """One sentence; empty if the driver has told the user itself."""
+        """One sentence; empty if the driver has informed the user itself."""
         if self.silent_s:
             return (
                 f"the driver has not answered for {self.silent_s:.0f} s (run.heartbeat_timeout_s), "

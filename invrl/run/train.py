@@ -80,7 +80,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
 
 
 def _note_settings(config: Config, folder: RunFolder, start: Start, observer: RunObserver) -> None:
-    """What a person is told before anything starts."""
+    """Messages for the console, shown before anything starts."""
     observer.note(f"run folder {folder.path}")
     if not config.run.debug_rollout_only:
         for sentence in config.algorithm.without_effect():

@@ -69,7 +69,7 @@ class MegatronOptions:
 
 def check_megatron_options(options: Mapping[str, Scalar], *, num_layers: int = 1024) -> None:
     """Raises ConfigError for the first option that is unknown, owned by invrl, or of the wrong type, and
-    where Megatron's classes refuse the combination of options for a model of so many layers."""
+    where Megatron's classes refuse the combination of options for a model with that many layers."""
     if not options:
         return
     with warnings.catch_warnings():

@@ -384,7 +384,7 @@ async def test_rollouts_of_a_dropped_group_are_cancelled_and_their_slots_are_fre
         assert sorted(reasons) == [FailureReason.EXCEPTION, FailureReason.GROUP_DROPPED]
     dropped = {one.detail for outcomes in ended.values() for one in outcomes if one not in own_ends([one])}
     assert {detail.partition("was dropped")[2] for detail in dropped} == {
-        " (incomplete): nobody waits for this rollout any more"
+        " (incomplete): this rollout is no longer needed"
     }
 
 

@@ -186,13 +186,13 @@ def test_the_tree_is_frozen() -> None:
         (["--num-steps", "2147483648"], "run.num_steps", "2^31", "smaller"),
         (["--algorithm-preset", "grop"], "algorithm.algorithm_preset", "'grpo'", "by name"),
         (["--config", "/no/such.toml"], "--config", "No such file", "readable"),
-        (["--data-parallel-size", "33"], "train.data_parallel_size", "fewer than ranks", "--data-parallel"),
+        (["--data-parallel-size", "33"], "train.data_parallel_size", "33 trainer ranks", "--data-parallel"),
         (["--num-minibatches", "5"], "algorithm.num_minibatches", "whole groups", "--num-minibatches"),
         (["--n-samples-per-prompt", "1"], "rollout.n_samples_per_prompt", "compares", "2 or more"),
         (["--eval-interval", "5"], "rollout.eval_interval", "no held-out", "--eval-tasks"),
         (
             ["--eval-sets", "a=m:f", "--eval-task-file", "x.jsonl"],
-            "rollout.eval_task_file", "leaves this one out", "NAME=x.jsonl",
+            "rollout.eval_task_file", "would be ignored", "NAME=x.jsonl",
         ),
         (
             ["--eval-samples-per-task", "64"],
@@ -274,7 +274,7 @@ def test_a_run_without_a_rollout_function_is_refused_where_rollouts_are_run_here
 
     outside = from_flags("--external-environments")
     assert "your environments" in str(run_check("rollout function", outside))
-    with pytest.raises(ConfigError, match="held-out tasks are run here") as caught:
+    with pytest.raises(ConfigError, match="are always run by our own workers") as caught:
         make_checks(from_flags("--external-environments", "--eval-tasks", "4"), ("rollout function",))
     assert "--eval-tasks 0" in caught.value.fix
     assert held_out_only(from_flags("--external-environments", "--task-file", "t").rollout).runs_rollouts

@@ -190,9 +190,9 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "ray is 9.9.9",
         "install.sh",
     ),
-    ("idle GPU", fact(nvidia=True), "gpu", WARNING, "uses no GPU", "INVRL_DEVICE=gpu"),
+    ("idle GPU", fact(nvidia=True), "gpu", WARNING, "cannot use a GPU", "INVRL_DEVICE=gpu"),
     ("ranks", flag(data_parallel_size="9"), "cpus", FAILED, "8 CPUs", "lower --data-parallel-size to 8"),
-    ("one CPU", fact(cpus=1), "cpus", WARNING, "share it", "2 or more"),
+    ("one CPU", fact(cpus=1), "cpus", WARNING, "share one CPU", "2 or more"),
     (
         "no memory",
         fact(memory_bytes=10**9),
@@ -203,10 +203,17 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ),
     ("far too little", fact(memory_bytes=5 * 10**9), "memory", FAILED, "would be killed", "smaller model"),
     ("little memory", fact(memory_bytes=7 * 10**9), "memory", WARNING, "may not be enough", "end other"),
-    ("full disk", endless_weights, "disk", FAILED, "would fill", "--run-root"),
+    ("full disk", endless_weights, "disk", FAILED, "too small for one checkpoint", "--run-root"),
     ("crowded disk", flag(keep_checkpoints="2000000000"), "disk", WARNING, "may fill", "--keep-checkpoints"),
     ("no /dev/shm", fact(shared_memory_bytes=10**6), "shared memory", FAILED, "64 MB", "--shm-size"),
-    ("small /dev/shm", fact(shared_memory_bytes=10**8), "shared memory", WARNING, "Ray's", "--shm-size"),
+    (
+        "small /dev/shm",
+        fact(shared_memory_bytes=10**8),
+        "shared memory",
+        WARNING,
+        "Ray writes its objects to disk",
+        "--shm-size",
+    ),
     ("Ray is down", closed_ray, "ray", FAILED, "no Ray can be reached", "ray start --head"),
     ("Ray nowhere", lambda p: p.patch.setenv("RAY_ADDRESS", "here"), "ray", FAILED, "host:port", "unset it"),
     ("taken port", bound_port, "gateway port", FAILED, "in use", "0 for a free one"),
@@ -394,7 +401,7 @@ def test_train_itself_looks_at_the_memory_and_refuses_what_is_certain_to_die(
     assert len(began) == (code == 0)
     err = capsys.readouterr().err
     assert said in err
-    assert ("Ray begins to kill" in err) == bool(said)
+    assert ("below it Ray kills processes" in err) == bool(said)
     assert ("invrl: warning: memory: " in err) == (bool(said) and code == 0)
 
 

@@ -166,7 +166,7 @@ async def test_sessions_are_aborted_first_then_rollouts_cancelled_and_their_slot
     assert sorted(pool.dropped) == ["g0/0", "g0/1"]
     assert opener.aborted == dict.fromkeys(["g0/0", "g0/1"], FailureReason.GROUP_DROPPED)
     assert set(opener.details.values()) == {
-        "group g0 was dropped (incomplete): nobody waits for this rollout any more"
+        "group g0 was dropped (incomplete): this rollout is no longer needed"
     }
     await it.stop()
 
@@ -482,7 +482,7 @@ async def test_an_outside_environment_is_told_that_its_group_was_dropped(
             await asyncio.wait_for(call, 300)
         await eventually(lambda: not gateway.engine.running)
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
-        why = "group g0 was dropped (incomplete): nobody waits for this rollout any more"
+        why = "group g0 was dropped (incomplete): this rollout is no longer needed"
         for session_key in (mine.key, failing.key, child["key"]):
             body = {"model": "tiny", "messages": [ASK]}
             late = await gateway.env("/v1/chat/completions", body, key=session_key)

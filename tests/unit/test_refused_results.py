@@ -91,9 +91,9 @@ TOO_LONG = as_made(components(1, MAX_NAME_LENGTH + 1))
     [
         (FITS, None, ""),
         (as_made({"\ud800": 1.0, 3: 2.0, "a\x00b": 3}), None, ""),
-        (TOO_MANY, FailureReason.EXCEPTION, "has 257 entries; at most 256 fit"),
+        (TOO_MANY, FailureReason.EXCEPTION, "has 257 entries; at most 256 are allowed"),
         (TOO_LONG, FailureReason.EXCEPTION, "a name of 513 characters, '000"),
-        (grown_later, FailureReason.BAD_REWARD, "has 257 entries; at most 256 fit"),
+        (grown_later, FailureReason.BAD_REWARD, "has 257 entries; at most 256 are allowed"),
         (as_made({LongText(): 1.0}), FailureReason.BAD_REWARD, "a component's name has 513 characters"),
         (as_made({"a": 10**400}), FailureReason.BAD_REWARD, "component 'a' is inf"),
         (as_made({"a": 2e9}), FailureReason.BAD_REWARD, "component 'a' is 2e+09, beyond"),
@@ -123,7 +123,9 @@ async def test_components_end_as_data_and_the_gateway_takes_what_passes(
 
 
 def test_the_error_stands_where_the_result_is_made() -> None:
-    with pytest.raises(ValueError, match=r"RolloutResult\.components has 257 entries; at most 256 fit"):
+    with pytest.raises(
+        ValueError, match=r"RolloutResult\.components has 257 entries; at most 256 are allowed"
+    ):
         TOO_MANY()
     with pytest.raises(Rejected, match="a name of 513 characters"):
         valid_components(components(1, MAX_NAME_LENGTH + 1))

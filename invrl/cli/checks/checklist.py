@@ -28,7 +28,7 @@ class Check:
     look: Callable[[Config, Machine], object]
     commands: frozenset[str]
     trainer_alone: bool = False
-    """Whether `--debug-train-only` needs it: that starts no engine, no gateway and no rollouts."""
+    """Whether `--debug-train-only` needs it (that mode starts no engine, no gateway and no rollouts)."""
 
 
 def _of_machine(

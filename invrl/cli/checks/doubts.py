@@ -1,4 +1,4 @@
-"""What a check raises that does not forbid a run. For what does, it raises ConfigError itself."""
+"""Findings of a check that do not stop a run. What stops it is a ConfigError."""
 
 from invrl.errors import ConfigError
 
@@ -8,5 +8,5 @@ class Doubt(ConfigError):
 
 
 class LikelyFailure(Doubt):
-    """An estimate says that the run will fail. `train` warns, as an estimate forbids nothing; `doctor`
-    reports a failure."""
+    """An estimate says that the run will fail. `train` only warns, because it is only an estimate;
+    `doctor` reports a failure."""

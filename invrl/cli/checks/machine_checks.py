@@ -61,7 +61,7 @@ def check_packages(config: Config, machine: Machine) -> str:
             problems.append(f"{requirement.name} is {version}, not {requirement.specifier}")
     if problems:
         fix = f"run: {install_command(gpu=machine.gpus > 0)}"
-        raise ConfigError("packages", "; ".join(problems), "not what invrl was made for", fix)
+        raise ConfigError("packages", "; ".join(problems), "not the versions that invrl needs", fix)
     return f"{needed} as required"
 
 
@@ -77,7 +77,7 @@ def check_gpu(config: Config, machine: Machine) -> str:
     if machine.gpus:
         return f"{machine.gpus} GPUs"
     if machine.nvidia:
-        reason = f"there is an NVIDIA driver, and torch {machine.torch} uses no GPU"
+        reason = f"an NVIDIA driver is loaded, but torch {machine.torch} cannot use a GPU"
         fix = f"run: {install_command(gpu=True)}; or look at CUDA_VISIBLE_DEVICES"
         raise Doubt("gpu", "CPU", reason, fix)
     return f"none: CPU, torch {machine.torch}"
@@ -94,28 +94,29 @@ def check_processors(config: Config, machine: Machine) -> str:
         fix = f"lower --data-parallel-size to {available} or less"
         raise ConfigError("train.data_parallel_size", ranks, reason, fix)
     if machine.cpus < 2:
-        raise Doubt("cpus", 1, "engine and trainer share it, deadlines may be missed", "use 2 or more")
+        reason = "engine and trainer share one CPU, so deadlines may be missed"
+        raise Doubt("cpus", 1, reason, "use 2 or more")
     return f"{machine.cpus} CPUs"
 
 
 def check_memory(config: Config, machine: Machine) -> str:
-    """Compares the free memory with an estimate (`_needed_memory`) and with what Ray keeps free: below that,
-    whoever uses the rest, Ray kills ranks and workers.
+    """Compares the free memory with an estimate (`_needed_memory`) and with what Ray keeps free: below that
+    Ray kills ranks and workers, no matter which program uses the memory.
 
     Raises ConfigError where Ray would kill the run's processes whatever they need, LikelyFailure where much
     is missing and Doubt where little is: the need is an estimate."""
     if os.environ.get("RAY_ADDRESS"):
-        return "not looked at: RAY_ADDRESS names a Ray that watches other machines"
+        return "not checked: RAY_ADDRESS names a cluster that may run on other machines"
     needed = _needed_memory(config, machine)
     margin = (1 - ray_memory.threshold()) * machine.memory_total_bytes
     value = (
-        f"{machine.memory_bytes / _GB:.1f} GB free, about {needed / _GB:.1f} GB needed beside the "
-        f"{margin / _GB:.1f} GB at which Ray begins to kill"
+        f"{machine.memory_bytes / _GB:.1f} GB free, about {needed / _GB:.1f} GB needed, besides "
+        f"{margin / _GB:.1f} GB that must stay free (below it Ray kills processes)"
     )
     usable = machine.memory_bytes - margin
     if usable <= 0:
         reason = "Ray would kill the run's first processes"
-        fix = "end other programs, or raise RAY_memory_usage_threshold in the environment (0.98, say)"
+        fix = "end other programs, or raise RAY_memory_usage_threshold in the environment (for example 0.98)"
         raise ConfigError("memory", value, reason, fix)
     fix = "end other programs, or use a smaller model or fewer --num-engines and --data-parallel-size"
     if usable < 0.6 * needed:
@@ -174,7 +175,7 @@ def check_disk(config: Config, machine: Machine) -> str:
     )
     if free < checkpoint + _GB:
         fix = "free some, or give another --run-root"
-        raise ConfigError("run.run_root", value, "the disk would fill", fix)
+        raise ConfigError("run.run_root", value, "the disk is too small for one checkpoint", fix)
     if free < needed:
         reason = "the disk may fill: a checkpoint is written beside those kept"
         fix = "free some, give another --run-root, or lower --keep-checkpoints"
@@ -189,7 +190,7 @@ def check_shared_memory(config: Config, machine: Machine) -> str:
     if machine.shared_memory_bytes < _MIN_SHARED_MEMORY:
         raise ConfigError("/dev/shm", value, "SGLang's processes need 64 MB", fix)
     if machine.shared_memory_bytes < _GB:
-        raise Doubt("/dev/shm", value, "Ray's objects go to disk then", fix)
+        raise Doubt("/dev/shm", value, "with less than 1 GB Ray writes its objects to disk", fix)
     return value
 
 
@@ -197,9 +198,9 @@ def check_ray(config: Config, machine: Machine) -> str:
     """Whether something listens at RAY_ADDRESS (host:port, or ray://host:port)."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address == "auto":
-        return "auto: one that runs on this machine"
+        return "auto: the Ray that runs on this machine"
     if address in ("", "local"):
-        return "a run starts one of its own"
+        return "none: the run starts its own Ray"
     url = address if "://" in address else f"ray://{address}"
     try:
         parts = urlsplit(url)

@@ -26,7 +26,10 @@ def check_rollout_function(config: Config) -> object:
     if not rollout.runs_rollouts:
         return "none: your environments lease the tasks"
     if rollout.external_environments:
-        reason = f"held-out tasks are run here, by a rollout function (eval_tasks is {rollout.eval_tasks})"
+        reason = (
+            f"held-out tasks (eval_tasks is {rollout.eval_tasks}) are always run by our own workers, which "
+            "need a rollout function"
+        )
         fix = "give --rollout-function-path my_agent:rollout, or --eval-tasks 0"
     else:
         reason = "no rollout function was given, so nothing would be trained"
@@ -125,7 +128,7 @@ def check_megatron_options(config: Config) -> None:
 
 
 def check_gateway_port(config: Config) -> None:
-    """The gateway can listen on its address, and nobody else does."""
+    """The gateway can listen on its address, and no other program uses it."""
     host = config.gateway.gateway_host
     port = config.gateway.gateway_port
     try:
@@ -146,6 +149,6 @@ def check_environment_key(config: Config) -> None:
     """The environment key that the user brings, if any, cannot be guessed."""
     key = held_key(ENVIRONMENT_KEY)
     if key is not None and len(key) < _SHORTEST_KEY:
-        reason = "whoever has it opens sessions: it is too short"
-        fix = f"make it of {_SHORTEST_KEY} random characters or more, or unset it"
+        reason = "too short: anyone who guesses it can open sessions"
+        fix = f"use {_SHORTEST_KEY} or more random characters, or unset it"
         raise ConfigError(ENVIRONMENT_KEY, "(not shown)", reason, fix)

@@ -1,6 +1,6 @@
 """The model classes that SGLang looks for, under the name that it expects.
 
-It finds other models by itself, later.
+SGLang finds other models without this file, but more slowly.
 """
 
 from sglang.srt.models.llama import LlamaForCausalLM

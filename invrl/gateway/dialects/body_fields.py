@@ -108,7 +108,7 @@ the event loop: a body that consists of names would stop every session for a min
 _MAX_IGNORED = 32
 """Names of ignored fields that are reported per request."""
 _MAX_NAME_LENGTH = 64
-"""Reported names are cut to so many characters. A longer name is not compared with `_SAMPLING_NAMES`."""
+"""Reported names are cut to this many characters. A longer name is not compared with `_SAMPLING_NAMES`."""
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRIES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 

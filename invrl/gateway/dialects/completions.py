@@ -4,7 +4,7 @@ The prompt is exactly what the model reads: no template wraps it. A prompt that 
 of an earlier prompt and its reply (special tokens and stop string included) continues that turn's exact ids.
 - honoured: `prompt` (one prompt: text, or token ids), `model` (must be the served one), `max_tokens` (16 by
   default; bounded by the session's max_new_tokens), `n` (to 16), `stop`, `stream`,
-  `stream_options.include_usage`, `logprobs` (to 20: those of the sampled tokens and of so many of the
+  `stream_options.include_usage`, `logprobs` (to 20: those of the sampled tokens and of that many of the
   likeliest ones; of two tokens with the same text, the likelier one is shown; offsets count from the reply's
   beginning).
 - set by the run: the sampling parameters of `chat.py`, under the same names and rules.

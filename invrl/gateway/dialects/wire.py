@@ -28,7 +28,7 @@ _MAX_TOOLS = 128
 _MAX_TOOL_NAME = 128
 _MAX_VALUES = 2**20
 """Objects, lists and their items, of a body or of a call's arguments. Parsing is one step in which no other
-thread runs; for so many values it takes about 0.3 s."""
+thread runs; for that many values it takes about 0.3 s."""
 _MAX_SCHEMA_BYTES = 2**18
 _ANY_OBJECT = '{"type": "object"}'
 _MIN_LOGPROB = -9999.0

@@ -1,4 +1,5 @@
-"""SGLang's parser of tool calls, for tools of ours. SGLang is imported when the first one is made."""
+"""SGLang's parser of tool calls, built from our `Tool` type. SGLang is imported when the first one is
+made."""
 
 from __future__ import annotations
 

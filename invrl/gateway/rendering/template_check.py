@@ -19,7 +19,7 @@ _WORST_FIRST: tuple[Verdict, ...] = ("wrong", "forks", "kept", "exact")
 MEANING = {
     "exact": "the ids are those of the template's own rendering",
     "kept": "goes on from what was sampled, where the template would now show other thinking or whitespace",
-    "forks": "a turn begins a branch of its own, rendered anew",
+    "forks": "a turn starts a new branch, rendered from the beginning",
     "refused": "the template does not take such conversations: the agent gets a 400",
     "wrong": "neither exact nor a recorded fork: report it, and do not train on such conversations",
 }

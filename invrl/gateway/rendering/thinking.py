@@ -12,8 +12,8 @@ _WHITESPACE = re.compile(r"\s*")
 
 def find_thoughts(text: str, end_of_turn: str) -> dict[int, int]:
     """The beginning and the end of each thought in the text, marks included. A thought that does not end
-    within its turn is none. `end_of_turn` is the token that ends a turn, "" if the template has none. The
-    time is proportional to the text, whatever an agent sends."""
+    within its turn does not count. `end_of_turn` is the token that ends a turn, "" if the template has none.
+    The time is proportional to the text, whatever an agent sends."""
     thoughts: dict[int, int] = {}
     turn_mark = end_of_turn or THINK
     position = 0

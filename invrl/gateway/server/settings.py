@@ -39,7 +39,9 @@ class GatewaySettings(GatewayConfig):
     heartbeat_timeout_s: PositiveFloat = Field(
         30.0, description="seconds without a heartbeat until a process of the gateway is replaced"
     )
-    keep_alive_s: PositiveFloat = Field(10.0, description="silent seconds before a stream's comment")
+    keep_alive_s: PositiveFloat = Field(
+        10.0, description="seconds without a token after which a stream sends a keep-alive"
+    )
 
     @property
     def url(self) -> str:

@@ -1,4 +1,4 @@
-"""Mistral: Llama's names, and attention over a window unless config.json says that there is none."""
+"""Mistral: Llama's names, and attention over a window unless config.json turns it off."""
 
 from dataclasses import replace
 

@@ -61,7 +61,7 @@ class Family:
     None: the family has no such window."""
 
     def parameters(self, *, layers: int, tied: bool) -> list[Parameter]:
-        """All parameters of a model with so many layers, in sending order."""
+        """All parameters of a model with that many layers, in sending order."""
         table = list(self.before)
         for layer in range(layers):
             table += [parameter.at(layer) for parameter in self.layer]
