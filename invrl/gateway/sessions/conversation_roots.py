@@ -1,4 +1,4 @@
-"""The conversations of a session, told apart by their root turns: the main one and the auxiliary ones. Pure.
+"""Distinguishes the main conversation of a session from auxiliary ones, by their root turns. Pure.
 
 A root turn begins a conversation. The conversation with the most tokens delivered to the client is the main
 one of its session; the others (titles, summaries, parallel conversations) are auxiliary."""
@@ -16,18 +16,23 @@ def roots(turns: Sequence[Turn]) -> Mapping[str, str]:
     """The root of each turn, by turn id. Parents come before their children in `turns`."""
     root_of: dict[str, str] = {}
     for turn in turns:
-        root_of[turn.id] = turn.id if turn.parent_id is None else root_of[turn.parent_id]
+        if turn.parent_id is None:
+            root_of[turn.id] = turn.id
+        else:
+            root_of[turn.id] = root_of[turn.parent_id]
     return root_of
 
 
 def auxiliary_roots(turns: Sequence[Turn], delivered: Collection[str]) -> tuple[str, ...]:
-    """The roots of every conversation but its session's main one. Only tokens that were delivered whole
-    decide which one is the main one: aborted or abandoned turns say nothing about the agent's purpose. Roots
-    with equal prompts are samples of one conversation. A root that departed from what was recorded (edited
-    history, stripped thinking) belongs to the conversation with which it shares the longest beginning."""
+    """The roots of all conversations except the main one of each session.
+
+    Only the tokens of turns that were delivered whole count towards a conversation's size: aborted or
+    abandoned turns say nothing about the agent's purpose. Roots with equal prompts are samples of one
+    conversation. A root that departed from what was recorded (edited history, stripped thinking) belongs to
+    the conversation with which it shares the longest beginning."""
     root_of = roots(turns)
     delivered_tokens = Counter[str]()
-    """By root."""
+    """The number of delivered tokens, by root."""
     for turn in turns:
         if turn.id in delivered and turn.finish_reason != "abort":
             delivered_tokens[root_of[turn.id]] += len(turn.sampled_ids_T)

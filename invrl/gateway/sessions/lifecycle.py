@@ -1,9 +1,9 @@
-"""Opening, rewarding and closing sessions: keeps the registry, the live conversations and the store in step.
+"""Opens, rewards and closes sessions: keeps the registry, the live conversations and the store consistent.
 
-Invariants: a session is closed once; a second close gets the same outcome. A close first freezes the session,
-then takes a snapshot, then builds the outcome: once a close has begun, no call, delivery or reward changes
-what the session hands over. The children of a session end with it at the latest and are part of its outcome.
-The session API drives this, and `expire_forever` ends sessions whose time is up."""
+Invariants: a session is closed once, and a second close returns the same outcome. A close first freezes the
+session, then takes a snapshot, then builds the outcome: once a close has begun, no call, delivery or reward
+changes what the session hands over. The children of a session end with it at the latest, and are part of its
+outcome. The session API calls this class, and `expire_forever` ends sessions whose time is up."""
 
 import asyncio
 import logging
@@ -22,7 +22,16 @@ from invrl.gateway.turns.turns import Turns
 from invrl.store.lease_store import LeaseStore
 from invrl.store.rows import SessionState
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import FailedRollout, FailureReason, GroupMember, Outcome, Reward, Sampling, SessionLimits
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    GroupMember,
+    Outcome,
+    Reward,
+    Sampling,
+    SessionLimits,
+    Turn,
+)
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
@@ -47,9 +56,9 @@ class Lifecycle:
     """For sessions that are opened without sampling parameters."""
     policy: SessionPolicy
     leases: LeaseStore | None = None
-    """Set in runs whose environments lease tasks: there, training sessions need a lease."""
+    """None unless environments lease the tasks of the run. If they do, training sessions need a lease."""
     run_ended: Callable[[], bool] = lambda: False
-    """Whether the rollouts of such environments are not needed any more."""
+    """Whether the run needs no more rollouts of environments that lease tasks."""
     tokens: Counter[str] = field(default_factory=Counter, init=False)
     """Sampled, delivered and trained tokens of closed sessions."""
 
@@ -65,9 +74,9 @@ class Lifecycle:
         )
 
     async def open(self, opening: Opening) -> list[SessionRecord]:
-        """Opens all sessions or none; a repeated request gets the same sessions. SessionError 429 if they do
-        not fit, 400 if tokens sampled so could not be trained, 409 for members that are not leased, 410 once
-        the run has ended."""
+        """Opens all sessions or none. A repeated request gets the same sessions. SessionError 429 if too many
+        sessions are open, 400 for sampling parameters that training excludes, 409 for members that are not
+        leased, 410 once the run has ended."""
         if opening.purpose == "train":
             self._check_training(opening)
         now = time.time()
@@ -75,48 +84,55 @@ class Lifecycle:
         if earlier:
             return await self._open_again(earlier)
         records = self.registry.open(opening, now)
-        # Before the commit: after it, others see the sessions in the store and may end them.
+        # Before the commit: after it, other processes see the sessions in the store and may end them.
         for record in records:
             self.turns.open(record)
-        needs_lease = self.leases is not None and opening.purpose == "train" and opening.parent is None
         try:
-            await asyncio.wrap_future(self.store.open_sessions(records, leased=needs_lease))
+            await self._store_opened(records, opening)
         except sqlite3.Error as error:
             self.registry.forget(records)
             for record in records:
                 self.turns.close(record)
-            if not isinstance(error, sqlite3.IntegrityError):
-                raise
-            if "NOT NULL" in str(error):
-                reason = f"not all of these members of group {opening.group_id!r} are leased"
-                raise SessionError(reason, status=409, code="not_leased", param="members") from None
-            reason = f"request_id {opening.request_id!r} has opened sessions that are lost"
-            raise SessionError(reason, status=409, code="request_id_reused", param="request_id") from None
+            if isinstance(error, sqlite3.IntegrityError):
+                raise _opening_refused(opening, error) from None
+            raise
         return records
 
+    async def _store_opened(self, records: list[SessionRecord], opening: Opening) -> None:
+        """Returns after the commit. sqlite3.IntegrityError if the store's constraints exclude a session."""
+        needs_lease = self.leases is not None and opening.purpose == "train" and opening.parent is None
+        committed = self.store.open_sessions(records, leased=needs_lease)
+        await asyncio.wrap_future(committed)
+
     def _check_training(self, opening: Opening) -> None:
-        """SessionError if the run does not take training sessions like these."""
+        """SessionError if the run has ended, or if the policy could not be trained on what is sampled."""
         if self.run_ended():
             raise SessionError("the run has ended", status=410, code="run_ended")
         if opening.sampling.temperature <= 0 or opening.sampling.top_p != 1:
             reason = (
-                "training needs temperature > 0 and top_p = 1: the log-probs of other samplings are not "
-                "those of the policy"
+                "training needs temperature > 0 and top_p = 1: with other values, the log-probs of the "
+                "sampled tokens are not those of the policy"
             )
             raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
 
     async def _open_again(self, records: list[SessionRecord]) -> list[SessionRecord]:
-        """Answers a repeated request, after the commit of the first one. SessionError 404 if that failed."""
+        """Answers a repeated request after the commit of the first one. SessionError 404 if the first one
+        failed."""
         for record in records:
             record.last_heard.update()
-        await asyncio.wrap_future(self.store.open_sessions([]))  # commits are in order
+        # Commits happen in order: after this empty one, the commit of the first request has ended.
+        await asyncio.wrap_future(self.store.open_sessions([]))
         return [self.registry.by_id(record.session.id) for record in records]
 
     async def open_child(
         self, parent: SessionRecord, limits: SessionLimits, request_id: str
     ) -> SessionRecord:
-        """Opens a session for a sub-agent, in its parent's place. SessionError as `open`."""
+        """Opens a session for a sub-agent, with the parent's place in the group. SessionError as for
+        `open`."""
         session = parent.session
+        qualified_id = ""
+        if request_id:
+            qualified_id = f"{session.id}/{request_id}"
         opening = Opening(
             task_id=session.task_id,
             group_id=session.group_id,
@@ -125,28 +141,33 @@ class Lifecycle:
             sampling=session.sampling,
             limits=limits,
             parent=parent,
-            request_id=f"{session.id}/{request_id}" if request_id else "",
+            request_id=qualified_id,
         )
         [record] = await self.open(opening)
         return record
 
     async def reward(self, record: SessionRecord, reward: Reward) -> None:
-        """Sets the final reward, or that of a turn or branch of this session. A session that waits for its
-        final reward is then closed. SessionError 404 if there is no such turn, 409 once the session is
-        closed."""
+        """Sets the final reward, or the reward of a turn or branch of this session. If the session waits for
+        its final reward, the final reward closes it. SessionError 404 if there is no such turn, 409 once the
+        session is closed."""
         turn_id = reward.turn or reward.branch
-        if turn_id:
-            conversation = self.turns.find(record)
-            if conversation is None or all(turn.id != turn_id for turn in conversation.turns):
-                reason = f"session {record.session.id} has no turn {turn_id!r}"
-                raise SessionError(reason, status=404, code="turn_not_found", param="turn")
+        if turn_id and not self._has_turn(record, turn_id):
+            reason = f"session {record.session.id} has no turn {turn_id!r}"
+            raise SessionError(reason, status=404, code="turn_not_found", param="turn")
         self.registry.reward(record, reward)
         await asyncio.wrap_future(self.store.set_reward(record.session.id, reward))
         if record.reward_deadline is not None and not turn_id:
             await self._close(record, "finished")
 
+    def _has_turn(self, record: SessionRecord, turn_id: str) -> bool:
+        conversation = self.turns.find(record)
+        if conversation is None:
+            return False
+        return any(turn.id == turn_id for turn in conversation.turns)
+
     async def finish(self, record: SessionRecord, reward: Reward | None = None) -> Outcome | None:
-        """None if the session now waits for its reward."""
+        """Closes the session, after setting the reward if one is given. Returns None if the session now waits
+        for its reward."""
         takes_reward = not record.frozen or record.reward_deadline is not None
         if reward is not None and takes_reward:
             await self.reward(record, reward)
@@ -155,8 +176,10 @@ class Lifecycle:
     async def abort(
         self, record: SessionRecord, reason: FailureReason, detail: str, *, state: SessionState = "aborted"
     ) -> Outcome:
-        outcome = await self._close(record, state, _Failure(reason=reason, detail=detail))
-        assert outcome is not None, "an aborted session waits for nothing"
+        """Closes the session as failed. The outcome of a session that is closed already does not change."""
+        failure = _Failure(reason=reason, detail=detail)
+        outcome = await self._close(record, state, failure)
+        assert outcome is not None, "an aborted session does not wait for a reward"
         return outcome
 
     async def expire_forever(self) -> None:
@@ -165,8 +188,8 @@ class Lifecycle:
             await self.expire(time.time())
 
     async def expire(self, now: float) -> None:
-        """Ends the sessions whose time is up at `now` (Unix seconds). It ends them concurrently, because a
-        session whose client does not read its answer takes `_SETTLE_S`."""
+        """Ends the sessions whose time is up at `now` (Unix seconds). They end concurrently, because closing
+        a session whose client does not read its answer takes `_SETTLE_S`."""
         overdue = self.registry.expired(now)
         endings = [self._expire(record) for record in overdue]
         for record in self._abandoned(now):
@@ -174,11 +197,13 @@ class Lifecycle:
                 endings.append(self._abort_abandoned(record))
         for record in self._left_after_run():
             endings.append(self._abort_after_run(record))
-        for error in await asyncio.gather(*endings, return_exceptions=True):
+        results = await asyncio.gather(*endings, return_exceptions=True)
+        for error in results:
             if isinstance(error, Exception):  # the next round tries again
                 _log.error("cannot expire a session", exc_info=error)
 
     async def _expire(self, record: SessionRecord) -> None:
+        """Ends a session that is past its time to live, or past the deadline of its reward."""
         if record.state == "unrewarded" and record.reward is None:
             detail = f"no reward came within reward_deadline_s = {self.policy.reward_deadline_s:g}"
             await self.abort(record, FailureReason.BAD_REWARD, detail, state="expired")
@@ -190,7 +215,7 @@ class Lifecycle:
 
     def _abandoned(self, now: float) -> list[SessionRecord]:
         """Training sessions whose environment leased their places and has not been heard from for
-        `session_idle_timeout_s`. A call that is being answered counts as hearing from it."""
+        `session_idle_timeout_s`. An environment is heard from while one of its calls is being answered."""
         idle_s = self.policy.session_idle_timeout_s
         if self.leases is None or not idle_s:
             return []
@@ -198,9 +223,9 @@ class Lifecycle:
         for record in training:
             if self.turns.is_called(record):
                 record.last_heard.at = now
-        return [
-            record for record in training if record.parent is None and now - record.last_heard.at > idle_s
-        ]
+        # The children of an abandoned session end with it.
+        parents = [record for record in training if record.parent is None]
+        return [record for record in parents if now - record.last_heard.at > idle_s]
 
     async def _abort_abandoned(self, record: SessionRecord) -> None:
         detail = (
@@ -211,14 +236,11 @@ class Lifecycle:
         await self.abort(record, FailureReason.ENVIRONMENT_GONE, detail, state="expired")
 
     def _left_after_run(self) -> list[SessionRecord]:
-        """Training sessions that are open although the run has ended; children end with their parents."""
+        """Training sessions that are open although the run has ended. Their children end with them."""
         if not self.run_ended():
             return []
-        return [
-            record
-            for record in self.registry.open_records()
-            if record.session.purpose == "train" and record.parent is None
-        ]
+        parents = [record for record in self.registry.open_records() if record.parent is None]
+        return [record for record in parents if record.session.purpose == "train"]
 
     async def _abort_after_run(self, record: SessionRecord) -> None:
         await self.abort(record, FailureReason.RUN_ENDED, "the run has ended")
@@ -226,8 +248,8 @@ class Lifecycle:
     async def _close(
         self, record: SessionRecord, state: SessionState, failure: _Failure | None = None
     ) -> Outcome | None:
-        """Closes a session and its children. Without a `failure` the outcome follows from the turns and the
-        reward; None if the session now waits for its reward."""
+        """Closes a session and its children. Without a `failure`, the turns and the reward determine the
+        outcome. Returns None if the session now waits for its reward."""
         if record.outcome is not None:
             return record.outcome
         conversation = self.turns.conversation_to_close(record)
@@ -244,9 +266,12 @@ class Lifecycle:
     async def _conclude(self, record: SessionRecord, state: SessionState, failure: _Failure | None) -> None:
         """Determines the outcome of a frozen session and hands it over, or lets the session wait for its
         reward."""
-        conversations = [self.turns.conversation_to_close(member) for member in record.family(finished=True)]
-        turns = [turn for conversation in conversations for turn in conversation.turns]
-        delivered = {turn_id for conversation in conversations for turn_id in conversation.delivered}
+        turns: list[Turn] = []
+        delivered: set[str] = set()
+        for member in record.family(finished=True):
+            conversation = self.turns.conversation_to_close(member)
+            turns += conversation.turns
+            delivered.update(conversation.delivered)
         now = time.time()
         train_auxiliary = self.policy.train_auxiliary_roots
         if failure is not None:
@@ -262,8 +287,8 @@ class Lifecycle:
             outcome = with_partial(outcome, record, turns, delivered, now, train_auxiliary=train_auxiliary)
         record.reward_deadline = None
         hand_over = is_top and record.session.purpose == "train"
-        stored = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
-        await asyncio.wrap_future(stored)
+        committed = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
+        await asyncio.wrap_future(committed)
         self.registry.close(record, state, outcome)
         if is_top:
             self.tokens.update(token_counts(turns, delivered, outcome))
@@ -271,9 +296,18 @@ class Lifecycle:
                 self.turns.close(member)
 
     async def _await_reward(self, record: SessionRecord, now: float) -> None:
-        """Lets a finished session wait for its reward; without effect if it waits already."""
+        """Lets a finished session wait for its reward. Does nothing if it waits already."""
         if record.state != "open":
             return
         deadline = now + self.policy.reward_deadline_s
         self.registry.wait(record, deadline)
         await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))
+
+
+def _opening_refused(opening: Opening, error: sqlite3.IntegrityError) -> SessionError:
+    """The error for sessions that the store's constraints exclude."""
+    if "NOT NULL" in str(error):
+        reason = f"not all of these members of group {opening.group_id!r} are leased"
+        return SessionError(reason, status=409, code="not_leased", param="members")
+    reason = f"request_id {opening.request_id!r} has opened sessions that are lost"
+    return SessionError(reason, status=409, code="request_id_reused", param="request_id")

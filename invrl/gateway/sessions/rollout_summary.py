@@ -1,4 +1,4 @@
-"""What a closed session hands over: a summary with its reward, or the reason why there is none. Pure.
+"""Builds the outcome of a closed session: a summary with its reward, or the reason of its failure. Pure.
 
 The turns of a session's finished children are part of its summary."""
 
@@ -33,8 +33,8 @@ def with_partial(
     *,
     train_auxiliary: bool = True,
 ) -> FailedRollout:
-    """Adds to a failure the summary of the session's turns without a final reward, for a run that gives a
-    reward to such failures."""
+    """Adds a summary of the session's turns, without a final reward, to a failure. Runs that give such
+    failures a reward need it."""
     without_reward = replace(record, reward=None, components={})
     partial = summarise(
         without_reward, turns, delivered, now, train_auxiliary=train_auxiliary, needs_reward=False
@@ -53,13 +53,16 @@ def summarise(
     train_auxiliary: bool = True,
     needs_reward: bool = True,
 ) -> Outcome:
-    """The outcome of a session that is finished at `now` (Unix seconds). `turns`: those of its family;
-    `delivered`: the ids of turns whose answer reached the client. Versions are those of tokens that may be
-    trained. A session without such tokens has failed as EMPTY (or CONSTRAINED), a training session without a
-    reward as BAD_REWARD. Without a reward, other sessions count as reward 0, and so does a training session
-    if `needs_reward` is False."""
+    """The outcome of a session that is finished at `now` (Unix seconds).
+
+    `turns` are the turns of its family. `delivered` has the ids of the turns whose answer reached the client.
+    The versions in the summary are those of tokens that may be trained. A session without such tokens fails
+    as EMPTY or CONSTRAINED, a training session without a reward as BAD_REWARD. The reward is 0 for other
+    sessions without one, and for a training session without one if `needs_reward` is False."""
     auxiliary = dict.fromkeys(auxiliary_roots(turns, delivered))
-    untrained_roots = {} if train_auxiliary else auxiliary
+    untrained_roots = auxiliary
+    if train_auxiliary:
+        untrained_roots = {}
     root_of = roots(turns)
     arrived = [turn for turn in turns if turn.id in delivered]
     trained = [turn for turn in arrived if turn.trainable and root_of[turn.id] not in untrained_roots]
@@ -107,7 +110,7 @@ def summarise(
 
 
 def _without_tokens(record: SessionRecord, turns: Sequence[Turn], arrived: Sequence[Turn]) -> FailedRollout:
-    """The failure of a session without a token to train. `arrived`: the turns that reached the client."""
+    """The failure of a session that has no token to train. `arrived`: the turns that reached the client."""
     all_skipped = all(turn.constrained and not turn.grammar for turn in arrived)
     setting_applies = record.session.purpose != "serve"
     if arrived and all_skipped and setting_applies:
@@ -119,7 +122,8 @@ def _without_tokens(record: SessionRecord, turns: Sequence[Turn], arrived: Seque
 
 
 def _why_constrained(forced: Mapping[str, int]) -> str:
-    """`forced`: requests by the field that forced their replies; empty after a restart of the gateway."""
+    """`forced` counts requests by the field that forced their replies. It is empty after the gateway has
+    restarted."""
     fields = " and ".join(sorted(forced)) or "tool_choice or response_format"
     return (
         f"all turns constrained: the client sends {fields}, and --constrained skip trains no reply that a "
@@ -129,8 +133,8 @@ def _why_constrained(forced: Mapping[str, int]) -> str:
 
 
 def _why_empty(turns: Sequence[Turn], arrived: Sequence[Turn]) -> str:
-    """Counts each sampled token under one reason. Tokens without another reason are those under untrained
-    roots."""
+    """Counts each sampled token under one reason. Tokens for which no other reason applies are under
+    untrained roots."""
     sampled = _sampled_tokens(turns)
     reached = _sampled_tokens(arrived)
     free = _sampled_tokens(turn for turn in arrived if turn.trainable)
@@ -141,7 +145,10 @@ def _why_empty(turns: Sequence[Turn], arrived: Sequence[Turn]) -> str:
 
 
 def token_counts(turns: Sequence[Turn], delivered: Collection[str], outcome: Outcome) -> Mapping[str, int]:
-    trained = 0 if isinstance(outcome, FailedRollout) else outcome.trained_tokens
+    """The sampled, delivered and trained tokens of one closed session."""
+    trained = 0
+    if not isinstance(outcome, FailedRollout):
+        trained = outcome.trained_tokens
     return {
         "sampled": _sampled_tokens(turns),
         "delivered": _sampled_tokens(turn for turn in turns if turn.id in delivered),
@@ -150,7 +157,8 @@ def token_counts(turns: Sequence[Turn], delivered: Collection[str], outcome: Out
 
 
 def token_shares(counts: Mapping[str, int]) -> Mapping[str, float]:
-    """Shares of the tokens sampled in closed sessions. `counts`: sums of `token_counts`."""
+    """The delivered and the trained share of the tokens that closed sessions sampled. `counts`: sums of
+    `token_counts`."""
     sampled = max(counts.get("sampled", 0), 1)
     return {f"{name}_fraction": counts.get(name, 0) / sampled for name in ("delivered", "trained")}
 
@@ -204,8 +212,8 @@ def _family_rewards(record: SessionRecord, turns: Sequence[Turn]) -> _FamilyRewa
 def _final_rewards(
     record: SessionRecord, inherited: _FinalReward | None = None
 ) -> Iterator[tuple[str, _FinalReward]]:
-    """Of each session of the family, by id, its own final reward or else that of its parent. If the first
-    session of the family has no reward, it is 0."""
+    """The final reward of each session of the family, by session id: its own, or else its parent's. If
+    `record`, the first session, has none, its reward is 0."""
     if record.reward is not None:
         reward = _FinalReward(value=record.reward, session_id=record.session.id)
     elif inherited is not None:
@@ -219,13 +227,17 @@ def _final_rewards(
 
 
 def _levels(record: SessionRecord, turns: Sequence[Turn]) -> Mapping[str, str]:
-    """For each turn, whether it is of the session itself or of a child, and how many turns come before it on
-    its branch. Parents come before their children in `turns`."""
+    """The level of each turn, by turn id: "main" for the session's own turns or "child" for a child's, and
+    the number of turns before it on its branch. Parents come before their children in `turns`."""
     depths: dict[str, int] = {}
     levels: dict[str, str] = {}
     for turn in turns:
-        depth = 0 if turn.parent_id is None else depths[turn.parent_id] + 1
+        depth = 0
+        if turn.parent_id is not None:
+            depth = depths[turn.parent_id] + 1
         depths[turn.id] = depth
-        owner = "main" if turn.session_id == record.session.id else "child"
+        owner = "child"
+        if turn.session_id == record.session.id:
+            owner = "main"
         levels[turn.id] = f"{owner}/{depth}"
     return levels
