@@ -73,7 +73,9 @@ class ChoicesDialect(OpenAIDialect, ABC):
     def answer(self, request: ChoicesRequest, answers: Sequence[Answer]) -> bytes:
         choices = []
         for index, answer in enumerate(answers):
-            logprobs = self.logprobs(request, answer.pieces, 0) if request.logprobs else None
+            logprobs = None
+            if request.logprobs:
+                logprobs = self.logprobs(request, answer.pieces, 0)
             fields = self.message_fields(answer.message)
             choices.append(_choice(index, fields, logprobs, finish_reason(answer)))
         turns = [answer.turn for answer in answers]

@@ -71,7 +71,9 @@ def _split(message: SentMessage, param: str) -> list[Message]:
     """The messages that one message of the API stands for: the tool results in it, then the rest. `param` is
     the place of its content."""
     text = _text(message.role, message.content, param)
-    blocks = [] if isinstance(message.content, str) else message.content
+    blocks: list[Block] = []
+    if not isinstance(message.content, str):
+        blocks = message.content
     calls = []
     for block in blocks:
         if block.type == "tool_use":

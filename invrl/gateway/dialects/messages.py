@@ -346,7 +346,9 @@ def _input(arguments: str) -> object:
         partial = from_json(arguments, allow_partial=True, allow_inf_nan=False)
     except ValueError:
         return {}
-    return partial if isinstance(partial, dict) else {}
+    if isinstance(partial, dict):
+        return partial
+    return {}
 
 
 def _turn_request(body: _Body, raw: bytes, *, retry: bool, ignored: tuple[str, ...]) -> TurnRequest:

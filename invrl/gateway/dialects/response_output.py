@@ -132,7 +132,9 @@ class ResponseOutput:
         if self._current is not None and self._current.kind == kind:
             return self._current
         self._finish_current(events)
-        place = f"_{len(self.items)}" if self.items else ""
+        place = ""
+        if self.items:
+            place = f"_{len(self.items)}"
         fields: dict[str, Any]
         if kind == "reasoning":
             item_id = f"rs_{self._turn_id}{place}"

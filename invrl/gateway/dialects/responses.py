@@ -394,8 +394,10 @@ def _echo(raw: bytes) -> dict[str, Any]:
     echo: dict[str, Any] = {}
     for name, default in _ECHOED.items():
         value = fields.get(name)
-        is_set = value is not None and bytes(value) != b"null"
-        echo[name] = value if is_set else default
+        if value is None or bytes(value) == b"null":
+            echo[name] = default
+        else:
+            echo[name] = value
     return echo
 
 

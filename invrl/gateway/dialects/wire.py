@@ -279,5 +279,7 @@ def sampled_tokens(pieces: Sequence[Piece]) -> Iterator[SampledToken]:
 
 def encode_event(data: Any, name: str = "") -> bytes:
     """A server-sent event."""
-    head = f"event: {name}\n".encode() if name else b""
+    head = b""
+    if name:
+        head = f"event: {name}\n".encode()
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
