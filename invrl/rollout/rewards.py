@@ -1,7 +1,7 @@
-"""From what user code returned to a reward that may be trained on: one finite float, or a named reason.
+"""Turns what user code returned into a reward that may be trained on: one finite float, or a named reason.
 
-Pure. Invariants: a reward that leaves here is a finite float within `MAX_REWARD`; its components are such
-that the gateway takes them."""
+Pure functions. Invariants: a reward that leaves this module is a finite float within `MAX_REWARD`; its
+components pass the gateway's checks."""
 
 import math
 from collections.abc import Awaitable, Mapping
@@ -16,7 +16,7 @@ _VALUE_CHARS = 80
 
 
 class Rejected(Exception):
-    """What user code returned cannot be used. Caught by the runner, never leaves it."""
+    """User code returned a value that cannot be used. The runner catches it."""
 
     def __init__(self, reason: FailureReason, detail: str) -> None:
         super().__init__(detail)
@@ -25,8 +25,8 @@ class Rejected(Exception):
 
 
 def as_result(returned: object) -> RolloutResult:
-    """The return value of a rollout function as a RolloutResult. A bool counts as 0 or 1; numpy
-    scalars are numbers. Raises Rejected (BAD_RETURN) naming the value, its type and the fix."""
+    """The return value of a rollout function as a RolloutResult. A bool counts as 0 or 1, and numpy scalars
+    are numbers. Raises Rejected (BAD_RETURN) naming the value, its type and the fix."""
     if isinstance(returned, RolloutResult):
         if not isinstance(returned.components, Mapping):
             detail = f"RolloutResult.components is a {type(returned.components).__name__}, not a mapping"
@@ -63,7 +63,7 @@ def _shown(value: object) -> str:
     """The value, shortened, with its type."""
     try:
         text = repr(value)
-    except Exception:  # what an object says of itself is user code
+    except Exception:  # an object's __repr__ is user code
         text = "something that cannot be shown"
     if len(text) > _VALUE_CHARS:
         text = f"{text[:_VALUE_CHARS]}..."
@@ -71,7 +71,7 @@ def _shown(value: object) -> str:
 
 
 def _number_fix(value: object) -> str:
-    """How to return a number instead."""
+    """Says how to return a number instead of this value."""
     if value is None:
         return "a `return` is missing, or one path ends without it; return a float on every path"
     if isinstance(value, Awaitable):
@@ -89,11 +89,13 @@ def _number_fix(value: object) -> str:
 
 
 def valid_components(components: Mapping[str, float]) -> dict[str, float]:
-    """Named parts of a reward: finite floats, names that JSON carries. Raises Rejected (BAD_REWARD).
+    """The named parts of a reward as finite floats, with names that JSON can carry. Raises Rejected
+    (BAD_REWARD).
 
-    The bounds of RolloutResult are checked again: a mapping may have grown since, and names that are no
-    strings become strings only here."""
-    if fault := components_fault(components):
+    The bounds that RolloutResult checks are checked again: the mapping may have grown since, and only here
+    names that are not strings become strings."""
+    fault = components_fault(components)
+    if fault:
         raise Rejected(FailureReason.BAD_REWARD, fault)
     valid: dict[str, float] = {}
     for name, value in components.items():

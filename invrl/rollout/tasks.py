@@ -1,15 +1,17 @@
 """Where tasks come from: a source function by import path, or a JSONL or Parquet file; for an evaluation
 the held-out sets that `eval_sets` names, or the one unnamed set.
 
-Invariants: the same split and seed give the same tasks in the same order; the ids of one iterator
-are distinct (the n-th repeat of an id is "id@n"); "eval" is finite. `check_tasks` and `load_eval_sets` find
-every mistake before a process starts; `load_tasks` feeds the buffer and the evaluation."""
+Invariants: the same split and seed give the same tasks in the same order; the ids of one iterator are
+distinct (later tasks with an id that occurred before are called "id@1", "id@2", ...); "eval" is finite.
+`check_tasks` and `load_eval_sets` find every mistake before a process starts. `load_tasks` supplies the
+buffer and the evaluation."""
 
 import datetime
 import decimal
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice
@@ -25,21 +27,23 @@ from invrl.store.lease_store import encoded_task
 from invrl.types import Json, Task
 
 _Rows = list[tuple[int, dict[str, Json]]]
-"""Number (from 1) and fields of each line of a file that is not blank, or of each row of a Parquet file."""
+"""The number (from 1) and the fields of each non-blank line of a JSONL file, or row of a Parquet file."""
 
 
 def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
-    """Tasks of "train" (without end, shuffled again for each epoch) or "eval" (finite, in order of
-    the file or source). Raises ConfigError, PluginError where the tasks cannot be had."""
+    """The tasks of "train" (endless, a file is shuffled anew for each epoch) or "eval" (finite, in the order
+    of the file or source). Raises ConfigError, PluginError if they cannot be loaded."""
     if config.task_source_path:
         source = plugins.load_plugin(config.task_source_path, "task_source_path", TaskSource)
         return _distinct(_checked_passes(source, config.task_source_path, split, seed))
     tasks = _read_split(config, split)
-    return _distinct(_shuffled_epochs(tasks, seed)) if split == "train" else iter(tasks)
+    if split == "train":
+        return _distinct(_shuffled_epochs(tasks, seed))
+    return iter(tasks)
 
 
 def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
-    """The first `eval_tasks` held-out tasks (0: all); all runs with this seed see the same ones. Raises
+    """The first `eval_tasks` held-out tasks (0: all). Every run with the same seed gets the same ones. Raises
     ConfigError if there are fewer."""
     tasks = tuple(islice(load_tasks(config, "eval", seed), config.eval_tasks or None))
     if len(tasks) < config.eval_tasks:
@@ -50,35 +54,38 @@ def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
 
 
 def check_tasks(config: RolloutConfig, seed: int) -> None:
-    """Everything about tasks that can be wrong, found now. Reads the files whole, and of a source the
-    first training task and the held-out tasks. Raises ConfigError, PluginError."""
+    """Checks everything about tasks that can be wrong. Reads files whole, and of a source the first training
+    task and the held-out tasks. Raises ConfigError, PluginError."""
     _check_one_place(config, config.task_file)
-    unnamed = config.eval_tasks and not config.eval_sets  # named sets: `load_eval_sets`
-    if unnamed and config.task_file and not config.eval_task_file:
+    # `load_eval_sets` checks sets that have a name.
+    has_unnamed_set = config.eval_tasks > 0 and not config.eval_sets
+    if has_unnamed_set and config.task_file and not config.eval_task_file:
         reason = f"{config.eval_tasks} held-out tasks are asked for and training tasks come from a file"
         raise ConfigError("eval_task_file", "", reason, "give --eval-task-file, or --eval-tasks 0")
     if config.external_environments:
         _check_sendable(config, seed)
     next(load_tasks(config, "train", seed))
-    if unnamed:
+    if has_unnamed_set:
         load_eval_tasks(config, seed)
 
 
 def label_notes(config: RolloutConfig) -> list[str]:
-    """What is odd about the labels of the task files. A run may do without them; its author should know."""
+    """Notes about task files without labels, or with empty ones. A run may need no labels, but its author
+    should know that there are none."""
+    files = [("task_file", config.task_file)]
+    if config.eval_tasks:
+        files.append(("eval_task_file", config.eval_task_file))
     notes: list[str] = []
-    for field in ("task_file", "eval_task_file"):
-        file: str = getattr(config, field)
-        if not file or (field == "eval_task_file" and not config.eval_tasks):
+    for field, file in files:
+        if not file:
             continue
         rows = _read_rows(field, file)
         key = config.task_label_key
         labels = _column(rows, field, file, "task_label_key", key)
         if labels is None:
-            fields = ", ".join(sorted(rows[0][1]))
             notes.append(
                 f"no task of {file} has the field {key!r}, so every Task.label is None; "
-                f"--task-label-key names another (the file has: {fields})"
+                f"--task-label-key names another (the file has: {_field_names(rows)})"
             )
         elif all(label in (None, "", [], {}) for label in labels):
             notes.append(f"the labels of {file} (field {key!r}) are all empty")
@@ -86,36 +93,47 @@ def label_notes(config: RolloutConfig) -> list[str]:
 
 
 def _check_sendable(config: RolloutConfig, seed: int) -> None:
-    """Environments that we do not start get tasks as JSON. Checks all of a file, the first of a source."""
-    from_file = bool(config.task_file)
-    tasks = _read_split(config, "train") if from_file else islice(load_tasks(config, "train", seed), 1)
+    """Checks that tasks can be written as JSON, as external environments get them: all tasks of a file, the
+    first of a source."""
+    if config.task_file:
+        field = "task_file"
+        tasks = iter(_read_split(config, "train"))
+    else:
+        field = "task_source_path"
+        tasks = islice(load_tasks(config, "train", seed), 1)
     for task in tasks:
         try:
             encoded_task(task)
         except UnsendableTask as error:
-            field = "task_file" if from_file else "task_source_path"
             fix = "use JSON's types only (no lone surrogates in text), or run without --external-environments"
             raise ConfigError(field, getattr(config, field), str(error), fix) from error
 
 
 def _check_one_place(config: RolloutConfig, file: str) -> None:
-    if bool(config.task_source_path) == bool(file):
-        reason = f"both a task source and the file {file} are given" if file else "there are no tasks"
-        fix = "give one of --task-source-path and --task-file"
-        raise ConfigError("task_source_path", config.task_source_path, reason, fix)
+    """Checks that tasks come from either a source or a file."""
+    if config.task_source_path and file:
+        reason = f"both a task source and the file {file} are given"
+    elif not config.task_source_path and not file:
+        reason = "there are no tasks"
+    else:
+        return
+    fix = "give one of --task-source-path and --task-file"
+    raise ConfigError("task_source_path", config.task_source_path, reason, fix)
 
 
 _ID_FIX = "give each task an id of 1 to 256 characters, in Unicode"
 
 
 def _usable_id(name: str) -> bool:
-    """Ids travel in JSON and become part of group ids: no lone surrogates, no essays."""
+    """Whether an id is short and without lone surrogates. Ids are sent as JSON and are part of group ids."""
     return 0 < len(name) <= 256 and name.encode(errors="replace").decode() == name
 
 
 def _checked_passes(source: TaskSource, path: str, split: str, seed: int) -> Iterator[Task]:
-    """One pass of the source for "eval"; for "train" a source that ends is started again."""
-    for _ in count() if split == "train" else range(1):
+    """Yields the tasks of one call of the source for "eval". For "train" a source that ends is called again.
+    Raises PluginError for whatever is wrong with the source."""
+    passes = count() if split == "train" else range(1)
+    for _ in passes:
         task = None
         try:
             for task in source(split, seed):
@@ -138,46 +156,72 @@ def _source_error(path: str, reason: str) -> PluginError:
 
 
 def _distinct(tasks: Iterator[Task]) -> Iterator[Task]:
-    seen: dict[str, int] = {}
+    """The tasks with distinct ids: the n-th repeat of an id is "id@n"."""
+    occurrences: Counter[str] = Counter()
     for task in tasks:
-        times = seen.get(task.id, 0)
-        seen[task.id] = times + 1
-        yield replace(task, id=f"{task.id}@{times}") if times else task
+        num_before = occurrences[task.id]
+        occurrences[task.id] += 1
+        if num_before:
+            yield replace(task, id=f"{task.id}@{num_before}")
+        else:
+            yield task
 
 
 def _shuffled_epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
-    draw = random.Random(f"tasks/{seed}")
+    rng = random.Random(f"tasks/{seed}")
     while True:
-        yield from draw.sample(tasks, len(tasks))
+        yield from rng.sample(tasks, len(tasks))
 
 
 def _read_split(config: RolloutConfig, split: str) -> list[Task]:
-    field = "task_file" if split == "train" else "eval_task_file"
-    file: str = getattr(config, field)
+    """The tasks of the split's file, in its order. Raises ConfigError."""
+    if split == "train":
+        field = "task_file"
+        file = config.task_file
+    else:
+        field = "eval_task_file"
+        file = config.eval_task_file
     rows = _read_rows(field, file)
     ids = _column(rows, field, file, "task_id_key", config.task_id_key)
     labels = _column(rows, field, file, "task_label_key", config.task_label_key)
     tasks: list[Task] = []
-    first_line: dict[str, int] = {}
-    for at, (line, row) in enumerate(rows):
-        name = str(line) if ids is None else _id_text(ids[at], field, file, line)
-        if name in first_line:
-            reason = f"{_unit(file)}s {first_line[name]} and {line} have the same id {name!r}"
+    first_number: dict[str, int] = {}
+    for index, (number, row) in enumerate(rows):
+        task_id = str(number) if ids is None else _id_text(ids[index], field, file, number)
+        if task_id in first_number:
+            reason = f"{_unit(file)}s {first_number[task_id]} and {number} have the same id {task_id!r}"
             raise ConfigError(field, file, reason, "make ids unique")
-        first_line[name] = line
-        tasks.append(Task(id=name, payload=row, label=None if labels is None else labels[at], split=split))
+        first_number[task_id] = number
+        label = None if labels is None else labels[index]
+        tasks.append(Task(id=task_id, payload=row, label=label, split=split))
     return tasks
 
 
+def _is_parquet(file: str) -> bool:
+    return file.lower().endswith(".parquet")
+
+
 def _unit(file: str) -> str:
-    return "row" if file.lower().endswith(".parquet") else "line"
+    """What error messages call one task's place in the file."""
+    return "row" if _is_parquet(file) else "line"
+
+
+def _field_names(rows: _Rows) -> str:
+    _, first_row = rows[0]
+    return ", ".join(sorted(first_row))
 
 
 def _read_rows(field: str, file: str) -> _Rows:
-    parquet, fix = _unit(file) == "row", "give a JSONL file in UTF-8, one JSON object per line"
-    fix = "give a Parquet file, one row per task" if parquet else fix
+    """At least one row. Raises ConfigError."""
+    if _is_parquet(file):
+        fix = "give a Parquet file, one row per task"
+    else:
+        fix = "give a JSONL file in UTF-8, one JSON object per line"
     try:
-        rows = _parquet_rows(file) if parquet else _json_rows(Path(file).read_text(encoding="utf-8"))
+        if _is_parquet(file):
+            rows = _parquet_rows(file)
+        else:
+            rows = _json_rows(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, NotImplementedError, ImportError) as error:  # pyarrow raises all of these
         raise ConfigError(field, file, f"cannot be read: {error}", fix) from error
     if not rows:
@@ -202,70 +246,76 @@ def _json_rows(text: str) -> _Rows:
 
 
 def _parquet_rows(file: str) -> _Rows:
-    """Lists and structs as they are, a map as pairs, times in ISO 8601, decimals as floats, NaN and infinity
-    as null."""
+    """The rows as JSON values: lists and structs stay, a map becomes a list of pairs, times become ISO 8601,
+    decimals become floats, NaN and infinity become null."""
     from pyarrow import parquet
 
     rows: _Rows = []
     for number, row in enumerate(parquet.ParquetFile(file).read().to_pylist(), start=1):
         try:
-            rows.append((number, orjson.loads(orjson.dumps(row, default=_json))))
+            encoded = orjson.dumps(row, default=_json_value)
         except orjson.JSONEncodeError as error:
             raise ValueError(f"row {number} holds what JSON does not have: {error}") from error
+        rows.append((number, orjson.loads(encoded)))
     return rows
 
 
-def _json(value: object) -> float | str:
+def _json_value(value: object) -> float | str:
     if isinstance(value, decimal.Decimal):
         return float(value)
-    if isinstance(value, datetime.date | datetime.time):  # pandas' own kinds, where it is installed
+    if isinstance(value, datetime.date | datetime.time):  # includes pandas' types, if it is installed
         return value.isoformat()
     raise TypeError
 
 
 def _column(rows: _Rows, field: str, file: str, key_field: str, key: str) -> list[Json] | None:
-    """The values under `key`, one per row. None if no row has it and the key is the default one, which
-    may be absent. ConfigError names the first line that lacks it."""
-    lacking = [line for line, row in rows if key not in row]
-    if not lacking:
+    """The value of `key` in each row. None if no row has the key and `key` is the default of the setting
+    `key_field`. Raises ConfigError, which names the first row without the key."""
+    numbers_without = [number for number, row in rows if key not in row]
+    if not numbers_without:
         return [row[key] for _, row in rows]
-    if len(lacking) == len(rows) and key == RolloutConfig.model_fields[key_field].default:
+    is_default = key == RolloutConfig.model_fields[key_field].default
+    if len(numbers_without) == len(rows) and is_default:
         return None
-    fields, unit = ", ".join(sorted(rows[0][1])), _unit(file)
-    reason = f"{unit} {lacking[0]} has no field {key!r} ({unit} {rows[0][0]} has: {fields})"
+    unit = _unit(file)
+    first_number, _ = rows[0]
+    reason = (
+        f"{unit} {numbers_without[0]} has no field {key!r} ({unit} {first_number} has: {_field_names(rows)})"
+    )
     fix = f"add the field, or name another with --{key_field.replace('_', '-')}"
     raise ConfigError(field, file, reason, fix)
 
 
-def _id_text(value: Json, field: str, file: str, line: int) -> str:
-    name = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
-    if name is not None and _usable_id(name):
-        return name
-    reason = f"{_unit(file)} {line}: the id {value!r} is not a string or integer that can be used"
+def _id_text(value: Json, field: str, file: str, number: int) -> str:
+    """The id of a row as text. Raises ConfigError unless it is a usable string or an integer."""
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        text = str(value)
+        if _usable_id(text):
+            return text
+    reason = f"{_unit(file)} {number}: the id {value!r} is not a string or integer that can be used"
     raise ConfigError(field, file, reason, _ID_FIX)
 
 
-_SET = re.compile(r"([\w.-]{1,64})=(.+)")
-_SOURCE = re.compile(r"[\w.]+:\w+|.+\.py:\w+")
-"""An import path, by module or by file; anything else is a file of tasks."""
+_EVAL_SET = re.compile(r"([\w.-]{1,64})=(.+)")
+_SOURCE_PATH = re.compile(r"[\w.]+:\w+|.+\.py:\w+")
+"""An import path, by module or by file. Anything else is a file of tasks."""
+_EVAL_SET_FIX = "write name=tasks.jsonl or name=module:source, each name once"
 
 
 def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ...]]:
-    """The first `eval_tasks` tasks (0: all) of each set by name; the name is empty where none was given.
-    Raises ConfigError, PluginError."""
+    """The first `eval_tasks` tasks (0: all) of each set, by the set's name. Without `eval_sets` there is one
+    set, whose name is empty. Raises ConfigError, PluginError."""
     if not config.eval_sets:
         return {"": load_eval_tasks(config, seed)}
     sets: dict[str, tuple[Task, ...]] = {}
     for entry in config.eval_sets:
-        parts = _SET.fullmatch(entry)
-        if parts is None or parts[1] in sets:
-            reason = "not NAME=WHERE, the name of letters, digits, '.', '_', '-'"
-            reason = f"another set is called {parts[1]!r}" if parts else reason
-            fix = "write name=tasks.jsonl or name=module:source, each name once"
-            raise ConfigError("eval_sets", entry, reason, fix)
-        name, where = parts.groups()
-        source, file = (where, "") if _SOURCE.fullmatch(where) else ("", where)
-        place = {"task_source_path": source, "eval_task_file": file}
+        name, location = _split_eval_set(entry)
+        if name in sets:
+            raise ConfigError("eval_sets", entry, f"another set is called {name!r}", _EVAL_SET_FIX)
+        if _SOURCE_PATH.fullmatch(location):
+            place = {"task_source_path": location, "eval_task_file": ""}
+        else:
+            place = {"task_source_path": "", "eval_task_file": location}
         try:
             sets[name] = load_eval_tasks(config.model_copy(update=place), seed)
         except ConfigError as error:
@@ -273,12 +323,21 @@ def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ..
     return sets
 
 
+def _split_eval_set(entry: str) -> tuple[str, str]:
+    """The name and the location of an entry of `eval_sets`. Raises ConfigError."""
+    match = _EVAL_SET.fullmatch(entry)
+    if match is None:
+        reason = "not NAME=WHERE, the name of letters, digits, '.', '_', '-'"
+        raise ConfigError("eval_sets", entry, reason, _EVAL_SET_FIX)
+    return match[1], match[2]
+
+
 def held_out_only(config: RolloutConfig) -> RolloutConfig:
-    """As `invrl eval` reads it: a task file is held out, and our own workers run the rollouts. ConfigError
-    without exactly one place of tasks."""
-    here = config.model_copy(update={"external_environments": False})
-    if here.eval_sets:
-        return here
-    file = here.eval_task_file or here.task_file
-    _check_one_place(here, file)
-    return here.model_copy(update={"task_file": "", "eval_task_file": file})
+    """The configuration as `invrl eval` reads it: the task file holds held-out tasks, and our own workers run
+    the rollouts. Raises ConfigError unless tasks come from exactly one place."""
+    eval_config = config.model_copy(update={"external_environments": False})
+    if eval_config.eval_sets:
+        return eval_config
+    file = eval_config.eval_task_file or eval_config.task_file
+    _check_one_place(eval_config, file)
+    return eval_config.model_copy(update={"task_file": "", "eval_task_file": file})
