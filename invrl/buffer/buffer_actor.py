@@ -1,12 +1,13 @@
 """The buffer's process: a Ray async actor around the state machine of `buffer.py`.
 
-A plain class: tests make one without Ray, `run/cluster.py` wraps it with `ray.remote`. It receives, calls,
-replies, and polls the run store's outbox, through which finished sessions arrive; recording is idempotent, so
-an outcome may also be pushed through `record`. The poller also asks the store what running rollouts have
-sampled, so that a group with tokens that are too old is dropped before one of its members ends. The ledger is
-written behind, with every poll, and before `trained` and `snapshot` answer; a write that has begun ends,
-whoever is cancelled or closes meanwhile, and the next begins after it. Whoever waits for work or a batch gets
-a failure of the polling."""
+`BufferActor` is a plain class: tests make one without Ray, and `run/cluster.py` starts it as an actor. It
+answers calls and polls the run store's outbox, through which finished sessions arrive. Recording an outcome
+is idempotent, so an outcome may also be pushed through `record`. The poller also asks the store what running
+rollouts have sampled, so that a group with tokens that are too old is dropped before its first member ends.
+
+The ledger is written by every poll, and before `trained` and `snapshot` answer. A write that has begun always
+ends, even if its caller is cancelled or the actor closes meanwhile, and the next write begins after it. If
+the polling fails, every call that waits for work or for a batch raises that failure."""
 
 import asyncio
 import contextlib
@@ -38,11 +39,11 @@ _log = logging.getLogger(__name__)
 _UNWANTED_WAIT_S = 20.0
 """How long `unwanted` waits for a group: less than the deadline of a call."""
 _SUSPECTS_EVERY_S = 1.0
-"""Between two looks at what the suspects of staleness have sampled."""
+"""The pause between two queries of what the suspects of staleness have sampled."""
 
 
 class BufferActor:
-    """Arguments travel to the actor's process, so `tasks_factory` is called there."""
+    """Its arguments are sent to the actor's process, so `tasks_factory` is called there."""
 
     def __init__(
         self,
@@ -55,8 +56,8 @@ class BufferActor:
         poll_interval_s: float = 0.02,
         heartbeat_timeout_s: float = 30.0,
     ) -> None:
-        """`trains_all_roots`: False where only a session's main conversation is trained.
-        `heartbeat_timeout_s`: of the run, which the ledger's waits for other processes follow."""
+        """`trains_all_roots`: False if only a session's main conversation is trained.
+        `heartbeat_timeout_s`: the run's; it limits how long the ledger waits for other writers."""
         forget_keys()  # the task source and the group filter are user code
         self._buffer = Buffer(
             config,
@@ -68,60 +69,65 @@ class BufferActor:
         self._failure_limits = config.failure_limits()
         self._entries: list[LedgerEntry] = []
         self._writing = asyncio.Lock()
-        self._incarnation = self._seen = 0
+        self._incarnation = 0
+        self._seen = 0
+        """The number of the last outbox row that was recorded."""
         self._store_path = run_store_path
         self._external = rollout.external_environments
         self._outbox = RunStore(run_store_path)
         self._tokens = RunStore(run_store_path)
         """A connection of its own: the poller's is in use in its thread."""
         self._checked: set[str] = set()
-        """Groups whose tokens are in the store."""
+        """Ids of the groups whose tokens were looked up in the store."""
         self._ledger = LedgerStore(run_store_path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._poll_interval_s = poll_interval_s
         self._trains_all_roots = trains_all_roots
         self._leased_at: dict[str, float] = {}
         """When rollouts of a group in flight were last leased, on the monotonic clock."""
-        self._next_look = 0.0
-        """At suspects of staleness: when it is due, on the monotonic clock."""
+        self._next_suspects_check = 0.0
+        """When the suspects of staleness are to be checked next, on the monotonic clock."""
         self._poller: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._failure: Exception | None = None
         self._changed = asyncio.Condition()
 
     async def start(self, snapshot: bytes | None = None) -> None:
-        """Begin an incarnation of the run, from a checkpoint's snapshot or anew, and poll the outbox. Once;
-        answers when the actor is alive. Outbox rows of earlier incarnations count only as `Buffer.restore`
-        says."""
+        """Begins an incarnation of the run, from a checkpoint's snapshot or from the start, and begins to
+        poll the outbox. A second call does nothing. Outbox rows of earlier incarnations count only as
+        `Buffer.restore` says."""
         if self._poller is not None:
             return
-        before = msgspec.json.decode(snapshot, type=BufferSnapshot) if snapshot else None
-        parent, step, sequence = (
-            (before.incarnation, int(before.trained), before.sequence) if before else (0, 0, 0)
-        )
-        self._incarnation = self._ledger.begin(parent=parent, step=step, sequence=sequence)
-        newest = self._ledger.last_outbox_row()
-        if before is not None:
-            since = self._outbox.outbox_after(before.outbox_seq, newest - before.outbox_seq)
-            self._buffer.restore(before, [outcome for _, outcome in since])
-        self._seen = newest
+        self._seen = self._ledger.last_outbox_row()
+        if snapshot:
+            self._restore(msgspec.json.decode(snapshot, type=BufferSnapshot))
+        else:
+            self._incarnation = self._ledger.begin(parent=0, step=0, sequence=0)
         self._poller = asyncio.create_task(self._poll())
+
+    def _restore(self, snapshot: BufferSnapshot) -> None:
+        self._incarnation = self._ledger.begin(
+            parent=snapshot.incarnation, step=int(snapshot.trained), sequence=snapshot.sequence
+        )
+        rows = self._outbox.outbox_after(snapshot.outbox_seq, self._seen - snapshot.outbox_seq)
+        self._buffer.restore(snapshot, [outcome for _, outcome in rows])
 
     async def beat(self) -> Pulse:
         return pulse()
 
     async def snapshot(self, trained: WeightVersion) -> bytes:
-        """The buffer as of now, for a checkpoint. What it names (turns, outcomes, its ledger entries) is on
-        disk before this answers, so before the checkpoint appears: after a power loss it is there."""
-        taken = replace(self._buffer.snapshot(trained), incarnation=self._incarnation, outbox_seq=self._seen)
-        await self._keep(to_disk=True)
-        return msgspec.json.encode(taken)
+        """The buffer's present state, for a checkpoint. Everything it names (turns, outcomes, ledger entries)
+        is on disk before this returns, so before the checkpoint appears: a power loss cannot take it."""
+        snapshot = self._buffer.snapshot(trained)
+        snapshot = replace(snapshot, incarnation=self._incarnation, outbox_seq=self._seen)
+        await self._write_ledger(to_disk=True)
+        return msgspec.json.encode(snapshot)
 
     async def lease(self) -> GroupLease | None:
         self._check_poller()
         lease = self._buffer.lease()
         if lease is not None:
             self._leased_at[lease.group_id] = time.monotonic()
-        if lease is None and not self._buffer.can_fill:
+        elif not self._buffer.can_fill:
             await self._notify()
         return lease
 
@@ -130,72 +136,80 @@ class BufferActor:
         await self._notify()
 
     async def unwanted(self) -> tuple[DroppedGroup, ...]:
-        """Groups that were dropped while members of theirs were in flight, each named once. Waits for the
-        first one; empty if none comes for a while, or the buffer closes."""
+        """Groups that were dropped while members of them were in flight; each is returned once. Waits for the
+        first one. Empty if there is none for `_UNWANTED_WAIT_S`, or if the buffer closes."""
         deadline = time.monotonic() + _UNWANTED_WAIT_S
         async with self._changed:
             while True:
                 self._check_poller()
                 groups = self._buffer.unwanted()
-                left = deadline - time.monotonic()
-                if groups or left <= 0 or self._closing.is_set():
+                remaining_s = deadline - time.monotonic()
+                if groups or remaining_s <= 0 or self._closing.is_set():
                     return groups
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left):
-                        await self._changed.wait()
+                await self._wait_for_change(remaining_s)
 
     async def take(self, timeout_s: float) -> TakenBatch:
-        """Waits for a batch. Raises IdenticalFailuresError once every rollout so far has failed for the same
-        reason, or too many in a row have failed alike; FilteredOutError once the group filter has dropped as
-        many groups in a row as it may; DeadlineError, naming what is missing, after `timeout_s` or as soon
-        as the task source cannot fill a batch any more."""
+        """Waits for a batch.
+
+        Raises IdenticalFailuresError once every rollout so far has failed for the same reason or too many in
+        a row have failed in the same way; FilteredOutError once the group filter has dropped as many groups
+        in a row as it may; DeadlineError, naming what is missing, after `timeout_s` or as soon as the task
+        source cannot fill a batch any more."""
         start = time.monotonic()
         async with self._changed:
             while True:
                 self._check_poller()
                 self._check_failures()
                 await self._drop_groups_without_tokens()
-                if (batch := self._buffer.take()) is not None:
+                batch = self._buffer.take()
+                if batch is not None:
                     return batch
-                if reason := self._buffer.filtered_out:
-                    raise FilteredOutError(reason)
-                waited = time.monotonic() - start
-                if waited >= timeout_s or not self._buffer.can_fill:
-                    raise DeadlineError(f"a batch of {self._buffer}", waited)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(timeout_s - waited):
-                        await self._changed.wait()
+                filtered_out = self._buffer.filtered_out
+                if filtered_out:
+                    raise FilteredOutError(filtered_out)
+                waited_s = time.monotonic() - start
+                if waited_s >= timeout_s or not self._buffer.can_fill:
+                    raise DeadlineError(f"a batch of {self._buffer}", waited_s)
+                await self._wait_for_change(timeout_s - waited_s)
+
+    async def _wait_for_change(self, timeout_s: float) -> None:
+        """Until the buffer has changed, for at most `timeout_s`. The caller holds `_changed`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     async def _drop_groups_without_tokens(self) -> None:
-        """Each group that may be taken is looked up in the store once. A store that has lost what a
-        checkpoint names (a power loss, a damaged file) costs those groups, not the run."""
-        while unchecked := [one for one in self._buffer.takeable() if one.id not in self._checked]:
+        """Looks up each group that may be taken in the store, once. If the store has lost what a checkpoint
+        names (a power loss, a damaged file), those groups are dropped and the run continues."""
+        while unchecked := [group for group in self._buffer.takeable() if group.id not in self._checked]:
             summaries = [rollout for group in unchecked for rollout in group.rollouts_G]
             lost = await asyncio.to_thread(self._tokens.without_tokens, summaries)
             for group in unchecked:
                 self._checked.add(group.id)
-                gone = sorted(lost & {rollout.session_id for rollout in group.rollouts_G})
-                if gone:
-                    _log.warning(
-                        "group %s is dropped: the store has no turns of %s", group.id, ", ".join(gone)
-                    )
-                    self._buffer.drop_lost(group.id)
+                session_ids = {rollout.session_id for rollout in group.rollouts_G}
+                lost_of_group = sorted(lost & session_ids)
+                if not lost_of_group:
+                    continue
+                _log.warning(
+                    "group %s is dropped: the store has no turns of %s", group.id, ", ".join(lost_of_group)
+                )
+                self._buffer.drop_lost(group.id)
 
     async def trained(self, batch_id: int) -> None:
         self._buffer.trained(batch_id)
-        await self._keep()
+        await self._write_ledger()
 
     async def advance(self, version: WeightVersion) -> None:
         self._buffer.advance(version)
-        self._next_look = 0.0
+        self._next_suspects_check = 0.0
         await self._notify()
 
     async def metrics(self) -> Mapping[str, Metric]:
         return self._buffer.metrics()
 
     async def close(self) -> None:
-        """End the run: everything untrained is dropped, the ledger is whole, the store is closed. Again: no
-        effect. The poller is not cancelled, because it may be in the middle of a write."""
+        """Ends the run: drops everything untrained, writes the rest of the ledger, closes the store. A second
+        call does nothing. The poller is not cancelled, because it may be in the middle of a write."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -203,21 +217,21 @@ class BufferActor:
         if self._poller is not None:
             await self._poller
         self._buffer.close()
-        await self._keep()
+        await self._write_ledger()
         self._outbox.close()
         self._tokens.close()
         self._ledger.close()
 
     async def _poll(self) -> None:
-        """Until `close`. The outbox is read in a thread: a slow disk must not hold up leases."""
+        """Polls until `close`. The outbox is read in a thread: a slow disk must not delay leases."""
         try:
             while not self._closing.is_set():
                 rows = await asyncio.to_thread(self._outbox.outbox_after, self._seen)
                 for number, outcome in rows:
                     self._buffer.record(outcome)
                     self._seen = number
-                await self._look_at_suspects()
-                await self._keep()
+                await self._drop_stale_in_flight()
+                await self._write_ledger()
                 if rows:
                     await self._notify()
                 else:
@@ -228,51 +242,58 @@ class BufferActor:
             self._failure = error
             await self._notify()
 
-    async def _look_at_suspects(self) -> None:
-        """Drops groups in which a running rollout has sampled tokens that are too old by now. Where only main
-        conversations are trained, it is not known before the end which tokens count: then none is dropped."""
-        if not self._trains_all_roots or time.monotonic() < self._next_look:
+    async def _drop_stale_in_flight(self) -> None:
+        """Drops groups in which a running rollout has sampled tokens that are too old by now. If only main
+        conversations are trained, it is unknown until a rollout ends which of its tokens count, so none is
+        dropped."""
+        if not self._trains_all_roots:
+            return
+        if time.monotonic() < self._next_suspects_check:
             return
         suspects = self._buffer.suspects()
         if not suspects:
             return
-        self._next_look = time.monotonic() + _SUSPECTS_EVERY_S
+        self._next_suspects_check = time.monotonic() + _SUSPECTS_EVERY_S
         sampled = await asyncio.to_thread(self._outbox.sampled_so_far, suspects)
         self._buffer.note_sampled(sampled)
         await self._notify()
 
-    async def _keep(self, *, to_disk: bool = False) -> None:
-        """Writes the ledger. If the caller is cancelled meanwhile, the write goes on and ends by itself."""
-        await asyncio.shield(asyncio.ensure_future(self._write(to_disk)))
+    async def _write_ledger(self, *, to_disk: bool = False) -> None:
+        """Writes the new entries. If the caller is cancelled meanwhile, the write continues to its end."""
+        await asyncio.shield(asyncio.ensure_future(self._write_entries(to_disk)))
 
-    async def _write(self, to_disk: bool) -> None:
-        """Entries stay in the list until their write has succeeded."""
+    async def _write_entries(self, to_disk: bool) -> None:
+        """Entries stay in the list until they are written, so a write that fails loses none."""
         async with self._writing:
             entries = list(self._entries)
-            if entries or to_disk:
-                await asyncio.to_thread(self._ledger.write, entries, to_disk=to_disk)
-                del self._entries[: len(entries)]
+            if not entries and not to_disk:
+                return
+            await asyncio.to_thread(self._ledger.write, entries, to_disk=to_disk)
+            del self._entries[: len(entries)]
 
     async def failures(self) -> FailureReport:
-        """What has failed so far, and how many of the last failures were the same."""
+        """Which rollouts have failed so far, and how many of the last failures were the same."""
         return self._buffer.failure_report()
 
     async def waiting(self) -> WaitReport:
-        """What the next batch waits for, and since when; the group that was leased first comes first."""
+        """What the next batch waits for, and since when; the group that was leased earliest comes first."""
         report = self._buffer.wait_report()
         now = time.monotonic()
-        self._leased_at = {
-            group.group_id: self._leased_at.get(group.group_id, now) for group in report.in_flight
-        }
-        timed = [replace(one, since_s=now - self._leased_at[one.group_id]) for one in report.in_flight]
-        timed.sort(key=lambda group: -group.since_s)
+        leased_at: dict[str, float] = {}
+        in_flight = []
+        for group in report.in_flight:
+            since = self._leased_at.get(group.group_id, now)
+            leased_at[group.group_id] = since
+            in_flight.append(replace(group, since_s=now - since))
+        self._leased_at = leased_at  # groups that are no longer in flight are forgotten
+        in_flight.sort(key=lambda group: -group.since_s)
         outside = None
-        if self._external and timed:
-            outside = await asyncio.to_thread(self._waits_outside, timed[0].group_id)
-        return replace(report, in_flight=tuple(timed), outside=outside)
+        if self._external and in_flight:
+            outside = await asyncio.to_thread(self._waits_outside, in_flight[0].group_id)
+        return replace(report, in_flight=tuple(in_flight), outside=outside)
 
     def _waits_outside(self, group_id: str) -> WaitsOutside:
-        """By a connection of its own: the others are in use in their threads."""
+        """Uses a connection of its own: the others are in use in their threads."""
         with contextlib.closing(RunStore(self._store_path)) as store:
             return store.waits_outside(group_id, time.time())
 

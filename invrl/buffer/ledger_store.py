@@ -1,14 +1,15 @@
-"""The ledger kept: every entry of every life of a run, in the run's store.
+"""The ledger in the run's store: every entry of every incarnation of the run.
 
-An incarnation is one start of the run; it descends from the checkpoint that it resumed from. The surviving
-lineage is what the last incarnation did, what its parent did up to that checkpoint, and so on back: what an
-incarnation did after the checkpoint that its child began with is lost."""
+An incarnation is one start of the run. It descends from the incarnation whose checkpoint it resumed from. The
+surviving lineage is everything that the last incarnation did, everything that its parent did up to that
+checkpoint, and so on back to the first. What an incarnation did after the checkpoint that its child began
+with is lost."""
 
 import contextlib
 import sqlite3
 import time
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,59 +28,65 @@ class Incarnation:
 
     number: int
     parent: int
-    """The incarnation that this one goes on from; 0 if it goes on from none."""
+    """The incarnation whose checkpoint this one resumed from; 0 if it resumed from none."""
     step: int
     """The step of the checkpoint that it began with; 0 if it began from the start."""
     sequence: int
-    """The number of its first ledger entry. The parent's entries from that number on are lost."""
+    """The number of its first ledger entry. Its parent's entries from that number on are lost."""
     started_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptEntry:
-    """A ledger entry with the incarnation that made it; `at` in Unix seconds."""
+    """A stored ledger entry, and the incarnation that wrote it."""
 
     incarnation: int
     at: float
+    """When it was written, in Unix seconds."""
     lost: bool
+    """Whether it is outside of the surviving lineage."""
     entry: LedgerEntry
 
 
 class LedgerStore:
-    """The writer's side. Every call is one transaction."""
+    """Writes the ledger. Every call is one transaction."""
 
     def __init__(self, path: Path, *, heartbeat_timeout_s: float = 30.0) -> None:
-        """`heartbeat_timeout_s`: see `busy_timeout_s`."""
+        """`heartbeat_timeout_s` limits the wait for other writers, see `busy_timeout_s` in `schema.py`."""
         self._db = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._incarnation = 0
 
     def begin(self, *, parent: int, step: int, sequence: int) -> int:
-        """Begins a new incarnation and returns its number. Raises BufferStateError if the store lacks the
-        parent."""
+        """Begins a new incarnation and returns its number. Raises BufferStateError if the parent is not in
+        the store."""
         newest = self._db.execute("SELECT COALESCE(MAX(incarnation), 0) FROM incarnations").fetchone()[0]
         if parent > newest:
             raise BufferStateError(
-                f"incarnation {parent} is to be gone on from, and the store ends with {newest}"
+                f"the checkpoint is of incarnation {parent}, but the run's store ends with {newest}"
             )
         sql = "INSERT INTO incarnations (parent, step, sequence, started_at) VALUES (?,?,?,?)"
-        self._incarnation = int(self._db.execute(sql, (parent, step, sequence, time.time())).lastrowid or 0)
+        cursor = self._db.execute(sql, (parent, step, sequence, time.time()))
+        self._incarnation = int(cursor.lastrowid or 0)
         return self._incarnation
 
     def last_outbox_row(self) -> int:
-        return int(self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM outbox").fetchone()[0])
+        """The number of the newest row of the outbox; 0 if there is none."""
+        row = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM outbox").fetchone()
+        return int(row[0])
 
     def write(self, entries: Iterable[LedgerEntry], *, to_disk: bool = False) -> None:
-        """With `to_disk` everything that anybody has committed to the run's store so far, turns and outcomes
-        included, survives a power loss once this returns: they are all in one log, which is flushed."""
+        """Writes the entries in one transaction. With `to_disk`, everything that any process has committed
+        to the run's store so far, turns and outcomes included, survives a power loss once this returns: all
+        of it is in one log, and the log is flushed."""
         now = time.time()
-        rows = []
-        for sequence, place, *facts in map(astuple, entries):  # the table's columns have the fields' order
-            rows.append((self._incarnation, sequence, *place, *facts, now))
-        self._db.execute(f"PRAGMA synchronous={'FULL' if to_disk else 'NORMAL'}")
+        rows = [_row(entry, self._incarnation, now) for entry in entries]
+        placeholders = ",".join("?" * _COLUMNS)
+        synchronous = "FULL" if to_disk else "NORMAL"
+        self._db.execute(f"PRAGMA synchronous={synchronous}")
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            self._db.executemany(f"INSERT INTO ledger VALUES ({','.join('?' * 13)})", rows)
-            if to_disk:  # a commit flushes only if it changes something: the time does
+            self._db.executemany(f"INSERT INTO ledger VALUES ({placeholders})", rows)
+            if to_disk:  # a commit flushes only if it changes something: the time changes
                 self._db.execute("INSERT OR REPLACE INTO flushes VALUES (?,?)", (self._incarnation, now))
             self._db.execute("COMMIT")
         except BaseException:
@@ -92,7 +99,7 @@ class LedgerStore:
 
 
 def read_incarnations(path: Path) -> list[Incarnation]:
-    """All incarnations of the run, the oldest first."""
+    """All incarnations of the run, oldest first."""
     rows = connect(path).execute(
         "SELECT incarnation, parent, step, sequence, started_at FROM incarnations ORDER BY incarnation"
     )
@@ -100,52 +107,83 @@ def read_incarnations(path: Path) -> list[Incarnation]:
 
 
 def read_ledger(path: Path) -> list[KeptEntry]:
-    """All entries, in the order they were made; `lost` says which are not of the surviving lineage. Raises
-    BufferStateError for an incarnation that goes on from itself or a later one."""
-    kept_below: dict[int, float] = {}
-    incarnations = {incarnation.number: incarnation for incarnation in read_incarnations(path)}
-    incarnation, bound = (max(incarnations), float("inf")) if incarnations else (0, 0.0)
-    while incarnation in incarnations:
-        kept_below[incarnation] = bound
-        parent = incarnations[incarnation].parent
-        if parent >= incarnation:
-            raise BufferStateError(
-                f"incarnation {incarnation} goes on from incarnation {parent}, which is not before it"
-            )
-        bound = min(bound, incarnations[incarnation].sequence)
-        incarnation = parent
+    """All entries, in the order in which they were written. Raises BufferStateError if the parent of an
+    incarnation is the incarnation itself or a later one."""
+    lost_from = _first_lost_sequences(read_incarnations(path))
     rows = connect(path).execute("SELECT * FROM ledger ORDER BY incarnation, sequence")
-    return [
-        KeptEntry(incarnation=row[0], at=row[12], lost=row[1] >= kept_below.get(row[0], 0), entry=_entry(row))
-        for row in rows
-    ]
+    return [_kept_entry(row, lost_from) for row in rows]
+
+
+def _first_lost_sequences(incarnations: Iterable[Incarnation]) -> dict[int, float]:
+    """By incarnation of the surviving lineage, the sequence number from which its entries are lost: infinity
+    for the last incarnation. All entries of the incarnations that are not named are lost."""
+    by_number = {incarnation.number: incarnation for incarnation in incarnations}
+    lost_from: dict[int, float] = {}
+    number = max(by_number, default=0)
+    bound = float("inf")
+    while number in by_number:
+        incarnation = by_number[number]
+        lost_from[number] = bound
+        if incarnation.parent >= number:
+            raise BufferStateError(
+                f"incarnation {number} resumed from incarnation {incarnation.parent}, which is not before it"
+            )
+        bound = min(bound, incarnation.sequence)
+        number = incarnation.parent
+    return lost_from
 
 
 def check_lineage(kept: Iterable[KeptEntry], *, ended: bool) -> None:
-    """Exactly once, along the surviving lineage: a place is in at most one training batch and ends at most
-    once, batches follow each other without a gap, and in a run that has `ended` every place has. Raises
-    BufferStateError that names the first place for which it does not hold."""
-    last: dict[Place, RolloutState] = {}
-    trained: dict[Place, int] = {}
-    for entry in (one.entry for one in kept if not one.lost):
-        if last.get(entry.place) in _ENDS:
-            raise BufferStateError(f"{entry.place} ended as {last[entry.place]} and then is {entry.state}")
-        last[entry.place] = entry.state
+    """Checks that training was exactly-once along the surviving lineage: a place ends at most once and is in
+    at most one training batch, the batches are numbered without a gap, and in a run that has `ended` every
+    place has ended. Raises BufferStateError that names the first place for which this is false."""
+    last_states: dict[Place, RolloutState] = {}
+    batch_ids: set[int] = set()
+    for kept_entry in kept:
+        if kept_entry.lost:
+            continue
+        entry = kept_entry.entry
+        last_state = last_states.get(entry.place)
+        if last_state in _ENDS:
+            raise BufferStateError(f"{entry.place} ended as {last_state} and then became {entry.state}")
+        last_states[entry.place] = entry.state
         if entry.state is RolloutState.TRAINED and entry.batch_id is not None:
-            trained[entry.place] = entry.batch_id
-    batches = sorted(set(trained.values()))
+            batch_ids.add(entry.batch_id)
+    batches = sorted(batch_ids)
     if batches != list(range(len(batches))):
         raise BufferStateError(f"the batches of the lineage are {batches}: one is missing")
-    open_places = [place for place, state in last.items() if state not in _ENDS]
+    open_places = [place for place, state in last_states.items() if state not in _ENDS]
     if ended and open_places:
-        raise BufferStateError(f"{len(open_places)} rollouts have not ended, {open_places[0]} first")
+        raise BufferStateError(f"{len(open_places)} rollouts have not ended; the first is {open_places[0]}")
 
 
 _ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)
 _FIELDS = tuple(field.name for field in fields(LedgerEntry))
+_COLUMNS = 13
+"""Of the table: the incarnation, an entry's fields in order (the place is three columns), the time."""
 
 
-def _entry(row: tuple[Any, ...]) -> LedgerEntry:
-    _, sequence, group_id, index, attempt, *facts, _ = row
+def _row(entry: LedgerEntry, incarnation: int, at: float) -> tuple[Any, ...]:
+    return (
+        incarnation,
+        entry.sequence,
+        entry.place.group_id,
+        entry.place.index,
+        entry.place.attempt,
+        entry.task_id,
+        entry.state,
+        entry.reason,
+        entry.failure,
+        entry.detail,
+        entry.batch_id,
+        entry.session_id,
+        at,
+    )
+
+
+def _kept_entry(row: tuple[Any, ...], lost_from: Mapping[int, float]) -> KeptEntry:
+    incarnation, sequence, group_id, index, attempt, *facts, at = row
     values = (sequence, Place(group_id, index, attempt), *facts)
-    return msgspec.convert(dict(zip(_FIELDS, values, strict=True)), LedgerEntry)
+    entry = msgspec.convert(dict(zip(_FIELDS, values, strict=True)), LedgerEntry)
+    is_lost = sequence >= lost_from.get(incarnation, 0)
+    return KeptEntry(incarnation=incarnation, at=at, lost=is_lost, entry=entry)

@@ -1,15 +1,15 @@
-"""From a taken batch and its tokens to a TrainBatch. Pure; called by the loop's process.
+"""Builds a TrainBatch from a taken batch and its tokens. Pure.
 
-One row per branch of a rollout, its child sessions' branches among them. Invariant: a sampled token is
-trained in exactly one row. A turn that several branches share is trained in the first of them and is
-context in the others. What is not trained: a turn whose answer never reached the client, or that was
-aborted. At the end of a branch such turns are cut off; inside it they stay as context, because what follows
-was conditioned on them.
+Each branch of a rollout becomes one row, the branches of its child sessions included. Invariant: a sampled
+token is trained in exactly one row. A turn that several branches share is trained in the first of them and is
+context in the others. A turn is not trained if its answer never reached the client or if it was aborted. At
+the end of a branch such turns are cut off. Inside a branch they stay as context, because what follows was
+conditioned on them.
 
-Whose reward counts for a token: its turn's own, else its branch's (the deepest turn of the branch that was
-given one), else its child session's, else the rollout's final one; or, with the use "add", all of them, where
-a turn also has the rewards of the turns that follow it. Each reward's advantage comes from the rewards of its
-own kind (`comparison.py`)."""
+Which reward counts for a token: the one of its turn; if there is none, its branch's (that of the deepest
+rewarded turn of the branch); if there is none, its child session's; else the rollout's final one. With the
+use "add", all of these count, and a turn also has the rewards of the turns that follow it. The advantage of a
+reward is computed among rewards of its own kind (`comparison.py`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,24 +33,24 @@ def build_batch(
     baseline: RewardBaseline = "depth",
     use: RewardUse = "replace",
 ) -> TrainBatch:
-    """Rows with their advantages, in the order of the groups: a reward's advantage stands on each trained
-    token that it counts for, and the rollout counts once in its group's baseline however many rows it became.
+    """Rows with their advantages, in the order of the groups. A reward's advantage is written to each trained
+    token that it counts for. A rollout counts once in its group's baseline, however many rows it becomes.
 
-    `use` "replace": the most particular reward that a token has stands in the place of all others. "add": the
-    sum of the advantages of its final, child's and branch's reward and of the turn rewards from its own turn
-    to the end of its row; with `baseline` "group" and turn rewards only, that is process supervision of GRPO
-    (arXiv 2402.03300, section 4.1.3).
+    With `use` "replace", only the most particular reward of a token counts. With "add", a token's advantage
+    is the sum of the advantages of its final, child's and branch's reward and of the turn rewards from its
+    own turn to the end of its row. With `baseline` "group" and turn rewards only, that is the process
+    supervision of GRPO (arXiv 2402.03300, section 4.1.3).
 
-    Raises BufferStateError if the tokens of a taken rollout are missing, PluginError if the advantage
-    function returns anything but one finite number per rollout."""
+    Raises BufferStateError if the tokens of a taken rollout are missing; PluginError if the advantage
+    function does not return one finite number per rollout."""
     by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float32]] = []
     for group in taken.groups:
-        known: dict[RewardOwner, float] = {}
+        advantage_of: dict[RewardOwner, float] = {}
         for comparison in comparisons(group, baseline):
             values = _group_advantages(comparison.rewards_R, advantage_fn, eps)
-            known.update(zip(comparison.owners, values, strict=True))
+            advantage_of.update(zip(comparison.owners, values, strict=True))
         for summary in group.rollouts_G:
             rollout = by_session.get(summary.session_id)
             if rollout is None:
@@ -58,7 +58,7 @@ def build_batch(
                 raise BufferStateError(f"batch {taken.batch_id}: no tokens for {place}")
             for branch in _branches(rollout):
                 samples.append(branch.sample)
-                advantages.append(_token_advantages(branch, summary, known, use))
+                advantages.append(_token_advantages(branch, summary, advantage_of, use))
     return TrainBatch(
         batch_id=taken.batch_id,
         version=taken.version,
@@ -69,38 +69,46 @@ def build_batch(
 
 
 def samples_from_rollout(rollout: Rollout) -> list[TrainSample]:
-    """One row per branch that has something left to train; none for a rollout without trained tokens."""
+    """One row for each branch that has untrained tokens left; none for a rollout without tokens to train."""
     return [branch.sample for branch in _branches(rollout)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Branch:
-    """A row, and the turns of its whole branch: those of the row, and untrained ones after them."""
+    """A row, and all turns of its branch: those of the row first, then untrained ones that were cut off."""
 
     sample: TrainSample
     turns: tuple[Turn, ...]
 
 
 def _branches(rollout: Rollout) -> list[_Branch]:
-    trained_roots = [
-        trajectory
+    """The branches that become rows. A branch is left out if another one continues it, or if each turn that
+    it would train is trained in an earlier row."""
+    whole_branches = [
+        trajectory.turns
         for trajectory in rollout.trajectories
         if trajectory.turns[0].id not in rollout.summary.untrained_roots
     ]
-    paths = [_without_untrained_end(trajectory.turns) for trajectory in trained_roots]
-    ids = [tuple(turn.id for turn in path) for path in paths]
+    paths = [_without_untrained_end(turns) for turns in whole_branches]
+    paths_ids = [tuple(turn.id for turn in path) for path in paths]
     branches: list[_Branch] = []
-    trained: set[str] = set()
-    for k, path in enumerate(paths):
-        longer = any(len(other) > len(ids[k]) and other[: len(ids[k])] == ids[k] for other in ids)
-        fresh = {turn.id for turn in path if _trainable(turn)} - trained
-        if longer or not fresh:
+    trained_ids: set[str] = set()
+    for turns, path, path_ids in zip(whole_branches, paths, paths_ids, strict=True):
+        if any(_continues(other_ids, path_ids) for other_ids in paths_ids):
             continue
-        sample = _row(rollout, path, fresh, _branch_reward(rollout.summary, trained_roots[k].turns))
+        new_ids = {turn.id for turn in path if _trainable(turn)} - trained_ids
+        if not new_ids:
+            continue
+        sample = _row(rollout, path, new_ids, _branch_reward(rollout.summary, turns))
         if sample.loss_mask_T.any():
-            branches.append(_Branch(sample=sample, turns=trained_roots[k].turns))
-            trained |= fresh
+            branches.append(_Branch(sample=sample, turns=turns))
+            trained_ids |= new_ids
     return branches
+
+
+def _continues(longer_ids: tuple[str, ...], path_ids: tuple[str, ...]) -> bool:
+    """Whether the one path begins with the other and has more turns."""
+    return len(longer_ids) > len(path_ids) and longer_ids[: len(path_ids)] == path_ids
 
 
 def _trainable(turn: Turn) -> bool:
@@ -115,13 +123,15 @@ def _without_untrained_end(turns: Sequence[Turn]) -> Sequence[Turn]:
 
 
 def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:
-    given = [summary.branch_rewards[turn.id] for turn in turns if turn.id in summary.branch_rewards]
-    return given[-1] if given else summary.child_rewards.get(turns[0].session_id, summary.reward)
+    for turn in reversed(turns):
+        if turn.id in summary.branch_rewards:
+            return summary.branch_rewards[turn.id]
+    return summary.child_rewards.get(turns[0].session_id, summary.reward)
 
 
 def _reward_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[RewardOwner]:
-    """Whose rewards count for the tokens of a branch, but for those of single turns: from the whole rollout's
-    to the most particular one."""
+    """The owners of the rewards that count for all tokens of a branch: from that of the whole rollout to the
+    most particular one. Rewards of single turns are not among them."""
     owners = [RewardOwner("final", summary.session_id)]
     session = child_owner(summary, turns[0].session_id)
     if session.kind == "child":
@@ -133,28 +143,44 @@ def _reward_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[Rewar
 
 
 def _token_advantages(
-    branch: _Branch, summary: RolloutSummary, known: Mapping[RewardOwner, float], use: RewardUse
+    branch: _Branch, summary: RolloutSummary, advantage_of: Mapping[RewardOwner, float], use: RewardUse
 ) -> NDArray[np.float32]:
-    """[T], 0 where nothing is trained."""
+    """The advantage of each token of a row, [T]; 0 for tokens that are not trained."""
     owners = _reward_owners(summary, branch.turns)
-    whole = sum(known[owner] for owner in owners) if use == "add" else known[owners[-1]]
-    by_turn: dict[str, float] = {}
-    following = 0.0
-    for turn in reversed(branch.turns):
-        own = known.get(RewardOwner("turn", turn.id))
-        following += own or 0.0
-        if use == "add":
-            by_turn[turn.id] = whole + following
-        else:
-            by_turn[turn.id] = whole if own is None else own
+    if use == "add":
+        turn_advantages = _summed_advantages(branch.turns, owners, advantage_of)
+    else:
+        turn_advantages = _most_particular_advantages(branch.turns, owners, advantage_of)
     parts = []
     for turn in branch.turns[: len(branch.sample.turn_ids)]:
         parts.append(np.zeros(len(turn.context_ids_T), np.float32))
-        parts.append(np.full(len(turn.sampled_ids_T), by_turn[turn.id], np.float32))
+        parts.append(np.full(len(turn.sampled_ids_T), turn_advantages[turn.id], np.float32))
     return np.where(branch.sample.loss_mask_T, np.concatenate(parts), np.float32(0.0))
 
 
-def _row(rollout: Rollout, path: Sequence[Turn], fresh: set[str], reward: float) -> TrainSample:
+def _most_particular_advantages(
+    turns: Sequence[Turn], owners: Sequence[RewardOwner], advantage_of: Mapping[RewardOwner, float]
+) -> dict[str, float]:
+    """By turn id: the advantage of the turn's own reward, or else that of its branch."""
+    branch_advantage = advantage_of[owners[-1]]
+    return {turn.id: advantage_of.get(RewardOwner("turn", turn.id), branch_advantage) for turn in turns}
+
+
+def _summed_advantages(
+    turns: Sequence[Turn], owners: Sequence[RewardOwner], advantage_of: Mapping[RewardOwner, float]
+) -> dict[str, float]:
+    """By turn id: the sum of the advantages of the branch, of the turn and of the turns that follow it."""
+    branch_advantage = sum(advantage_of[owner] for owner in owners)
+    following = 0.0
+    sums: dict[str, float] = {}
+    for turn in reversed(turns):
+        following += advantage_of.get(RewardOwner("turn", turn.id), 0.0)
+        sums[turn.id] = branch_advantage + following
+    return sums
+
+
+def _row(rollout: Rollout, path: Sequence[Turn], trained_ids: set[str], reward: float) -> TrainSample:
+    """One row of the turns in `path`; the sampled tokens of the turns in `trained_ids` are trained."""
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float32]] = []
@@ -162,23 +188,27 @@ def _row(rollout: Rollout, path: Sequence[Turn], fresh: set[str], reward: float)
     grammars: list[GrammarSpan] = []
     start = 0
     for turn in path:
-        context, sampled = len(turn.context_ids_T), len(turn.sampled_ids_T)
-        trains = turn.id in fresh
-        end = start + context + sampled
-        if trains and turn.grammar:
-            grammars.append(GrammarSpan(start=start + context, end=end, grammar=turn.grammar))
+        num_context = len(turn.context_ids_T)
+        num_sampled = len(turn.sampled_ids_T)
+        is_trained = turn.id in trained_ids
+        sampled_start = start + num_context
+        end = sampled_start + num_sampled
+        if is_trained and turn.grammar:
+            grammars.append(GrammarSpan(start=sampled_start, end=end, grammar=turn.grammar))
         start = end
         tokens += [turn.context_ids_T, turn.sampled_ids_T]
-        masks += [np.zeros(context, np.bool_), np.full(sampled, trains)]
-        logprobs += [np.zeros(context, np.float32), turn.logprobs_T]
-        versions += [np.full(context, -1, np.int32), turn.versions_T]
+        masks += [np.zeros(num_context, np.bool_), np.full(num_sampled, is_trained)]
+        logprobs += [np.zeros(num_context, np.float32), turn.logprobs_T]
+        versions += [np.full(num_context, -1, np.int32), turn.versions_T]
     mask_T = np.concatenate(masks)
     mask_T[:1] = False  # nothing comes before the first token, so it has no log-prob
+    logprobs_T = np.where(mask_T, np.concatenate(logprobs), 0)
+    versions_T = np.where(mask_T, np.concatenate(versions), -1)
     return TrainSample(
         tokens_T=np.concatenate(tokens).astype(np.int32, copy=False),
         loss_mask_T=mask_T,
-        rollout_logprobs_T=np.where(mask_T, np.concatenate(logprobs), 0).astype(np.float32, copy=False),
-        versions_T=np.where(mask_T, np.concatenate(versions), -1).astype(np.int32, copy=False),
+        rollout_logprobs_T=logprobs_T.astype(np.float32, copy=False),
+        versions_T=versions_T.astype(np.int32, copy=False),
         reward=reward,
         temperature=_temperature(rollout, path),
         group_id=rollout.summary.group_id,
@@ -190,7 +220,7 @@ def _row(rollout: Rollout, path: Sequence[Turn], fresh: set[str], reward: float)
 
 
 def _temperature(rollout: Rollout, path: Sequence[Turn]) -> float:
-    """The trainer divides a row's logits by one number, which the run pins."""
+    """The one temperature of a row, which the run fixes: the trainer divides the row's logits by it."""
     temperatures = {turn.temperature for turn in path}
     if len(temperatures) != 1:
         session = rollout.summary.session_id

@@ -1,6 +1,5 @@
 """The run's `metrics.jsonl`: one row of numbers per step."""
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -9,12 +8,16 @@ MetricsRow = dict[str, float | None]
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
-    """The rows of metrics.jsonl, if there is one. A line that is none is left out: the torn last one of a
-    killed run, or bytes of a damaged file, be they UTF-8 or not."""
+    """The rows of metrics.jsonl; none if the file does not exist. A line that is not a row is left out: the
+    incomplete last line of a killed run, or bytes of a damaged file, which need not be UTF-8."""
+    if not path.is_file():
+        return []
     rows: list[MetricsRow] = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):  # JSONDecodeError and UnicodeDecodeError are both
+    for line in path.read_bytes().splitlines():
+        try:
             row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                rows.append(row)
+        except ValueError:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows

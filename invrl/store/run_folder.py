@@ -1,7 +1,7 @@
-"""A run's folder: the paths of everything a run writes, also for a dead run.
+"""A run's folder: the paths of everything a run writes. It also describes a run that has ended.
 
-Invariants: one command at a time writes into a folder, and any other is refused and told which process holds
-it. Every component writes only at the paths named here."""
+Invariants: only one command at a time writes into a folder; another one is refused with an error that says
+which process holds the folder. Every component writes only to the paths named here."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from invrl.host.disk import write_atomically
 from invrl.store.metrics_file import read_metrics
 
 LOCK_NAME = "run.lock"
-"""Says which process holds the folder, as long as that has locked it."""
+"""Names the process that holds the folder, for as long as that process has locked this file."""
 
 
 class Below:
-    """As a class attribute: the path of this name below the owner's `path`."""
+    """A class attribute that is the path of this name below the owner's `path`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -35,7 +35,7 @@ class Below:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """Paths of a run; all absolute."""
+    """The paths of a run; all are absolute."""
 
     path: Path
 
@@ -49,15 +49,16 @@ class RunFolder:
     rollout_data_path = Below("rollout_data")
     """Training batches, one file per step (`store/batch_file.py`)."""
     phase_path = Below("phase.json")
-    """What the driver is doing, as JSON: pid, step, phase."""
+    """What the driver does now, as JSON: pid, step, phase."""
     finished_path = Below("finished")
-    """Holds the number of steps of a run that came to its end."""
+    """Exists once the run is complete and holds its number of steps."""
+    logs_path = Below("logs")
 
     @contextmanager
     def held(self, command: str) -> Iterator[None]:
-        """While `command` of this process works in the folder: nothing else that writes into it may.
-        ConfigError with the holder's process id if another one does, or if the folder cannot be written. The
-        kernel lets go of the folder when this process ends."""
+        """Holds the folder for `command` of this process, so that no other command writes into it. Raises
+        ConfigError if another command holds it (the error has its process id) or if the folder cannot be
+        written. The kernel releases the lock when this process ends."""
         try:
             file = self._lock_path.open("a")
         except OSError as error:
@@ -73,7 +74,7 @@ class RunFolder:
             yield
 
     def check_free(self) -> None:
-        """ConfigError with the holder's process id if a command works in the folder now."""
+        """Raises ConfigError with the holder's process id if a command works in the folder now."""
         if not self._lock_path.exists():
             return
         with self._lock_path.open() as file:
@@ -92,39 +93,47 @@ class RunFolder:
         return ConfigError("run.run_name", self.path.name, f"{holder} works in {self.path}", fix)
 
     def rewind_metrics(self, step: int) -> str:
-        """The run goes on after `step`: rows of later steps are lost. What is wrong with the file, empty if
-        nothing is; a damaged one is kept beside the new one."""
+        """Removes the metrics of steps after `step`, from which the run resumes. Returns what is wrong with
+        the file; "" if nothing is. A damaged file is copied before it is rewritten."""
         rows = read_metrics(self.metrics_path)
-        finding = ""
-        if not self.metrics_path.exists():
-            finding = f"{self.metrics_path} is missing: the report begins after step {step}" if step else ""
-        elif lost := self._damaged_lines(len(rows)):
-            damaged = self.metrics_path.with_name(f"{self.metrics_path.name}.damaged")
-            shutil.copy(self.metrics_path, damaged)
-            finding = (
-                f"{lost} damaged lines of {self.metrics_path} are left out; "
-                f"the file as it was is kept as {damaged.name}"
-            )
-        kept = [row for row in rows if int(row["step"] or 0) <= step]
-        write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+        finding = self._damage_of_metrics(len(rows), step)
+        lines = [json.dumps(row) + "\n" for row in rows if int(row["step"] or 0) <= step]
+        write_atomically(self.metrics_path, "".join(lines))
         return finding
 
-    def _damaged_lines(self, rows: int) -> int:
-        """Lines of metrics.jsonl beyond its `rows`. The torn last line of a killed run is none."""
-        content = self.metrics_path.read_bytes()
-        torn = content[-1:] not in (b"", b"\n")
-        return max(0, len(content.splitlines()) - rows - torn)
+    def _damage_of_metrics(self, num_rows: int, step: int) -> str:
+        """What is wrong with metrics.jsonl, of which `num_rows` lines could be read; "" if nothing is."""
+        if not self.metrics_path.exists():
+            if not step:
+                return ""
+            return f"{self.metrics_path} is missing: the report begins after step {step}"
+        num_damaged = self._count_damaged_lines(num_rows)
+        if not num_damaged:
+            return ""
+        damaged_path = self.metrics_path.with_name(f"{self.metrics_path.name}.damaged")
+        shutil.copy(self.metrics_path, damaged_path)
+        return (
+            f"{num_damaged} damaged lines of {self.metrics_path} are left out; "
+            f"the damaged file is kept as {damaged_path.name}"
+        )
 
-    logs_path = Below("logs")
+    def _count_damaged_lines(self, num_rows: int) -> int:
+        """Lines of metrics.jsonl that are not rows. The incomplete last line of a killed run is no damage."""
+        content = self.metrics_path.read_bytes()
+        num_lines = len(content.splitlines())
+        ends_incomplete = content != b"" and not content.endswith(b"\n")
+        if ends_incomplete:
+            num_lines -= 1
+        return max(0, num_lines - num_rows)
 
     @property
     def ray_logs_path(self) -> Path:
-        """What Ray's processes have printed, and user code of buffer and trainer, by start of Ray."""
+        """What Ray's processes and user code in buffer and trainer print; a subfolder per start of Ray."""
         return self.logs_path / "ray"
 
     @property
     def printed_by_agents(self) -> str:
-        """The files that user code of the rollout workers prints into (`rollout/worker_log.py`)."""
+        """The files that the output of user code in the rollout workers goes to (`rollout/worker_log.py`)."""
         return f"{self.logs_path}/rollout-worker-*.log"
 
     def log_path(self, process: str) -> Path:

@@ -169,9 +169,9 @@ def test_half_a_batch_file_is_refused(tmp_path: Path) -> None:
 def test_saved_steps_must_follow_the_checkpoint(tmp_path: Path) -> None:
     for step in (3, 4, 6):
         save_batch(batch_path(tmp_path, step), random_training_batch(0))
-    with pytest.raises(ConfigError, match="step 1 is to come next"):
+    with pytest.raises(ConfigError, match="the next batch must be that of step 1"):
         saved_steps(tmp_path, after_step=0)
-    with pytest.raises(ConfigError, match="step 3 is to come next"):
+    with pytest.raises(ConfigError, match="the next batch must be that of step 3"):
         saved_steps(tmp_path, after_step=2)
     (tmp_path / "step-000006.batch").unlink()
     assert saved_steps(tmp_path, after_step=2) == [3, 4]

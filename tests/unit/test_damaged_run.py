@@ -213,7 +213,7 @@ def test_an_older_copy_of_the_store_is_refused(tmp_path: Path, incarnation: int,
 
 def test_an_incarnation_goes_on_only_from_one_that_the_store_knows(tmp_path: Path) -> None:
     ledger = LedgerStore(tmp_path / "run.sqlite")
-    with pytest.raises(BufferStateError, match="incarnation 1 is to be gone on from"):
+    with pytest.raises(BufferStateError, match="the checkpoint is of incarnation 1"):
         ledger.begin(parent=1, step=4, sequence=7)
     assert read_incarnations(tmp_path / "run.sqlite") == []
 
@@ -223,7 +223,7 @@ def test_incarnations_in_a_circle_end_the_reading(tmp_path: Path) -> None:
     path = store(tmp_path / "run.sqlite")
     with sqlite3.connect(path) as db:
         db.execute("UPDATE incarnations SET parent=1")
-    with pytest.raises(BufferStateError, match="incarnation 1 goes on from incarnation 1"):
+    with pytest.raises(BufferStateError, match="incarnation 1 resumed from incarnation 1"):
         read_ledger(path)
 
 

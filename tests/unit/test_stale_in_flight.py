@@ -170,7 +170,7 @@ async def test_where_only_main_conversations_are_trained_nobody_is_judged_before
         talking, _ = await sessions_of(gateway, await actor.lease())
         await say(gateway, talking)
         await actor.advance(WeightVersion(1))
-        await actor._look_at_suspects()
+        await actor._drop_stale_in_flight()
         assert actor._buffer.unwanted() == ()
         await gateway.finish(talking)
         assert await actor.unwanted() == (DroppedGroup(group_id="g0", reason=DropReason.STALE),)
