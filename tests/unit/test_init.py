@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def project(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A new project, as the working folder."""
+def project(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A new project, as the working folder. Its agent is imported afresh, and forgotten afterwards."""
     folder = tmp_path / "new" / "my project"
     assert cli.main(["init", str(folder), "--model-path", str(model)]) == 0
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "my_agent", raising=False)
-    return folder
+    sys.modules.pop("my_agent", None)
+    yield folder
+    sys.modules.pop("my_agent", None)
 
 
 def test_it_writes_the_files_of_the_page(project: Path, model: Path) -> None:
