@@ -49,11 +49,14 @@ async def sampled(
 async def test_with_tools_and_a_format_a_real_engine_calls_or_answers(
     router_client: SglangClient, tiny_model: Path
 ):
-    """A random model takes both ways; neither leaves its form."""
+    """A random model takes both ways; neither leaves its form.
+
+    It opens an answer in 7 of 100 replies: 250 tries miss all of them once in 10^8 runs.
+    """
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     extra = constraint(SCHEMA, tools=True)
     calls = answers = 0
-    for number in range(40):
+    for number in range(250):
         ids, _ = await sampled(router_client, number, extra, 2.0, new=100)
         text = tokenizer.decode(ids).removesuffix("<|im_end|>").strip()
         if text.startswith("<tool_call>"):
