@@ -9,7 +9,7 @@ InvrlError
 ├── ServerError            an OS process that we started did not come up, died, or answered wrongly
 │   └── ActorDiedError     a Ray actor died before it answered a call
 ├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
-├── UnsendableTask         a task that cannot be written as JSON, for an environment that leases over HTTP
+├── UnsendableTaskError    a task that cannot be written as JSON, for an environment that leases over HTTP
 ├── IdenticalFailuresError rollouts in a row failed in the same way and none finished: continuing is useless
 ├── FilteredOutError       the group filter drops every group: the run ends normally, its model saved
 ├── BufferStateError       an impossible transition of the buffer, or a run store that cannot be used
@@ -103,7 +103,7 @@ class SessionError(InvrlError):
         self.retry_after_s = retry_after_s
 
 
-class UnsendableTask(InvrlError):
+class UnsendableTaskError(InvrlError):
     """A task that cannot be written as JSON cannot go to an environment over HTTP."""
 
 

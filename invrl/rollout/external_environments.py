@@ -8,7 +8,7 @@ through the gateway's outbox."""
 import asyncio
 import time
 
-from invrl.errors import UnsendableTask
+from invrl.errors import UnsendableTaskError
 from invrl.interfaces import Buffer
 from invrl.rollout.dispatcher import Scheduler
 from invrl.rollout.session_client import SessionClient
@@ -69,7 +69,7 @@ class ExternalDispatcher(Scheduler):
         failed."""
         try:
             await asyncio.to_thread(self._leases.offer, lease)
-        except UnsendableTask as error:
+        except UnsendableTaskError as error:
             for member in lease.members:
                 failure = FailedRollout(
                     session_id="",

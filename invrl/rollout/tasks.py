@@ -20,7 +20,7 @@ from pathlib import Path
 import orjson
 
 from invrl import plugins
-from invrl.errors import ConfigError, PluginError, UnsendableTask
+from invrl.errors import ConfigError, PluginError, UnsendableTaskError
 from invrl.interfaces import TaskSource
 from invrl.rollout.config import RolloutConfig
 from invrl.store.lease_store import encoded_task
@@ -104,7 +104,7 @@ def _check_sendable(config: RolloutConfig, seed: int) -> None:
     for task in tasks:
         try:
             encoded_task(task)
-        except UnsendableTask as error:
+        except UnsendableTaskError as error:
             fix = "use JSON's types only (no lone surrogates in text), or run without --external-environments"
             raise ConfigError(field, getattr(config, field), str(error), fix) from error
 

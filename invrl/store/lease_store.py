@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from invrl.errors import UnsendableTask
+from invrl.errors import UnsendableTaskError
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, connect
 from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Task
 
@@ -32,7 +32,7 @@ class LeaseStore:
         self._numbers = itertools.count()
 
     def offer(self, lease: GroupLease) -> None:
-        """Offers a lease after those that this process has offered before. Raises UnsendableTask."""
+        """Offers a lease after those that this process has offered before. Raises UnsendableTaskError."""
         task = encoded_task(lease.task)
         number = next(self._numbers)
         values: list[object] = []
@@ -101,11 +101,11 @@ class LeaseStore:
 
 
 def encoded_task(task: Task) -> bytes:
-    """The task as JSON. Raises UnsendableTask if JSON cannot hold it."""
+    """The task as JSON. Raises UnsendableTaskError if JSON cannot hold it."""
     try:
         return msgspec.json.encode(task)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise UnsendableTask(f"task {task.id} cannot be sent as JSON: {error}") from error
+        raise UnsendableTaskError(f"task {task.id} cannot be sent as JSON: {error}") from error
 
 
 def _task_from_json(body: bytes) -> Task:
