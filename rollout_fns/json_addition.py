@@ -1,8 +1,9 @@
-"""One turn, one sum, the answer as JSON: `{"answer": 27}`. The smallest task on which a small model is
-seen to learn arithmetic and not only a format.
+"""One turn, one sum, and the answer as JSON: `{"answer": 27}`. The smallest task on which we have seen a
+small model learn arithmetic and not only a format.
 
-The reward is 1.0 for a turn that the model ended by itself, is one JSON object with the key `answer` and
-nothing else, and holds the sum as an integer; otherwise 0.0.
+The reward is 1.0 if the model ended its turn by itself, and the turn is one JSON object whose only key is
+`answer` and whose value is the sum as an integer. Otherwise the reward is 0.0.
+
 Invariant: a pair of numbers, in either order, is in one split only, whatever the seed.
 """
 
@@ -23,14 +24,16 @@ if TYPE_CHECKING:
 
 NUMBERS = range(1, 21)
 MAX_TOKENS = 14
-"""New tokens; an answer needs about eight."""
+"""New tokens of the turn. An answer needs about eight."""
+
 _EXAMPLE = (12, 13)
+"""The numbers of the worked example."""
 _EVAL_SHARE = 5
 """One pair in this many is held out."""
 
 
 async def rollout(task: Task, endpoint: Endpoint) -> RolloutResult:
-    """Runs one problem `{"a": int, "b": int}`; its label is the sum."""
+    """Runs one problem `{"a": int, "b": int}`. The task's label is the sum."""
     reply = await endpoint.openai().chat.completions.create(
         model=endpoint.model,
         messages=question(task.payload["a"], task.payload["b"]),
@@ -38,12 +41,12 @@ async def rollout(task: Task, endpoint: Endpoint) -> RolloutResult:
     )
     choice = reply.choices[0]
     text = choice.message.content or ""
-    ended = choice.finish_reason == "stop"
-    return RolloutResult(reward=float(ended and parse_answer(text) == task.label), output=text)
+    is_right = choice.finish_reason == "stop" and parse_answer(text) == task.label
+    return RolloutResult(reward=float(is_right), output=text)
 
 
 def question(a: object, b: object) -> list[ChatCompletionMessageParam]:
-    """The rule, one worked example (a small model needs it to keep to the format), the sum asked for."""
+    """The rule, one worked example (without it a small model does not keep to the format), and the sum."""
     x, y = _EXAMPLE
     example = json.dumps({"answer": x + y})
     return [
@@ -55,32 +58,45 @@ def question(a: object, b: object) -> list[ChatCompletionMessageParam]:
 
 
 def parse_answer(text: str) -> int | None:
-    """The integer under `answer`; None for anything but a JSON object of that one key."""
+    """The integer under `answer`. None unless the text is a JSON object with that one key."""
     try:
-        found = json.loads(text)
+        reply = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    answer = found["answer"] if isinstance(found, dict) and found.keys() == {"answer"} else None
-    return answer if isinstance(answer, int) and not isinstance(answer, bool) else None
-
-
-def held_out(a: int, b: int) -> bool:
-    """Whether the pair belongs to the split "eval": a hash of the unordered pair decides."""
-    low, high = sorted((a, b))
-    return hashlib.sha256(f"{low}+{high}".encode()).digest()[0] % _EVAL_SHARE == 0
+    if not isinstance(reply, dict) or reply.keys() != {"answer"}:
+        return None
+    answer = reply["answer"]
+    if not isinstance(answer, int) or isinstance(answer, bool):
+        return None
+    return answer
 
 
 def task_source(split: str, seed: int) -> Iterator[Task]:
-    """Ordered pairs, in an order of the seed. Split "train": those not held out, shuffled again for each
-    pass, without end. Split "eval": the held-out ones, once. The worked example's pair is in neither."""
+    """Ordered pairs of numbers, in an order that the seed decides. The pair of the worked example is in
+    neither split.
+
+    Split "train": the pairs that are not held out, without end, shuffled again for each pass. Split "eval":
+    the held-out pairs once.
+    """
     if split not in ("train", "eval"):
         raise ValueError(f"split is 'train' or 'eval', not {split!r}")
-    draw = random.Random(f"json_addition/{split}/{seed}")
-    unordered = [pair for pair in combinations_with_replacement(NUMBERS, 2) if pair != _EXAMPLE]
-    chosen = [pair for pair in unordered if held_out(*pair) == (split == "eval")]
-    ordered = sorted({order for a, b in chosen for order in ((a, b), (b, a))})
+    rng = random.Random(f"json_addition/{split}/{seed}")
+    is_eval = split == "eval"
+    ordered_pairs: set[tuple[int, int]] = set()
+    for a, b in combinations_with_replacement(NUMBERS, 2):
+        if (a, b) != _EXAMPLE and held_out(a, b) == is_eval:
+            ordered_pairs.add((a, b))
+            ordered_pairs.add((b, a))
     while True:
-        for a, b in draw.sample(ordered, len(ordered)):
+        for a, b in rng.sample(sorted(ordered_pairs), len(ordered_pairs)):
             yield Task(id=f"{a}+{b}", payload={"a": a, "b": b}, label=a + b, split=split)
-        if split == "eval":
+        if is_eval:
             return
+
+
+def held_out(a: int, b: int) -> bool:
+    """Whether the pair belongs to the split "eval". A hash of the pair decides, whatever the order of the two
+    numbers."""
+    low, high = sorted((a, b))
+    digest = hashlib.sha256(f"{low}+{high}".encode()).digest()
+    return digest[0] % _EVAL_SHARE == 0

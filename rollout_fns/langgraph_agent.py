@@ -1,11 +1,13 @@
-"""A LangGraph agent with a calculator, as somebody runs it in production. It knows nothing of invrl.
+"""A LangGraph agent with a calculator, as one would run it in production. It knows nothing of invrl.
 
-`python -m rollout_fns.langgraph_agent "What is 17*23?"` with OPENAI_BASE_URL, OPENAI_API_KEY and
-OPENAI_MODEL set talks to any OpenAI-compatible endpoint. Needs `pip install langgraph langchain-openai`."""
+`python -m rollout_fns.langgraph_agent "What is 17*23?"` talks to any OpenAI-compatible endpoint. The
+environment names it: OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. Needs
+`pip install langgraph langchain-openai`."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
@@ -17,8 +19,8 @@ from langgraph.graph.state import CompiledStateGraph
 from langgraph.prebuilt import create_react_agent
 from pydantic import SecretStr
 
-MOST_STEPS = 7
-"""Of the graph: three answers of the model, with the tool between them."""
+MAX_STEPS = 7
+"""Steps of the graph: three answers of the model, with the tool between them."""
 
 
 @tool
@@ -31,7 +33,8 @@ def calculator(expression: str) -> str:
         return "error: write two integers and a * between them"
 
 
-def _worked(left: int, right: int) -> list[AnyMessage]:
+def worked_example(left: int, right: int) -> list[AnyMessage]:
+    """A conversation as it should be: a question, a call of the tool, its result, and the answer."""
     call = {"name": "calculator", "args": {"expression": f"{left}*{right}"}, "id": f"example-{left}"}
     return [
         HumanMessage(f"What is {left}*{right}?"),
@@ -43,7 +46,9 @@ def _worked(left: int, right: int) -> list[AnyMessage]:
 
 EXAMPLES: list[AnyMessage] = [
     SystemMessage("Use the calculator, then answer with its result."),
-    *(message for left, right in ((12, 13), (62, 14), (71, 35)) for message in _worked(left, right)),
+    *worked_example(12, 13),
+    *worked_example(62, 14),
+    *worked_example(71, 35),
 ]
 """The prompt: a rule and worked examples, enough for a small model to see the form."""
 
@@ -51,20 +56,23 @@ EXAMPLES: list[AnyMessage] = [
 def make_agent(
     *, base_url: str | None = None, api_key: str | None = None, model: str | None = None
 ) -> CompiledStateGraph:
-    """What is not given comes from the environment, as LangChain reads it."""
-    name = model or os.environ.get("OPENAI_MODEL", "gpt-4o-mini")
-    chat = ChatOpenAI(model=name, base_url=base_url, api_key=SecretStr(api_key) if api_key else None)
+    """An argument that is not given comes from the environment, as LangChain reads it."""
+    if not model:
+        model = os.environ.get("OPENAI_MODEL", "gpt-4o-mini")
+    secret = None
+    if api_key:
+        secret = SecretStr(api_key)
+    chat = ChatOpenAI(model=model, base_url=base_url, api_key=secret)
     return create_react_agent(chat, [calculator], prompt=lambda state: [*EXAMPLES, *state["messages"]])
 
 
 async def answer(agent: CompiledStateGraph, question: str) -> list[AnyMessage]:
-    """The conversation: the question, calls, results, and last the answer."""
-    options: RunnableConfig = {"recursion_limit": MOST_STEPS}
-    return (await agent.ainvoke({"messages": [HumanMessage(question)]}, options))["messages"]
+    """The conversation: the question, the calls and their results, and the answer as the last message."""
+    options: RunnableConfig = {"recursion_limit": MAX_STEPS}
+    state = await agent.ainvoke({"messages": [HumanMessage(question)]}, options)
+    return state["messages"]
 
 
 if __name__ == "__main__":
-    import asyncio
-
     for message in asyncio.run(answer(make_agent(), sys.argv[1])):
         message.pretty_print()

@@ -1,8 +1,12 @@
-"""Trains the LangGraph agent of `langgraph_agent.py`, which does not know it: it gets another base URL.
+"""Trains the LangGraph agent of `langgraph_agent.py` without a change to it: it gets another base URL.
 
-The reward is the largest that applies of 0.1 (a call whose expression is a product), 0.2 (the right
-product) and 1.0 (the last integer of the answer is the product). Problems are the calculator's. Needs a chat
-template with tools; `invrl/presets/langgraph_calculator.toml` has one for ChatML models."""
+The problems are those of `calculator.py`. The reward is the largest of these that applies:
+
+    0.1  a call whose expression is a product
+    0.2  a call of the right product
+    1.0  the last integer of the answer is the product
+
+Needs a chat template with tools. `invrl/presets/langgraph_calculator.toml` has one for ChatML models."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -35,14 +39,26 @@ async def rollout(task: Task, endpoint: Endpoint) -> RolloutResult:
 
 
 def score(a: int, b: int, messages: Sequence[AnyMessage]) -> float:
-    """Of a conversation that ended by itself; 0 without a well-formed call."""
-    said = [message for message in messages if isinstance(message, AIMessage)]
-    expressions = [str(call["args"].get("expression")) for each in said for call in each.tool_calls]
-    products = [found for text in expressions if (found := _PRODUCT.fullmatch(text))]
-    if not products or said[-1].response_metadata.get("finish_reason") != "stop":
+    """The reward of a conversation. 0 if it has no well-formed call, or if the model did not end its last
+    message by itself."""
+    replies = [message for message in messages if isinstance(message, AIMessage)]
+    products = called_products(replies)
+    if not products or replies[-1].response_metadata.get("finish_reason") != "stop":
         return 0.0
-    integers = _INTEGER.findall(str(said[-1].content))
+    integers = _INTEGER.findall(str(replies[-1].content))
     if integers and integers[-1] == str(a * b):
         return REWARD_ANSWER
-    right = any((int(found[1]), int(found[2])) == (a, b) for found in products)
-    return REWARD_RIGHT_CALL if right else REWARD_CALL
+    if (a, b) in products:
+        return REWARD_RIGHT_CALL
+    return REWARD_CALL
+
+
+def called_products(replies: Sequence[AIMessage]) -> list[tuple[int, int]]:
+    """The operands of every call of the calculator whose expression is a product."""
+    products: list[tuple[int, int]] = []
+    for reply in replies:
+        for call in reply.tool_calls:
+            match = _PRODUCT.fullmatch(str(call["args"].get("expression")))
+            if match is not None:
+                products.append((int(match[1]), int(match[2])))
+    return products

@@ -4,10 +4,12 @@
     invrl train --rollout-function-path rollout_fns.llm_judge:rollout \\
         --reward-function-path rollout_fns.llm_judge:judge --task-file tasks.jsonl ...
 
-Judged is `RolloutResult.output`, against the task's `question`, its label as the reference if it has one,
-and its `rubric` in place of RUBRIC if it has one.
-Invariant: a reward is what the judge's whole reply says, one JSON object that carries this request's random
-id. Anything else is tried again, and then raises: the rollout fails with the reason, it gets no reward.
+The judge scores `RolloutResult.output` as an answer to the task's `question`. A label, if the task has one,
+is shown to it as the reference. A task's `rubric`, if it has one, takes the place of RUBRIC.
+
+Invariant: a reward is what the judge's whole reply says, which must be one JSON object with this request's
+random id. After any other reply the judge is asked again. If that does not help, an exception makes the
+rollout fail with the reason: it gets no reward.
 """
 
 from __future__ import annotations
@@ -39,54 +41,62 @@ Grade by this rubric; numbers between its steps are allowed:
 
 Reply with one JSON object and nothing else: {{"id": "{request_id}", "score": S}}, S a number from 0 to 1."""
 
+_RETRIED_STATUSES = {408, 409, 429, *range(500, 600)}
+
+
+async def rollout(task: Task, endpoint: Endpoint) -> RolloutResult:
+    """One turn that asks the task's `question`. The judge gives the reward."""
+    reply = await endpoint.openai().chat.completions.create(
+        model=endpoint.model,
+        messages=[{"role": "user", "content": str(task.payload["question"])}],
+    )
+    return RolloutResult(output=reply.choices[0].message.content or "")
+
 
 class JudgeError(Exception):
-    """No verdict was to be had; the message says why."""
+    """There is no verdict. The message says why."""
 
 
-class _Unreadable(Exception):
-    """A reply that is no verdict."""
+class _NoVerdict(Exception):
+    """The judge's reply is not a verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """A RewardFn. Raises JudgeError; a refusal of the API that no retry mends is raised at once."""
+    """A reward function. Raises JudgeError. An error of the API that another try cannot change, such as a
+    wrong key, is raised at once."""
 
     base_url: str
     model: str
     api_key: str
     deadline_s: float = 60.0
-    """For one verdict, retries included."""
+    """For one verdict, with all its tries."""
     tries: int = 3
     pause_s: float = 0.5
-    """Before the second try; doubled for each after it."""
+    """Before the second try. It doubles before each further one."""
 
     async def __call__(self, task: Task, result: RolloutResult) -> float:
-        problem: Exception | None = None
+        last_error: Exception | None = None
         try:
             async with asyncio.timeout(self.deadline_s):
                 for number in range(self.tries):
-                    if number:
+                    if number > 0:
                         await asyncio.sleep(self.pause_s * 2 ** (number - 1))
                     try:
-                        return await self._verdict(task, result.output)
-                    except (_Unreadable, openai.OpenAIError, ValueError) as error:
-                        problem = error
-                        if isinstance(error, openai.APIStatusError) and error.status_code not in _RETRIED:
+                        return await self._ask(task, result.output)
+                    except (_NoVerdict, openai.OpenAIError, ValueError) as error:
+                        last_error = error
+                        if _is_final(error):
                             break
         except TimeoutError:
-            raise JudgeError(
-                f"no verdict within {self.deadline_s:g} s; before: {problem or 'no reply'}"
-            ) from problem
-        raise JudgeError(f"no verdict from {self.model}: {problem}") from problem
+            message = f"no verdict within {self.deadline_s:g} s; before: {last_error or 'no reply'}"
+            raise JudgeError(message) from last_error
+        raise JudgeError(f"no verdict from {self.model}: {last_error}") from last_error
 
-    async def _verdict(self, task: Task, answer: str) -> float:
+    async def _ask(self, task: Task, answer: str) -> float:
+        """Asks the judge once. Raises _NoVerdict for a reply that is not a verdict."""
         request_id = secrets.token_hex(4)
         rubric = str(task.payload.get("rubric", RUBRIC))
-        shown: dict[str, Json] = {"question": task.payload.get("question", dict(task.payload))}
-        if task.label is not None:
-            shown["reference"] = task.label
-        shown["answer"] = answer
         client = _client(self.base_url, self.api_key, asyncio.get_running_loop())
         reply = await client.chat.completions.create(
             model=self.model,
@@ -94,46 +104,54 @@ class Judge:
             timeout=self.deadline_s,
             messages=[
                 {"role": "system", "content": PROMPT.format(rubric=rubric, request_id=request_id)},
-                {"role": "user", "content": json.dumps(shown, ensure_ascii=False)},
+                {"role": "user", "content": _shown_to_judge(task, answer)},
             ],
         )
-        if not (isinstance(reply, ChatCompletion) and reply.choices):  # any page at all may answer 200
-            raise _Unreadable(f"the response is no chat completion: {str(reply)[:200]!r}")
+        # A web page, such as a proxy's login page, may come with status 200.
+        if not isinstance(reply, ChatCompletion) or not reply.choices:
+            raise _NoVerdict(f"the response is no chat completion: {str(reply)[:200]!r}")
         return parse_verdict(reply.choices[0].message.content or "", request_id)
 
 
-_RETRIED = {408, 409, 429, *range(500, 600)}
+def _is_final(error: Exception) -> bool:
+    """Whether the API refused the request in a way that another try cannot change."""
+    return isinstance(error, openai.APIStatusError) and error.status_code not in _RETRIED_STATUSES
+
+
+def _shown_to_judge(task: Task, answer: str) -> str:
+    """The user message of a request to the judge. The answer to grade cannot leave its JSON string."""
+    question = task.payload.get("question", dict(task.payload))
+    content: dict[str, Json] = {"question": question}
+    if task.label is not None:
+        content["reference"] = task.label
+    content["answer"] = answer
+    return json.dumps(content, ensure_ascii=False)
 
 
 def parse_verdict(reply: str, request_id: str) -> float:
-    """The score, if the whole reply is a verdict on this request."""
+    """The score, if the whole reply is a verdict on this request. Raises _NoVerdict if it is not."""
     try:
         verdict = json.loads(reply)
     except (ValueError, RecursionError):
         verdict = None
     if not isinstance(verdict, dict) or verdict.keys() != {"id", "score"} or verdict["id"] != request_id:
-        raise _Unreadable(f"the reply is no verdict on this request: {reply[:200]!r}")
+        raise _NoVerdict(f"the reply is no verdict on this request: {reply[:200]!r}")
     score = verdict["score"]
-    if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
-        raise _Unreadable(f"the score {score!r} is not a number from 0 to 1")
+    is_number = isinstance(score, int | float) and not isinstance(score, bool)
+    if not is_number or not 0 <= score <= 1:
+        raise _NoVerdict(f"the score {score!r} is not a number from 0 to 1")
     return float(score)
 
 
 @lru_cache(maxsize=4)
 def _client(base_url: str, api_key: str, loop: asyncio.AbstractEventLoop) -> openai.AsyncOpenAI:
-    """One per event loop, since its connections belong to that."""
+    """One client per event loop, because a client's connections belong to one loop."""
     return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
-async def rollout(task: Task, endpoint: Endpoint) -> RolloutResult:
-    """One turn that asks the task's `question`; the judge gives the reward."""
-    question = {"role": "user", "content": str(task.payload["question"])}
-    reply = await endpoint.openai().chat.completions.create(model=endpoint.model, messages=[question])  # type: ignore[list-item]
-    return RolloutResult(output=reply.choices[0].message.content or "")
-
-
 def judge_from_environment() -> Judge:
-    """Raises KeyError naming what is not set. A judge without authentication takes any key."""
+    """Raises KeyError with the names of the variables that are not set. A judge without authentication
+    accepts any key."""
     missing = [name for name in ("INVRL_JUDGE_BASE_URL", "INVRL_JUDGE_MODEL") if not os.environ.get(name)]
     if missing:
         raise KeyError(f"set {' and '.join(missing)} in the environment")
@@ -146,4 +164,4 @@ def judge_from_environment() -> Judge:
 
 
 judge = judge_from_environment()
-"""Made at import, so that a setting that lacks ends `invrl train` before a process starts."""
+"""Made on import, so that a missing variable ends `invrl train` before any process starts."""

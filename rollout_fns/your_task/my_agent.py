@@ -26,6 +26,7 @@ async def rollout(task: Task, endpoint: Endpoint) -> RolloutResult:
 
 
 def score(answer: str, label: object, finish_reason: str) -> float:
-    """1 for the label and nothing else, in a reply that the model ended by itself."""
-    whole = finish_reason == "stop"
-    return float(whole and answer.removesuffix(".").lower() == str(label).lower())
+    """1 if the reply is the label and nothing else, and the model ended it by itself."""
+    if finish_reason != "stop":
+        return 0.0
+    return float(answer.removesuffix(".").lower() == str(label).lower())
