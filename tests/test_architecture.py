@@ -186,14 +186,40 @@ def test_the_map_lists_every_file_with_what_it_is() -> None:
     assert with_table(text) == text, "run: python tests/file_map.py"
 
 
+def is_defined(symbol: str, path: Path) -> bool:
+    """Whether the file, or a file of the folder, defines a function, a class, a field or a variable of this
+    name."""
+    files = path.rglob("*.py") if path.is_dir() else [path]
+    definition = re.compile(
+        rf"^\s*(?:(?:async )?def|class) {symbol}\b|^\s*{symbol}\b(?:: .*)?(?: = |$)", re.MULTILINE
+    )
+    return any(definition.search(file.read_text()) for file in files)
+
+
 def test_the_prose_of_the_map_names_files_that_exist() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
+    text = MAP.read_text()
     for name in re.findall(r"`((?:invrl|tests|launch|docs)/[\w./]*)`", text):
         assert (ROOT / name).exists(), f"ARCHITECTURE.md names {name}, which is gone"
-    for symbol, name in re.findall(r"`(\w+)` in `(invrl/[\w./]*\.py)`", text):
-        definition = re.compile(rf"^\s*(?:(?:async )?def|class) {symbol}\b|^\s*{symbol}\b.* = ", re.MULTILINE)
-        found = definition.search((ROOT / name).read_text())
-        assert found is not None, f"ARCHITECTURE.md: {name} defines no {symbol}"
+
+
+def test_the_map_names_symbols_that_are_defined_where_it_says() -> None:
+    text = MAP.read_text()
+    for symbol, name in re.findall(r"`(\w+)`[^`|;]* in `(invrl/[\w./]*)`", text):
+        assert is_defined(symbol, ROOT / name), f"ARCHITECTURE.md: {name} defines no {symbol}"
+
+
+def test_the_classes_and_methods_that_the_map_names_exist() -> None:
+    prose = MAP.read_text().partition("<!-- files -->")[0]
+    bodies: dict[str, str] = {}
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                bodies[node.name] = bodies.get(node.name, "") + ast.unparse(node)
+    for name in re.findall(r"`([A-Z]\w*(?:\.\w+)?)`", prose):
+        class_name, _, member = name.partition(".")
+        assert class_name in bodies, f"ARCHITECTURE.md names the class {class_name}, which is gone"
+        if member:
+            assert f"def {member}(" in bodies[class_name], f"ARCHITECTURE.md names {name}, which is gone"
 
 
 def test_no_file_names_a_registry_or_the_machine_it_was_written_on() -> None:

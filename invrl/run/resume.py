@@ -1,9 +1,17 @@
 """Where an incarnation of a run starts: at the run's newest whole checkpoint, or at step 0.
 
+A resume, in the order in which it happens (`run/train.py` makes these calls):
+
+    find_start                here: the newest checkpoint whose files are what was written
+    check_store_at            here: run.sqlite is whole, and fits the checkpoint
+    BufferActor.start         buffer/buffer_actor.py: reads the snapshot, and the outcomes that came after it
+      Buffer.restore          buffer/buffer.py: open groups, data cursor, counts
+    TrainerState.load         train/trainer_state.py: model, optimizer, schedule, random state
+    WeightUpdater.update      run/weight_updater.py: gives the loaded weights to every engine
+
 Steps after that checkpoint are lost: their rows leave `metrics.jsonl`, and their saved batches are renamed.
-(What they did in the ledger counts as lost by itself, see `buffer/ledger_store.py`; the buffer's part of a
-resume is `Buffer.restore`.) A repeated command says where it starts, because the same words may begin a new
-run, resume one, or do nothing."""
+What they did in the ledger counts as lost by itself (`buffer/ledger_store.py`). A repeated command says where
+it starts, because the same words may begin a new run, resume one, or do nothing."""
 
 from dataclasses import dataclass
 
