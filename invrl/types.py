@@ -9,9 +9,9 @@ consistent. Every package imports this module; it imports nothing of ours.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Literal, NewType
+from typing import Any, Literal, NewType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,12 @@ def _same_length(**arrays: NDArray[np.generic]) -> int:
     if len(set(lengths.values())) != 1:
         raise ValueError(f"lengths differ: {lengths}")
     return next(iter(lengths.values()))
+
+
+def field_values(instance: Any, of: type | None = None) -> dict[str, Any]:
+    """The fields of a dataclass by name, for the constructor of another one that has them too. `of`: only the
+    fields of this base class. Unlike `dataclasses.asdict`, fields that are dataclasses stay what they are."""
+    return {member.name: getattr(instance, member.name) for member in fields(of or instance)}
 
 
 # ------------------------------------------------------------------ tasks and leases
@@ -112,19 +118,41 @@ class SessionLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class RolloutIdentity:
+    """Which rollout something belongs to, and the session in which it runs."""
+
+    session_id: str
+    task_id: str
+    group_id: str
+    index: int
+    attempt: int
+
+    @property
+    def place(self) -> Place:
+        return Place(self.group_id, self.index, self.attempt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTerms:
+    """What a session is opened for, and what it may use. Sessions that are opened together have the same
+    terms."""
+
+    task_id: str
+    group_id: str
+    purpose: Purpose
+    sampling: Sampling
+    limits: SessionLimits = field(default_factory=SessionLimits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session(SessionTerms):
     """One rollout's right to sample: whoever has `key` may sample in this session and in no other."""
 
     id: str
     key: str
     base_url: str
-    task_id: str
-    group_id: str
     index: int
     attempt: int
-    purpose: Purpose
-    sampling: Sampling
-    limits: SessionLimits = field(default_factory=SessionLimits)
     parent_id: str = ""
     """The session that opened this one for a sub-agent. Both have the same index and attempt in the group,
     and one outcome ends both."""
@@ -132,6 +160,16 @@ class Session:
     @property
     def place(self) -> Place:
         return Place(self.group_id, self.index, self.attempt)
+
+    @property
+    def identity(self) -> RolloutIdentity:
+        return RolloutIdentity(
+            session_id=self.id,
+            task_id=self.task_id,
+            group_id=self.group_id,
+            index=self.index,
+            attempt=self.attempt,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,21 +269,6 @@ class Trajectory:
 # ------------------------------------------------------------------ outcomes of rollouts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedSession:
-    """Identifies the session that ended and its rollout: the base of every outcome."""
-
-    session_id: str
-    task_id: str
-    group_id: str
-    index: int
-    attempt: int
-
-    @property
-    def place(self) -> Place:
-        return Place(self.group_id, self.index, self.attempt)
-
-
 class FailureReason(StrEnum):
     """Why a rollout ended without a reward. Data, counted in the metrics."""
 
@@ -282,7 +305,7 @@ class FailureReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSummary(EndedSession):
+class RolloutSummary(RolloutIdentity):
     """A finished session as the buffer holds it: ids, lengths and the reward, no token arrays."""
 
     outcome: Literal["finished"] = "finished"
@@ -340,7 +363,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailedRollout(EndedSession):
+class FailedRollout(RolloutIdentity):
     """A session that ended without a usable reward, and why."""
 
     outcome: Literal["failed"] = "failed"

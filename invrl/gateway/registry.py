@@ -19,7 +19,7 @@ from invrl.errors import SessionError
 from invrl.gateway.keys import KEY_PREFIX, hash_key, hash_of_same_key, signed_key, unauthorized
 from invrl.gateway.session_record import LastHeard, SessionRecord
 from invrl.store.rows import SessionState
-from invrl.types import GroupMember, Outcome, Purpose, Reward, Sampling, Session, SessionLimits
+from invrl.types import GroupMember, Outcome, Reward, Session, SessionTerms, field_values
 
 Name = TypeVar("Name", str, bytes)
 
@@ -64,12 +64,8 @@ class WorkerPlace:
 class Opening:
     """A request to open sessions: one for each of these members of a group, all of them or none."""
 
-    task_id: str
-    group_id: str
+    terms: SessionTerms
     members: Sequence[GroupMember]
-    purpose: Purpose
-    sampling: Sampling
-    limits: SessionLimits = field(default_factory=SessionLimits)
     parent: SessionRecord | None = None
     request_id: str = ""
     """A request that is repeated with the same id gets the same sessions."""
@@ -274,18 +270,17 @@ class SessionRegistry:
         """The session for the member at this position of the request."""
         session_id, key = self._names(opening, position)
         member = opening.members[position]
+        parent_id = ""
+        if opening.parent is not None:
+            parent_id = opening.parent.session.id
         return Session(
+            **field_values(opening.terms),
             id=session_id,
             key=key,
             base_url=f"{self._public_url}/s/{key}/v1",
-            task_id=opening.task_id,
-            group_id=opening.group_id,
             index=member.index,
             attempt=member.attempt,
-            purpose=opening.purpose,
-            sampling=opening.sampling,
-            limits=opening.limits,
-            parent_id=opening.parent.session.id if opening.parent else "",
+            parent_id=parent_id,
         )
 
     def _names(self, opening: Opening, position: int) -> tuple[str, str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from invrl.store.rows import StoredSession
-from invrl.types import FailedRollout, FailureReason
+from invrl.types import FailedRollout, FailureReason, field_values
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +46,7 @@ class SessionRecord(StoredSession):
     @classmethod
     def restored(cls, stored: StoredSession) -> SessionRecord:
         """The record of a session that an earlier worker opened."""
-        values = {field.name: getattr(stored, field.name) for field in fields(stored)}
-        return cls(**values, frozen=stored.state != "open")
+        return cls(**field_values(stored), frozen=stored.state != "open")
 
     def top(self) -> SessionRecord:
         """The session at the root of the family. Its outcome is the one that counts."""

@@ -44,15 +44,15 @@ def changes(samples: Sequence[Sample], store: RunStore) -> list[Change]:
     A time of a held-out task is an evaluation; only the same set and mode are compared. A time of a training
     task is a group of it, whatever became of the group, also in a later epoch. The two times must have
     different weights. Left out are tasks without two such times, and tasks with equal rewards and replies."""
-    names = first_ids(sample.task_id for sample in samples)
+    names = first_ids(sample.identity.task_id for sample in samples)
     by_task: dict[tuple[str, str], dict[object, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         if sample.reward is None or sample.newest_version is None or sample.purpose == "serve":
             continue
-        time: object = sample.group_id
+        time: object = sample.identity.group_id
         if sample.purpose == "eval":
             time = sample.step
-        by_task[names[sample.task_id], sample.evaluation][time].append(sample)
+        by_task[names[sample.identity.task_id], sample.evaluation][time].append(sample)
     changed: list[Change] = []
     for (task_id, evaluation), times in by_task.items():
         groups = sorted(times.values(), key=_order)
@@ -91,8 +91,8 @@ def _compare(
 ) -> Change:
     before = _typical_sample(first)
     after = _typical_sample(last)
-    replies_before = read_transcript(store, before.rollout_id).replies
-    replies_after = read_transcript(store, after.rollout_id).replies
+    replies_before = read_transcript(store, before.identity.session_id).replies
+    replies_after = read_transcript(store, after.identity.session_id).replies
     return Change(
         task_id=task_id,
         evaluation=evaluation,
@@ -111,7 +111,7 @@ def _mean_reward(group: Sequence[Sample]) -> float:
 def _typical_sample(group: Sequence[Sample]) -> Sample:
     """The sample whose reward is nearest to the mean of the group; the first of several."""
     mean = _mean_reward(group)
-    return min(group, key=lambda sample: (abs((sample.reward or 0.0) - mean), sample.index))
+    return min(group, key=lambda sample: (abs((sample.reward or 0.0) - mean), sample.identity.index))
 
 
 def likeness(first: str, second: str) -> float:

@@ -18,7 +18,15 @@ from invrl.buffer.ledger_store import read_ledger
 from invrl.buffer.open_group import RolloutState
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
-from invrl.types import DropReason, FailedRollout, FailureReason, Place, Purpose, RolloutSummary
+from invrl.types import (
+    DropReason,
+    FailedRollout,
+    FailureReason,
+    Place,
+    Purpose,
+    RolloutIdentity,
+    RolloutSummary,
+)
 
 if TYPE_CHECKING:
     from invrl.buffer.ledger_store import KeptEntry
@@ -30,12 +38,7 @@ _EVALUATION_PREFIX = "eval/"
 class Sample:
     """One rollout that has ended."""
 
-    rollout_id: str
-    """Its session's id."""
-    task_id: str
-    group_id: str
-    index: int
-    attempt: int
+    identity: RolloutIdentity
     purpose: Purpose
     step: int | None
     """None if no step trained it, or if it belongs to `invrl serve`."""
@@ -69,9 +72,10 @@ def read_samples(path: Path, failure_rules: Mapping[FailureReason, FailureRule])
     try:
         for stored in store.ended_sessions():
             sample = _sample_of(stored, fates, failure_rules)
-            key = (sample.rollout_id, 0)
+            identity = sample.identity
+            key = (identity.session_id, 0)
             if sample.purpose == "eval":
-                key = (sample.group_id, sample.index)
+                key = (identity.group_id, identity.index)
             samples.pop(key, None)  # so that the last attempt takes the last position
             samples[key] = sample
     finally:
@@ -133,11 +137,7 @@ def _sample_of(
     else:
         fate = _Fate("served")
     sample = Sample(
-        rollout_id=session.id,
-        task_id=session.task_id,
-        group_id=session.group_id,
-        index=session.index,
-        attempt=session.attempt,
+        identity=session.identity,
         purpose=session.purpose,
         step=fate.step,
         evaluation=evaluation,
@@ -227,11 +227,11 @@ def by_reward(samples: Sequence[Sample], limit: int, *, best: bool) -> list[Samp
         if sample.reward is None:
             continue
         scored.append(sample)
-        of_task = (sample.task_id, sample.reward)
+        of_task = (sample.identity.task_id, sample.reward)
         order = -sample.reward if best else sample.reward
-        keys[sample.rollout_id] = (order, counts[of_task])
+        keys[sample.identity.session_id] = (order, counts[of_task])
         counts[of_task] += 1
-    scored.sort(key=lambda sample: keys[sample.rollout_id])
+    scored.sort(key=lambda sample: keys[sample.identity.session_id])
     if not limit:
         return scored
     return scored[:limit]

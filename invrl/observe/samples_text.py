@@ -34,7 +34,7 @@ def describe_samples(
     parts = [summary_line(total, store, where)]
     previous_opening: tuple[Message, ...] = ()
     for sample in samples:
-        transcript = read_transcript(store, sample.rollout_id)
+        transcript = read_transcript(store, sample.identity.session_id)
         parts.append(_describe_sample(sample, transcript, full=full, previous_opening=previous_opening))
         previous_opening = transcript.opening
     if len(samples) < len(total):
@@ -44,7 +44,7 @@ def describe_samples(
 
 def summary_line(total: Sequence[Sample], store: RunStore, where: str) -> str:
     """How many rollouts of how many tasks, their rewards, the share that was cut, how many replies differ."""
-    tasks = {sample.task_id for sample in total}
+    tasks = {sample.identity.task_id for sample in total}
     facts = [f"{_count(len(total), 'rollout')} of {_count(len(tasks), 'task')}"]
     rewards = [sample.reward for sample in total if sample.reward is not None]
     if rewards:
@@ -54,7 +54,7 @@ def summary_line(total: Sequence[Sample], store: RunStore, where: str) -> str:
     if with_turns:
         cut_share = sum(sample.cut for sample in with_turns) / len(with_turns)
         facts.append(f"cut {cut_share:.0%}")
-        replies = distinct_replies(store, (sample.rollout_id for sample in with_turns))
+        replies = distinct_replies(store, (sample.identity.session_id for sample in with_turns))
         facts.append(f"{_count(replies, 'distinct reply', 'distinct replies')} of {len(with_turns)}")
     failures = Counter(str(sample.failure) for sample in total if sample.failure is not None)
     if failures:
@@ -86,7 +86,7 @@ def _describe_change(change: Change, store: RunStore, *, full: bool) -> str:
     ]
     previous_opening: tuple[Message, ...] = ()
     for title, sample in (("before", change.before), ("after", change.after)):
-        transcript = read_transcript(store, sample.rollout_id)
+        transcript = read_transcript(store, sample.identity.session_id)
         lines.append(f"{title}: {_describe_facts(sample)}")
         lines += _describe_conversation(transcript, full=full, previous_opening=previous_opening)
         previous_opening = transcript.opening
@@ -94,7 +94,8 @@ def _describe_change(change: Change, store: RunStore, *, full: bool) -> str:
 
 
 def samples_json(samples: Iterable[Sample], store: RunStore) -> str:
-    """A JSON list with an object per rollout: the fields of `Sample`, and its `turns` with their texts."""
+    """A JSON list with an object per rollout: its identity, the fields of `Sample`, and its `turns` with
+    their texts."""
     return json.dumps([_sample_object(sample, store) for sample in samples], indent=2)
 
 
@@ -112,14 +113,18 @@ def changes_json(changes: Iterable[Change], store: RunStore) -> str:
 
 
 def _sample_object(sample: Sample, store: RunStore) -> dict[str, object]:
-    turns = read_transcript(store, sample.rollout_id).turns
-    return {**asdict(sample), "turns": msgspec.to_builtins(turns)}
+    fields = asdict(sample)
+    identity = fields.pop("identity")
+    rollout_id = identity.pop("session_id")
+    turns = read_transcript(store, rollout_id).turns
+    return {"rollout_id": rollout_id, **identity, **fields, "turns": msgspec.to_builtins(turns)}
 
 
 def _describe_sample(
     sample: Sample, transcript: Transcript, *, full: bool, previous_opening: tuple[Message, ...]
 ) -> str:
-    heading = f"== task {sample.task_id}, rollout {sample.index} of group {sample.group_id}: "
+    identity = sample.identity
+    heading = f"== task {identity.task_id}, rollout {identity.index} of group {identity.group_id}: "
     lines = [heading + _describe_facts(sample)]
     lines += _describe_conversation(transcript, full=full, previous_opening=previous_opening)
     if sample.failure is not None:
@@ -133,8 +138,8 @@ def _describe_sample(
 
 def _describe_facts(sample: Sample) -> str:
     facts = [_describe_reward(sample)]
-    if sample.attempt:
-        facts.append(f"attempt {sample.attempt}")
+    if sample.identity.attempt:
+        facts.append(f"attempt {sample.identity.attempt}")
     facts.append(_describe_fate(sample))
     if sample.newest_version is not None:
         versions = str(sample.newest_version)
@@ -144,7 +149,7 @@ def _describe_facts(sample: Sample) -> str:
         facts.append(f"{_count(sample.sampled_tokens, 'token')} in {_count(sample.num_turns, 'turn')}")
     if sample.cut:
         facts.append("CUT")
-    facts.append(sample.rollout_id)
+    facts.append(sample.identity.session_id)
     return ", ".join(facts)
 
 

@@ -28,6 +28,7 @@ from invrl.types import (
     RolloutSummary,
     Sampling,
     Session,
+    field_values,
 )
 
 T = TypeVar("T")
@@ -117,13 +118,7 @@ class SessionClient:
             if not is_refusal(error):
                 raise
             return UnreportedRollout(
-                session_id=session.id,
-                task_id=session.task_id,
-                group_id=session.group_id,
-                index=session.index,
-                attempt=session.attempt,
-                reason=reason,
-                detail=f"{sent_detail}\n{error}",
+                **field_values(session.identity), reason=reason, detail=f"{sent_detail}\n{error}"
             )
         return _outcome(answer, what)
 

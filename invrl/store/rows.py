@@ -23,11 +23,24 @@ _TURN_FIELDS = tuple(turn_field.name for turn_field in fields(Turn))
 _TURN_ARRAYS = {"context_ids_T": np.int32, "sampled_ids_T": np.int32, "logprobs_T": np.float32}
 TURN_COLUMNS = ", ".join(name.removesuffix("_T") for name in _TURN_FIELDS)
 """The columns of a turn, in the order of the fields of `Turn`."""
-SESSION_COLUMNS = (
-    'id, task_id, group_id, "index", attempt, purpose, sampling, limits, parent_id, '
-    "key_hash, opened_at, state, reward_deadline, reward, components, outcome"
+_SESSION_FIELDS = (
+    "id",
+    "task_id",
+    "group_id",
+    "index",
+    "attempt",
+    "purpose",
+    "sampling",
+    "limits",
+    "parent_id",
 )
-
+"""The fields of `Session` that are stored; the key and the URL are not."""
+_OPENED_FIELDS = (*_SESSION_FIELDS, "opened_at", "state")
+OPENED_COLUMNS = ", ".join(f'"{name}"' for name in _OPENED_FIELDS)
+"""What is known of a session when it is opened, apart from the hash of its key."""
+_RECORD_FIELDS = ("key_hash", "opened_at", "state", "reward_deadline", "reward", "components", "outcome")
+SESSION_COLUMNS = ", ".join(f'"{name}"' for name in (*_SESSION_FIELDS, *_RECORD_FIELDS))
+"""All columns of a session, its id first."""
 
 SessionState = Literal["open", "unrewarded", "finished", "aborted", "expired"]
 """`unrewarded`: finished, and waiting for its reward. `expired`: its time was up. (Rows of sessions that were
@@ -75,11 +88,18 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
     return Turn(**values)
 
 
+def opened_values(record: StoredSession) -> tuple[object, ...]:
+    """The values of `OPENED_COLUMNS`."""
+    session = record.session
+    values: dict[str, object] = {name: getattr(session, name) for name in _SESSION_FIELDS}
+    values["sampling"] = msgspec.json.encode(session.sampling)
+    values["limits"] = msgspec.json.encode(session.limits)
+    return (*values.values(), record.opened_at, record.state)
+
+
 def session_from_row(row: Sequence[Any], reward_rows: Sequence[Sequence[Any]]) -> StoredSession:
     """`row`: the values of `SESSION_COLUMNS`. `reward_rows`: `of`, `turn_id`, `reward` and `components` of
     the session's rows in the table `rewards`."""
-    *place, sampling, limits, parent_id, key_hash, opened_at, state, due, reward, components, outcome = row
-    session_id, task_id, group_id, index, attempt, purpose = place
     turn_rewards: dict[str, Reward] = {}
     branch_rewards: dict[str, Reward] = {}
     for of, turn_id, value, parts in reward_rows:
@@ -87,30 +107,19 @@ def session_from_row(row: Sequence[Any], reward_rows: Sequence[Sequence[Any]]) -
             turn_rewards[turn_id] = Reward(value=value, components=_components(parts), turn=turn_id)
         else:
             branch_rewards[turn_id] = Reward(value=value, components=_components(parts), branch=turn_id)
-    session = Session(
-        id=session_id,
-        key="",
-        base_url="",
-        task_id=task_id,
-        group_id=group_id,
-        index=index,
-        attempt=attempt,
-        purpose=purpose,
-        sampling=msgspec.json.decode(sampling, type=Sampling),
-        limits=msgspec.json.decode(limits, type=SessionLimits),
-        parent_id=parent_id,
-    )
+    num_of_session = len(_SESSION_FIELDS)
+    of_session: dict[str, Any] = dict(zip(_SESSION_FIELDS, row[:num_of_session], strict=True))
+    of_session["sampling"] = msgspec.json.decode(of_session["sampling"], type=Sampling)
+    of_session["limits"] = msgspec.json.decode(of_session["limits"], type=SessionLimits)
+    of_record: dict[str, Any] = dict(zip(_RECORD_FIELDS, row[num_of_session:], strict=True))
+    of_record["components"] = _components(of_record["components"])
+    if of_record["outcome"] is not None:
+        of_record["outcome"] = outcome_from_json(of_record["outcome"])
     return StoredSession(
-        session=session,
-        key_hash=key_hash,
-        opened_at=opened_at,
-        state=state,
-        reward_deadline=due,
-        reward=reward,
-        components=_components(components),
+        session=Session(**of_session, key="", base_url=""),
         turn_rewards=turn_rewards,
         branch_rewards=branch_rewards,
-        outcome=None if outcome is None else outcome_from_json(outcome),
+        **of_record,
     )
 
 

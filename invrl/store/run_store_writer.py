@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from invrl.store.rows import TURN_COLUMNS, StoredSession, turn_values
+from invrl.store.rows import OPENED_COLUMNS, TURN_COLUMNS, StoredSession, opened_values, turn_values
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, busy_timeout_s, connect
 from invrl.types import FailedRollout, Outcome, Reward, Turn
 
@@ -79,26 +79,16 @@ class RunStoreWriter:
             "AND json_extract(CAST(task AS TEXT), '$.id')=?"
         )
         key_hash = f"(SELECT ? {lease})" if leased else "?"
-        insert = f"INSERT INTO sessions VALUES (?,{key_hash},?,?,?,?,?,?,?,'open',NULL,NULL,NULL,?,?,NULL)"
         statements: list[_Statement] = []
         for record in records:
             session = record.session
-            claim = (session.group_id, session.index, session.attempt, session.task_id) if leased else ()
-            values = (
-                session.id,
-                record.key_hash,
-                *claim,
-                session.task_id,
-                session.group_id,
-                session.index,
-                session.attempt,
-                session.purpose,
-                _encode(session.sampling),
-                record.opened_at,
-                session.parent_id,
-                _encode(session.limits),
-            )
-            statements.append((insert, values))
+            claim: tuple[object, ...] = ()
+            if leased:
+                claim = (session.group_id, session.index, session.attempt, session.task_id)
+            opened = opened_values(record)
+            marks = ",".join("?" * len(opened))
+            insert = f"INSERT INTO sessions ({OPENED_COLUMNS}, key_hash) VALUES ({marks}, {key_hash})"
+            statements.append((insert, (*opened, record.key_hash, *claim)))
             if leased:
                 statements.append((f"DELETE {lease}", claim))
         return self._submit(statements)

@@ -26,6 +26,7 @@ from invrl.types import (
     Reward,
     RolloutSummary,
     Sampling,
+    SessionTerms,
     Turn,
 )
 
@@ -37,7 +38,8 @@ def registry(max_open: int = 8) -> SessionRegistry:
 
 
 def opened(book: SessionRegistry, now: float = 0.0, purpose: Purpose = "train") -> list[SessionRecord]:
-    group = Opening(task_id="t", group_id="g", members=MEMBERS, purpose=purpose, sampling=Sampling())
+    terms = SessionTerms(task_id="t", group_id="g", purpose=purpose, sampling=Sampling())
+    group = Opening(terms=terms, members=MEMBERS)
     return book.open(group, now)
 
 
@@ -85,11 +87,8 @@ def test_a_request_id_means_other_sessions_in_another_incarnation():
     """A place that is leased again in a later incarnation is asked for under the id that its lease gives
     it."""
     group = Opening(
-        task_id="t",
-        group_id="g",
+        terms=SessionTerms(task_id="t", group_id="g", purpose="train", sampling=Sampling()),
         members=MEMBERS,
-        purpose="train",
-        sampling=Sampling(),
         request_id="derived from the lease",
     )
     incarnations = {}

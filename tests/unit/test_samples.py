@@ -270,7 +270,7 @@ def test_what_a_lost_incarnation_trained_is_not_of_the_step(run: RecordedRun) ->
     again = run.add("a", "again", 1.0, step=1, group="g0")
     first, second = read_samples(run.folder.store_path, {})
     assert (first.state, first.step) == ("lost", None)
-    assert (second.rollout_id, second.state, second.step) == (again, "trained", 1)
+    assert (second.identity.session_id, second.state, second.step) == (again, "trained", 1)
 
 
 def test_a_failure_that_counts_has_the_reward_of_the_run(run: RecordedRun) -> None:

@@ -159,10 +159,14 @@ def answer(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> s
 def _select_task(query: SamplesQuery, samples: Sequence[Sample]) -> list[Sample]:
     if query.task is None:
         return list(samples)
-    names = first_ids(sample.task_id for sample in samples)
-    of_task = [sample for sample in samples if query.task in (sample.task_id, names[sample.task_id])]
+    names = first_ids(sample.identity.task_id for sample in samples)
+    of_task = [
+        sample
+        for sample in samples
+        if query.task in (sample.identity.task_id, names[sample.identity.task_id])
+    ]
     if not of_task:
-        task_ids = {sample.task_id for sample in samples}
+        task_ids = {sample.identity.task_id for sample in samples}
         reason = f"no rollout of it has ended; the run has rollouts of {len(task_ids)} tasks"
         fix = nearest(query.task, task_ids, many="`invrl ledger RUN --tasks` lists those of training")
         raise ConfigError("--task", query.task, reason, fix)

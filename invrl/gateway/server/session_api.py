@@ -25,7 +25,7 @@ from invrl.gateway.server.metrics import GatewayMetrics
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots
 from invrl.gateway.sessions.lifecycle import Lifecycle
-from invrl.types import GroupMember, Outcome, Sampling, SessionLimits
+from invrl.types import GroupMember, Outcome, Sampling, SessionLimits, SessionTerms
 
 _LEASE_POLL_S = 0.1
 
@@ -88,15 +88,15 @@ class SessionRoutes:
         """Opens a session for each member, all of them or none. If the same request comes again with the same
         `request_id`, it gets the same sessions."""
         self._check_environment(request)
-        opening = Opening(
+        terms = SessionTerms(
             task_id=body.task_id,
             group_id=body.group_id,
-            members=[GroupMember(index=member.index, attempt=member.attempt) for member in body.members],
             purpose=body.purpose,
             sampling=_sampling(body.sampling, self.lifecycle.sampling),
             limits=_limits(body.limits, self.lifecycle.limits),
-            request_id=body.request_id,
         )
+        members = [GroupMember(index=member.index, attempt=member.attempt) for member in body.members]
+        opening = Opening(terms=terms, members=members, request_id=body.request_id)
         records = await self.lifecycle.open(opening)
         return self._opened(records)
 
@@ -151,7 +151,7 @@ class SessionRoutes:
         return bodies.SessionView.of(
             record,
             model=self.model,
-            turns=overview,
+            turns=[bodies.TurnLine.model_validate(turn) for turn in overview],
             forks=Counter(turn.fork_reason for turn in turns if turn.fork_reason),
             auxiliary_roots=auxiliary_roots(turns, delivered),
         )

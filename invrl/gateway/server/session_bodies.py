@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -20,9 +20,9 @@ from invrl.types import (
     Outcome,
     Purpose,
     Reward,
-    Sampling,
     Session,
-    SessionLimits,
+    SessionTerms,
+    field_values,
 )
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -107,8 +107,7 @@ class OpenedSession(Session):
 
     @classmethod
     def of(cls, session: Session, model: str) -> OpenedSession:
-        values = {field.name: getattr(session, field.name) for field in fields(session)}
-        return cls(**values, model=model)
+        return cls(**field_values(session), model=model)
 
 
 class Opened(BaseModel):
@@ -186,30 +185,26 @@ class TurnLine(BaseModel):
     """Unix seconds: when its last token was sampled."""
 
 
-class SessionView(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionView(SessionTerms):
     """A session's state, without its key."""
 
     id: str
-    task_id: str
-    group_id: str
     index: int
     attempt: int
-    purpose: Purpose
-    sampling: Sampling
-    limits: SessionLimits
     parent_id: str
     model: str
     state: SessionState
     reward: float | None
-    components: dict[str, float]
-    turn_rewards: dict[str, Reward]
-    branch_rewards: dict[str, Reward]
+    components: Mapping[str, float]
+    turn_rewards: Mapping[str, Reward]
+    branch_rewards: Mapping[str, Reward]
     children: list[str]
     outcome: Outcome | None
     overridden: list[str]
-    ignored: dict[str, int]
+    ignored: Mapping[str, int]
     turns: list[TurnLine]
-    forks: dict[str, int]
+    forks: Mapping[str, int]
     auxiliary_roots: list[str]
 
     @classmethod
@@ -218,24 +213,31 @@ class SessionView(BaseModel):
         record: SessionRecord,
         *,
         model: str,
-        turns: Sequence[Mapping[str, Any]],
+        turns: Sequence[TurnLine],
         forks: Mapping[str, int],
         auxiliary_roots: Sequence[str],
     ) -> SessionView:
-        """Fields of the session and of its record have the same names here, but for those that are set below.
-        `turns`: the fields of each `TurnLine`."""
-        values: dict[str, Any] = {}
-        for source in (record.session, record):
-            for name in cls.model_fields:
-                if hasattr(source, name):
-                    values[name] = getattr(source, name)
-        values["model"] = model
-        values["children"] = [child.session.id for child in record.children]
-        values["overridden"] = sorted(record.overridden)
-        values["turns"] = turns
-        values["forks"] = forks
-        values["auxiliary_roots"] = auxiliary_roots
-        return cls(**values)
+        session = record.session
+        return cls(
+            **field_values(session, SessionTerms),
+            id=session.id,
+            index=session.index,
+            attempt=session.attempt,
+            parent_id=session.parent_id,
+            model=model,
+            state=record.state,
+            reward=record.reward,
+            components=record.components,
+            turn_rewards=record.turn_rewards,
+            branch_rewards=record.branch_rewards,
+            children=[child.session.id for child in record.children],
+            outcome=record.outcome,
+            overridden=sorted(record.overridden),
+            ignored=dict(record.ignored),  # FastAPI copies this object, which a Counter would not survive
+            turns=list(turns),
+            forks=dict(forks),
+            auxiliary_roots=list(auxiliary_roots),
+        )
 
 
 class ErrorBody(BaseModel):

@@ -11,7 +11,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from invrl.errors import SessionError
 from invrl.gateway.config import SessionPolicy
@@ -30,7 +30,9 @@ from invrl.types import (
     Reward,
     Sampling,
     SessionLimits,
+    SessionTerms,
     Turn,
+    field_values,
 )
 
 _log = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class Lifecycle:
         """Opens all sessions or none. A repeated request gets the same sessions. SessionError 429 if too many
         sessions are open, 400 for sampling parameters that training excludes, 409 for members that are not
         leased, 410 once the run has ended."""
-        if opening.purpose == "train":
+        if opening.terms.purpose == "train":
             self._check_training(opening)
         now = time.time()
         earlier = self.registry.reopened(opening)
@@ -100,7 +102,7 @@ class Lifecycle:
 
     async def _store_opened(self, records: list[SessionRecord], opening: Opening) -> None:
         """Returns after the commit. sqlite3.IntegrityError if the store's constraints exclude a session."""
-        needs_lease = self.leases is not None and opening.purpose == "train" and opening.parent is None
+        needs_lease = self.leases is not None and opening.terms.purpose == "train" and opening.parent is None
         committed = self.store.open_sessions(records, leased=needs_lease)
         await asyncio.wrap_future(committed)
 
@@ -108,7 +110,8 @@ class Lifecycle:
         """SessionError if the run has ended, or if the policy could not be trained on what is sampled."""
         if self.run_ended():
             raise SessionError("the run has ended", status=410, code="run_ended")
-        if opening.sampling.temperature <= 0 or opening.sampling.top_p != 1:
+        sampling = opening.terms.sampling
+        if sampling.temperature <= 0 or sampling.top_p != 1:
             reason = (
                 "training needs temperature > 0 and top_p = 1: with other values, the log-probs of the "
                 "sampled tokens are not those of the policy"
@@ -133,13 +136,10 @@ class Lifecycle:
         qualified_id = ""
         if request_id:
             qualified_id = f"{session.id}/{request_id}"
+        parent_terms = SessionTerms(**field_values(session, SessionTerms))
         opening = Opening(
-            task_id=session.task_id,
-            group_id=session.group_id,
+            terms=replace(parent_terms, limits=limits),
             members=[GroupMember(index=session.index, attempt=session.attempt)],
-            purpose=session.purpose,
-            sampling=session.sampling,
-            limits=limits,
             parent=parent,
             request_id=qualified_id,
         )
@@ -307,7 +307,7 @@ class Lifecycle:
 def _opening_refused(opening: Opening, error: sqlite3.IntegrityError) -> SessionError:
     """The error for sessions that the store's constraints exclude."""
     if "NOT NULL" in str(error):
-        reason = f"not all of these members of group {opening.group_id!r} are leased"
+        reason = f"not all of these members of group {opening.terms.group_id!r} are leased"
         return SessionError(reason, status=409, code="not_leased", param="members")
     reason = f"request_id {opening.request_id!r} has opened sessions that are lost"
     return SessionError(reason, status=409, code="request_id_reused", param="request_id")

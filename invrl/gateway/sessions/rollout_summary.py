@@ -8,20 +8,19 @@ from dataclasses import dataclass, replace
 
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots, roots
-from invrl.types import FailedRollout, FailureReason, Outcome, RolloutSummary, Turn, WeightVersion
+from invrl.types import (
+    FailedRollout,
+    FailureReason,
+    Outcome,
+    RolloutSummary,
+    Turn,
+    WeightVersion,
+    field_values,
+)
 
 
 def failed(record: SessionRecord, reason: FailureReason, detail: str) -> FailedRollout:
-    session = record.session
-    return FailedRollout(
-        session_id=session.id,
-        task_id=session.task_id,
-        group_id=session.group_id,
-        index=session.index,
-        attempt=session.attempt,
-        reason=reason,
-        detail=detail,
-    )
+    return FailedRollout(**field_values(record.session.identity), reason=reason, detail=detail)
 
 
 def with_partial(
@@ -72,16 +71,11 @@ def summarise(
     is_top = record.parent is None
     if needs_reward and record.reward is None and record.session.purpose == "train" and is_top:
         return failed(record, FailureReason.BAD_REWARD, "the session was finished without a reward")
-    session = record.session
     rewards = _family_rewards(record, turns)
     later = [turn for turn in turns if turn.parent_id is not None]
     fork_counts = Counter(f"forks/{turn.fork_reason}" for turn in turns if turn.fork_reason)
     return RolloutSummary(
-        session_id=session.id,
-        task_id=session.task_id,
-        group_id=session.group_id,
-        index=session.index,
-        attempt=session.attempt,
+        **field_values(record.session.identity),
         reward=rewards.final,
         reward_components=record.components,
         num_turns=len(turns),
