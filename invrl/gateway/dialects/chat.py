@@ -20,7 +20,7 @@ Any other field of the body or of a message (`parsed`, `thinking_blocks`, `provi
 counted: `GET /sessions/ID` lists it, and the log names it once."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -29,7 +29,17 @@ from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
 from invrl.gateway.dialects.dialect import FindTurn, no_turn
 from invrl.gateway.dialects.joined_messages import JoinedMessages
-from invrl.gateway.types import CallDelta, Delta, Message, Piece, Tool, ToolCall, ToolChoice, TurnRequest
+from invrl.gateway.dialects.wire import Fields
+from invrl.gateway.types import (
+    CallDelta,
+    Delta,
+    Message,
+    Piece,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    TurnRequest,
+)
 
 _ROLES = {
     "system": "system",
@@ -155,9 +165,9 @@ class ChatDialect(ChoicesDialect):
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ChoicesRequest:
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
         if not body.messages:
-            raise wire.bad("`messages` must not be empty", param="messages")
+            raise wire.bad_request("`messages` must not be empty", param="messages")
         if body.top_logprobs and not body.logprobs:
-            raise wire.bad("`top_logprobs` needs `logprobs`", param="top_logprobs")
+            raise wire.bad_request("`top_logprobs` needs `logprobs`", param="top_logprobs")
         max_tokens = body.max_completion_tokens
         if max_tokens is None:
             max_tokens = body.max_tokens
@@ -178,10 +188,14 @@ class ChatDialect(ChoicesDialect):
             ignored=ignored,
             retry=retry,
         )
-        return self.parsed(body, turn, logprobs=bool(body.logprobs))
+        return self.make_request(body, turn, logprobs=bool(body.logprobs))
 
-    def message_fields(self, message: Message) -> dict[str, Any]:
-        fields: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    def message_fields(self, message: Message) -> Fields:
+        fields: Fields = {
+            "role": "assistant",
+            "content": message.content,
+            "refusal": None,
+        }
         if message.reasoning:
             fields["reasoning_content"] = message.reasoning
         if message.tool_calls:
@@ -189,34 +203,50 @@ class ChatDialect(ChoicesDialect):
             fields["tool_calls"] = [_call_fields(call) for call in message.tool_calls]
         return {"message": fields}
 
-    def delta_fields(self, delta: Delta) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
+    def delta_fields(self, delta: Delta) -> Fields:
+        fields: Fields = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
         if delta.calls:
-            fields["tool_calls"] = [{"index": call.index, **_call_fields(call)} for call in delta.calls]
+            fields["tool_calls"] = [_call_delta_fields(call) for call in delta.calls]
         if delta.content or not fields:
             fields["content"] = delta.content
         return {"delta": fields}
 
-    def logprobs(self, request: ChoicesRequest, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+    def logprobs(
+        self,
+        request: ChoicesRequest,
+        pieces: Sequence[Piece],
+        offset: int,
+    ) -> Fields:
         return {"content": self.token_logprobs(pieces), "refusal": None}
 
     def models(self, model: str) -> bytes:
         """The answer of `/v1/models`, or of `/v1/models/{model}`. SessionError 404 if that model is not
         served."""
-        card = {"id": self.model, "object": "model", "created": 0, "owned_by": "invrl"}
+        card = {
+            "id": self.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "invrl",
+        }
         if not model:
-            return msgspec.json.encode({"object": "list", "data": [card]})
+            models = {"object": "list", "data": [card]}
+            return msgspec.json.encode(models)
         wire.check_model(model, self.model)
         return msgspec.json.encode(card)
 
 
-def _call_fields(call: ToolCall | CallDelta) -> dict[str, Any]:
+def _call_fields(call: ToolCall | CallDelta) -> Fields:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_delta_fields(call: CallDelta) -> Fields:
     """Only the first piece of a call has a name."""
-    if not call.name:
-        return {"function": {"arguments": call.arguments}}
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    if call.name:
+        return {"index": call.index, **_call_fields(call)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
 def _messages(messages: Sequence[_Message]) -> tuple[Message, ...]:
@@ -236,12 +266,14 @@ def _message(message: _Message, index: int) -> Message:
     param = f"messages[{index}]"
     role = wire.role_of(message.role, _ROLES, param)
     if message.content is None and role != "assistant":
-        raise wire.bad(f"{param}.content must be text", param=f"{param}.content")
+        reason = f"{param}.content must be text"
+        raise wire.bad_request(reason, param=f"{param}.content")
     if role == "tool" and not message.tool_call_id:
-        param = f"{param}.tool_call_id"
-        raise wire.bad(f"{param} must say which call this answers", param=param)
+        reason = f"{param}.tool_call_id must say which call this answers"
+        raise wire.bad_request(reason, param=f"{param}.tool_call_id")
     if message.tool_calls and role != "assistant":
-        raise wire.bad(f"{param}.tool_calls: only the assistant calls", param=f"{param}.tool_calls")
+        reason = f"{param}.tool_calls: only the assistant calls"
+        raise wire.bad_request(reason, param=f"{param}.tool_calls")
     calls = []
     for call_index, call in enumerate(message.tool_calls or ()):
         arguments_param = f"{param}.tool_calls[{call_index}].function.arguments"
@@ -259,7 +291,8 @@ def _message(message: _Message, index: int) -> Message:
 def _tool(tool: _Tool, index: int) -> Tool:
     param = f"tools[{index}]"
     if tool.type != "function" or tool.function is None:
-        raise wire.bad(f"{param}: only functions are supported, not {tool.type!r}", param=param)
+        reason = f"{param}: only functions are supported, not {tool.type!r}"
+        raise wire.bad_request(reason, param=param)
     return wire.make_tool(tool.function, f"{param}.function")
 
 
@@ -271,10 +304,13 @@ def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
         if choice.type == "function" and choice.function:
             return ToolChoice(mode="named", name=choice.function.name)
         if choice.type == "allowed_tools" and choice.allowed_tools:
-            names = [tool.function.name for tool in choice.allowed_tools.tools if tool.function]
+            names = []
+            for tool in choice.allowed_tools.tools:
+                if tool.function:
+                    names.append(tool.function.name)
             return wire.allowed_choice(choice.allowed_tools.mode, names)
     reason = "`tool_choice` must be auto, none, required, allowed_tools, or name a function"
-    raise wire.bad(reason, param="tool_choice")
+    raise wire.bad_request(reason, param="tool_choice")
 
 
 def _schema(response_format: _Format | None) -> str:

@@ -13,8 +13,7 @@ of an earlier prompt and its reply (special tokens and stop string included) con
   counted."""
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
@@ -22,6 +21,7 @@ from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
 from invrl.gateway.dialects.dialect import FindTurn, no_turn
+from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import Delta, Message, Piece, TurnRequest
 
 _DEFAULT_MAX_TOKENS = 16
@@ -34,7 +34,11 @@ class _Body(ChoicesFields, kw_only=True):
 
 
 _DECODER = msgspec.json.Decoder(_Body)
-_TABLE = FieldTable(body=_Body, refused={"suffix": (), "messages": (), "tools": ()}, unreported=("user",))
+_TABLE = FieldTable(
+    body=_Body,
+    refused={"suffix": (), "messages": (), "tools": ()},
+    unreported=("user",),
+)
 
 
 class CompletionsDialect(ChoicesDialect):
@@ -46,7 +50,9 @@ class CompletionsDialect(ChoicesDialect):
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ChoicesRequest:
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
-        max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        max_tokens = body.max_tokens
+        if max_tokens is None:
+            max_tokens = _DEFAULT_MAX_TOKENS
         turn = TurnRequest(
             messages=(),
             text=self._prompt(body.prompt),
@@ -58,49 +64,69 @@ class CompletionsDialect(ChoicesDialect):
             ignored=ignored,
             retry=retry,
         )
-        return self.parsed(body, turn, logprobs=body.logprobs is not None)
+        shows_logprobs = body.logprobs is not None
+        return self.make_request(body, turn, logprobs=shows_logprobs)
 
-    def message_fields(self, message: Message) -> dict[str, Any]:
+    def message_fields(self, message: Message) -> Fields:
         return {"text": message.content}
 
-    def delta_fields(self, delta: Delta) -> dict[str, Any]:
+    def delta_fields(self, delta: Delta) -> Fields:
         return {"text": delta.content}
 
-    def logprobs(self, request: ChoicesRequest, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
-        tokens = list(wire.sampled_tokens(pieces))
-        texts = [self.token_text(token.id) for token in tokens]
-        ends = accumulate((len(text) for text in texts), initial=offset)
-        top_logprobs = None
-        if request.turn.top_logprobs:
-            top_logprobs = [self._by_text(token) for token in tokens]
+    def logprobs(
+        self,
+        request: ChoicesRequest,
+        pieces: Sequence[Piece],
+        offset: int,
+    ) -> Fields:
+        shows_top_logprobs = request.turn.top_logprobs > 0
+        texts = []
+        logprobs = []
+        offsets = []
+        top_logprobs = []
+        for token in wire.sampled_tokens(pieces):
+            text = self.token_text(token.id)
+            texts.append(text)
+            logprobs.append(wire.finite(token.logprob))
+            offsets.append(offset)
+            offset += len(text)
+            if shows_top_logprobs:
+                top_logprobs.append(self._logprobs_by_text(token))
         return {
             "tokens": texts,
-            "token_logprobs": [wire.finite(token.logprob) for token in tokens],
-            "text_offset": list(ends)[:-1],
-            "top_logprobs": top_logprobs,
+            "token_logprobs": logprobs,
+            "text_offset": offsets,
+            "top_logprobs": top_logprobs if shows_top_logprobs else None,
         }
 
-    def _by_text(self, token: wire.SampledToken) -> dict[str, float]:
+    def _logprobs_by_text(self, token: wire.SampledToken) -> dict[str, float]:
         """The log-probs of the likeliest tokens and of the sampled one by their texts. The likeliest tokens
         come first, so the likelier one of two tokens with the same text is kept."""
+        sampled = (token.id, token.logprob)
         by_text: dict[str, float] = {}
-        for token_id, logprob in (*token.top, (token.id, token.logprob)):
-            by_text.setdefault(self.token_text(token_id), wire.finite(logprob))
+        for token_id, logprob in (*token.top, sampled):
+            text = self.token_text(token_id)
+            by_text.setdefault(text, wire.finite(logprob))
         return by_text
 
-    def _prompt(self, prompt: str | Sequence[int | str | list[int]]) -> str | tuple[int, ...]:
-        """The one prompt, as text or as token ids."""
+    def _prompt(
+        self,
+        prompt: str | Sequence[int | str | list[int]],
+    ) -> str | tuple[int, ...]:
+        """The one prompt, as text or as token ids. SessionError 400 for a list of several prompts."""
         if not isinstance(prompt, str) and len(prompt) == 1:
             [only] = prompt
             if isinstance(only, str | list):
                 prompt = only
         if not prompt:
-            raise wire.bad("`prompt` must not be empty", param="prompt")
+            raise wire.bad_request("`prompt` must not be empty", param="prompt")
         if isinstance(prompt, str):
             return prompt
         ids = tuple(token_id for token_id in prompt if isinstance(token_id, int))
         if len(ids) < len(prompt):
-            raise wire.bad("`prompt` takes one prompt at a time; ask for each by itself", param="prompt")
+            reason = "`prompt` takes one prompt at a time; ask for each by itself"
+            raise wire.bad_request(reason, param="prompt")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
-            raise wire.bad(f"`prompt`: token ids must be below {self.vocab_size}", param="prompt")
+            reason = f"`prompt`: token ids must be below {self.vocab_size}"
+            raise wire.bad_request(reason, param="prompt")
         return ids

@@ -17,8 +17,16 @@ _BLOCKS = {
     "system": ("text",),
 }
 """The types of blocks that the content of a role may have."""
-_REQUIRED_FIELDS = {"tool_use": ("id", "name"), "tool_result": ("tool_use_id",), "redacted_thinking": ()}
-"""The required fields of a block. Any other block requires the field that is named like its type."""
+_REQUIRED_FIELDS = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+    "tool_use": ("id", "name"),
+    "tool_result": ("tool_use_id",),
+}
+"""The required fields of a block, by its type."""
+_SEPARATORS = {"user": "\n", "assistant": "", "system": "\n"}
+"""The text between two text blocks of a role. The assistant's are joined as they were sampled."""
 _BILLING_HEADER = "x-anthropic-billing-header"
 
 
@@ -38,32 +46,42 @@ class SentMessage(msgspec.Struct):
     content: str | list[Block]
 
 
-def conversation(system: str | list[Block] | None, messages: Sequence[SentMessage]) -> tuple[Message, ...]:
+def conversation(
+    system: str | list[Block] | None,
+    messages: Sequence[SentMessage],
+) -> tuple[Message, ...]:
     """The system prompt and the messages of a body, as the template takes them."""
     if not messages:
-        raise wire.bad("messages: at least one is required", param="messages")
+        raise wire.bad_request("messages: at least one is required", param="messages")
     if messages[-1].role == "assistant":
         reason = "the conversation must end with a user message: a reply begun by the client is not supported"
-        raise wire.bad(reason, param="messages")
+        raise wire.bad_request(reason, param="messages")
     joined = JoinedMessages()
     system_text = _system_text(system)
     if system_text:
         joined.add(Message("system", system_text))
     for index, sent in enumerate(messages):
-        for message in _split(sent, f"messages[{index}].content"):
-            if message.role == joined.last_role and message.role in ("user", "assistant"):
-                separator = "" if message.role == "assistant" else "\n"
-                joined.join(message, separator)
+        param = f"messages[{index}].content"
+        for message in _split(sent, param):
+            can_be_joined = message.role in ("user", "assistant")
+            if can_be_joined and message.role == joined.last_role:
+                joined.join(message, _SEPARATORS[message.role])
             else:
                 joined.add(message)
     return joined.messages()
 
 
 def _system_text(system: str | list[Block] | None) -> str:
-    blocks = system or []
-    if isinstance(blocks, str):
-        blocks = [Block(type="text", text=blocks)]
-    blocks = [block for block in blocks if not (block.text or "").startswith(_BILLING_HEADER)]
+    """The text of the system prompt, without Claude Code's billing header."""
+    if system is None:
+        return ""
+    if isinstance(system, str):
+        system = [Block(type="text", text=system)]
+    blocks = []
+    for block in system:
+        text = block.text or ""
+        if not text.startswith(_BILLING_HEADER):
+            blocks.append(block)
     return _text("system", blocks, "system")
 
 
@@ -71,36 +89,51 @@ def _split(message: SentMessage, param: str) -> list[Message]:
     """The messages that one message of the API stands for: the tool results in it, then the rest. `param` is
     the place of its content."""
     text = _text(message.role, message.content, param)
-    blocks: list[Block] = []
-    if not isinstance(message.content, str):
-        blocks = message.content
-    calls = []
-    for block in blocks:
-        if block.type == "tool_use":
-            arguments = wire.json_object(block.input, f"{param}.input") or "{}"
-            calls.append(ToolCall(block.id or "", block.name or "", arguments))
+    if isinstance(message.content, str):
+        return [Message(message.role, text)]
     messages = []
-    for block in blocks:
-        if block.type == "tool_result":
-            result = _text("system", block.content or (), param)
-            messages.append(Message("tool", result, tool_call_id=block.tool_use_id or ""))
+    thoughts = []
+    calls = []
+    for block in message.content:
+        if block.type == "tool_use":
+            calls.append(_tool_call(block, param))
+        elif block.type == "tool_result":
+            messages.append(_tool_result(block, param))
+        thoughts.append(block.thinking or "")
     if text or not messages:
-        reasoning = "".join(block.thinking or "" for block in blocks)
-        messages.append(Message(message.role, text, reasoning, tuple(calls)))
+        rest = Message(message.role, text, "".join(thoughts), tuple(calls))
+        messages.append(rest)
     return messages
+
+
+def _tool_call(block: Block, param: str) -> ToolCall:
+    arguments = wire.json_object(block.input, f"{param}.input") or "{}"
+    return ToolCall(block.id or "", block.name or "", arguments)
+
+
+def _tool_result(block: Block, param: str) -> Message:
+    text = _text("system", block.content or (), param)
+    return Message("tool", text, tool_call_id=block.tool_use_id or "")
 
 
 def _text(role: str, content: str | Sequence[Block], param: str) -> str:
     """The text of a role's content. SessionError 400 for a block that the role cannot have."""
     if isinstance(content, str):
         return content
+    texts = []
     for index, block in enumerate(content):
-        place = f"{param}[{index}]"
-        if block.type not in _BLOCKS[role]:
-            reason = f"{block.type!r} is refused: only {', '.join(_BLOCKS[role])} can stand here, no images"
-            raise wire.bad(f"{place}: {reason}", param=place, code="unsupported_content")
-        for name in _REQUIRED_FIELDS.get(block.type, (block.type,)):
-            if getattr(block, name) is None:
-                raise wire.bad(f"{place}.{name}: Field required", param=f"{place}.{name}")
-    separator = "" if role == "assistant" else "\n"
-    return separator.join(block.text or "" for block in content if block.type == "text")
+        _check_block(role, block, f"{param}[{index}]")
+        if block.type == "text":
+            texts.append(block.text or "")
+    return _SEPARATORS[role].join(texts)
+
+
+def _check_block(role: str, block: Block, param: str) -> None:
+    allowed = _BLOCKS[role]
+    if block.type not in allowed:
+        reason = f"{block.type!r} is refused: only {', '.join(allowed)} can stand here, no images"
+        raise wire.bad_request(f"{param}: {reason}", param=param, code="unsupported_content")
+    for name in _REQUIRED_FIELDS[block.type]:
+        if getattr(block, name) is None:
+            param = f"{param}.{name}"
+            raise wire.bad_request(f"{param}: Field required", param=param)

@@ -31,7 +31,9 @@ class JoinedMessages:
         the client keeps apart. Two texts are two replies, unless the first is empty."""
         if message.role != "assistant" or self.last_role != "assistant":
             return False
-        return self._has_calls or bool(message.tool_calls) or not self._has_content
+        if self._has_calls or message.tool_calls:
+            return True
+        return not self._has_content
 
     def add(self, message: Message) -> None:
         """Appends a message."""
@@ -45,20 +47,27 @@ class JoinedMessages:
         have the same separator."""
         self._groups[-1].append(message)
         self._separators[-1] = separator
-        self._has_content = self._has_content or bool(message.content)
-        self._has_calls = self._has_calls or bool(message.tool_calls)
+        if message.content:
+            self._has_content = True
+        if message.tool_calls:
+            self._has_calls = True
 
     def messages(self) -> tuple[Message, ...]:
-        pairs = zip(self._groups, self._separators, strict=True)
-        return tuple(_joined(parts, separator) for parts, separator in pairs)
+        messages = []
+        for parts, separator in zip(self._groups, self._separators, strict=True):
+            messages.append(_joined(parts, separator))
+        return tuple(messages)
 
 
 def _joined(parts: Sequence[Message], separator: str) -> Message:
     if len(parts) == 1:
         return parts[0]
+    calls = []
+    for part in parts:
+        calls.extend(part.tool_calls)
     return Message(
         parts[0].role,
         content=separator.join(part.content for part in parts),
         reasoning="".join(part.reasoning for part in parts),
-        tool_calls=tuple(call for part in parts for call in part.tool_calls),
+        tool_calls=tuple(calls),
     )

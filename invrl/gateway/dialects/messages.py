@@ -36,9 +36,11 @@ from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.content_blocks import Block, SentMessage, conversation
 from invrl.gateway.dialects.dialect import AnswerStream, FindTurn, ParsedRequest, no_turn
+from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import (
     Answer,
     AnswerStart,
+    CallDelta,
     ClientSampling,
     Piece,
     Tool,
@@ -47,6 +49,7 @@ from invrl.gateway.types import (
 )
 from invrl.types import Turn
 
+_TopK = Annotated[int, msgspec.Meta(ge=0)]
 _CLIENT_ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -56,6 +59,7 @@ _CLIENT_ERRORS = {
     429: "rate_limit_error",
 }
 _SERVER_ERRORS = {503: "overloaded_error", 504: "timeout_error"}
+_NOT_STOPPED: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
 
 class _Tool(wire.Function, kw_only=True):
@@ -92,8 +96,8 @@ class _Body(msgspec.Struct, kw_only=True):
     output_config: _OutputConfig | None = None
     output_format: wire.Format | None = None
     temperature: wire.Unit | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    top_p: wire.TopP | None = None
+    top_k: _TopK | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Body)
@@ -134,10 +138,15 @@ class MessagesDialect:
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> MessagesRequest:
         body, ignored = wire.decode(_DECODER, raw, self.model, _TABLE)
         if body.max_tokens is None:
-            raise wire.bad("max_tokens: Field required", param="max_tokens")
+            raise wire.bad_request("max_tokens: Field required", param="max_tokens")
         turn = _turn_request(body, raw, retry=retry, ignored=ignored)
-        omits_text = body.thinking is not None and body.thinking.display == "omitted"
-        return MessagesRequest(turn=turn, shows_thinking=bool(turn.thinking), omits_thinking_text=omits_text)
+        thinking = body.thinking
+        omits_text = thinking is not None and thinking.display == "omitted"
+        return MessagesRequest(
+            turn=turn,
+            shows_thinking=bool(turn.thinking),
+            omits_thinking_text=omits_text,
+        )
 
     def parse_count(self, raw: bytes) -> TurnRequest:
         """A request whose tokens are to be counted: as `parse`, but `max_tokens` may be missing."""
@@ -149,21 +158,14 @@ class MessagesDialect:
 
     def answer(self, request: MessagesRequest, answers: Sequence[Answer]) -> bytes:
         [answer] = answers
-        reply = answer.message
-        blocks: list[dict[str, Any]] = []
-        if reply.reasoning and request.shows_thinking:
-            thinking = "" if request.omits_thinking_text else reply.reasoning
-            signature = _signature(answer.turn.id)
-            blocks.append({"type": "thinking", "thinking": thinking, "signature": signature})
-        if reply.content:
-            blocks.append({"type": "text", "text": reply.content})
-        for call in reply.tool_calls:
-            blocks.append(
-                {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
-            )
-        return msgspec.json.encode(
-            self.message_fields(answer.turn.id, blocks, usage(answer.turn), stop_fields(answer))
+        turn = answer.turn
+        message = self.message_fields(
+            turn.id,
+            content=_blocks(request, answer),
+            usage=_usage(turn),
+            stop=_stop_fields(answer),
         )
+        return msgspec.json.encode(message)
 
     def stream(self, request: MessagesRequest, starts: Sequence[AnswerStart]) -> AnswerStream:
         return _MessagesStream(self, request, starts[0])
@@ -177,9 +179,12 @@ class MessagesDialect:
             kind = _CLIENT_ERRORS.get(error.status, "invalid_request_error")
         else:
             kind = _SERVER_ERRORS.get(error.status, "api_error")
-        return msgspec.json.encode(
-            {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
-        )
+        body = {
+            "type": "error",
+            "error": {"type": kind, "message": message},
+            "request_id": None,
+        }
+        return msgspec.json.encode(body)
 
     def models(self, model: str) -> bytes:
         """As `ChatDialect.models`, for an Anthropic client."""
@@ -190,34 +195,62 @@ class MessagesDialect:
             "lifecycle": "active",
             "created_at": "1970-01-01T00:00:00Z",
         }
-        if not model:
-            return msgspec.json.encode(
-                {"data": [card], "has_more": False, "first_id": self.model, "last_id": self.model}
-            )
-        wire.check_model(model, self.model)
-        return msgspec.json.encode(card)
+        if model:
+            wire.check_model(model, self.model)
+            return msgspec.json.encode(card)
+        models = {
+            "data": [card],
+            "has_more": False,
+            "first_id": self.model,
+            "last_id": self.model,
+        }
+        return msgspec.json.encode(models)
 
     def message_fields(
         self,
         turn_id: str,
-        content: Sequence[Any],
+        *,
+        content: Sequence[Fields],
         usage: dict[str, int],
-        stop: dict[str, str | None] | None = None,
-    ) -> dict[str, Any]:
-        """A message object. `stop` is what `stop_fields` returns, once the reply has ended."""
-        fields: dict[str, Any] = {
+        stop: dict[str, str | None] = _NOT_STOPPED,
+    ) -> Fields:
+        """A message object. `stop` is what `_stop_fields` returns, once the reply has ended."""
+        return {
             "id": f"msg_{turn_id}",
             "type": "message",
             "role": "assistant",
             "model": self.model,
             "content": content,
-            "stop_reason": None,
-            "stop_sequence": None,
+            **stop,
+            "usage": usage,
         }
-        if stop is not None:
-            fields.update(stop)
-        fields["usage"] = usage
-        return fields
+
+
+def _blocks(request: MessagesRequest, answer: Answer) -> list[Fields]:
+    """The blocks of a whole reply."""
+    reply = answer.message
+    blocks: list[Fields] = []
+    if reply.reasoning and request.shows_thinking:
+        thinking = reply.reasoning
+        if request.omits_thinking_text:
+            thinking = ""
+        block = {
+            "type": "thinking",
+            "thinking": thinking,
+            "signature": _signature(answer.turn.id),
+        }
+        blocks.append(block)
+    if reply.content:
+        blocks.append({"type": "text", "text": reply.content})
+    for call in reply.tool_calls:
+        block = {
+            "type": "tool_use",
+            "id": call.id,
+            "name": call.name,
+            "input": _input(call.arguments),
+        }
+        blocks.append(block)
+    return blocks
 
 
 class _MessagesStream:
@@ -225,7 +258,12 @@ class _MessagesStream:
 
     keep_alive = wire.encode_event({"type": "ping"}, "ping")
 
-    def __init__(self, dialect: MessagesDialect, request: MessagesRequest, start: AnswerStart) -> None:
+    def __init__(
+        self,
+        dialect: MessagesDialect,
+        request: MessagesRequest,
+        start: AnswerStart,
+    ) -> None:
         self._dialect = dialect
         self._request = request
         self._start = start
@@ -237,41 +275,56 @@ class _MessagesStream:
         """The index of each call's block."""
 
     def head(self, cached_tokens: int) -> bytes:
-        usage = _usage_fields(self._start.prompt_tokens, cached_tokens, sampled_tokens=0)
-        message = self._dialect.message_fields(self._start.turn_id, (), usage)
+        prompt_tokens = self._start.prompt_tokens
+        usage = _usage_fields(prompt_tokens, cached_tokens, sampled_tokens=0)
+        message = self._dialect.message_fields(self._start.turn_id, content=(), usage=usage)
         return _event("message_start", message=message) + self.keep_alive
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         delta = piece.delta
         events: list[bytes] = []
-        if delta.reasoning and not self._request.shows_thinking:
-            events.append(self.keep_alive)
-        elif delta.reasoning:
-            events.append(self._ensure_block("thinking", thinking="", signature=""))
-            if not self._request.omits_thinking_text:
-                events.append(self._delta("thinking_delta", self._index, thinking=delta.reasoning))
+        if delta.reasoning:
+            events += self._thinking_events(delta.reasoning)
         if delta.content:
             events.append(self._ensure_block("text", text=""))
-            events.append(self._delta("text_delta", self._index, text=delta.content))
+            events.append(self._delta("text_delta", text=delta.content))
         for call in delta.calls:
-            if call.index not in self._blocks_of_calls:
-                events.append(self._stop_block())
-                events.append(self._ensure_block("tool_use", id=call.id, name=call.name, input={}))
-                self._blocks_of_calls[call.index] = self._index
-            if call.arguments:
-                # The arguments of an earlier call may come late: the index says which call they are of.
-                index = self._blocks_of_calls[call.index]
-                events.append(self._delta("input_json_delta", index, partial_json=call.arguments))
+            events += self._call_events(call)
         return b"".join(events)
 
     def tail(self, answers: Sequence[Answer]) -> bytes:
         [answer] = answers
-        stop_block = self._stop_block()
-        message_delta = _event("message_delta", delta=stop_fields(answer), usage=usage(answer.turn))
-        return stop_block + message_delta + _event("message_stop")
+        message_delta = _event(
+            "message_delta",
+            delta=_stop_fields(answer),
+            usage=_usage(answer.turn),
+        )
+        return self._stop_block() + message_delta + _event("message_stop")
 
     def error(self, error: SessionError) -> bytes:
         return b"event: error\ndata: " + self._dialect.error(error) + b"\n\n"
+
+    def _thinking_events(self, text: str) -> list[bytes]:
+        if not self._request.shows_thinking:
+            return [self.keep_alive]
+        start = self._ensure_block("thinking", thinking="", signature="")
+        if self._request.omits_thinking_text:
+            return [start]
+        return [start, self._delta("thinking_delta", thinking=text)]
+
+    def _call_events(self, call: CallDelta) -> list[bytes]:
+        events = []
+        if call.index not in self._blocks_of_calls:
+            events.append(self._stop_block())
+            start = self._ensure_block("tool_use", id=call.id, name=call.name, input={})
+            events.append(start)
+            self._blocks_of_calls[call.index] = self._index
+        if call.arguments:
+            # The arguments of an earlier call may come late: the index says which call they are of.
+            index = self._blocks_of_calls[call.index]
+            delta = self._delta("input_json_delta", index, partial_json=call.arguments)
+            events.append(delta)
+        return events
 
     def _ensure_block(self, kind: str, **fields: Any) -> bytes:
         """Begins a block of this type, unless one is open."""
@@ -280,11 +333,19 @@ class _MessagesStream:
         stop = self._stop_block()
         self._open_block = kind
         self._index += 1
-        block = {"type": kind, **fields}
-        return stop + _event("content_block_start", index=self._index, content_block=block)
+        start = _event(
+            "content_block_start",
+            index=self._index,
+            content_block={"type": kind, **fields},
+        )
+        return stop + start
 
-    def _delta(self, kind: str, index: int, **fields: str) -> bytes:
-        return _event("content_block_delta", index=index, delta={"type": kind, **fields})
+    def _delta(self, kind: str, index: int | None = None, **fields: str) -> bytes:
+        """A piece of the last block, or of block number `index`."""
+        if index is None:
+            index = self._index
+        delta = {"type": kind, **fields}
+        return _event("content_block_delta", index=index, delta=delta)
 
     def _stop_block(self) -> bytes:
         """Ends the block that is open."""
@@ -296,10 +357,10 @@ class _MessagesStream:
         if kind != "thinking":
             return stop
         signature = _signature(self._start.turn_id)
-        return self._delta("signature_delta", self._index, signature=signature) + stop
+        return self._delta("signature_delta", signature=signature) + stop
 
 
-def stop_fields(answer: Answer) -> dict[str, str | None]:
+def _stop_fields(answer: Answer) -> dict[str, str | None]:
     """Anthropic's name of the finish reason, and the stop sequence that ended the reply."""
     if answer.turn.finish_reason == "length":
         reason = "max_tokens"
@@ -312,11 +373,16 @@ def stop_fields(answer: Answer) -> dict[str, str | None]:
     return {"stop_reason": reason, "stop_sequence": answer.stop or None}
 
 
-def usage(turn: Turn) -> dict[str, int]:
-    return _usage_fields(turn.prompt_tokens, turn.cached_tokens, sampled_tokens=len(turn.sampled_ids_T))
+def _usage(turn: Turn) -> dict[str, int]:
+    sampled_tokens = len(turn.sampled_ids_T)
+    return _usage_fields(turn.prompt_tokens, turn.cached_tokens, sampled_tokens)
 
 
-def _usage_fields(prompt_tokens: int, cached_tokens: int, *, sampled_tokens: int) -> dict[str, int]:
+def _usage_fields(
+    prompt_tokens: int,
+    cached_tokens: int,
+    sampled_tokens: int,
+) -> dict[str, int]:
     """Anthropic's `input_tokens` do not include those read from the cache."""
     return {
         "input_tokens": prompt_tokens - cached_tokens,
@@ -351,9 +417,17 @@ def _input(arguments: str) -> object:
     return {}
 
 
-def _turn_request(body: _Body, raw: bytes, *, retry: bool, ignored: tuple[str, ...]) -> TurnRequest:
+def _turn_request(
+    body: _Body,
+    raw: bytes,
+    *,
+    retry: bool,
+    ignored: tuple[str, ...],
+) -> TurnRequest:
     messages = conversation(body.system, body.messages)
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
+    tools = []
+    for index, tool in enumerate(body.tools or ()):
+        tools.append(_tool(tool, f"tools[{index}]"))
     parallel = True
     if body.tool_choice is not None:
         parallel = not body.tool_choice.disable_parallel_tool_use
@@ -395,9 +469,10 @@ def _schema(body: _Body) -> str:
 def _tool(tool: _Tool, param: str) -> Tool:
     if tool.type not in (None, "custom"):
         reason = f"{param}: {tool.type!r} is a tool of Anthropic's own; only custom tools are supported"
-        raise wire.bad(reason, param=param, code="unsupported_parameter")
+        raise wire.bad_request(reason, param=param, code="unsupported_parameter")
     if not wire.json_schema(tool.parameters, f"{param}.input_schema"):
-        raise wire.bad(f"{param}.input_schema: Field required", param=f"{param}.input_schema")
+        param = f"{param}.input_schema"
+        raise wire.bad_request(f"{param}: Field required", param=param)
     return wire.make_tool(tool, param)
 
 
@@ -409,5 +484,5 @@ def _tool_choice(choice: _Choice | None) -> ToolChoice:
     if choice.type != "tool":
         return ToolChoice(mode=choice.type)
     if not choice.name:
-        raise wire.bad("tool_choice.name: Field required", param="tool_choice.name")
+        raise wire.bad_request("tool_choice.name: Field required", param="tool_choice.name")
     return ToolChoice(mode="named", name=choice.name)

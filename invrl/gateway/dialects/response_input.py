@@ -14,9 +14,15 @@ from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.dialect import FindTurn
 from invrl.gateway.dialects.joined_messages import JoinedMessages
 from invrl.gateway.dialects.response_output import item_place
+from invrl.gateway.dialects.response_tools import qualified_name
 from invrl.gateway.types import Message, ToolCall
 
-_ROLES = {"system": "system", "user": "user", "assistant": "assistant", "developer": "system"}
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "developer": "system",
+}
 """The model's role by the client's."""
 
 
@@ -60,13 +66,6 @@ def input_messages(items: str | Sequence[InputItem], find: FindTurn) -> tuple[Me
     return joined.messages()
 
 
-def qualified_name(namespace: str | None, name: str) -> str:
-    """The name by which the model knows a function."""
-    if not namespace:
-        return name
-    return f"{namespace}.{name}"
-
-
 class _References:
     """Resolves items that a request names by their ids: parts of replies of this session.
 
@@ -92,7 +91,9 @@ class _References:
         if place.prefix == "rs":
             return Message("assistant", reasoning=reply.reasoning), turn_id
         if place.prefix == "msg":
-            content = "" if turn_id in self._turns_with_text else reply.content
+            content = ""
+            if turn_id not in self._turns_with_text:
+                content = reply.content
             self._turns_with_text.add(turn_id)
             return Message("assistant", content), turn_id
         if place.place >= len(reply.tool_calls):
@@ -103,38 +104,60 @@ class _References:
 
 def _item_not_found(item_id: str, param: str) -> SessionError:
     reason = f"{param}: Item with id {item_id!r} not found: it is not an output item of this session"
-    return wire.bad(reason, param=f"{param}.id", code="item_not_found")
+    return wire.bad_request(reason, param=f"{param}.id", code="item_not_found")
 
 
 def _kind(item: InputItem) -> str:
+    """The item's type; clients leave out some of them."""
     if item.type:
         return item.type
-    return "message" if item.role else "item_reference"
+    if item.role:
+        return "message"
+    return "item_reference"
 
 
 def _message(item: InputItem, param: str) -> Message:
     """The message of an item that was sent in full."""
     kind = _kind(item)
-    if kind == "item_reference":
-        raise wire.bad(f"{param}.id: an item reference needs the item's id", param=f"{param}.id")
     if kind == "message":
-        role = wire.role_of(item.role, _ROLES, param)
-        if item.content is None:
-            raise wire.bad(f"{param}.content must be text", param=f"{param}.content")
-        return Message(role, wire.text_of(item.content, f"{param}.content"))
+        return _plain_message(item, param)
     if kind == "reasoning":
-        text = wire.text_of(item.content or item.summary or "", f"{param}.content")
+        content = item.content or item.summary or ""
+        text = wire.text_of(content, f"{param}.content")
         return Message("assistant", reasoning=text)
     if kind == "function_call":
-        if not item.call_id or not item.name:
-            raise wire.bad(f"{param} needs `call_id` and `name`", param=param)
-        arguments = "{}" if item.arguments is None else item.arguments
-        wire.call_arguments(arguments, f"{param}.arguments")
-        call = ToolCall(item.call_id, qualified_name(item.namespace, item.name), arguments)
+        call = _tool_call(item, param)
         return Message("assistant", tool_calls=(call,))
     if kind == "function_call_output":
-        if not item.call_id or item.output is None:
-            raise wire.bad(f"{param} needs `call_id` and `output`", param=param)
-        return Message("tool", wire.text_of(item.output, f"{param}.output"), tool_call_id=item.call_id)
+        return _tool_result(item, param)
+    if kind == "item_reference":
+        reason = f"{param}.id: an item reference needs the item's id"
+        raise wire.bad_request(reason, param=f"{param}.id")
     reason = f"{param}: items of type {kind!r} are not supported"
-    raise wire.bad(reason, param=f"{param}.type", code="unsupported_item")
+    raise wire.bad_request(reason, param=f"{param}.type", code="unsupported_item")
+
+
+def _plain_message(item: InputItem, param: str) -> Message:
+    role = wire.role_of(item.role, _ROLES, param)
+    param = f"{param}.content"
+    if item.content is None:
+        raise wire.bad_request(f"{param} must be text", param=param)
+    return Message(role, wire.text_of(item.content, param))
+
+
+def _tool_call(item: InputItem, param: str) -> ToolCall:
+    if not item.call_id or not item.name:
+        raise wire.bad_request(f"{param} needs `call_id` and `name`", param=param)
+    arguments = item.arguments
+    if arguments is None:
+        arguments = "{}"
+    wire.call_arguments(arguments, f"{param}.arguments")
+    name = qualified_name(item.namespace, item.name)
+    return ToolCall(item.call_id, name, arguments)
+
+
+def _tool_result(item: InputItem, param: str) -> Message:
+    if not item.call_id or item.output is None:
+        raise wire.bad_request(f"{param} needs `call_id` and `output`", param=param)
+    text = wire.text_of(item.output, f"{param}.output")
+    return Message("tool", text, tool_call_id=item.call_id)

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import CallDelta, Delta
 
-Event = dict[str, Any]
-Logprobs = Sequence[Mapping[str, Any]]
+Event = Fields
+Logprobs = Sequence[Fields]
+ItemKind = Literal["reasoning", "message", "function_call"]
 ItemPrefix = Literal["rs", "msg", "fc"]
 """What the id of an item begins with: reasoning, message, function call."""
 _REASONING_EVENT = "response.reasoning_text"
@@ -36,45 +38,68 @@ def item_place(item_id: str) -> ItemPlace | None:
     if match is None:
         return None
     prefix, turn_id, place = match.groups()
-    return ItemPlace(prefix=cast(ItemPrefix, prefix), turn_id=turn_id, place=int(place or 0))
+    return ItemPlace(
+        prefix=cast(ItemPrefix, prefix),
+        turn_id=turn_id,
+        place=int(place or 0),
+    )
 
 
 class _Item:
-    """One output item. `fields` are all of its fields except its text."""
+    """One output item. `fields` are all of its fields except its text and its status; `index` is its place
+    in the output."""
 
-    def __init__(self, index: int, fields: dict[str, Any]) -> None:
+    def __init__(self, kind: ItemKind, index: int, fields: Fields) -> None:
+        self.kind = kind
         self.index = index
         self.fields = fields
         self.texts: list[str] = []
         """The text so far: reasoning, content, or the arguments of a call."""
-        self.logprobs: list[Mapping[str, Any]] = []
+        self.logprobs: list[Fields] = []
 
     @property
-    def kind(self) -> str:
-        """reasoning, message or function_call."""
-        return self.fields["type"]
+    def text(self) -> str:
+        return "".join(self.texts)
 
     def event(self, kind: str, **fields: Any) -> Event:
-        return {"type": kind, "item_id": self.fields["id"], "output_index": self.index, **fields}
+        """An event about the item's text."""
+        return {
+            "type": kind,
+            "item_id": self.fields["id"],
+            "output_index": self.index,
+            **fields,
+        }
 
-    def content_part(self) -> dict[str, Any]:
+    def content_part(self) -> Fields:
         """The content of reasoning or a message, as far as it is known."""
-        text = "".join(self.texts)
         if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}
+            return {"type": "reasoning_text", "text": self.text}
+        return {
+            "type": "output_text",
+            "text": self.text,
+            "annotations": [],
+            "logprobs": list(self.logprobs),
+        }
 
-    def begun(self) -> dict[str, Any]:
-        """The item before its first text."""
+    def without_text(self) -> Fields:
+        """The item as it begins."""
+        fields = dict(self.fields)
         if self.kind == "function_call":
-            return {**self.fields, "arguments": "", "status": "in_progress"}
-        return {**self.fields, "content": [], "status": "in_progress"}
+            fields["arguments"] = ""
+        else:
+            fields["content"] = []
+        fields["status"] = "in_progress"
+        return fields
 
-    def whole(self, status: str) -> dict[str, Any]:
+    def whole(self, status: str) -> Fields:
         """The item with all of its text."""
+        fields = dict(self.fields)
         if self.kind == "function_call":
-            return {**self.fields, "arguments": "".join(self.texts), "status": status}
-        return {**self.fields, "content": [self.content_part()], "status": status}
+            fields["arguments"] = self.text
+        else:
+            fields["content"] = [self.content_part()]
+        fields["status"] = status
+        return fields
 
 
 class ResponseOutput:
@@ -84,110 +109,169 @@ class ResponseOutput:
     def __init__(self, turn_id: str, functions: Mapping[str, tuple[str, str]]) -> None:
         self._turn_id = turn_id
         self._functions = functions
-        self.items: list[dict[str, Any]] = []
+        self.items: list[Fields] = []
         """All items, each in its place; an item is whole once it is done."""
         self._calls: list[_Item] = []
         self._current: _Item | None = None
         """The reasoning or the message that is being written."""
+        self._events: list[Event] = []
+        """Events that were not returned yet."""
 
     def add(self, delta: Delta, logprobs: Logprobs = ()) -> list[Event]:
-        events: list[Event] = []
         if delta.reasoning:
-            item = self._open_item("reasoning", events)
-            item.texts.append(delta.reasoning)
-            events.append(item.event(f"{_REASONING_EVENT}.delta", content_index=0, delta=delta.reasoning))
+            self._add_reasoning(delta.reasoning)
         in_message = self._current is not None and self._current.kind == "message"
         if delta.content or (logprobs and in_message):
-            item = self._open_item("message", events)
-            item.texts.append(delta.content)
-            item.logprobs += logprobs
-            event = item.event(
-                f"{_TEXT_EVENT}.delta", content_index=0, delta=delta.content, logprobs=logprobs
-            )
-            events.append(event)
+            self._add_content(delta.content, logprobs)
         for call in delta.calls:
-            if call.name:
-                self._finish_current(events)
-                self._calls.append(self._begin_item(self._call_fields(call), events))
-            item = self._calls[call.index]
-            if call.arguments:
-                item.texts.append(call.arguments)
-                events.append(item.event(f"{_ARGUMENTS_EVENT}.delta", delta=call.arguments))
-        return events
+            self._add_call(call)
+        return self._take_events()
 
     def close(self, *, complete: bool) -> list[Event]:
         """Ends all open items. An empty reply becomes an empty message. `complete`: the model ended the
         reply."""
-        events: list[Event] = []
         if not self.items:
-            self._open_item("message", events)
-        status = "completed" if complete else "incomplete"
-        self._finish_current(events, status)
+            self._open_item("message")
+        status = "incomplete"
+        if complete:
+            status = "completed"
+        self._finish_current(status)
         for call in self._calls:
-            self._finish_item(call, status, events)
+            self._finish_item(call, status)
+        return self._take_events()
+
+    def _take_events(self) -> list[Event]:
+        events = self._events
+        self._events = []
         return events
 
-    def _open_item(self, kind: Literal["reasoning", "message"], events: list[Event]) -> _Item:
+    def _add_reasoning(self, text: str) -> None:
+        item = self._open_item("reasoning")
+        item.texts.append(text)
+        event = item.event(f"{_REASONING_EVENT}.delta", content_index=0, delta=text)
+        self._events.append(event)
+
+    def _add_content(self, text: str, logprobs: Logprobs) -> None:
+        item = self._open_item("message")
+        item.texts.append(text)
+        item.logprobs += logprobs
+        event = item.event(
+            f"{_TEXT_EVENT}.delta",
+            content_index=0,
+            delta=text,
+            logprobs=logprobs,
+        )
+        self._events.append(event)
+
+    def _add_call(self, call: CallDelta) -> None:
+        """The first piece of a call has its name, and begins an item."""
+        if call.name:
+            self._finish_current()
+            fields = self._call_fields(call)
+            item = self._begin_item("function_call", fields)
+            self._calls.append(item)
+        item = self._calls[call.index]
+        if call.arguments:
+            item.texts.append(call.arguments)
+            event = item.event(f"{_ARGUMENTS_EVENT}.delta", delta=call.arguments)
+            self._events.append(event)
+
+    def _open_item(self, kind: Literal["reasoning", "message"]) -> _Item:
         """The current item if it is of this kind, or a new one behind all others."""
         if self._current is not None and self._current.kind == kind:
             return self._current
-        self._finish_current(events)
-        place = ""
+        self._finish_current()
+        item_id = self._turn_id
         if self.items:
-            place = f"_{len(self.items)}"
-        fields: dict[str, Any]
+            item_id += f"_{len(self.items)}"
+        fields: Fields = {"type": kind}
         if kind == "reasoning":
-            item_id = f"rs_{self._turn_id}{place}"
-            fields = {"type": kind, "id": item_id, "summary": [], "encrypted_content": None}
+            fields["id"] = f"rs_{item_id}"
+            fields["summary"] = []
+            fields["encrypted_content"] = None
         else:
-            fields = {"type": kind, "id": f"msg_{self._turn_id}{place}", "role": "assistant"}
-        item = self._begin_item(fields, events)
-        part = item.content_part()
-        events.append(item.event("response.content_part.added", content_index=0, part=part))
+            fields["id"] = f"msg_{item_id}"
+            fields["role"] = "assistant"
+        item = self._begin_item(kind, fields)
+        event = item.event(
+            "response.content_part.added",
+            content_index=0,
+            part=item.content_part(),
+        )
+        self._events.append(event)
         self._current = item
         return item
 
-    def _call_fields(self, call: CallDelta) -> dict[str, Any]:
-        namespace, name = self._functions.get(call.name, ("", call.name))
-        item_id = f"fc_{self._turn_id}_{call.index}"
-        fields = {"type": "function_call", "id": item_id, "call_id": call.id, "name": name}
+    def _call_fields(self, call: CallDelta) -> Fields:
+        unqualified = ("", call.name)
+        namespace, name = self._functions.get(call.name, unqualified)
+        fields = {
+            "type": "function_call",
+            "id": f"fc_{self._turn_id}_{call.index}",
+            "call_id": call.id,
+            "name": name,
+        }
         if namespace:
             fields["namespace"] = namespace
         return fields
 
-    def _begin_item(self, fields: dict[str, Any], events: list[Event]) -> _Item:
-        item = _Item(len(self.items), fields)
-        begun = item.begun()
-        self.items.append(begun)
-        events.append({"type": "response.output_item.added", "output_index": item.index, "item": begun})
+    def _begin_item(self, kind: ItemKind, fields: Fields) -> _Item:
+        item = _Item(kind, len(self.items), fields)
+        item_fields = item.without_text()
+        self.items.append(item_fields)
+        self._events.append(_item_event("added", item, item_fields))
         return item
 
-    def _finish_current(self, events: list[Event], status: str = "completed") -> None:
+    def _finish_current(self, status: str = "completed") -> None:
         """Ends the reasoning or the message that is being written."""
         item = self._current
         self._current = None
         if item is not None:
-            self._finish_item(item, status, events)
+            self._finish_item(item, status)
 
-    def _finish_item(self, item: _Item, status: str, events: list[Event]) -> None:
+    def _finish_item(self, item: _Item, status: str) -> None:
         """`status` is the status of the last item: all items before it are complete."""
-        is_last = item.index == len(self.items) - 1
-        whole = item.whole(status if is_last else "completed")
-        self.items[item.index] = whole
-        if item.kind == "function_call":
-            event = item.event(f"{_ARGUMENTS_EVENT}.done", name=whole["name"], arguments=whole["arguments"])
-            events.append(event)
-        else:
-            self._finish_content(item, events)
-        events.append({"type": "response.output_item.done", "output_index": item.index, "item": whole})
+        if item.index < len(self.items) - 1:
+            status = "completed"
+        item_fields = item.whole(status)
+        self.items[item.index] = item_fields
+        self._events.extend(_text_done_events(item))
+        self._events.append(_item_event("done", item, item_fields))
 
-    def _finish_content(self, item: _Item, events: list[Event]) -> None:
-        part = item.content_part()
-        if item.kind == "reasoning":
-            event = item.event(f"{_REASONING_EVENT}.done", content_index=0, text=part["text"])
-        else:
-            event = item.event(
-                f"{_TEXT_EVENT}.done", content_index=0, text=part["text"], logprobs=part["logprobs"]
-            )
-        events.append(event)
-        events.append(item.event("response.content_part.done", content_index=0, part=part))
+
+def _item_event(change: Literal["added", "done"], item: _Item, fields: Fields) -> Event:
+    return {
+        "type": f"response.output_item.{change}",
+        "output_index": item.index,
+        "item": fields,
+    }
+
+
+def _text_done_events(item: _Item) -> list[Event]:
+    """The events that repeat the whole text of an item."""
+    if item.kind == "function_call":
+        event = item.event(
+            f"{_ARGUMENTS_EVENT}.done",
+            name=item.fields["name"],
+            arguments=item.text,
+        )
+        return [event]
+    if item.kind == "reasoning":
+        event = item.event(
+            f"{_REASONING_EVENT}.done",
+            content_index=0,
+            text=item.text,
+        )
+    else:
+        event = item.event(
+            f"{_TEXT_EVENT}.done",
+            content_index=0,
+            text=item.text,
+            logprobs=list(item.logprobs),
+        )
+    part_event = item.event(
+        "response.content_part.done",
+        content_index=0,
+        part=item.content_part(),
+    )
+    return [event, part_event]

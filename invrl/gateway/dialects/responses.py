@@ -29,8 +29,8 @@ refused, other parameters (`starting_after`, ...) have no effect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -39,8 +39,17 @@ from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable, unsupported
 from invrl.gateway.dialects.dialect import AnswerStream, FindTurn, ParsedRequest, no_turn
 from invrl.gateway.dialects.openai_dialect import OpenAIDialect
-from invrl.gateway.dialects.response_input import InputItem, input_messages, qualified_name
+from invrl.gateway.dialects.response_input import InputItem, input_messages
 from invrl.gateway.dialects.response_output import Event, ResponseOutput
+from invrl.gateway.dialects.response_tools import (
+    ToolChoiceField,
+    ToolField,
+    namespaced_functions,
+    read_tool_choice,
+    read_tools,
+    tool_fields,
+)
+from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import (
     Answer,
     AnswerStart,
@@ -49,12 +58,9 @@ from invrl.gateway.types import (
     Message,
     Node,
     Piece,
-    Tool,
-    ToolChoice,
     TurnRequest,
 )
 
-_IGNORED_TOOLS = ("web_search", "image_generation")
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (
     "message.output_text.logprobs",
@@ -68,20 +74,8 @@ _INCLUDABLE = (
 )
 _ID_PREFIX = "resp_"
 _END_THINK = "</think>"
-
-
-class _Tool(wire.Function, kw_only=True):
-    type: str
-    tools: list[_Tool] | None = None
-    """The functions of a namespace."""
-
-
-class _Choice(msgspec.Struct):
-    type: str
-    name: str = ""
-    namespace: str | None = None
-    mode: Literal["auto", "required"] = "auto"
-    tools: list[_Choice] | None = None
+_RECENT_CHARACTERS = 64
+"""Of a reply's text, searched for the end of thinking, which may be in several tokens."""
 
 
 class _Text(msgspec.Struct):
@@ -99,8 +93,8 @@ class _Body(wire.SamplingFields, kw_only=True):
     previous_response_id: str | None = None
     stream: bool | None = None
     max_output_tokens: wire.Count | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: str | _Choice | None = None
+    tools: list[ToolField] | None = None
+    tool_choice: str | ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
     reasoning: _Reasoning | None = None
@@ -128,8 +122,17 @@ _ECHOED: Mapping[str, Any] = {
     "top_logprobs": 0,
 }
 """Settings of the request that its response repeats, with their values where the request has none."""
-_CONSTANT = {"background": False, "service_tier": "default", "truncation": "disabled"}
-_INITIAL = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+_CONSTANT = {
+    "background": False,
+    "service_tier": "default",
+    "truncation": "disabled",
+}
+_INITIAL = {
+    "error": None,
+    "incomplete_details": None,
+    "output": [],
+    "usage": None,
+}
 """Fields of a response at its beginning."""
 
 
@@ -189,22 +192,26 @@ class ResponsesDialect(OpenAIDialect):
         include = body.include or ()
         for name in include:
             if name not in _INCLUDABLE:
-                raise wire.bad(f"`include`: {name!r} is unknown", param="include")
+                raise wire.bad_request(f"`include`: {name!r} is unknown", param="include")
         messages = input_messages(body.input, find)
         if not messages:
-            raise wire.bad("`input` must not be empty", param="input")
-        tools = wire.check_tools(list(_tools(body.tools or ())))
-        logprobs = _LOGPROBS in include
+            raise wire.bad_request("`input` must not be empty", param="input")
+        tool_list = body.tools or ()
+        tools = list(read_tools(tool_list))
+        shows_logprobs = _LOGPROBS in include
         top_logprobs = 0
-        if logprobs and body.top_logprobs is not None:
+        if shows_logprobs and body.top_logprobs is not None:
             top_logprobs = body.top_logprobs
+        thinking = None
+        if body.reasoning is not None:
+            thinking = wire.thinking_of_effort(body.reasoning.effort)
         turn = TurnRequest(
             messages=messages,
-            tools=tools,
-            tool_choice=_tool_choice(body.tool_choice),
+            tools=wire.check_tools(tools),
+            tool_choice=read_tool_choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             schema=_schema(body.text),
-            thinking=wire.thinking_of_effort(body.reasoning.effort) if body.reasoning else None,
+            thinking=thinking,
             top_logprobs=top_logprobs,
             after=_turn_id(body.previous_response_id),
             instructions=body.instructions or None,
@@ -216,7 +223,9 @@ class ResponsesDialect(OpenAIDialect):
             retry=retry,
         )
         presentation = _Presentation(
-            logprobs=logprobs, functions=_functions_of_namespaces(body.tools or ()), echo=_echo(raw)
+            logprobs=shows_logprobs,
+            functions=namespaced_functions(tool_list),
+            echo=_echo(raw),
         )
         return ResponsesRequest(turn=turn, presentation=presentation)
 
@@ -227,34 +236,44 @@ class ResponsesDialect(OpenAIDialect):
     def stream(self, request: ResponsesRequest, starts: Sequence[AnswerStart]) -> AnswerStream:
         return _ResponseStream(self, request, starts[0])
 
-    def retrieve(self, response_id: str, find: FindTurn, query: Sequence[tuple[str, str]]) -> bytes:
+    def retrieve(
+        self,
+        response_id: str,
+        find: FindTurn,
+        query: Sequence[tuple[str, str]],
+    ) -> bytes:
         """An earlier response, whole. `find` returns a turn by its id. SessionError 404 if there is no such
         response."""
         node = None
         if response_id.startswith(_ID_PREFIX):
-            node = find(response_id.removeprefix(_ID_PREFIX))
+            turn_id = response_id.removeprefix(_ID_PREFIX)
+            node = find(turn_id)
         if node is None or node.raw:
             reason = f"Response with id {response_id!r} not found."
             raise SessionError(reason, status=404, code="response_not_found")
-        parameters = {(name.removesuffix("[]"), value) for name, value in query}
-        for name, value in parameters:
-            if name == "stream" and value != "false":
+        shows_logprobs = False
+        for name, value in query:
+            parameter = name.removesuffix("[]")
+            if parameter == "stream" and value != "false":
                 raise unsupported("stream")
-        turn = node.turn
-        piece = Piece(delta=Delta(), ids_T=turn.sampled_ids_T, logprobs_T=turn.logprobs_T)
-        answer = Answer(turn=turn, message=node.messages[-1], pieces=(piece,))
-        presentation = _Presentation(logprobs=("include", _LOGPROBS) in parameters, echo=_echo_of(node))
-        return self._encode_response(presentation, answer)
+            if parameter == "include" and value == _LOGPROBS:
+                shows_logprobs = True
+        presentation = _Presentation(logprobs=shows_logprobs, echo=_echo_of(node))
+        return self._encode_response(presentation, _recorded_answer(node))
 
-    def logprobs(self, presentation: _Presentation, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def logprobs(self, presentation: _Presentation, pieces: Sequence[Piece]) -> list[Fields]:
         """The log-probs of the pieces; empty if the request did not ask for them."""
         if not presentation.logprobs:
             return []
         return self.token_logprobs(pieces)
 
     def response(
-        self, presentation: _Presentation, turn_id: str, created: float, **changed: Any
-    ) -> dict[str, Any]:
+        self,
+        presentation: _Presentation,
+        turn_id: str,
+        created: float,
+        **changed: Any,
+    ) -> Fields:
         """A response object. `changed` are the fields that differ from those at its beginning."""
         return {
             "id": _ID_PREFIX + turn_id,
@@ -268,30 +287,46 @@ class ResponsesDialect(OpenAIDialect):
         }
 
     def ended_response(
-        self, presentation: _Presentation, answer: Answer, output: ResponseOutput
-    ) -> dict[str, Any]:
+        self,
+        presentation: _Presentation,
+        answer: Answer,
+        output: ResponseOutput,
+    ) -> Fields:
         """The response object of a whole answer."""
         turn = answer.turn
-        state: dict[str, Any] = {"status": "completed", "completed_at": int(turn.finished_at)}
-        if turn.finish_reason != "stop":
-            state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        sampled_tokens = len(turn.sampled_ids_T)
-        usage = {
-            "input_tokens": turn.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": sampled_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._count_reasoning_tokens(answer)},
-            "total_tokens": turn.prompt_tokens + sampled_tokens,
-        }
-        return self.response(
-            presentation, turn.id, turn.started_at, **state, output=output.items, usage=usage
-        )
+        changed: Fields = {}
+        if _is_complete(answer):
+            changed["status"] = "completed"
+            changed["completed_at"] = int(turn.finished_at)
+        else:
+            changed["status"] = "incomplete"
+            changed["incomplete_details"] = {"reason": "max_output_tokens"}
+        changed["output"] = output.items
+        changed["usage"] = self._usage(answer)
+        return self.response(presentation, turn.id, turn.started_at, **changed)
 
     def _encode_response(self, presentation: _Presentation, answer: Answer) -> bytes:
         output = ResponseOutput(answer.turn.id, presentation.functions)
-        output.add(_delta_of(answer.message), self.logprobs(presentation, answer.pieces))
-        output.close(complete=answer.turn.finish_reason == "stop")
-        return msgspec.json.encode(self.ended_response(presentation, answer, output))
+        logprobs = self.logprobs(presentation, answer.pieces)
+        output.add(_delta_of(answer.message), logprobs)
+        output.close(complete=_is_complete(answer))
+        response = self.ended_response(presentation, answer, output)
+        return msgspec.json.encode(response)
+
+    def _usage(self, answer: Answer) -> Fields:
+        turn = answer.turn
+        sampled_tokens = len(turn.sampled_ids_T)
+        reasoning_tokens = self._count_reasoning_tokens(answer)
+        return {
+            "input_tokens": turn.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": turn.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": sampled_tokens,
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+            "total_tokens": turn.prompt_tokens + sampled_tokens,
+        }
 
     def _count_reasoning_tokens(self, answer: Answer) -> int:
         """The number of tokens up to the end of thinking; all tokens if it has not ended."""
@@ -300,7 +335,8 @@ class ResponsesDialect(OpenAIDialect):
         ids = answer.turn.sampled_ids_T.tolist()
         recent_text = ""
         for count, token_id in enumerate(ids, start=1):
-            recent_text = (recent_text + self.token_text(token_id))[-64:]
+            recent_text += self.token_text(token_id)
+            recent_text = recent_text[-_RECENT_CHARACTERS:]
             if _END_THINK in recent_text:
                 return count
         return len(ids)
@@ -309,13 +345,18 @@ class ResponsesDialect(OpenAIDialect):
 class _ResponseStream:
     keep_alive = wire.KEEP_ALIVE
 
-    def __init__(self, dialect: ResponsesDialect, request: ResponsesRequest, start: AnswerStart) -> None:
+    def __init__(
+        self,
+        dialect: ResponsesDialect,
+        request: ResponsesRequest,
+        start: AnswerStart,
+    ) -> None:
         self._dialect = dialect
         self._presentation = request.presentation
         self._start = start
-        self._output = ResponseOutput(start.turn_id, request.presentation.functions)
+        self._output = ResponseOutput(start.turn_id, self._presentation.functions)
         self._num_events = 0
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[Fields] = []
         """Those of tokens whose text is held back, or is not part of the message."""
 
     def head(self, cached_tokens: int) -> bytes:
@@ -326,32 +367,44 @@ class _ResponseStream:
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         self._logprobs += self._dialect.logprobs(self._presentation, (piece,))
-        logprobs: list[dict[str, Any]] = []
+        logprobs: list[Fields] = []
         if piece.delta.content:
             logprobs = self._logprobs
             self._logprobs = []
-        return self._encode_events(self._output.add(piece.delta, logprobs))
+        events = self._output.add(piece.delta, logprobs)
+        return self._encode_events(events)
 
     def tail(self, answers: Sequence[Answer]) -> bytes:
         [answer] = answers
         events = self._output.add(Delta(), self._logprobs)
-        events += self._output.close(complete=answer.turn.finish_reason == "stop")
+        events += self._output.close(complete=_is_complete(answer))
         response = self._dialect.ended_response(self._presentation, answer, self._output)
-        events.append({"type": f"response.{response['status']}", "response": response})
+        status = response["status"]
+        events.append({"type": f"response.{status}", "response": response})
         return self._encode_events(events)
 
     def error(self, error: SessionError) -> bytes:
         """Two events: some clients raise the first one, others act on the second."""
-        fields = self._dialect.error_fields(error)
-        code = "server_error" if error.status >= 500 else error.code
+        code = error.code
+        if error.status >= 500:
+            code = "server_error"
         response = self._response(
-            status="failed", error={"code": code, "message": error.message}, output=self._output.items
+            status="failed",
+            error={"code": code, "message": error.message},
+            output=self._output.items,
         )
+        fields = self._dialect.error_fields(error)
+        raised = {**fields, "type": "error", "error": fields}
         failed = {"type": "response.failed", "response": response}
-        return self._encode_events([{**fields, "type": "error", "error": fields}, failed])
+        return self._encode_events([raised, failed])
 
-    def _response(self, **changed: Any) -> dict[str, Any]:
-        return self._dialect.response(self._presentation, self._start.turn_id, self._start.created, **changed)
+    def _response(self, **changed: Any) -> Fields:
+        return self._dialect.response(
+            self._presentation,
+            self._start.turn_id,
+            self._start.created,
+            **changed,
+        )
 
     def _encode_events(self, events: Sequence[Event]) -> bytes:
         encoded = []
@@ -362,13 +415,38 @@ class _ResponseStream:
         return b"".join(encoded)
 
 
+def _is_complete(answer: Answer) -> bool:
+    """Whether the model ended the reply itself."""
+    return answer.turn.finish_reason == "stop"
+
+
+def _recorded_answer(node: Node) -> Answer:
+    """The answer of a recorded turn, in one piece."""
+    turn = node.turn
+    piece = Piece(
+        delta=Delta(),
+        ids_T=turn.sampled_ids_T,
+        logprobs_T=turn.logprobs_T,
+    )
+    return Answer(turn=turn, message=node.messages[-1], pieces=(piece,))
+
+
 def _delta_of(message: Message) -> Delta:
     """A whole reply as one delta."""
-    calls = [
-        CallDelta(index=index, id=call.id, name=call.name, arguments=call.arguments)
-        for index, call in enumerate(message.tool_calls)
-    ]
-    return Delta(content=message.content, reasoning=message.reasoning, calls=tuple(calls))
+    calls = []
+    for index, call in enumerate(message.tool_calls):
+        delta = CallDelta(
+            index=index,
+            id=call.id,
+            name=call.name,
+            arguments=call.arguments,
+        )
+        calls.append(delta)
+    return Delta(
+        content=message.content,
+        reasoning=message.reasoning,
+        calls=tuple(calls),
+    )
 
 
 def _turn_id(response_id: str | None) -> str:
@@ -377,7 +455,7 @@ def _turn_id(response_id: str | None) -> str:
         return ""
     if not response_id.startswith(_ID_PREFIX):
         reason = f"`previous_response_id` must be the id of a response, which begins with {_ID_PREFIX}"
-        raise wire.bad(reason, param="previous_response_id")
+        raise wire.bad_request(reason, param="previous_response_id")
     return response_id.removeprefix(_ID_PREFIX)
 
 
@@ -385,13 +463,14 @@ def _schema(text: _Text | None) -> str:
     """The JSON schema that the reply must follow; "" for none."""
     if text is None or text.format is None:
         return ""
-    return wire.schema_text(text.format.type, text.format.schema, "text.format")
+    text_format = text.format
+    return wire.schema_text(text_format.type, text_format.schema, "text.format")
 
 
-def _echo(raw: bytes) -> dict[str, Any]:
+def _echo(raw: bytes) -> Fields:
     """The settings in a request's body that its response repeats."""
     fields = _FIELDS.decode(raw)
-    echo: dict[str, Any] = {}
+    echo: Fields = {}
     for name, default in _ECHOED.items():
         value = fields.get(name)
         if value is None or bytes(value) == b"null":
@@ -401,57 +480,15 @@ def _echo(raw: bytes) -> dict[str, Any]:
     return echo
 
 
-def _echo_of(node: Node) -> dict[str, Any]:
+def _echo_of(node: Node) -> Fields:
     """The settings that a retrieved response repeats, as far as its record has them."""
-    first_message = node.path()[0].messages[0]
+    echo = dict(_ECHOED)
+    echo["tools"] = [tool_fields(tool) for tool in node.tools]
+    root = node.path()[0]
+    first_message = root.messages[0]
+    if first_message.instructions:
+        echo["instructions"] = first_message.content
     parent_id = node.turn.parent_id
-    return {
-        **_ECHOED,
-        "tools": [_tool_fields(tool) for tool in node.tools],
-        "instructions": first_message.content if first_message.instructions else None,
-        "previous_response_id": _ID_PREFIX + parent_id if parent_id else None,
-    }
-
-
-def _functions_of_namespaces(tools: Sequence[_Tool]) -> dict[str, tuple[str, str]]:
-    functions = {}
-    for group in tools:
-        for tool in group.tools or ():
-            functions[qualified_name(group.name, tool.name)] = (group.name, tool.name)
-    return functions
-
-
-def _tools(tools: Sequence[_Tool], namespace: str = "") -> Iterator[Tool]:
-    """The functions among the tools, those in namespaces too."""
-    for index, tool in enumerate(tools):
-        param = f"tools[{index}]"
-        if tool.type == "namespace" and not namespace:
-            yield from _tools(tool.tools or (), tool.name)
-        elif tool.type == "function":
-            yield wire.make_tool(tool, param, qualified_name(namespace, tool.name))
-        elif tool.type not in _IGNORED_TOOLS:
-            raise wire.bad(f"{param}: only functions are supported, not {tool.type!r}", param=param)
-
-
-def _tool_fields(tool: Tool) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description or None,
-        "parameters": msgspec.Raw((tool.parameters or "null").encode()),
-        "strict": tool.strict,
-    }
-
-
-def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
-    plain = wire.plain_choice(choice)
-    if plain is not None:
-        return plain
-    if isinstance(choice, _Choice):
-        if choice.type == "function":
-            return ToolChoice(mode="named", name=qualified_name(choice.namespace, choice.name))
-        if choice.type == "allowed_tools":
-            names = [qualified_name(tool.namespace, tool.name) for tool in choice.tools or () if tool.name]
-            return wire.allowed_choice(choice.mode, names)
-    reason = "`tool_choice` must be auto, none, required, allowed_tools, or name a function"
-    raise wire.bad(reason, param="tool_choice")
+    if parent_id:
+        echo["previous_response_id"] = _ID_PREFIX + parent_id
+    return echo

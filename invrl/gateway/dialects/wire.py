@@ -15,13 +15,20 @@ from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.types import Piece, Tool, ToolChoice
 
 Body = TypeVar("Body")
+Fields = dict[str, Any]
+"""The fields of a JSON object in an answer or an event, in the order in which they are written."""
 NO_JSON = msgspec.Raw(b"")
 Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
+_Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
+_TopK = Annotated[int, msgspec.Meta(ge=-1)]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0, le=2)]
+_Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 _Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """SGLang's own bounds are wider, but its sampler fails on a negative seed."""
-_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 _MAX_STOPS = 16
 _MAX_TOOLS = 128
@@ -40,14 +47,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """The sampling parameters that OpenAI's dialects have in common, and those that servers of open models
     add."""
 
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    temperature: _Temperature | None = None
+    top_p: TopP | None = None
+    top_k: _TopK | None = None
     min_p: Unit | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
+    repetition_penalty: _RepetitionPenalty | None = None
+    logit_bias: dict[str, _Bias] | None = None
     sampling_seed: _Seed | None = msgspec.field(default=None, name="seed")
 
 
@@ -60,7 +67,7 @@ class Part(msgspec.Struct):
 
 
 class Function(msgspec.Struct, kw_only=True):
-    """The function that a tool is. Dialects name some of the fields otherwise."""
+    """The function that a tool is. Some dialects give its fields other names."""
 
     name: str = ""
     description: str | None = None
@@ -75,13 +82,21 @@ class Format(msgspec.Struct):
     schema: msgspec.Raw = NO_JSON
 
 
-def bad(message: str, *, param: str | None = None, code: str = "invalid_request") -> SessionError:
+def bad_request(
+    message: str,
+    *,
+    param: str | None = None,
+    code: str = "invalid_request",
+) -> SessionError:
     """SessionError 400 for the field `param`."""
     return SessionError(message, status=400, code=code, param=param)
 
 
 def decode(
-    decoder: msgspec.json.Decoder[Body], raw: bytes, served_model: str, table: FieldTable
+    decoder: msgspec.json.Decoder[Body],
+    raw: bytes,
+    served_model: str,
+    table: FieldTable,
 ) -> tuple[Body, tuple[str, ...]]:
     """The body of a request, and the names of its fields that are ignored. SessionError 404 if the request
     is for another model than `served_model`."""
@@ -91,15 +106,20 @@ def decode(
         body: Any = decoder.decode(raw)
         ignored = table.ignored(raw)
     except RecursionError:
-        raise bad("the request's JSON is nested too deeply") from None
+        raise bad_request("the request's JSON is nested too deeply") from None
     except UnicodeDecodeError:
-        raise bad("the request's JSON is not UTF-8") from None
+        raise bad_request("the request's JSON is not UTF-8") from None
     except msgspec.DecodeError as error:
-        message = str(error)
-        param = message.partition("`$.")[2].rstrip("`") or None
-        raise bad(message, param=param) from None
+        reason = str(error)
+        raise bad_request(reason, param=_field_in(reason)) from None
     check_model(body.model, served_model)
     return body, ignored
+
+
+def _field_in(reason: str) -> str | None:
+    """The field that an error of msgspec is about: its message ends with the field's path, as `$.a.b`."""
+    _, _, path = reason.partition("`$.")
+    return path.rstrip("`") or None
 
 
 def _check_number_of_values(raw: bytes, name: str) -> None:
@@ -108,12 +128,14 @@ def _check_number_of_values(raw: bytes, name: str) -> None:
     if len(raw) <= _MAX_VALUES or _count_signs(raw) <= _MAX_VALUES:
         return
     # Without escapes, every quote that is left begins or ends a string.
-    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    unescaped = raw.replace(b"\\\\", b"")
+    unescaped = unescaped.replace(b'\\"', b"")
     if unescaped.count(b'"') <= 2 * _MAX_VALUES:
-        outside_of_strings = b"".join(unescaped.split(b'"')[::2])
+        parts = unescaped.split(b'"')
+        outside_of_strings = b"".join(parts[::2])
         if _count_signs(outside_of_strings) <= _MAX_VALUES:
             return
-    raise bad(f"{name} has more than {_MAX_VALUES} values", code="too_many_values")
+    raise bad_request(f"{name} has more than {_MAX_VALUES} values", code="too_many_values")
 
 
 def _count_signs(raw: bytes) -> int:
@@ -130,21 +152,28 @@ def check_model(model: str, served_model: str) -> None:
 def call_arguments(text: str, param: str) -> str:
     """The arguments of a call. SessionError 400 if they have too many values to be parsed in one step."""
     if len(text) > _MAX_VALUES:
-        _check_number_of_values(text.encode("utf-8", "surrogatepass"), param)
+        raw = text.encode("utf-8", "surrogatepass")
+        _check_number_of_values(raw, param)
     return text
 
 
 def stop_strings(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > _MAX_STOPS or "" in stops:
-        raise bad(f"{param} takes up to {_MAX_STOPS} strings, none of them empty", param=param)
-    return stops
+    """The stop strings of a body. SessionError 400 for too many of them, or for an empty one."""
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        stop = (stop,)
+    if len(stop) > _MAX_STOPS or "" in stop:
+        reason = f"{param} takes up to {_MAX_STOPS} strings, none of them empty"
+        raise bad_request(reason, param=param)
+    return tuple(stop)
 
 
 def role_of(role: str, roles: Mapping[str, str], param: str) -> str:
     """The model's name of a client's role, by the mapping `roles`."""
     if role not in roles:
-        raise bad(f"{param}.role: {role!r} is not one of {', '.join(roles)}", param=f"{param}.role")
+        reason = f"{param}.role: {role!r} is not one of {', '.join(roles)}"
+        raise bad_request(reason, param=f"{param}.role")
     return roles[role]
 
 
@@ -154,9 +183,10 @@ def text_of(content: str | Sequence[Part], param: str) -> str:
         return content
     texts = []
     for part in content:
-        if part.type not in _TEXT_PARTS or (part.text is None and part.refusal is None):
+        has_text = part.text is not None or part.refusal is not None
+        if part.type not in _TEXT_PARTS or not has_text:
             reason = f"{param}: {part.type!r} is refused, this model takes text only"
-            raise bad(reason, param=param, code="unsupported_content")
+            raise bad_request(reason, param=param, code="unsupported_content")
         texts.append(part.text or part.refusal or "")
     return "".join(texts)
 
@@ -165,10 +195,10 @@ def make_tool(function: Function, param: str, name: str = "") -> Tool:
     """SessionError 400 for a name that clients' parsers do not take, or for a schema that is not an object.
     `name` is the name that the model is shown, if it is not the function's own."""
     name = name or function.name
-    has_valid_letters = all(letter.isalnum() or letter in "_-." for letter in name)
-    if not 0 < len(name) <= _MAX_TOOL_NAME or not has_valid_letters:
+    if not _is_tool_name(name):
         param = f"{param}.name"
-        raise bad(f"{param}: {name!r} must be 1 to {_MAX_TOOL_NAME} letters, digits, _ - .", param=param)
+        reason = f"{param}: {name!r} must be 1 to {_MAX_TOOL_NAME} letters, digits, _ - ."
+        raise bad_request(reason, param=param)
     return Tool(
         name=name,
         description=function.description or "",
@@ -177,11 +207,18 @@ def make_tool(function: Function, param: str, name: str = "") -> Tool:
     )
 
 
+def _is_tool_name(name: str) -> bool:
+    if not 0 < len(name) <= _MAX_TOOL_NAME:
+        return False
+    return all(letter.isalnum() or letter in "_-." for letter in name)
+
+
 def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     """SessionError 400 for too many tools, or for two of one name."""
-    names = [tool.name for tool in tools]
-    if len(names) > _MAX_TOOLS or len(set(names)) != len(names):
-        raise bad(f"`tools` takes up to {_MAX_TOOLS} tools, each name once", param="tools")
+    names = {tool.name for tool in tools}
+    if len(tools) > _MAX_TOOLS or len(names) < len(tools):
+        reason = f"`tools` takes up to {_MAX_TOOLS} tools, each name once"
+        raise bad_request(reason, param="tools")
     return tuple(tools)
 
 
@@ -194,13 +231,17 @@ def plain_choice(choice: Any) -> ToolChoice | None:
     return None
 
 
-def allowed_choice(mode: Literal["auto", "required"], names: Sequence[str]) -> ToolChoice:
+def allowed_choice(
+    mode: Literal["auto", "required"],
+    names: Sequence[str],
+) -> ToolChoice:
     """Only the named tools may be called ("auto"), or one of them must be ("required"). The prompt shows all
     tools."""
     if not names:
         reason = "`tool_choice`: allowed_tools must name at least one function"
-        raise bad(reason, param="tool_choice")
-    return ToolChoice(mode=mode, allowed=tuple(dict.fromkeys(names)))
+        raise bad_request(reason, param="tool_choice")
+    unique_names = tuple(dict.fromkeys(names))
+    return ToolChoice(mode=mode, allowed=unique_names)
 
 
 def json_object(raw: msgspec.Raw, param: str) -> str:
@@ -209,9 +250,9 @@ def json_object(raw: msgspec.Raw, param: str) -> str:
     if text in ("", "null"):
         return ""
     try:
-        msgspec.json.decode(text, type=dict[str, Any])
+        msgspec.json.decode(text, type=dict)
     except (msgspec.DecodeError, RecursionError):
-        raise bad(f"{param} must be a JSON object", param=param) from None
+        raise bad_request(f"{param} must be a JSON object", param=param) from None
     return text
 
 
@@ -219,7 +260,7 @@ def json_schema(raw: msgspec.Raw, param: str) -> str:
     """As `json_object`; SessionError 400 also for a schema that is too long."""
     if len(raw) > _MAX_SCHEMA_BYTES:
         reason = f"{param} has {len(raw)} bytes, at most {_MAX_SCHEMA_BYTES} are taken"
-        raise bad(reason, param=param, code="schema_too_long")
+        raise bad_request(reason, param=param, code="schema_too_long")
     return json_object(raw, param)
 
 
@@ -233,7 +274,8 @@ def schema_text(kind: str, schema: msgspec.Raw, param: str) -> str:
     if kind == "json_schema":
         text = json_schema(schema, param)
     if not text:
-        raise bad(f"{param} must be text, json_object, or json_schema with a schema", param=param)
+        reason = f"{param} must be text, json_object, or json_schema with a schema"
+        raise bad_request(reason, param=param)
     return text
 
 
@@ -269,17 +311,20 @@ class SampledToken:
 def sampled_tokens(pieces: Sequence[Piece]) -> Iterator[SampledToken]:
     """The tokens of the pieces, in their order."""
     for piece in pieces:
+        ids = piece.ids_T.tolist()
+        logprobs = piece.logprobs_T.tolist()
         top = piece.top.tolist()
-        top_per_token = len(top) // max(len(piece.ids_T), 1)
-        tokens = zip(piece.ids_T.tolist(), piece.logprobs_T.tolist(), strict=True)
-        for position, (token_id, logprob) in enumerate(tokens):
-            begin = position * top_per_token
-            yield SampledToken(token_id, logprob, top[begin : begin + top_per_token])
+        top_per_token = len(top) // max(len(ids), 1)
+        top_begin = 0
+        for token_id, logprob in zip(ids, logprobs, strict=True):
+            top_end = top_begin + top_per_token
+            yield SampledToken(token_id, logprob, top[top_begin:top_end])
+            top_begin = top_end
 
 
 def encode_event(data: Any, name: str = "") -> bytes:
     """A server-sent event."""
-    head = b""
+    lines = b"data: " + msgspec.json.encode(data)
     if name:
-        head = f"event: {name}\n".encode()
-    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+        lines = f"event: {name}\n".encode() + lines
+    return lines + b"\n\n"
