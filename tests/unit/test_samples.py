@@ -297,8 +297,8 @@ def test_spread_is_even_and_keeps_both_ends(run: RecordedRun) -> None:
     for index in range(10):
         run.add("a", "x", 0.0, index=index)
     samples = read_samples(run.folder.store_path, {})
-    assert [one.index for one in spread(samples, 4)] == [0, 3, 6, 9]
-    assert [one.index for one in spread(samples, 1)] == [0]
+    assert [one.identity.index for one in spread(samples, 4)] == [0, 3, 6, 9]
+    assert [one.identity.index for one in spread(samples, 1)] == [0]
     assert len(spread(samples, 0)) == len(spread(samples, 99)) == 10
 
 
