@@ -12,7 +12,8 @@ InvrlError
 ├── UnsendableTaskError    a task that cannot be written as JSON, for an environment that leases over HTTP
 ├── IdenticalFailuresError rollouts in a row failed in the same way and none finished: continuing is useless
 ├── FilteredOutError       the group filter drops every group: the run ends normally, its model saved
-├── BufferStateError       an impossible transition of the buffer, or a run store that cannot be used
+├── BufferStateError       an impossible transition of the buffer
+├── RunStoreError          the run's store cannot be read or written, or lacks what it must hold
 ├── TrainError             the trainer cannot go on (non-finite loss, weights that do not fit the model, ...)
 └── WeightSyncError        a weight update did not commit: engines hold the old version, or leave the fleet
     ├── LayoutError        names, shapes or dtypes do not fit: no engine's weights were written
@@ -122,8 +123,13 @@ class FilteredOutError(InvrlError):
 
 
 class BufferStateError(InvrlError):
-    """An impossible transition of the buffer (a fault in our code), or a run store that cannot be read or
-    written."""
+    """An impossible transition of the buffer: a fault in our code, or a task source that yields other tasks
+    than before when a run resumes."""
+
+
+class RunStoreError(InvrlError):
+    """The run's store cannot be read or written (a full disk, say), or lacks what it must hold: the tokens of
+    a taken batch, or the incarnation that a checkpoint belongs to."""
 
 
 class TrainError(InvrlError):

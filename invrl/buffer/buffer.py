@@ -328,7 +328,7 @@ class Buffer:
             dropped=dict(self.dropped - self._dropped_before_take),
             failed=dict(self.failed - self._failed_before_take),
             filter_name=self._verdicts.filter_name,
-            filtered_rewards=dict(self._verdicts.row.by_rewards),
+            filtered_rewards=dict(self._verdicts.streak.by_rewards),
             filtered_limit=self._verdicts.limit,
             source_end=self._feed.end,
         )

@@ -27,7 +27,7 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.buffer.wait_report import WaitReport
-from invrl.errors import BufferStateError, DeadlineError, FilteredOutError
+from invrl.errors import DeadlineError, FilteredOutError, RunStoreError
 from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.environment_keys import forget_keys
 from invrl.metrics import Metric
@@ -302,7 +302,7 @@ class BufferActor:
 
     def _check_poller(self) -> None:
         if self._failure is not None:
-            raise BufferStateError(f"reading or writing the run store failed: {self._failure!r}")
+            raise RunStoreError(f"reading or writing the run store failed: {self._failure!r}")
 
     async def _notify(self) -> None:
         async with self._changed:

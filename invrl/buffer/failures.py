@@ -172,15 +172,15 @@ class FailureStreak:
         )
 
 
-class FailureTeller:
+class FailureReporter:
     """Decides which warnings about failures are due. The first failure of each reason is reported at once. A
-    row of identical failures is reported early while no rollout has finished, and later whenever the row is
+    streak of identical failures is reported early while no rollout has finished, and later whenever it is
     four times as long as when it was last reported."""
 
     def __init__(self, limits: FailureLimits) -> None:
         self._limits = limits
         self._reported_length = 0
-        """Of the row of identical failures, when it was last reported."""
+        """How long the streak of identical failures was when it was last reported."""
         self._reported_reasons: set[str] = set()
 
     def texts(self, report: FailureReport) -> list[str]:
@@ -194,13 +194,13 @@ class FailureTeller:
             if reason == GROUP_FILTER:
                 what = "the group filter failed, and its groups are dropped"
             texts.append(f"warning: {what}:\n{shown_detail(detail)}")
-        row = self._row(report)
-        if row:
-            texts.append(row)
+        streak_warning = self._streak_warning(report)
+        if streak_warning:
+            texts.append(streak_warning)
         return texts
 
-    def _row(self, report: FailureReport) -> str:
-        """The warning about a row of identical failures; "" if none is due."""
+    def _streak_warning(self, report: FailureReport) -> str:
+        """The warning about a streak of identical failures; "" if none is due."""
         if report.alike < self._reported_length:
             self._reported_length = 0
         which = "first"

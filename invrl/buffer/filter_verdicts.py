@@ -1,9 +1,9 @@
-"""What the group filter says of complete groups, and what follows when it drops one group after the other."""
+"""The group filter's verdicts on complete groups, and what follows when it drops group after group."""
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.failures import GROUP_FILTER, FailureStreak
 from invrl.buffer.open_group import OpenGroup
-from invrl.buffer.wait_report import FilteredRow, shown_rewards
+from invrl.buffer.wait_report import FilteredStreak, shown_rewards
 from invrl.interfaces import GroupFilter
 from invrl.user_frame import USER_FRAME_PREFIX, describe_exception, raised_at
 
@@ -25,7 +25,7 @@ class FilterVerdicts:
         self.filter_name = config.group_filter
         self.limit = config.max_filtered_batches * batch_size
         """Groups in a row that the filter may drop; 0: any number."""
-        self.row = FilteredRow()
+        self.streak = FilteredStreak()
 
     def verdict(self, group: OpenGroup) -> str | None:
         """The reason to drop the group; None to keep it."""
@@ -33,9 +33,9 @@ class FilterVerdicts:
             return NO_TOKENS
         reason = self._filter_reason(group)
         if reason is None:
-            self.row.kept()
+            self.streak.kept()
         else:
-            self.row.dropped(group.group(), reason)
+            self.streak.dropped(group.group(), reason)
         return reason
 
     def is_overruled(self, reason: str) -> bool:
@@ -45,16 +45,17 @@ class FilterVerdicts:
 
     @property
     def filtered_out(self) -> str:
-        """Why the run is to end: the filter has dropped as many groups in a row as it may. "" until then."""
+        """Why the run is to end: the filter has dropped as many groups in a row as it is allowed to. "" until
+        then."""
         if self._overrules or not self._is_past_limit():
             return ""
         return (
-            f"the group filter {self.filter_name} has dropped {self.row.length} groups in a row "
-            f"({shown_rewards(self.row.by_rewards)}), so there is nothing to train on"
+            f"the group filter {self.filter_name} has dropped {self.streak.length} groups in a row "
+            f"({shown_rewards(self.streak.by_rewards)}), so there is nothing to train on"
         )
 
     def _is_past_limit(self) -> bool:
-        return self.limit > 0 and self.row.length >= self.limit
+        return self.limit > 0 and self.streak.length >= self.limit
 
     def _filter_reason(self, group: OpenGroup) -> str | None:
         """A filter that raises drops the group, and that is counted: it is bad data, not a crash."""

@@ -17,7 +17,7 @@ import msgspec
 
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
-from invrl.errors import BufferStateError
+from invrl.errors import BufferStateError, RunStoreError
 from invrl.store.schema import connect
 from invrl.types import Place
 
@@ -57,11 +57,11 @@ class LedgerStore:
         self._incarnation = 0
 
     def begin(self, *, parent: int, step: int, sequence: int) -> int:
-        """Begins a new incarnation and returns its number. Raises BufferStateError if the parent is not in
-        the store."""
+        """Begins a new incarnation and returns its number. Raises RunStoreError if the parent is not in the
+        store."""
         newest = self._db.execute("SELECT COALESCE(MAX(incarnation), 0) FROM incarnations").fetchone()[0]
         if parent > newest:
-            raise BufferStateError(
+            raise RunStoreError(
                 f"the checkpoint is of incarnation {parent}, but the run's store ends with {newest}"
             )
         sql = "INSERT INTO incarnations (parent, step, sequence, started_at) VALUES (?,?,?,?)"
@@ -107,7 +107,7 @@ def read_incarnations(path: Path) -> list[Incarnation]:
 
 
 def read_ledger(path: Path) -> list[KeptEntry]:
-    """All entries, in the order in which they were written. Raises BufferStateError if the parent of an
+    """All entries, in the order in which they were written. Raises RunStoreError if the parent of an
     incarnation is the incarnation itself or a later one."""
     lost_from = _first_lost_sequences(read_incarnations(path))
     rows = connect(path).execute("SELECT * FROM ledger ORDER BY incarnation, sequence")
@@ -125,7 +125,7 @@ def _first_lost_sequences(incarnations: Iterable[Incarnation]) -> dict[int, floa
         incarnation = by_number[number]
         lost_from[number] = bound
         if incarnation.parent >= number:
-            raise BufferStateError(
+            raise RunStoreError(
                 f"incarnation {number} resumed from incarnation {incarnation.parent}, which is not before it"
             )
         bound = min(bound, incarnation.sequence)

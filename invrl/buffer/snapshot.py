@@ -1,7 +1,7 @@
-"""The buffer as of a checkpoint: what a later incarnation of the run goes on from.
+"""The buffer's state at a checkpoint, from which a later incarnation of the run resumes.
 
-Taken between `trained` and `advance`, when no batch is out. Tasks are not in it: the source gives the same
-ones again. Made and read by `buffer.py`, carried as bytes by `buffer_actor.py`."""
+A snapshot is taken between `trained` and `advance`, when no batch is out. It holds no tasks: the task source
+yields the same ones again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class BufferSnapshot:
     trained: WeightVersion
     """The version that the trainer holds: one ahead of the buffer's until `advance`."""
     groups_leased: int
-    """Also the data cursor: each group drew one task."""
+    """Also the position in the task source: each group took one task."""
     batches_taken: int
     in_flight: tuple[OpenGroup, ...]
     ready: tuple[OpenGroup, ...]
@@ -24,7 +24,7 @@ class BufferSnapshot:
     dropped: Mapping[str, int]
     failed: Mapping[str, int]
     sequence: int
-    """The ledger's next sequence number: its entries below are of the surviving lineage."""
+    """The number of the ledger's next entry. Entries with smaller numbers are of the surviving lineage."""
     incarnation: int = 0
     outbox_seq: int = 0
-    """Last outbox row that is in this snapshot."""
+    """The number of the last outbox row that this snapshot includes."""

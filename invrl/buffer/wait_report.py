@@ -48,12 +48,12 @@ class WaitReport:
     """Where environments that we do not start run the rollouts."""
 
     @property
-    def filtered_in_row(self) -> int:
+    def filtered_streak(self) -> int:
         return sum(self.filtered_rewards.values())
 
 
 @dataclass(slots=True)
-class FilteredRow:
+class FilteredStreak:
     """The groups that the filter dropped since it last kept one, by what their rewards were."""
 
     by_rewards: Counter[str] = field(default_factory=Counter)

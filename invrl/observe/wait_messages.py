@@ -134,7 +134,7 @@ def _describe_groups(report: WaitReport) -> str:
 def _describe_reasons(report: WaitReport, deadlines: Deadlines) -> list[str]:
     """Why there is no batch yet; each reason with what to set."""
     reasons: list[str] = []
-    if report.filtered_in_row:
+    if report.filtered_streak:
         reasons.append(_describe_filtered(report, deadlines))
     if report.dropped.get("stale"):
         reasons.append("stale groups are older than --max-staleness allows: raise it, or roll out faster")
@@ -152,7 +152,7 @@ def _describe_reasons(report: WaitReport, deadlines: Deadlines) -> list[str]:
 def _describe_filtered(report: WaitReport, deadlines: Deadlines) -> str:
     rewards = shown_rewards(report.filtered_rewards)
     text = (
-        f"the filter {report.filter_name} dropped the last {report.filtered_in_row} groups in a row "
+        f"the filter {report.filter_name} dropped the last {report.filtered_streak} groups in a row "
         f"({rewards})."
     )
     if report.filter_name == "nonzero_variance":

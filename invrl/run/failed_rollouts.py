@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from invrl.buffer.config import FailureRule
-from invrl.buffer.failures import FailureLimits, FailureReport, FailureStreak, FailureTeller
+from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter, FailureStreak
 from invrl.errors import DeadlineError, ServerError
 from invrl.types import FailedRollout, FailureReason, Outcome
 
@@ -31,7 +31,7 @@ class FailureScreen(Protocol):
 
 async def report_failures(
     buffer: FailureSource,
-    teller: FailureTeller,
+    reporter: FailureReporter,
     observer: FailureScreen,
     *,
     interval_s: float = _POLL_INTERVAL_S,
@@ -48,7 +48,7 @@ async def report_failures(
             return
         else:
             observer.failures(report.failed)
-            for text in teller.texts(report):
+            for text in reporter.texts(report):
                 observer.note(text)
         await asyncio.sleep(interval_s)
 
@@ -73,7 +73,7 @@ class EvaluationFailures:
         self._rules = rules
         self._warn = warn
         self._streak = FailureStreak()
-        self._teller = FailureTeller(self._limits)
+        self._reporter = FailureReporter(self._limits)
         self._failed: dict[str, int] = {}
         self._begun_first: set[str] = set()
         """Groups that began before the first rollout ended, and are still running."""
@@ -92,7 +92,7 @@ class EvaluationFailures:
             else:
                 self._streak.finished()
         report = self._streak.report(self._failed, first_ended=not self._begun_first)
-        for text in self._teller.texts(report):
+        for text in self._reporter.texts(report):
             self._warn(f"evaluation: {text}")
         self._limits.check(report)
 

@@ -33,7 +33,7 @@ def check_store_of(path: Path, checkpoint: Path, snapshot: bytes) -> None:
     """The store is whole and holds what the snapshot of this checkpoint names. Raises DamagedFileError."""
     fix = f"{_RESTORE}, or {_ANEW} {checkpoint}"
     if not path.exists():
-        raise DamagedFileError(path, f"it is missing, and {checkpoint.name} goes on from what it held", fix)
+        raise DamagedFileError(path, f"it is missing, and {checkpoint.name} resumes from what it held", fix)
     try:
         buffer = msgspec.json.decode(snapshot, type=BufferSnapshot)
     except msgspec.MsgspecError as error:
@@ -41,7 +41,7 @@ def check_store_of(path: Path, checkpoint: Path, snapshot: bytes) -> None:
     with _opened(path, fix) as db:
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='table'")}
         if not {"incarnations", "outbox"} <= tables:
-            raise DamagedFileError(path, f"it is empty, and {checkpoint.name} goes on from what it held", fix)
+            raise DamagedFileError(path, f"it is empty, and {checkpoint.name} resumes from what it held", fix)
         newest_incarnation = _highest(db, "SELECT COALESCE(MAX(incarnation), 0) FROM incarnations")
         newest_row = _highest(db, "SELECT COALESCE(MAX(seq), 0) FROM outbox")
     if newest_incarnation < buffer.incarnation or newest_row < buffer.outbox_seq:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from invrl.algorithms.advantages import advantage_function
-from invrl.buffer.failures import FailureTeller
+from invrl.buffer.failures import FailureReporter
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
 from invrl.host import interrupts
@@ -205,8 +205,8 @@ class _TrainingRun:
             evaluate=evaluate,
             show_samples=partial(show_samples, self.folder.store_path, config.run.log_samples),
         )
-        teller = FailureTeller(config.buffer.failure_limits())
-        async with _in_background(report_failures(cluster.buffer, teller, self.observer)):
+        reporter = FailureReporter(config.buffer.failure_limits())
+        async with _in_background(report_failures(cluster.buffer, reporter, self.observer)):
             return await run_loop(
                 parts,
                 done=self.start.step,

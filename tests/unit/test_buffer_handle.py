@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from invrl.buffer.buffer_handle import BufferHandle
-from invrl.buffer.failures import FailureLimits, FailureReport, FailureTeller
+from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter
 from invrl.errors import DeadlineError
 from invrl.host.actor import ActorHandle
 from invrl.run.failed_rollouts import report_failures
@@ -37,7 +37,7 @@ async def test_a_cancellation_that_comes_together_with_an_answer_is_not_lost() -
             pass
 
     telling = asyncio.create_task(
-        report_failures(handle(answer), FailureTeller(LIMITS), Screen(), interval_s=3600.0)
+        report_failures(handle(answer), FailureReporter(LIMITS), Screen(), interval_s=3600.0)
     )
     await asyncio.sleep(0)
     answer.set_result(FailureReport(failed={}, finished=0, alike=0))

@@ -14,7 +14,7 @@ import pytest
 from invrl.buffer.buffer_actor import BufferActor, Outcome
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger import LedgerEntry
-from invrl.errors import BufferStateError, DeadlineError
+from invrl.errors import BufferStateError, DeadlineError, RunStoreError
 from invrl.metrics import resolve
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
@@ -198,7 +198,7 @@ async def test_a_broken_outbox_reaches_those_who_wait() -> None:
         waiting = asyncio.create_task(actor.take(600.0))
         await asyncio.sleep(0.01)
         outbox.broken = True
-        with pytest.raises(BufferStateError, match="disk gone"):
+        with pytest.raises(RunStoreError, match="disk gone"):
             await asyncio.wait_for(waiting, 60.0)
-        with pytest.raises(BufferStateError, match="disk gone"):
+        with pytest.raises(RunStoreError, match="disk gone"):
             await actor.lease()

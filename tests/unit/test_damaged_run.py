@@ -14,7 +14,7 @@ from test_run_folder import config
 from invrl.buffer.ledger_store import LedgerStore, read_incarnations, read_ledger
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.cli import main as cli
-from invrl.errors import BufferStateError, ConfigError, DamagedFileError
+from invrl.errors import ConfigError, DamagedFileError, RunStoreError
 from invrl.run.checkpoints import Checkpoint, Checkpoints, check_served
 from invrl.run.folder import make_run_folder
 from invrl.run.store_check import check_store, check_store_of
@@ -213,7 +213,7 @@ def test_an_older_copy_of_the_store_is_refused(tmp_path: Path, incarnation: int,
 
 def test_an_incarnation_goes_on_only_from_one_that_the_store_knows(tmp_path: Path) -> None:
     ledger = LedgerStore(tmp_path / "run.sqlite")
-    with pytest.raises(BufferStateError, match="the checkpoint is of incarnation 1"):
+    with pytest.raises(RunStoreError, match="the checkpoint is of incarnation 1"):
         ledger.begin(parent=1, step=4, sequence=7)
     assert read_incarnations(tmp_path / "run.sqlite") == []
 
@@ -223,7 +223,7 @@ def test_incarnations_in_a_circle_end_the_reading(tmp_path: Path) -> None:
     path = store(tmp_path / "run.sqlite")
     with sqlite3.connect(path) as db:
         db.execute("UPDATE incarnations SET parent=1")
-    with pytest.raises(BufferStateError, match="incarnation 1 resumed from incarnation 1"):
+    with pytest.raises(RunStoreError, match="incarnation 1 resumed from incarnation 1"):
         read_ledger(path)
 
 

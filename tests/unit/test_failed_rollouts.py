@@ -20,7 +20,7 @@ from invrl.algorithms.advantages import advantage_function
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.failures import FailureLimits, FailureReport, FailureTeller, with_failure_reward
+from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter, with_failure_reward
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.training_samples import build_batch
 from invrl.cli.flags import parse_flags
@@ -359,7 +359,7 @@ async def test_one_death_that_fails_many_rollouts_at_once_does_not_end_the_run(
     await asyncio.wait({waiting})
     report = await actor.failures()
     assert report.alike == 20
-    assert "the run goes on" in FailureTeller(limits(12)).texts(report)[1], "it is told all the same"
+    assert "the run goes on" in FailureReporter(limits(12)).texts(report)[1], "it is told all the same"
     await actor.close()
 
 
@@ -375,14 +375,14 @@ def report(alike: int, finished: int = 0) -> FailureReport:
 
 
 def test_when_a_person_is_told_of_a_row() -> None:
-    teller = FailureTeller(limits(128))
-    heard = [count for count in range(1, 129) if teller.texts(report(count))]
+    reporter = FailureReporter(limits(128))
+    heard = [count for count in range(1, 129) if reporter.texts(report(count))]
     assert heard == [4, 16, 64]
-    later = FailureTeller(limits(128))
+    later = FailureReporter(limits(128))
     assert [count for count in range(1, 129) if later.texts(report(count, finished=1))] == [64]
     assert later.texts(report(0, finished=2)) == []
     assert later.texts(report(64, finished=2)) != [], "a new row of failures is told again"
-    (text,) = FailureTeller(limits(128)).texts(report(5))
+    (text,) = FailureReporter(limits(128)).texts(report(5))
     assert text.startswith("warning: the first 5 rollouts all failed alike (bad_return; the run ends at 128")
     assert text.endswith("    line 18\n    line 19")
     assert "line 13" not in text
@@ -401,15 +401,15 @@ at my_agent.py:9, in rollout: return float(task.payload["awnser"])"""
 
 
 def test_the_first_failure_of_each_reason_is_told_at_once_with_its_line_of_user_code() -> None:
-    teller = FailureTeller(limits(128, at_start=32))
+    reporter = FailureReporter(limits(128, at_start=32))
     one = FailureReport(failed={}, finished=0, alike=1, firsts={"exception": TRACEBACK})
-    assert teller.texts(one) == [
+    assert reporter.texts(one) == [
         "warning: the first rollout that failed (exception):\n    KeyError: 'awnser'\n"
         '    at my_agent.py:9, in rollout: return float(task.payload["awnser"])'
     ]
-    assert teller.texts(one) == [], "once"
+    assert reporter.texts(one) == [], "once"
     two = replace(one, firsts={"exception": TRACEBACK, "timeout": "no result within 300 s"})
-    (text,) = teller.texts(two)
+    (text,) = reporter.texts(two)
     assert text == "warning: the first rollout that failed (timeout):\n    no result within 300 s"
 
 

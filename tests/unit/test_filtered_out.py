@@ -17,7 +17,7 @@ from test_loop import EmptyBatches, FixedSteps, Notes
 from invrl.buffer.buffer import Buffer
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.config import BufferConfig
-from invrl.buffer.failures import FailureLimits, FailureTeller
+from invrl.buffer.failures import FailureLimits, FailureReporter
 from invrl.buffer.group_filters import group_filter_function
 from invrl.errors import FilteredOutError
 from invrl.metrics import resolve
@@ -79,7 +79,7 @@ def test_a_group_that_is_kept_begins_the_row_anew() -> None:
     buffer = buffer_of(config())
     finish(buffer, *[(1.0, 1.0)] * 5, (0.0, 1.0), *[(1.0, 1.0)] * 5)
     assert buffer.filtered_out == ""
-    assert buffer.wait_report().filtered_in_row == 5
+    assert buffer.wait_report().filtered_streak == 5
     assert buffer.wait_report().ready == 1
 
 
@@ -111,7 +111,7 @@ def test_a_filter_with_a_bug_is_told_at_once_with_its_line() -> None:
 
     buffer = Buffer(config(), ROLLOUT, tasks=tasks(), group_filter=misspelt)
     finish(buffer, *[(0.0, 1.0)] * 6)
-    told = FailureTeller(FailureLimits(identical=128, at_start=32)).texts(buffer.failure_report())
+    told = FailureReporter(FailureLimits(identical=128, at_start=32)).texts(buffer.failure_report())
     assert len(told) == 1
     first, error, place = told[0].splitlines()
     assert first == "warning: the group filter failed, and its groups are dropped:"

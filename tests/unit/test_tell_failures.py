@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from invrl.buffer.failures import FailureLimits, FailureReport, FailureTeller
+from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter
 from invrl.errors import DeadlineError, ServerError
 from invrl.run.failed_rollouts import report_failures
 
@@ -51,7 +51,7 @@ async def test_a_buffer_that_was_busy_is_asked_again() -> None:
     busy = DeadlineError("the buffer to answer failures()", 60.0)
     screen = Screen()
     buffer = Buffer(busy, busy, ALIKE)
-    telling = asyncio.create_task(report_failures(buffer, FailureTeller(LIMITS), screen, interval_s=0.0))
+    telling = asyncio.create_task(report_failures(buffer, FailureReporter(LIMITS), screen, interval_s=0.0))
     try:
         noted = asyncio.create_task(screen.noted.wait())
         await asyncio.wait({telling, noted}, return_when=asyncio.FIRST_COMPLETED)
@@ -66,5 +66,5 @@ async def test_a_buffer_that_was_busy_is_asked_again() -> None:
 
 async def test_a_dead_buffer_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     buffer = Buffer(ServerError("the buffer died"))
-    await report_failures(buffer, FailureTeller(LIMITS), Screen(), interval_s=0.0)
+    await report_failures(buffer, FailureReporter(LIMITS), Screen(), interval_s=0.0)
     assert "the buffer died" in caplog.text
