@@ -19,9 +19,18 @@ from numpy.typing import NDArray
 
 from invrl.buffer.comparison import RewardOwner, child_owner, comparisons
 from invrl.buffer.config import RewardBaseline, RewardUse
-from invrl.errors import BufferStateError, PluginError
+from invrl.errors import BufferStateError, PluginError, RunStoreError
 from invrl.interfaces import AdvantageFn
-from invrl.types import GrammarSpan, Rollout, RolloutSummary, TakenBatch, TrainBatch, TrainSample, Turn
+from invrl.types import (
+    GrammarSpan,
+    Group,
+    Rollout,
+    RolloutSummary,
+    TakenBatch,
+    TrainBatch,
+    TrainSample,
+    Turn,
+)
 
 
 def build_batch(
@@ -41,24 +50,21 @@ def build_batch(
     own turn to the end of its row. With `baseline` "group" and turn rewards only, that is the process
     supervision of GRPO (arXiv 2402.03300, section 4.1.3).
 
-    Raises BufferStateError if the tokens of a taken rollout are missing; PluginError if the advantage
-    function does not return one finite number per rollout."""
-    by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
+    Raises RunStoreError if the tokens of a taken rollout are missing; PluginError if the advantage function
+    does not return one finite number per rollout."""
+    rollouts_by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float32]] = []
     for group in taken.groups:
-        advantage_of: dict[RewardOwner, float] = {}
-        for comparison in comparisons(group, baseline):
-            values = _group_advantages(comparison.rewards_R, advantage_fn, eps)
-            advantage_of.update(zip(comparison.owners, values, strict=True))
+        advantage_of = _advantages_of_group(group, baseline, advantage_fn, eps)
         for summary in group.rollouts_G:
-            rollout = by_session.get(summary.session_id)
+            rollout = rollouts_by_session.get(summary.session_id)
             if rollout is None:
                 place = f"session {summary.session_id} of group {group.id}"
-                raise BufferStateError(f"batch {taken.batch_id}: no tokens for {place}")
-            for branch in _branches(rollout):
-                samples.append(branch.sample)
-                advantages.append(_token_advantages(branch, summary, advantage_of, use))
+                raise RunStoreError(f"batch {taken.batch_id}: no tokens for {place}")
+            for row in _rows(rollout):
+                samples.append(row.sample)
+                advantages.append(_token_advantages(row, summary, advantage_of, use))
     return TrainBatch(
         batch_id=taken.batch_id,
         version=taken.version,
@@ -68,94 +74,185 @@ def build_batch(
     )
 
 
-def samples_from_rollout(rollout: Rollout) -> list[TrainSample]:
-    """One row for each branch that has untrained tokens left; none for a rollout without tokens to train."""
-    return [branch.sample for branch in _branches(rollout)]
+# ------------------------------------------------------------------ branches and rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Branch:
-    """A row, and all turns of its branch: those of the row first, then untrained ones that were cut off."""
-
-    sample: TrainSample
     turns: tuple[Turn, ...]
+    """All its turns, from the root to the leaf."""
+    row_turns: tuple[Turn, ...]
+    """The turns of its row: all up to the last one that may be trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Row:
+    branch: _Branch
+    sample: TrainSample
+
+
+def _rows(rollout: Rollout) -> list[_Row]:
+    """The rows of a rollout. A branch becomes no row if another branch continues its row, or if all its turns
+    are trained in earlier rows already."""
+    branches = _branches(rollout)
+    continued_ids: set[str] = set()
+    for branch in branches:
+        continued_ids.update(turn.id for turn in branch.row_turns[:-1])
+    rows: list[_Row] = []
+    trained_ids: set[str] = set()
+    for branch in branches:
+        last_turn = branch.row_turns[-1]
+        if last_turn.id in continued_ids:
+            continue
+        trainable_ids = {turn.id for turn in branch.row_turns if _may_be_trained(turn)}
+        new_ids = trainable_ids - trained_ids
+        if not new_ids:
+            continue
+        sample = _training_sample(rollout, branch, new_ids)
+        if sample.loss_mask_T.any():
+            rows.append(_Row(branch=branch, sample=sample))
+            trained_ids |= new_ids
+    return rows
 
 
 def _branches(rollout: Rollout) -> list[_Branch]:
-    """The branches that become rows. A branch is left out if another one continues it, or if each turn that
-    it would train is trained in an earlier row."""
-    whole_branches = [
-        trajectory.turns
-        for trajectory in rollout.trajectories
-        if trajectory.turns[0].id not in rollout.summary.untrained_roots
-    ]
-    paths = [_without_untrained_end(turns) for turns in whole_branches]
-    paths_ids = [tuple(turn.id for turn in path) for path in paths]
+    """The branches that have a turn to train, without those of untrained roots."""
     branches: list[_Branch] = []
-    trained_ids: set[str] = set()
-    for turns, path, path_ids in zip(whole_branches, paths, paths_ids, strict=True):
-        if any(_continues(other_ids, path_ids) for other_ids in paths_ids):
+    for trajectory in rollout.trajectories:
+        turns = trajectory.turns
+        if turns[0].id in rollout.summary.untrained_roots:
             continue
-        new_ids = {turn.id for turn in path if _trainable(turn)} - trained_ids
-        if not new_ids:
-            continue
-        sample = _row(rollout, path, new_ids, _branch_reward(rollout.summary, turns))
-        if sample.loss_mask_T.any():
-            branches.append(_Branch(sample=sample, turns=turns))
-            trained_ids |= new_ids
+        row_length = len(turns)
+        while row_length > 0 and not _may_be_trained(turns[row_length - 1]):
+            row_length -= 1
+        if row_length > 0:
+            branches.append(_Branch(turns=turns, row_turns=turns[:row_length]))
     return branches
 
 
-def _continues(longer_ids: tuple[str, ...], path_ids: tuple[str, ...]) -> bool:
-    """Whether the one path begins with the other and has more turns."""
-    return len(longer_ids) > len(path_ids) and longer_ids[: len(path_ids)] == path_ids
-
-
-def _trainable(turn: Turn) -> bool:
+def _may_be_trained(turn: Turn) -> bool:
     return turn.delivered and turn.trainable
 
 
-def _without_untrained_end(turns: Sequence[Turn]) -> Sequence[Turn]:
-    end = len(turns)
-    while end and not _trainable(turns[end - 1]):
-        end -= 1
-    return turns[:end]
+def _training_sample(rollout: Rollout, branch: _Branch, trained_ids: set[str]) -> TrainSample:
+    """The row of a branch. The sampled tokens of the turns in `trained_ids` are trained; all other tokens are
+    context, with log-prob 0 and version -1."""
+    tokens: list[NDArray[np.int32]] = []
+    masks: list[NDArray[np.bool_]] = []
+    logprobs: list[NDArray[np.float32]] = []
+    versions: list[NDArray[np.int32]] = []
+    grammars: list[GrammarSpan] = []
+    turn_end = 0
+    for turn in branch.row_turns:
+        num_context = len(turn.context_ids_T)
+        num_sampled = len(turn.sampled_ids_T)
+        sampled_start = turn_end + num_context
+        turn_end = sampled_start + num_sampled
+        is_trained = turn.id in trained_ids
+        if is_trained and turn.grammar:
+            span = GrammarSpan(start=sampled_start, end=turn_end, grammar=turn.grammar)
+            grammars.append(span)
+        tokens.append(turn.context_ids_T)
+        tokens.append(turn.sampled_ids_T)
+        masks.append(np.zeros(num_context, np.bool_))
+        masks.append(np.full(num_sampled, is_trained))
+        logprobs.append(np.zeros(num_context, np.float32))
+        logprobs.append(turn.logprobs_T)
+        versions.append(np.full(num_context, -1, np.int32))
+        versions.append(turn.versions_T)
+    mask_T = np.concatenate(masks)
+    mask_T[:1] = False  # nothing comes before the first token, so it has no log-prob
+    logprobs_T = np.where(mask_T, np.concatenate(logprobs), 0)
+    versions_T = np.where(mask_T, np.concatenate(versions), -1)
+    summary = rollout.summary
+    return TrainSample(
+        tokens_T=np.concatenate(tokens).astype(np.int32, copy=False),
+        loss_mask_T=mask_T,
+        rollout_logprobs_T=logprobs_T.astype(np.float32, copy=False),
+        versions_T=versions_T.astype(np.int32, copy=False),
+        reward=_branch_reward(summary, branch.turns),
+        temperature=_temperature(summary.session_id, branch.row_turns),
+        group_id=summary.group_id,
+        rollout_id=summary.session_id,
+        attempt=summary.attempt,
+        turn_ids=tuple(turn.id for turn in branch.row_turns),
+        grammars=tuple(grammars),
+    )
 
 
 def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:
+    """The reward of the deepest rewarded turn; else that of the child session; else the rollout's."""
     for turn in reversed(turns):
         if turn.id in summary.branch_rewards:
             return summary.branch_rewards[turn.id]
-    return summary.child_rewards.get(turns[0].session_id, summary.reward)
+    session_id = turns[0].session_id
+    return summary.child_rewards.get(session_id, summary.reward)
+
+
+def _temperature(session_id: str, turns: Sequence[Turn]) -> float:
+    """The one temperature of a row, which the run fixes: the trainer divides the row's logits by it."""
+    temperatures = {turn.temperature for turn in turns}
+    if len(temperatures) != 1:
+        raise BufferStateError(f"session {session_id} was sampled at several temperatures: {temperatures}")
+    return temperatures.pop()
+
+
+# ------------------------------------------------------------------ advantages
+
+
+def _advantages_of_group(
+    group: Group, baseline: RewardBaseline, advantage_fn: AdvantageFn, eps: float
+) -> dict[RewardOwner, float]:
+    """The advantage of every reward that was given in the group."""
+    advantage_of: dict[RewardOwner, float] = {}
+    for comparison in comparisons(group, baseline):
+        advantages = _call_advantage_fn(advantage_fn, comparison.rewards_R, eps)
+        advantage_of.update(zip(comparison.owners, advantages, strict=True))
+    return advantage_of
+
+
+def _call_advantage_fn(
+    advantage_fn: AdvantageFn, rewards_R: NDArray[np.float64], eps: float
+) -> Sequence[float]:
+    advantages_R = np.asarray(advantage_fn(rewards_R, eps=eps), np.float64)
+    if advantages_R.shape != rewards_R.shape or not np.isfinite(advantages_R).all():
+        name = getattr(advantage_fn, "__name__", repr(advantage_fn))
+        reason = f"for rewards {rewards_R.tolist()} it returned {advantages_R.tolist()}"
+        fix = "return one finite advantage per reward, also for a single one"
+        raise PluginError("advantage", name, reason, fix)
+    return advantages_R.tolist()
+
+
+def _token_advantages(
+    row: _Row, summary: RolloutSummary, advantage_of: Mapping[RewardOwner, float], use: RewardUse
+) -> NDArray[np.float32]:
+    """The advantage of each token of a row, [T]; 0 for tokens that are not trained."""
+    turns = row.branch.turns
+    owners = _reward_owners(summary, turns)
+    if use == "add":
+        turn_advantages = _summed_advantages(turns, owners, advantage_of)
+    else:
+        turn_advantages = _most_particular_advantages(turns, owners, advantage_of)
+    parts: list[NDArray[np.float32]] = []
+    for turn in row.branch.row_turns:
+        advantage = turn_advantages[turn.id]
+        num_tokens = len(turn.context_ids_T) + len(turn.sampled_ids_T)
+        parts.append(np.full(num_tokens, advantage, np.float32))
+    advantages_T = np.concatenate(parts)
+    return np.where(row.sample.loss_mask_T, advantages_T, np.float32(0.0))
 
 
 def _reward_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[RewardOwner]:
     """The owners of the rewards that count for all tokens of a branch: from that of the whole rollout to the
     most particular one. Rewards of single turns are not among them."""
     owners = [RewardOwner("final", summary.session_id)]
-    session = child_owner(summary, turns[0].session_id)
-    if session.kind == "child":
-        owners.append(session)
-    branch_turns = [turn.id for turn in turns if turn.id in summary.branch_rewards]
-    if branch_turns:
-        owners.append(RewardOwner("branch", branch_turns[-1]))
+    session_owner = child_owner(summary, turns[0].session_id)
+    if session_owner.kind == "child":
+        owners.append(session_owner)
+    rewarded_ids = [turn.id for turn in turns if turn.id in summary.branch_rewards]
+    if rewarded_ids:
+        owners.append(RewardOwner("branch", rewarded_ids[-1]))
     return owners
-
-
-def _token_advantages(
-    branch: _Branch, summary: RolloutSummary, advantage_of: Mapping[RewardOwner, float], use: RewardUse
-) -> NDArray[np.float32]:
-    """The advantage of each token of a row, [T]; 0 for tokens that are not trained."""
-    owners = _reward_owners(summary, branch.turns)
-    if use == "add":
-        turn_advantages = _summed_advantages(branch.turns, owners, advantage_of)
-    else:
-        turn_advantages = _most_particular_advantages(branch.turns, owners, advantage_of)
-    parts = []
-    for turn in branch.turns[: len(branch.sample.turn_ids)]:
-        parts.append(np.zeros(len(turn.context_ids_T), np.float32))
-        parts.append(np.full(len(turn.sampled_ids_T), turn_advantages[turn.id], np.float32))
-    return np.where(branch.sample.loss_mask_T, np.concatenate(parts), np.float32(0.0))
 
 
 def _most_particular_advantages(
@@ -163,7 +260,11 @@ def _most_particular_advantages(
 ) -> dict[str, float]:
     """By turn id: the advantage of the turn's own reward, or else that of its branch."""
     branch_advantage = advantage_of[owners[-1]]
-    return {turn.id: advantage_of.get(RewardOwner("turn", turn.id), branch_advantage) for turn in turns}
+    advantages: dict[str, float] = {}
+    for turn in turns:
+        turn_owner = RewardOwner("turn", turn.id)
+        advantages[turn.id] = advantage_of.get(turn_owner, branch_advantage)
+    return advantages
 
 
 def _summed_advantages(
@@ -171,68 +272,10 @@ def _summed_advantages(
 ) -> dict[str, float]:
     """By turn id: the sum of the advantages of the branch, of the turn and of the turns that follow it."""
     branch_advantage = sum(advantage_of[owner] for owner in owners)
-    following = 0.0
+    turn_sum = 0.0
     sums: dict[str, float] = {}
     for turn in reversed(turns):
-        following += advantage_of.get(RewardOwner("turn", turn.id), 0.0)
-        sums[turn.id] = branch_advantage + following
+        turn_owner = RewardOwner("turn", turn.id)
+        turn_sum += advantage_of.get(turn_owner, 0.0)
+        sums[turn.id] = branch_advantage + turn_sum
     return sums
-
-
-def _row(rollout: Rollout, path: Sequence[Turn], trained_ids: set[str], reward: float) -> TrainSample:
-    """One row of the turns in `path`; the sampled tokens of the turns in `trained_ids` are trained."""
-    tokens: list[NDArray[np.int32]] = []
-    masks: list[NDArray[np.bool_]] = []
-    logprobs: list[NDArray[np.float32]] = []
-    versions: list[NDArray[np.int32]] = []
-    grammars: list[GrammarSpan] = []
-    start = 0
-    for turn in path:
-        num_context = len(turn.context_ids_T)
-        num_sampled = len(turn.sampled_ids_T)
-        is_trained = turn.id in trained_ids
-        sampled_start = start + num_context
-        end = sampled_start + num_sampled
-        if is_trained and turn.grammar:
-            grammars.append(GrammarSpan(start=sampled_start, end=end, grammar=turn.grammar))
-        start = end
-        tokens += [turn.context_ids_T, turn.sampled_ids_T]
-        masks += [np.zeros(num_context, np.bool_), np.full(num_sampled, is_trained)]
-        logprobs += [np.zeros(num_context, np.float32), turn.logprobs_T]
-        versions += [np.full(num_context, -1, np.int32), turn.versions_T]
-    mask_T = np.concatenate(masks)
-    mask_T[:1] = False  # nothing comes before the first token, so it has no log-prob
-    logprobs_T = np.where(mask_T, np.concatenate(logprobs), 0)
-    versions_T = np.where(mask_T, np.concatenate(versions), -1)
-    return TrainSample(
-        tokens_T=np.concatenate(tokens).astype(np.int32, copy=False),
-        loss_mask_T=mask_T,
-        rollout_logprobs_T=logprobs_T.astype(np.float32, copy=False),
-        versions_T=versions_T.astype(np.int32, copy=False),
-        reward=reward,
-        temperature=_temperature(rollout, path),
-        group_id=rollout.summary.group_id,
-        rollout_id=rollout.summary.session_id,
-        attempt=rollout.summary.attempt,
-        turn_ids=tuple(turn.id for turn in path),
-        grammars=tuple(grammars),
-    )
-
-
-def _temperature(rollout: Rollout, path: Sequence[Turn]) -> float:
-    """The one temperature of a row, which the run fixes: the trainer divides the row's logits by it."""
-    temperatures = {turn.temperature for turn in path}
-    if len(temperatures) != 1:
-        session = rollout.summary.session_id
-        raise BufferStateError(f"session {session} was sampled at several temperatures: {temperatures}")
-    return temperatures.pop()
-
-
-def _group_advantages(rewards_G: NDArray[np.float64], function: AdvantageFn, eps: float) -> Sequence[float]:
-    advantages_G = np.asarray(function(rewards_G, eps=eps), np.float64)
-    if advantages_G.shape != rewards_G.shape or not np.isfinite(advantages_G).all():
-        name = getattr(function, "__name__", repr(function))
-        reason = f"for rewards {rewards_G.tolist()} it returned {advantages_G.tolist()}"
-        fix = "return one finite advantage per reward, also for a single one"
-        raise PluginError("advantage", name, reason, fix)
-    return advantages_G.tolist()

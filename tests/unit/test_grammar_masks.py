@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_training_samples import rollout, turn
 from tiny_model import make_tiny_model
+from training_rows import training_rows
 from transformers import AutoTokenizer
 
-from invrl.buffer.training_samples import samples_from_rollout
 from invrl.errors import TrainError
 from invrl.train import logprobs
 from invrl.train.grammar_masks import GrammarMasks
@@ -69,7 +69,7 @@ def test_a_row_knows_its_forced_tokens_by_their_places(model: Path, masks: Gramm
     free = turn("b", "a", [12], [60, 61])
     lost = replace(turn("c", "b", [13], ids, delivered=False), constrained=True, grammar=DIGITS)
     later = turn("d", "c", [14], [62])
-    [sample] = samples_from_rollout(rollout([forced, free, lost, later]))
+    [sample] = training_rows(rollout([forced, free, lost, later]))
     assert sample.grammars == (GrammarSpan(start=2, end=2 + len(ids), grammar=DIGITS),)
     [row] = masks.rows([sample])
     assert sample.tokens_T[row.wanted_N].tolist() == [*ids, 60, 61, 62]
@@ -78,7 +78,7 @@ def test_a_row_knows_its_forced_tokens_by_their_places(model: Path, masks: Gramm
         token in tokens(kept) for token, kept in zip(ids, row.allowed_N, strict=False) if kept is not None
     )
     skipped = replace(forced, grammar="")
-    [unmasked] = samples_from_rollout(rollout([skipped, free]))
+    [unmasked] = training_rows(rollout([skipped, free]))
     assert masks.rows([unmasked])[0].allowed_N == ()
     assert unmasked.loss_mask_T.sum() == 2
 

@@ -20,8 +20,8 @@ from test_gateway_turns import (
     renderer,  # noqa: F401 - a fixture
     running,
 )
+from training_rows import training_rows
 
-from invrl.buffer.training_samples import samples_from_rollout
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.connection import ClientConnection
 from invrl.types import Purpose, RolloutSummary, Session
@@ -115,7 +115,7 @@ async def test_samples_of_one_prompt_are_siblings(gateway: Running):
     summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
     assert summary.num_turns == 5
-    rows = samples_from_rollout(gateway.store.rollout(session.id))
+    rows = training_rows(gateway.store.rollout(session.id))
     trained = [turn_id for row in rows for turn_id in row.turn_ids]
     assert sum(int(row.loss_mask_T.sum()) for row in rows) == summary.sampled_tokens
     assert set(trained) == {turn.id for turn in (root, *samples, last)}

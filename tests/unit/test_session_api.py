@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from test_bad_requests import CHUNKED, Upload
 from test_gateway_turns import ASK, ENV_KEY, MORE, Running, eventually, model, renderer, running
+from training_rows import training_rows
 
-from invrl.buffer.training_samples import samples_from_rollout
 from invrl.cli.flags import parse_flags
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import Opened, OpenedSession, Rewarded, SessionView
@@ -249,7 +249,7 @@ async def test_rewards_of_turns_and_branches_reach_the_rows(gateway: Running):
         {right: 0.25},
     )
     assert summary.turn_levels == {shared: "main/0", right: "main/1"}
-    rows = samples_from_rollout(gateway.store.rollout(session.id))
+    rows = training_rows(gateway.store.rollout(session.id))
     assert [(row.reward, row.turn_ids) for row in rows] == [(2.0, (shared, left)), (0.25, (shared, right))]
 
 
@@ -367,7 +367,7 @@ async def test_children_train_with_their_parent_under_their_own_rewards(gateway:
     assert (summary.num_turns, summary.trained_tokens) == (4, 4 * 13)
     assert gateway.store.closed_session(default.id).state == "finished"
     assert [outcome for _, outcome in gateway.store.outbox_after(0)] == [summary]
-    rows = samples_from_rollout(gateway.store.rollout(parent.id))
+    rows = training_rows(gateway.store.rollout(parent.id))
     assert [(row.rollout_id, row.reward) for row in rows] == [(parent.id, r) for r in (1.0, 1.0, -2.0, -2.0)]
     late = await post(gateway, f"/sessions/{judged.id}/reward", {"reward": 0.0})
     assert code(late) == (409, "session_closed")
@@ -440,7 +440,7 @@ async def test_a_call_in_flight_cannot_change_what_a_finish_hands_over(gateway: 
     assert summary.reward == 0.5 or reward.status_code == 200
     rollout = gateway.store.rollout(session.id)
     assert rollout.summary == summary
-    assert sum(int(row.loss_mask_T.sum()) for row in samples_from_rollout(rollout)) == summary.trained_tokens
+    assert sum(int(row.loss_mask_T.sum()) for row in training_rows(rollout)) == summary.trained_tokens
     assert (await post(gateway, f"/sessions/{session.id}/finish", {"reward": 7.0})).json()[
         "reward"
     ] == summary.reward
@@ -498,7 +498,7 @@ async def test_a_delivery_after_the_snapshot_does_not_count(
     assert isinstance(summary, RolloutSummary)
     assert (summary.sampled_tokens, summary.delivered_tokens, summary.trained_tokens) == (26, 13, 13)
     await gateway.open()  # its commit comes after whatever the late delivery wrote
-    rows = samples_from_rollout(gateway.store.rollout(session.id))
+    rows = training_rows(gateway.store.rollout(session.id))
     assert sum(int(row.loss_mask_T.sum()) for row in rows) == 13
     measured = (await gateway.env("/metrics")).json()
     assert (measured["delivered_fraction"], measured["trained_fraction"]) == (0.5, 0.5)
@@ -521,7 +521,7 @@ async def test_a_setting_says_whether_auxiliary_roots_train(
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
         assert (summary.auxiliary_tokens, summary.trained_tokens) == (6, 18 if train else 12)
-        rows = samples_from_rollout(gateway.store.rollout(session.id))
+        rows = training_rows(gateway.store.rollout(session.id))
         assert [row.turn_ids for row in rows] == ([(title,)] if train else []) + [tuple(main)]
 
 
@@ -807,7 +807,7 @@ async def test_the_run_s_temperature_is_the_one_that_tokens_are_trained_under(
         asked = [request["sampling_params"]["temperature"] for request in gateway.engine.requests]
         assert asked == [pytest.approx(0.7)] * 2
         await gateway.finish(session, reward=1.0)
-        rows = samples_from_rollout(gateway.store.rollout(session.id))
+        rows = training_rows(gateway.store.rollout(session.id))
         assert [row.temperature for row in rows] == [pytest.approx(0.7)]
         (micro_batch,) = pack(rows_of(rows), max_tokens=4096, max_projections=4096, share_prefixes=True)
         assert len(micro_batch.targets_N) == int(rows[0].loss_mask_T.sum()) > 0

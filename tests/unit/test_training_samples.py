@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_rows import training_rows
 
 from invrl.algorithms.advantages import dr_grpo, grpo
 from invrl.buffer.config import RewardBaseline, RewardUse
 from invrl.buffer.group_filters import nonzero_variance
-from invrl.buffer.training_samples import build_batch, samples_from_rollout
-from invrl.errors import BufferStateError, PluginError
+from invrl.buffer.training_samples import build_batch
+from invrl.errors import BufferStateError, PluginError, RunStoreError
 from invrl.interfaces import AdvantageFn
 from invrl.types import (
     FinishReason,
@@ -99,7 +100,7 @@ def rollout(*paths: Sequence[Turn], of: RolloutSummary | None = None) -> Rollout
 def test_one_branch_is_one_row() -> None:
     a = turn("a", None, [1, 2], [3, 4], version=0)
     b = turn("b", "a", [5], [6], version=1)
-    (row,) = samples_from_rollout(rollout([a, b]))
+    (row,) = training_rows(rollout([a, b]))
     assert row.tokens_T.tolist() == [1, 2, 3, 4, 5, 6]
     assert row.loss_mask_T.tolist() == [False, False, True, True, False, True]
     assert row.rollout_logprobs_T.tolist() == pytest.approx([0, 0, -0.03, -0.04, 0, -0.06])
@@ -116,7 +117,7 @@ def test_a_shared_turn_is_trained_in_the_first_branch_only() -> None:
     a = turn("a", None, [1], [2])
     b = turn("b", "a", [3], [4])
     c = turn("c", "a", [5], [6])
-    first, second = samples_from_rollout(rollout([a, b], [a, c]))
+    first, second = training_rows(rollout([a, b], [a, c]))
     assert first.tokens_T[first.loss_mask_T].tolist() == [2, 4]
     assert second.tokens_T.tolist() == [1, 2, 5, 6]
     assert second.tokens_T[second.loss_mask_T].tolist() == [6]
@@ -128,7 +129,7 @@ def test_an_undelivered_or_aborted_leaf_is_cut_off() -> None:
     a = turn("a", None, [1], [2])
     lost = turn("b", "a", [3], [4], delivered=False)
     aborted = turn("c", "a", [5], [6], finish="abort")
-    (row,) = samples_from_rollout(rollout([a, lost], [a, aborted]))
+    (row,) = training_rows(rollout([a, lost], [a, aborted]))
     assert row.tokens_T.tolist() == [1, 2]
 
 
@@ -136,7 +137,7 @@ def test_what_an_undelivered_leaf_leaves_is_not_a_row_beside_a_longer_branch() -
     a = turn("a", None, [1], [2])
     lost = turn("b", "a", [3], [4], delivered=False)
     c = turn("c", "a", [5], [6])
-    (row,) = samples_from_rollout(rollout([a, lost], [a, c]))
+    (row,) = training_rows(rollout([a, lost], [a, c]))
     assert row.turn_ids == ("a", "c")
     assert row.tokens_T[row.loss_mask_T].tolist() == [2, 6]
 
@@ -144,29 +145,29 @@ def test_what_an_undelivered_leaf_leaves_is_not_a_row_beside_a_longer_branch() -
 def test_an_undelivered_inner_turn_is_context() -> None:
     a = turn("a", None, [1], [2], delivered=False)
     b = turn("b", "a", [3], [4])
-    (row,) = samples_from_rollout(rollout([a, b]))
+    (row,) = training_rows(rollout([a, b]))
     assert row.tokens_T.tolist() == [1, 2, 3, 4]
     assert row.loss_mask_T.tolist() == [False, False, False, True]
 
 
 def test_the_first_token_is_never_trained() -> None:
-    (row,) = samples_from_rollout(rollout([turn("a", None, [], [7, 8])]))
+    (row,) = training_rows(rollout([turn("a", None, [], [7, 8])]))
     assert row.loss_mask_T.tolist() == [False, True]
     assert row.versions_T.tolist() == [-1, 0]
-    assert samples_from_rollout(rollout([turn("a", None, [], [7])])) == []
+    assert training_rows(rollout([turn("a", None, [], [7])])) == []
 
 
 def test_a_rollout_without_trained_tokens_has_no_row() -> None:
-    assert samples_from_rollout(rollout([turn("a", None, [1], [2], delivered=False)])) == []
-    assert samples_from_rollout(rollout([turn("a", None, [1], [])])) == []
-    assert samples_from_rollout(rollout()) == []
+    assert training_rows(rollout([turn("a", None, [1], [2], delivered=False)])) == []
+    assert training_rows(rollout([turn("a", None, [1], [])])) == []
+    assert training_rows(rollout()) == []
 
 
 def test_several_temperatures_in_a_row_are_refused() -> None:
     a = turn("a", None, [1], [2], temperature=1.0)
     b = turn("b", "a", [3], [4], temperature=0.5)
     with pytest.raises(BufferStateError, match="several temperatures"):
-        samples_from_rollout(rollout([a, b]))
+        training_rows(rollout([a, b]))
 
 
 @st.composite
@@ -206,7 +207,7 @@ def branches(turns: list[Turn]) -> list[list[Turn]]:
 @settings(max_examples=200, deadline=None)
 @given(turns=forests())
 def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn]) -> None:
-    rows = samples_from_rollout(rollout(*branches(turns)))
+    rows = training_rows(rollout(*branches(turns)))
     trained = Counter(int(token) for row in rows for token in row.tokens_T[row.loss_mask_T])
     expected = Counter(
         int(token) for t in turns if t.delivered and t.finish_reason != "abort" for token in t.sampled_ids_T
@@ -266,14 +267,14 @@ def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
 def test_of_two_rewards_on_a_branch_the_later_turns_counts_and_a_turns_own_comes_first() -> None:
     a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", "a", [5], [6])
     own = replace(summary(reward=1.0), branch_rewards={"a": 0.5, "c": 0.25})
-    rows = samples_from_rollout(rollout([a, b], [a, c], of=own))
+    rows = training_rows(rollout([a, b], [a, c], of=own))
     assert [row.reward for row in rows] == [0.5, 0.25]
 
 
 def test_untrained_roots_make_no_rows() -> None:
     a, b, c = turn("a", None, [1], [2]), turn("b", "a", [3], [4]), turn("c", None, [5], [6])
     of = replace(summary(), untrained_roots=("a",))
-    (row,) = samples_from_rollout(rollout([a, b], [c], of=of))
+    (row,) = training_rows(rollout([a, b], [c], of=of))
     assert row.turn_ids == ("c",)
 
 
@@ -304,7 +305,7 @@ def test_groups_have_their_own_baselines() -> None:
 
 
 def test_missing_tokens_are_a_broken_invariant() -> None:
-    with pytest.raises(BufferStateError, match=r"no tokens for session g\.0"):
+    with pytest.raises(RunStoreError, match=r"no tokens for session g\.0"):
         build_batch(taken(("g", [1.0])), [], grpo, 1e-4)
 
 
