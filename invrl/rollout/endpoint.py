@@ -1,7 +1,7 @@
-"""What a rollout function is given: its session as an OpenAI and an Anthropic endpoint.
+"""What a rollout function gets: its session as an OpenAI and an Anthropic endpoint.
 
-The connections of a worker's sessions are one pool (a TLS context and connection per rollout would cost more
-than the request). Closing a session's client closes nothing of others."""
+All sessions of a worker share one pool of connections: a TLS context and a connection per rollout would cost
+more than the request. Closing the client of one session leaves the connections of the others open."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_RETRIES = 2
-"""Safe: the gateway answers a retry with the turn it recorded."""
+"""Retries are safe: the gateway answers a repeated request with the turn that it recorded."""
 
 
 class ConnectionPool(httpx.AsyncBaseTransport):
-    """Connections of one event loop, shared by clients that come and go: a client's close leaves them
-    open, they end with the process."""
+    """The connections of one event loop, shared by the clients of many sessions. They stay open when a client
+    is closed, and end with the process."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -34,7 +34,8 @@ class ConnectionPool(httpx.AsyncBaseTransport):
 
 
 class SessionEndpoint:
-    """One session's `interfaces.Endpoint`. `timeout_s` is the rollout's: no request need wait longer."""
+    """One session's `interfaces.Endpoint`. `timeout_s`: the time limit of the whole rollout, which is also
+    the limit of each request."""
 
     def __init__(self, session: Session, *, model: str, timeout_s: float, pool: ConnectionPool) -> None:
         self.base_url = session.base_url
@@ -44,14 +45,15 @@ class SessionEndpoint:
         self._pool = pool
 
     def openai(self) -> AsyncOpenAI:
-        """A ready client. In the thread of a sync function (with an event loop of its own, perhaps)
-        it has connections of its own: a pool belongs to one loop."""
-        import openai  # a second to import: the driver, which imports this module, need not pay
+        """A client that is ready to use. In the worker's event loop it uses the shared pool. A pool belongs
+        to one loop, so in the thread of a sync function the client gets connections of its own."""
+        import openai  # Takes a second. The driver imports this module too and does not need it.
 
         timeout = httpx.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
-        # None in a thread without a loop, where asyncio.get_running_loop would raise.
-        ours = asyncio._get_running_loop() is self._pool.loop
-        transport = self._pool if ours else _new_transport()
+        transport: httpx.AsyncBaseTransport = self._pool
+        # In a thread without a loop `_get_running_loop` returns None, where `get_running_loop` would raise.
+        if asyncio._get_running_loop() is not self._pool.loop:
+            transport = _new_transport()
         return openai.AsyncOpenAI(
             base_url=self.base_url,
             api_key=self.api_key,
@@ -61,15 +63,15 @@ class SessionEndpoint:
         )
 
     def anthropic(self) -> Any:
-        """A ready `anthropic.AsyncAnthropic`, with connections of its own: its newer releases take none of
-        httpx's. ImportError if the package, which is no dependency of ours, is not installed."""
+        """An `anthropic.AsyncAnthropic` that is ready to use. It has connections of its own, because newer
+        releases do not accept a transport of httpx. Raises ImportError if the package, which invrl does not
+        depend on, is not installed."""
         try:
             import anthropic  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("endpoint.anthropic() needs a package: pip install anthropic") from error
-
         return anthropic.AsyncAnthropic(
-            base_url=self.base_url.removesuffix("/v1"),  # the client adds it
+            base_url=self.base_url.removesuffix("/v1"),  # the client adds /v1 itself
             api_key=self.api_key,
             max_retries=_MAX_RETRIES,
             timeout=self._timeout_s,

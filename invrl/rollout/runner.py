@@ -16,7 +16,7 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -225,23 +225,30 @@ def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
     5xx or no server; CONTEXT, LIMIT or TIMEOUT if the session had no more context, turns, tokens or time."""
     if isinstance(error, Rejected):
         return Failure(reason=error.reason, detail=error.detail)
-    our_origins = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
+    gateway_origins = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
     reason = FailureReason.EXCEPTION
+    # The chain leads from the error to its causes. The last match is the closest to the request itself.
     for cause in _chain(error):
-        request = _attribute(cause, "request")
-        if isinstance(request, httpx.Request) and _origin(request.url) in our_origins:
-            request_failure = _request_failure(cause)
-            if request_failure is not None:
-                reason = request_failure
+        if _is_request_to(gateway_origins, cause):
+            reason = _request_failure(cause) or reason
+    return Failure(reason=reason, detail=_traceback_of(error))
+
+
+def _traceback_of(error: BaseException) -> str:
     try:
-        detail = "".join(traceback.format_exception(error))
+        return "".join(traceback.format_exception(error))
     except Exception:  # an exception's own __str__ is user code too
-        detail = f"a {type(error).__name__} that cannot be shown"
-    return Failure(reason=reason, detail=detail)
+        return f"a {type(error).__name__} that cannot be shown"
+
+
+def _is_request_to(origins: Collection[tuple[str, int | None]], error: BaseException) -> bool:
+    """Whether the error is that of an HTTP request to one of these hosts and ports."""
+    request = _attribute(error, "request")
+    return isinstance(request, httpx.Request) and _origin(request.url) in origins
 
 
 def _request_failure(error: BaseException) -> FailureReason | None:
-    """Why a request to one of our endpoints failed; None if the cause was the request itself."""
+    """Why a request to one of our endpoints failed. None if the request itself was wrong."""
     response = _attribute(error, "response")
     exhausted = _exhausted(response)
     if exhausted is not None:

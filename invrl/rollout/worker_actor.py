@@ -1,12 +1,13 @@
-"""A rollout worker: user code, its sessions, and the report of how each ended. A Ray actor's shell around
-`runner.py`; a plain class, so tests run it without Ray.
+"""A rollout worker: user code, its sessions, and the report of how each ended. It is the shell of a Ray actor
+around `runner.py`, and a plain class, so tests run it without Ray.
 
-Invariant: every session of an assignment has been finished or aborted at the gateway when `run` returns,
-also when `drop` has cancelled it.
-Rollouts of one worker share its process: `os._exit` in one takes the others down too (they fail as
-WORKER_DIED and are replaced; more `rollout_workers` spread the damage), and memory that one holds counts for
-all (over `rollout_worker_memory_gb` they end as MEMORY, and the worker asks to be replaced). Processes that
-rollouts start live until their worker ends at the latest, also those in a session of their own
+Invariant: when `run` returns, every session of the assignment has been finished or aborted at the gateway,
+even if `drop` has cancelled it.
+
+The rollouts of one worker share its process. `os._exit` in one of them ends the others too: they fail as
+WORKER_DIED and are replaced. More `rollout_workers` limit how many. Memory is counted for the whole worker:
+over `rollout_worker_memory_gb` all its rollouts end as MEMORY, and the worker asks to be replaced. Processes
+that rollouts start end with their worker at the latest, even those that called setsid
 (`host/guardian.py`)."""
 
 import asyncio
@@ -16,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,21 +37,22 @@ from invrl.types import FailureReason, Outcome, Session, Task
 
 _MEASURE_INTERVAL_S = 1.0
 _HARD_LIMIT = 1.25
-"""A multiple of the limit, at which the process ends at once: code that holds so much memory probably blocks
-the event loop too."""
+"""A multiple of the limit. Above it the process ends at once: code that holds that much memory probably
+blocks the event loop too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a worker is started with. `model` is the name that agents send."""
+    """What a worker is started with."""
 
     gateway_url: str
     model: str
+    """The name that agents send."""
     rollout: RolloutConfig
     python_path: tuple[str, ...] = ()
-    """The driver's sys.path: what imports there imports here."""
+    """The driver's sys.path, so that user code can be imported as it can there."""
     log_path: Path | None = None
-    """Where what the worker prints goes; None: where Ray puts it."""
+    """The file for the worker's output; None: Ray's own file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +64,22 @@ class Assignment:
 
     @property
     def group_id(self) -> str:
-        """Of all its sessions."""
+        """The group that all its sessions belong to."""
         return self.sessions[0].group_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReply:
-    """How each session of an assignment ended, in order, and the worker's own state."""
+    """How each session of an assignment ended, in order, and the state of the worker."""
 
     outcomes: tuple[Outcome, ...]
     stuck_threads: int
+    """Threads of user code that still run although their rollouts have ended."""
     over_memory: bool = False
 
 
 class RolloutWorker:
-    """`ready` first, in the event loop that `run` is called in."""
+    """Call `ready` before anything else, in the event loop that `run` is called in."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         forget_keys()
@@ -83,7 +87,7 @@ class RolloutWorker:
         self._client = SessionClient(settings.gateway_url)
         self._memory_watch = _MemoryWatch(settings.rollout.rollout_worker_memory_gb)
         self._dropped: dict[str, asyncio.Event] = {}
-        """Of each assignment that runs, by the id of its first session."""
+        """For each assignment that runs, by the id of its first session: set when it is dropped."""
 
     async def beat(self) -> Pulse:
         return pulse()
@@ -91,7 +95,8 @@ class RolloutWorker:
     async def ready(self) -> None:
         """Loads the user's functions. Raises PluginError."""
         start_guardian()
-        if self._settings.log_path is not None:  # before user code is imported, which may print
+        if self._settings.log_path is not None:
+            # Before user code is imported, because the import may print.
             WorkerLog(self._settings.log_path).take_output()
         sys.path.extend(path for path in self._settings.python_path if path not in sys.path)
         config = self._settings.rollout
@@ -100,13 +105,14 @@ class RolloutWorker:
         if config.reward_function_path:
             reward_function = plugins.load_reward_function(config.reward_function_path)
         self._runner = Runner(function, reward_function, timeout_s=config.rollout_timeout_s)
-        importlib.import_module("openai")  # seconds on a busy machine: not while rollouts share the loop
+        # Imported now: it takes seconds on a busy machine, which would block the rollouts in the loop.
+        importlib.import_module("openai")
         self._pool = ConnectionPool()
         self._memory_watch.start()
 
     async def run(self, assignment: Assignment) -> WorkerReply:
-        """Runs the rollout function and reports. Raises SessionError or DeadlineError only where the
-        gateway does not work any more: the run cannot go on then."""
+        """Runs the rollout function and reports how each session ended. Raises SessionError or DeadlineError
+        only if the gateway has stopped working: the run cannot continue then."""
         endpoints = [
             SessionEndpoint(
                 session,
@@ -135,26 +141,29 @@ class RolloutWorker:
         )
 
     async def drop(self, session_id: str) -> bool:
-        """Cancels the assignment whose first session this is; `run` then answers soon. False if it does not
-        run, or not yet."""
+        """Cancels the assignment whose first session this is, so that `run` soon returns. Returns False if
+        the assignment is not running (any more, or yet)."""
         dropped = self._dropped.get(session_id)
-        if dropped is not None:
-            dropped.set()
-        return dropped is not None
+        if dropped is None:
+            return False
+        dropped.set()
+        return True
 
     async def _within_memory(
         self, task: Task, endpoints: list[SessionEndpoint], dropped: asyncio.Event
     ) -> list[UserCodeResult]:
-        """The runner's outcomes, or MEMORY for each where the worker holds too much before they come."""
-        running = asyncio.create_task(self._runner.run(task, endpoints, dropped))
-        over = asyncio.create_task(self._memory_watch.over_limit.wait())
+        """The runner's results. If the worker exceeds its memory limit first, MEMORY for each session."""
+        over_limit = self._memory_watch.over_limit
+        results = asyncio.create_task(self._runner.run(task, endpoints, dropped))
+        exceeded = asyncio.create_task(over_limit.wait())
         try:
-            await asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done() or not self._memory_watch.over_limit.is_set():  # user code may cancel any task
-                return await running
+            await asyncio.wait({results, exceeded}, return_when=asyncio.FIRST_COMPLETED)
+            # User code can cancel any task of the loop, so a finished `exceeded` alone proves nothing.
+            if results.done() or not over_limit.is_set():
+                return await results
         finally:
-            over.cancel()
-            running.cancel()
+            exceeded.cancel()
+            results.cancel()
         failure = Failure(reason=FailureReason.MEMORY, detail=self._memory_watch.detail)
         return [failure] * len(endpoints)
 
@@ -166,13 +175,13 @@ class RolloutWorker:
         except SessionError as refusal:
             if not is_refusal(refusal):
                 raise
-            # A session that has ended meanwhile answers with its own outcome.
+            # If the session has ended meanwhile, `abort` returns the outcome that it ended with.
             return await self._client.abort(session, FailureReason.BAD_RETURN, str(refusal))
 
 
 class _MemoryWatch:
-    """Measures the memory of the process and its children in a thread, because code that leaks memory may
-    block the event loop."""
+    """Measures the memory of the process and its children. It does so in a thread, because code that leaks
+    memory may block the event loop."""
 
     def __init__(self, limit_gb: float) -> None:
         self.over_limit = asyncio.Event()
@@ -185,22 +194,29 @@ class _MemoryWatch:
             threading.Thread(target=self._measure, args=(loop,), name="memory-watch", daemon=True).start()
 
     def _measure(self, loop: asyncio.AbstractEventLoop) -> None:
-        me = psutil.Process()
+        worker = psutil.Process()
         while not loop.is_closed():
             time.sleep(_MEASURE_INTERVAL_S)
-            family = [me, *me.children(recursive=True)]
-            held = 0
-            for process in family:
-                with contextlib.suppress(psutil.Error):
-                    held += process.memory_info().rss
-            if held > self._limit_gb * 1e9:
-                self.detail = (
-                    f"the worker held {held / 1e9:.1f} GB, with its {len(family) - 1} child processes; "
-                    f"rollout_worker_memory_gb is {self._limit_gb:g}"
-                )
-                with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
-                    loop.call_soon_threadsafe(self.over_limit.set)
-            if held > _HARD_LIMIT * self._limit_gb * 1e9:
-                time.sleep(_MEASURE_INTERVAL_S)  # enough for an event loop that runs, to report
+            children = worker.children(recursive=True)
+            held_gb = _resident_gb([worker, *children])
+            if held_gb <= self._limit_gb:
+                continue
+            self.detail = (
+                f"the worker held {held_gb:.1f} GB, with its {len(children)} child processes; "
+                f"rollout_worker_memory_gb is {self._limit_gb:g}"
+            )
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self.over_limit.set)
+            if held_gb > _HARD_LIMIT * self._limit_gb:
+                time.sleep(_MEASURE_INTERVAL_S)  # An event loop that still runs has time to report.
                 print(f"ended on the spot: {self.detail}", file=sys.stderr, flush=True)
                 os._exit(1)
+
+
+def _resident_gb(processes: Sequence[psutil.Process]) -> float:
+    """Resident memory of those processes that still exist."""
+    num_bytes = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            num_bytes += process.memory_info().rss
+    return num_bytes / 1e9

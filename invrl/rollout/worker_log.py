@@ -1,8 +1,10 @@
 """What a rollout worker's process prints (user code, and the tools that it starts), as a file of the run.
 
-The process's standard output and error become the file: of Python, of C code, and of child processes, in one
-order. Invariants: only its owner may read the file; beyond a bound the oldest part of it goes; it has no
-session key that went through Python's `print` or `logging` (what a child process prints is not looked at)."""
+The file replaces the standard output and the standard error of the process, so it holds what Python code, C
+code and child processes print, in one order.
+
+Invariants: only the owner may read the file. When it becomes too long, its oldest part is removed. Session
+keys are masked in what Python prints or logs, but not in what a child process prints."""
 
 import contextlib
 import io
@@ -10,18 +12,22 @@ import os
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 from invrl.host.private_file import make_private
 
 _LIMIT_BYTES = 64_000_000
-_CHECK_EVERY_S = 1.0
+_CHECK_INTERVAL_S = 1.0
+_STDOUT = 1
+_STDERR = 2
+"""File descriptors."""
 _SESSION_KEY = re.compile(r"isk-[A-Za-z0-9_=-]{8,}")
-_HIDDEN = "(session key)"
+_MASK = "(session key)"
 
 
 def log_name(worker: str) -> str:
-    """The file of the worker that is called this: "rollout worker 0" -> "rollout-worker-0.log"."""
+    """The name of a worker's file: "rollout worker 0" -> "rollout-worker-0.log"."""
     return f"{worker.replace(' ', '-')}.log"
 
 
@@ -33,8 +39,8 @@ class WorkerLog:
         self._limit_bytes = limit_bytes
 
     def take_output(self) -> None:
-        """From now on, whatever this process and its children print is in the file. Where it cannot be
-        written, as on a machine that lacks the run folder, output goes on to where it went."""
+        """Sends what this process and its children print to the file from now on. If the file cannot be
+        written, for example on a machine without the run folder, output stays where it was."""
         try:
             make_private(self._path)
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -44,22 +50,22 @@ class WorkerLog:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        for number in (1, 2):
-            os.dup2(file, number)
+        os.dup2(file, _STDOUT)
+        os.dup2(file, _STDERR)
         os.close(file)
-        sys.stdout = _MaskedText(1)
-        sys.stderr = _MaskedText(2)
-        threading.Thread(target=self._bound, name="worker-log", daemon=True).start()
+        sys.stdout = _MaskedText(_STDOUT)
+        sys.stderr = _MaskedText(_STDERR)
+        threading.Thread(target=self._keep_short, name="worker-log", daemon=True).start()
 
-    def _bound(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(_CHECK_EVERY_S):
+    def _keep_short(self) -> None:
+        while True:
+            time.sleep(_CHECK_INTERVAL_S)
             with contextlib.suppress(OSError):
                 self.shorten()
 
     def shorten(self) -> bool:
-        """Over the limit only its newer half is kept, below a line that says so; False if it is not over.
-        What is printed in between may be lost."""
+        """If the file is over the limit, keeps only its newer half, below a line that says so, and returns
+        True. What is printed meanwhile may be lost."""
         size = self._path.stat().st_size
         if size <= self._limit_bytes:
             return False
@@ -69,21 +75,22 @@ class WorkerLog:
             _, _, tail = tail.partition(b"\n")
             note = f"[{size - len(tail):,} bytes before this were left out: the file had become too long]\n"
             file.truncate(0)
-        # In one write at the end: what others append meanwhile stays whole.
+        # One write in append mode, so that it does not mix with what others append at the same time.
         with self._path.open("ab", buffering=0) as file:
             file.write(note.encode() + tail)
         return True
 
 
 class _MaskedText(io.TextIOWrapper):
-    """A line-buffered text stream to a file descriptor, which it does not close, without session keys."""
+    """A line-buffered text stream to a file descriptor, which masks session keys. It does not close the
+    descriptor."""
 
-    def __init__(self, number: int) -> None:
-        raw = io.FileIO(number, "w", closefd=False)
+    def __init__(self, descriptor: int) -> None:
+        raw = io.FileIO(descriptor, "w", closefd=False)
         super().__init__(
             io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
 
     def write(self, text: str) -> int:
-        super().write(_SESSION_KEY.sub(_HIDDEN, text))
+        super().write(_SESSION_KEY.sub(_MASK, text))
         return len(text)
