@@ -1,8 +1,9 @@
-"""What a model folder must hold before a run starts: checked from the files alone, without torch.
+"""The one check of a model folder: what it must hold, read from its files alone and without torch.
 
 Invariant: a folder that passes can be read by the engine (transformers' tokenizer and config), the trainer
-(safetensors by Hugging Face names) and the gateway (tokenizer). Its chat template is not looked at here:
-`--chat-template-path` may take its place, and the gateway's own reader checks whichever it is."""
+(safetensors by Hugging Face names) and the gateway (tokenizer), which do not check these rules again. Two
+things are not looked at here. The trainer refuses features that it does not compute (`train/hf_config.py`).
+The gateway reads the chat template, or what `--chat-template-path` gives in its place."""
 
 import json
 import os
@@ -15,38 +16,72 @@ from tokenizers import Tokenizer
 
 from invrl.errors import ConfigError
 
-PREPARE = "make a ready folder with `invrl prepare-model`"
+_PREPARE = "give a Hugging Face model folder; `invrl prepare-model` makes one"
+_SAVE_TOKENIZER = (
+    "save the tokenizer with transformers in the fast format (`invrl prepare-model --from-folder` does it)"
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def _refuse(path: Path, reason: str, fix: str = PREPARE) -> ConfigError:
+def _refuse(path: Path, reason: str, fix: str = _PREPARE) -> ConfigError:
     return ConfigError("model.model_path", str(path), reason, fix)
 
 
 def check_model_folder(path: Path, *, families: Collection[str]) -> None:
-    """Raises ConfigError (field model.model_path) for the first thing that is missing or broken. `families`:
-    the model types that are supported (`train/families/registry.py`)."""
-    if not path.is_dir():
-        raise no_such_folder("model.model_path", str(path))
+    """Checks a folder that exists. Raises ConfigError (field model.model_path) for the first thing that is
+    missing or broken. `families`: the model types that are supported (`train/families/registry.py`)."""
     if (path / "megatron").is_dir():
         raise _refuse(path, "a checkpoint without a folder hugging_face", "give another checkpoint")
     vocab_size = _check_config(path, families)
     _check_weights(path, vocab_size)
-    _check_tokenizer(path, vocab_size)
+    tokenizer = check_tokenizer(path)
+    highest_id = max(tokenizer.get_vocab().values(), default=-1)
+    if highest_id >= vocab_size:  # an id out of the vocabulary kills an engine
+        raise _refuse(path, f"the tokenizer has id {highest_id}, the model {vocab_size} rows")
+    if not _read_json(path / "tokenizer_config.json", path).get("eos_token"):
+        raise _refuse(path, "its tokenizer has no eos_token, so a turn could not end by itself")
 
 
-def no_such_folder(field: str, given: str) -> ConfigError:
-    """For a model path that is no folder, as it was given. One that looks like the id of a model on a hub is
-    called so: invrl reads folders only."""
+def check_tokenizer(path: Path) -> Tokenizer:
+    """The part of the check that rendering needs: a folder may hold a tokenizer and no weights. Raises
+    ConfigError if tokenizer.json is missing or broken, or if tokenizer_config.json contradicts it."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise _refuse(path, "it has no tokenizer.json", _SAVE_TOKENIZER)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise _refuse(path, f"tokenizer.json cannot be read: {error}", _SAVE_TOKENIZER) from error
+    settings_file = path / "tokenizer_config.json"
+    if not settings_file.exists():
+        return tokenizer
+    added_tokens = _read_json(settings_file, path).get("added_tokens_decoder") or {}
+    try:
+        ids = {token["content"]: int(token_id) for token_id, token in added_tokens.items()}  # type: ignore[attr-defined]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"added_tokens_decoder in tokenizer_config.json is damaged: {error!r}"
+        raise _refuse(path, reason, _SAVE_TOKENIZER) from error
+    for text, token_id in ids.items():
+        if tokenizer.token_to_id(text) != token_id:
+            reason = f"tokenizer_config.json and tokenizer.json differ on {text!r}"
+            raise _refuse(path, reason, _SAVE_TOKENIZER)
+    return tokenizer
+
+
+def check_is_folder(field: str, given: str, folder: Path) -> None:
+    """Raises ConfigError if there is no such folder. `given`: the path as the user wrote it. If it looks like
+    the id of a model on a hub, the error says so: invrl reads folders only."""
+    if folder.is_dir():
+        return
     plausible_path = Path(given).expanduser().parent
     if not _HUB_ID.fullmatch(given) or plausible_path.is_dir():
-        return ConfigError(field, given, "no such folder", f"give --model-path, or {PREPARE}")
+        raise ConfigError(field, given, "no such folder", _PREPARE)
     reason = "no such folder: it looks like the id of a model on a hub, and invrl takes folders"
     fix = f"download it (`hf download {given} --local-dir FOLDER`), and give FOLDER"
     cached = _in_hub_cache(given)
     if cached is not None:
         fix = f"it has been downloaded before: give {cached}"
-    return ConfigError(field, given, reason, fix)
+    raise ConfigError(field, given, reason, fix)
 
 
 def _in_hub_cache(model_id: str) -> Path | None:
@@ -61,12 +96,12 @@ def _in_hub_cache(model_id: str) -> Path | None:
 
 
 def read_model_type(path: Path) -> object:
-    """What the folder's config.json says. ConfigError if it has none that can be read."""
+    """The `model_type` of the folder's config.json. Raises ConfigError if that file cannot be read."""
     return _read_json(path / "config.json", path).get("model_type")
 
 
 def has_chat_template(path: Path) -> bool:
-    """Whether the folder brings one, in whatever state."""
+    """Whether the folder has a chat template, which may be broken."""
     settings = _read_json(path / "tokenizer_config.json", path)
     return bool(settings.get("chat_template")) or (path / "chat_template.jinja").is_file()
 
@@ -84,7 +119,7 @@ def _read_json(path: Path, folder: Path) -> dict[str, object]:
 
 
 def _check_config(path: Path, families: Collection[str]) -> int:
-    """The vocabulary size that config.json declares."""
+    """Checks config.json. Returns the size of the vocabulary that it declares."""
     config = _read_json(path / "config.json", path)
     model_type = config.get("model_type")
     vocab_size = config.get("vocab_size")
@@ -99,7 +134,7 @@ def _check_config(path: Path, families: Collection[str]) -> int:
 
 
 def tensor_files(path: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it, as the index says. ConfigError if it is broken."""
+    """The safetensors file of each tensor, as the index says. Raises ConfigError if the index is broken."""
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
     if not index.exists():
@@ -111,7 +146,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 
 def _shapes(shard: Path) -> dict[str, list[int]]:
-    """Of all tensors in a file that is whole: its header fits its size."""
+    """The shape of each tensor in the file. Raises ConfigError unless its size fits its header."""
     if not shard.is_file():
         raise _refuse(shard.parent, f"it has no {shard.name} (weights in other formats are not read)")
     try:
@@ -122,8 +157,8 @@ def _shapes(shard: Path) -> dict[str, list[int]]:
 
 
 def _check_weights(path: Path, vocab_size: int) -> None:
-    """Every shard is whole, every tensor of the index is in a shard, and the embedding has a row for every
-    id of the vocabulary."""
+    """Checks that every shard is whole, that every tensor of the index is in a shard, and that the embedding
+    has a row for every id of the vocabulary."""
     files = tensor_files(path)
     shapes: dict[str, list[int]] = {}
     for shard in sorted(set(files.values())):
@@ -136,19 +171,3 @@ def _check_weights(path: Path, vocab_size: int) -> None:
         raise _refuse(path, "the weights hold no model.embed_tokens.weight")
     if embedding[0] != vocab_size:
         raise _refuse(path, f"vocab_size is {vocab_size}, the embedding has {embedding[0]} rows")
-
-
-def _check_tokenizer(path: Path, vocab_size: int) -> None:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise _refuse(path, "it has no tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise _refuse(path, f"tokenizer.json cannot be read: {error}") from error
-    highest = max(tokenizer.get_vocab().values(), default=-1)
-    if highest >= vocab_size:  # an id out of the vocabulary kills an engine
-        raise _refuse(path, f"the tokenizer has id {highest}, the model {vocab_size} rows")
-    settings = _read_json(path / "tokenizer_config.json", path)
-    if not settings.get("eos_token"):
-        raise _refuse(path, "its tokenizer has no eos_token, so a turn could not end by itself")

@@ -1,16 +1,17 @@
 """What the trainer reads from a Hugging Face folder's `config.json`: a typed, checked subset.
 
 Invariant: a `HuggingFaceConfig` describes a model that `model.py` computes exactly. A feature that it would
-compute differently is refused here, by name, before a weight is read. Imports neither torch nor transformers,
-so a run can be checked before any process starts.
+compute differently is refused here, by name, before a weight is read. The folder has passed the one check of
+a model folder (`invrl/model_folder.py`), so its family is a supported one and its weights are plain. Imports
+neither torch nor transformers, so a run can be checked before any process starts.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from invrl.errors import ConfigError
 from invrl.train.families.registry import FAMILIES
@@ -18,12 +19,6 @@ from invrl.types import Json
 
 _MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Parameters of Llama 3's scaled frequencies whose values are fixed in Megatron."""
-
-
-def _supported(model_type: str) -> str:
-    if model_type not in FAMILIES:
-        raise ValueError(f"supported are {', '.join(sorted(FAMILIES))}")
-    return model_type
 
 
 class HuggingFaceConfig(BaseModel):
@@ -34,7 +29,7 @@ class HuggingFaceConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 
-    model_type: Annotated[str, AfterValidator(_supported)]
+    model_type: str
     vocab_size: PositiveInt
     num_hidden_layers: PositiveInt
     hidden_size: PositiveInt
@@ -57,16 +52,12 @@ class HuggingFaceConfig(BaseModel):
     use_sliding_window: Literal[False] = False
     attention_dropout: float = Field(0.0, le=0)
     partial_rotary_factor: float = Field(1.0, ge=1, le=1)
-    quantization_config: None = None
 
 
 def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
-    """Raises ConfigError for a folder without config.json, an unknown family, or an unsupported feature."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        fix = "give a Hugging Face model folder (`invrl prepare-model` makes one)"
-        raise ConfigError("model", str(folder), "it holds no config.json", fix)
-    return parse_hf_config(json.loads(path.read_text()))
+    """Reads config.json of a folder that has passed `check_model_folder`. Raises ConfigError for an
+    unsupported feature."""
+    return parse_hf_config(json.loads((Path(folder) / "config.json").read_text()))
 
 
 def parse_hf_config(config: Mapping[str, Json]) -> HuggingFaceConfig:

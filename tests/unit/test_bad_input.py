@@ -172,10 +172,22 @@ def test_a_model_that_a_hub_s_client_has_downloaded_is_found(
             "model_type is 'mamba'",
             "type llama, mistral, qwen2, qwen3",
         ),
+        (edited("config.json", quantization_config={"bits": 4}), "weights are quantized", "prepare-model"),
         (edited("config.json", hidden_act="gelu"), "does not support it", "another model"),
         (edited("config.json", vocab_size=600), "the embedding has 512 rows", "prepare-model"),
         (lambda m: (m / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read", "prepare-model"),
+        (lambda m: (m / "tokenizer.json").unlink(), "it has no tokenizer.json", "prepare-model"),
         (lambda m: (m / "tokenizer_config.json").unlink(), "no tokenizer_config.json", "prepare-model"),
+        (
+            edited("tokenizer_config.json", added_tokens_decoder={"3": {"content": "<|im_end|>"}}),
+            "tokenizer_config.json and tokenizer.json differ on '<|im_end|>'",
+            "save the tokenizer",
+        ),
+        (
+            edited("tokenizer_config.json", added_tokens_decoder={"3": "<|im_end|>"}),
+            "added_tokens_decoder in tokenizer_config.json is damaged",
+            "save the tokenizer",
+        ),
         (
             without_template,
             "no chat template",
@@ -194,6 +206,65 @@ def test_a_model_folder_that_cannot_be_used(
     assert "model" in block["where"] or "config.json" in block["where"]
     assert reason in block["reason"]
     assert fix in block["fix"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda m: (m / "tokenizer.json").unlink(), "it has no tokenizer.json"),
+        (lambda m: (m / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read"),
+        (edited("tokenizer_config.json", added_tokens_decoder={"3": {"content": "<|im_end|>"}}), "differ on"),
+    ],
+)
+def test_check_template_makes_the_same_check_of_the_tokenizer(
+    model: Path, capsys: pytest.CaptureFixture[str], spoil: Edit, reason: str
+) -> None:
+    """It needs no more of the folder: one with a tokenizer and without weights will do."""
+    (model / "model.safetensors").unlink()
+    assert cli.main(["check-template", str(model)]) == 0
+    spoil(model)
+    assert cli.main(["check-template", str(model)]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ('{"source": "/a/b"', "Expecting"),
+        ("[]", "not a JSON object"),
+        ('{"source": "/a/b"}', "it has no dtype"),
+        ("\udcff", "can't decode"),
+    ],
+)
+def test_a_folder_of_prepare_model_whose_record_is_damaged(
+    good_model: Path, model: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    """The folder may hold another model, so it is neither reused nor removed."""
+    record = model / "prepared.json"
+    record.write_bytes(text.encode(errors="surrogateescape"))
+    before = sorted(model.iterdir())
+    assert cli.main(["prepare-model", "--from-folder", str(good_model), "--out", str(model)]) == 2
+    error = capsys.readouterr().err
+    assert f"{record}, which says what the folder was made from, is damaged: " in error
+    assert reason in error
+    assert "remove the folder" in error
+    assert sorted(model.iterdir()) == before
+
+
+def test_replay_checks_the_model_folder_before_it_starts_anything(
+    refused: Refused, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--run-root", str(tmp_path / "runs"), "--run-name", "ended"]
+    flags = ["--model-path", str(model), *place, *AGENT, *SOURCE]
+    folder = make_run_folder(resolve(*parse_flags(flags)))
+    (model / "config.json").unlink()
+    before = sorted(folder.path.rglob("*"))
+    assert cli.main(["replay", str(folder.path), "--step", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "it has no config.json" in error
+    assert "prepare-model" in error
+    assert sorted(folder.path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

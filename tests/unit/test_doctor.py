@@ -311,12 +311,25 @@ def test_a_planted_fault_is_found(
 ) -> None:
     plant(plot)
     found = by_check(diagnose(plot.arguments, plot.machine))
-    assert list(found) == CHECKS, "every check ran"
+    assert list(found) == CHECKS, "every check has its line"
     (finding,) = found[check]
     assert finding.status is status
     assert reason in f"{finding.value} {finding.reason}"
     assert fix in finding.fix
     assert "itself raised" not in "".join(str(each) for several in found.values() for each in several)
+
+
+def test_what_needs_the_model_folder_is_not_checked_where_that_is_broken(
+    plot: Plot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each rule about the folder stands in one check, and the others do not report its fault again."""
+    (plot.model / "config.json").unlink()
+    findings = by_check(diagnose(plot.arguments, plot.machine))
+    assert findings["model folder"][0].status is FAILED
+    skipped = [check for check, [finding] in findings.items() if finding.status is Status.SKIPPED]
+    assert skipped == ["chat template", "trainable model", "megatron options"]
+    assert cli.main(["doctor", *plot.arguments]) == 1
+    assert "skipped  chat template: not checked: model folder failed\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("template", ["chatml-tools", "own.jinja"])

@@ -1,8 +1,9 @@
 """The one list of checks, and which command needs which.
 
-`invrl doctor` makes all that `train` could need and reports each. `train`, `serve` and `eval` make theirs in
-the order of the list, end at the first error, and print doubts as warnings. Packages come first: the other
-checks may need one that is missing."""
+`invrl doctor` makes all checks that `train` could need and reports each. `train`, `serve` and `eval` make
+theirs in the order of the list, end at the first error, and print doubts as warnings. Packages come first:
+the other checks may need one that is missing. A check that reads the model folder names the check of that
+folder as its precondition and does not repeat it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Check:
     commands: frozenset[str]
     trainer_alone: bool = False
     """Whether `--debug-train-only` needs it (that mode starts no engine, no gateway and no rollouts)."""
+    needs: str = ""
+    """An earlier check that must have passed. Empty: none."""
 
 
 def _of_machine(
@@ -38,22 +41,33 @@ def _of_machine(
 
 
 def _of_settings(
-    name: str, look: Callable[[Config], object], commands: frozenset[str], *, trainer_alone: bool = False
+    name: str,
+    look: Callable[[Config], object],
+    commands: frozenset[str],
+    *,
+    trainer_alone: bool = False,
+    needs: str = "",
 ) -> Check:
     return Check(
         name=name,
         look=lambda config, machine: look(config),
         commands=commands,
         trainer_alone=trainer_alone,
+        needs=needs,
     )
+
+
+_MODEL_FOLDER = "model folder"
 
 
 CHECKS = (
     _of_machine("python", machine_checks.check_python),
     _of_machine("packages", machine_checks.check_packages, EVERY),
-    _of_settings("model folder", model_checks.check_model, EVERY, trainer_alone=True),
-    _of_settings("chat template", model_checks.check_template, EVERY),
-    _of_settings("trainable model", model_checks.check_trainable, TRAIN, trainer_alone=True),
+    _of_settings(_MODEL_FOLDER, model_checks.check_model, EVERY, trainer_alone=True),
+    _of_settings("chat template", model_checks.check_template, EVERY, needs=_MODEL_FOLDER),
+    _of_settings(
+        "trainable model", model_checks.check_trainable, TRAIN, trainer_alone=True, needs=_MODEL_FOLDER
+    ),
     _of_settings("rollout function", settings_checks.check_rollout_function, ROLLOUTS),
     _of_settings("reward function", settings_checks.check_reward_function, ROLLOUTS),
     _of_settings("held-out sets", settings_checks.check_eval_sets, TRAIN),
@@ -64,7 +78,13 @@ CHECKS = (
     _of_settings("saved batches", settings_checks.check_saved_batches, TRAIN, trainer_alone=True),
     _of_settings("sglang options", settings_checks.check_sglang_options, EVERY),
     _of_settings("router options", settings_checks.check_router_options, EVERY),
-    _of_settings("megatron options", settings_checks.check_megatron_options, EVERY, trainer_alone=True),
+    _of_settings(
+        "megatron options",
+        settings_checks.check_megatron_options,
+        EVERY,
+        trainer_alone=True,
+        needs=_MODEL_FOLDER,
+    ),
     _of_settings("gateway port", settings_checks.check_gateway_port, EVERY),
     _of_settings("environment key", settings_checks.check_environment_key, EVERY),
     _of_settings("run folder", check_run_folder, DOCTOR, trainer_alone=True),

@@ -1,4 +1,6 @@
-"""Whether the model can be served and trained: its files, what the trainer computes, its chat template."""
+"""Whether the model can be served and trained: its files, what the trainer computes, its chat template.
+
+`check_model` comes first. The other checks read the same folder and rely on what it has checked."""
 
 from pathlib import Path
 
@@ -10,26 +12,18 @@ _NO_LIMIT = 2**31
 """Vocabulary size: no token id is refused."""
 
 
-def model_folder(config: Config) -> Path:
-    """Raises ConfigError if no model is given, or if there is no such folder."""
-    from invrl.model_folder import no_such_folder
+def check_model(config: Config) -> Path:
+    """A model is given, its files are those of a model that can be served, and if a checkpoint of a run holds
+    them, they are what was written."""
+    from invrl.model_folder import check_is_folder, check_model_folder
+    from invrl.run.checkpoints import check_served
+    from invrl.train.families.registry import FAMILIES
 
     if not config.model.model_path:
         fix = "give --model-path FOLDER; `invrl prepare-model --help` shows how to make one"
         raise ConfigError("model.model_path", "", "no model was given", fix)
-    if not config.model.folder.is_dir():
-        raise no_such_folder("model.model_path", config.model.model_path)
-    return config.model.folder
-
-
-def check_model(config: Config) -> Path:
-    """The files are those of a model that can be served, and if a checkpoint of a run holds them, they are
-    what was written."""
-    from invrl.model_folder import check_model_folder
-    from invrl.run.checkpoints import check_served
-    from invrl.train.families.registry import FAMILIES
-
-    folder = model_folder(config)
+    folder = config.model.folder
+    check_is_folder("model.model_path", config.model.model_path, folder)
     check_model_folder(folder, families=FAMILIES)
     check_served(folder)
     return folder
@@ -39,13 +33,13 @@ def check_trainable(config: Config) -> str:
     """The trainer computes exactly this model."""
     from invrl.train.hf_config import read_hf_config
 
-    return read_hf_config(model_folder(config)).model_type
+    return read_hf_config(config.model.folder).model_type
 
 
 def check_template(config: Config) -> None:
     """Render as the gateway does: a first request, and one that follows a reply. Load the parsers that are
     named."""
-    folder = model_folder(config)
+    folder = config.model.folder
     try:
         renders = _renders(folder, config.gateway)
         _load_parsers(config.gateway)

@@ -6,13 +6,10 @@ A check takes the configuration, raises ConfigError (or PluginError), and may re
 import socket
 from pathlib import Path
 
-from invrl.cli.checks.model_checks import model_folder
 from invrl.errors import ConfigError
 from invrl.host.environment_keys import ENVIRONMENT_KEY, held_key
 from invrl.run.config import Config
 
-_MAX_LAYERS = 1024
-"""Stands in for the number of layers where no model is given."""
 _SHORTEST_KEY = 16
 
 
@@ -121,9 +118,10 @@ def check_megatron_options(config: Config) -> None:
 
     if not config.megatron:
         return
-    layers = _MAX_LAYERS
-    if config.model.model_path:
-        layers = read_hf_config(model_folder(config)).num_hidden_layers
+    if not config.model.model_path:
+        megatron_args.check_megatron_options(config.megatron)
+        return
+    layers = read_hf_config(config.model.folder).num_hidden_layers
     megatron_args.check_megatron_options(config.megatron, num_layers=layers)
 
 

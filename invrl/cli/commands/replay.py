@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from invrl.cli.arguments import read_options, read_run_folder
+from invrl.cli.checks.model_checks import check_model
 from invrl.cli.command import CommandFailed
 from invrl.cli.run_process import driver_of, log_to_folder
 from invrl.errors import ConfigError
@@ -24,6 +25,7 @@ def replay(arguments: Sequence[str]) -> None:
     if not step.isdecimal() or int(step) < 1:
         raise ConfigError("--step", step, "not a step", "give --step N, from 1 on")
     config = load_resolved(folder.config_path)
+    check_model(config)
     with folder.held("replay"):
         log_to_folder(folder)
         exit_code = supervisor.supervise_once(config, folder, REPLAY_COMMAND, step)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from invrl.errors import ConfigError
-from invrl.gateway.rendering.model_files import read_json, special_tokens, unusable_folder
+from invrl.gateway.rendering.model_files import read_json, special_tokens
 from invrl.gateway.rendering.renderer import Template
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
 
@@ -42,7 +42,7 @@ def chat_template_source(model_path: str, chat_template: str = "") -> str:
             "choose an instruct model, or give --chat-template-path FILE "
             f"(shipped here: {', '.join(SHIPPED_TEMPLATES)})"
         )
-        raise unusable_folder(folder, "the folder has no chat template", fix)
+        raise ConfigError("model.model_path", str(folder), "the folder has no chat template", fix)
     return str(template)
 
 

@@ -1,10 +1,8 @@
-"""The JSON files of a model folder that describe its tokens, and the error for a folder that lacks one."""
+"""The JSON files of a model folder that describe its tokens."""
 
 import json
 from pathlib import Path
 from typing import Any
-
-from invrl.errors import ConfigError
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -36,8 +34,3 @@ def end_ids(folder: Path) -> set[int]:
         elif setting is not None:
             ids.add(setting)
     return ids
-
-
-def unusable_folder(folder: Path, reason: str, fix: str) -> ConfigError:
-    """The error for a model folder that no renderer can be made of."""
-    return ConfigError("model.model_path", str(folder), reason, fix)
