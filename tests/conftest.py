@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tiny_model import make_tiny_model
 
+from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import SglangClient
-from invrl.rollout.config import EngineConfig
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")  # a busy one must not fail what is right

@@ -19,10 +19,10 @@ from pathlib import Path
 import orjson
 import psutil
 
+from invrl.engines.config import EngineConfig
 from invrl.errors import ServerError
 from invrl.host.ports import ReservedPort
 from invrl.host.process import ENDED, ServerProcess, family_of, random_key, state_of
-from invrl.rollout.config import EngineConfig
 
 WEIGHT_LOADER = "invrl.weights.in_engine.run"
 """The loader that SGLang imports into its scheduler process, as an import path."""

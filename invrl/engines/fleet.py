@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from invrl.engines.config import EngineConfig
 from invrl.engines.engine_health import engine_death, router_death
 from invrl.engines.engine_server import EngineServer
 from invrl.engines.router_server import RouterServer
@@ -28,7 +29,6 @@ from invrl.engines.weight_receiver import RECEIVERS, EngineReceiver
 from invrl.errors import DeadlineError, InvrlError, ServerError
 from invrl.host.process import RestartLimit, family_of
 from invrl.interfaces import WeightReceiver
-from invrl.rollout.config import EngineConfig
 
 _LOG = logging.getLogger(__name__)
 

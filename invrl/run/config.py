@@ -17,9 +17,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt, StrictBool, StrictFloat
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.buffer.config import BufferConfig
+from invrl.engines.config import EngineConfig
 from invrl.errors import ConfigError
 from invrl.gateway.config import GatewayConfig
-from invrl.rollout.config import EngineConfig, RolloutConfig
+from invrl.rollout.config import RolloutConfig
 from invrl.run.contradictions import check
 from invrl.run.name_suggestions import meant_setting, nearest_setting
 from invrl.section import Section

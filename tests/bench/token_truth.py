@@ -40,8 +40,8 @@ async def real(arguments: argparse.Namespace, folder: Path) -> dict[str, object]
     """Every few seconds all weights move, by the real transaction, under the requests that are running."""
     from torch_trainer import TorchSender
 
+    from invrl.engines.config import EngineConfig
     from invrl.engines.fleet import Fleet
-    from invrl.rollout.config import EngineConfig
     from invrl.types import WeightVersion
     from invrl.weights.transaction import CanaryBound, WeightTransaction
 

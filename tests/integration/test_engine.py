@@ -18,12 +18,12 @@ from streamed import collect
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
+from invrl.engines.config import EngineConfig
 from invrl.engines.engine_health import QUESTIONS, Updated, engine_death
 from invrl.engines.engine_server import WEIGHT_LOADER, EngineServer
 from invrl.engines.fleet import Engine, Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import ServerError, SessionError
-from invrl.rollout.config import EngineConfig
 from invrl.types import Sampling
 from invrl.weights.in_engine import LoaderRequest
 

@@ -15,11 +15,11 @@ import pytest
 from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
+from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Engine, Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import WeightSyncError
 from invrl.host.process import family_of, still_running
-from invrl.rollout.config import EngineConfig
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import Sampling, WeightVersion
 from invrl.weights.transaction import CanaryBound, WeightTransaction

@@ -11,9 +11,9 @@ import aiohttp
 import numpy as np
 import pytest
 
+from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
-from invrl.rollout.config import EngineConfig
 from invrl.types import Sampling
 
 PREFERENCES = {"top_k": 1, "frequency_penalty": 1.5, "stop_token_ids": list(range(0, 512, 3)), "min_p": 0.9}

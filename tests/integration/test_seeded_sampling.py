@@ -14,9 +14,9 @@ import msgspec
 import openai
 from test_gateway import ENV_KEY, settings_for
 
+from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.gateway.server.gateway_server import GatewayServer
-from invrl.rollout.config import EngineConfig
 from invrl.store.run_store import RunStore
 from invrl.types import Session
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from invrl.engines import fleet as fleet_module
+from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.errors import ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.rollout.config import EngineConfig
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.transaction import CanaryBound, WeightTransaction

@@ -1,0 +1,26 @@
+"""Settings of the engines and of the router in front of them."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from invrl.section import Section
+
+
+class EngineConfig(Section):
+    """The fleet of SGLang servers, and the router in front of it."""
+
+    num_engines: PositiveInt = Field(1, description="SGLang servers in the fleet")
+    engine_dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="type of weights and compute"
+    )
+    seeded_sampling: bool = Field(
+        False, description="sample each generation with its own seed, derived from --seed"
+    )
+    engine_max_total_tokens: PositiveInt = Field(16384, description="KV-cache tokens per engine (CPU)")
+    engine_start_timeout_s: PositiveFloat = Field(300.0, description="deadline for an engine to be healthy")
+    engine_health_interval_s: PositiveFloat = Field(5.0, description="seconds between our own health checks")
+    engine_max_restarts: NonNegativeInt = Field(
+        3, description="restarts of one engine that left the fleet, in one incarnation of a run"
+    )
+    router_start_timeout_s: PositiveFloat = Field(120.0, description="deadline for the router to answer")
