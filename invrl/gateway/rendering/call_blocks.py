@@ -1,10 +1,10 @@
 """Blocks of a reply that may be tool calls, one type for each way in which models mark their calls.
 
-| type | marks | the block is | streamed | content of a block with calls |
+| type | marks | the block is | streamed | content, if there are calls |
 |---|---|---|---|---|
 | `DelimitedBlock` | beginning and end (Qwen, DeepSeek) | one call, or some | its calls | none |
-| `OpenBlock` | only the beginning (Mistral, Llama) | the rest of the reply | nothing | what SGLang's parser finds |
-| `UnmarkedBlock` | none (Pythonic) | the whole reply | its content | what SGLang's parser finds |
+| `OpenBlock` | only the beginning (Mistral, Llama) | the rest of the reply | nothing | as SGLang parses it |
+| `UnmarkedBlock` | none (Pythonic) | the whole reply | its content | as SGLang parses it |
 
 Every block has an SGLang parser of its own. A block without a call of a known tool is content, all of it."""
 

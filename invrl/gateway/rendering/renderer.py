@@ -16,7 +16,12 @@ from typing import Protocol
 from invrl.errors import SessionError
 from invrl.gateway.rendering.prompt_cache import PromptCache
 from invrl.gateway.rendering.text_stream import TextStream
-from invrl.gateway.rendering.thinking import END_THINK, THINK, equal_without_thinking, without_thinking
+from invrl.gateway.rendering.thinking import (
+    END_THINK,
+    THINK,
+    equal_without_thinking,
+    without_thinking,
+)
 from invrl.gateway.types import ForkReason, Message, Prompt, ToolCall
 
 LARGE_TEXT = 32_768
@@ -138,7 +143,13 @@ class Renderer:
             self._prompt_cache.put(prompt, ids)
         return ids
 
-    def render_tail(self, prompt: Prompt, depth: int, path: Sequence[int], room: Room | None = None) -> Tail:
+    def render_tail(
+        self,
+        prompt: Prompt,
+        depth: int,
+        path: Sequence[int],
+        room: Room | None = None,
+    ) -> Tail:
         """What follows `path`, the recorded ids of the first `depth` messages. If the path does not end with
         the template's end-of-turn token (the reply was out of tokens, or met a stop string), the tail begins
         with that token, as context that was not sampled. PromptTooLong if there is no room for both."""
@@ -150,7 +161,8 @@ class Renderer:
             return template_changed
         recorded = recorded.removesuffix(self.after_reply)
         if not self._replies_follow_prompts:
-            asked = self.text(replace(prompt, messages=prompt.messages[: depth - 1]))
+            before_reply = replace(prompt, messages=prompt.messages[: depth - 1])
+            asked = self.text(before_reply)
             if not self._follows(asked, recorded):
                 return template_changed
         end = self._end_of_recorded(full, recorded)
@@ -166,15 +178,17 @@ class Renderer:
 
     def is_closed(self, sampled_ids: Sequence[int]) -> bool:
         """Whether the reply ends with the template's end-of-turn token."""
-        return bool(sampled_ids) and sampled_ids[-1] == self.end_of_turn_id
+        if not sampled_ids:
+            return False
+        return sampled_ids[-1] == self.end_of_turn_id
 
     def reply_text(self, sampled_ids: Sequence[int], *, special: bool = False) -> str:
         """The text of a reply without the token that ended it. `special`: other special tokens are
         included."""
-        ids = sampled_ids
-        if ids and ids[-1] in self.end_ids:
-            ids = ids[:-1]
-        return self._tokenizer.decode(ids, special=special)
+        ends_turn = bool(sampled_ids) and sampled_ids[-1] in self.end_ids
+        if ends_turn:
+            sampled_ids = sampled_ids[:-1]
+        return self._tokenizer.decode(sampled_ids, special=special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included."""
@@ -205,10 +219,8 @@ class Renderer:
         max_ids = None
         if room is not None:
             max_ids = room.tokens - before
-            if len(text) >= LARGE_TEXT and not room.exact:
-                min_tokens = self._tokenizer.min_tokens(text)
-                if min_tokens > max_ids:
-                    raise PromptTooLong(before + min_tokens, exact=False)
+            if not room.exact:
+                self._check_min_tokens(text, max_ids, before)
         try:
             ids = self._tokenizer.encode(text, max_ids=max_ids)
         except PromptTooLong as error:
@@ -218,6 +230,14 @@ class Renderer:
             reason = f"token {highest} is outside of the model's vocabulary ({self._vocab_size})"
             raise SessionError(reason, status=400, code="invalid_messages")
         return ids
+
+    def _check_min_tokens(self, text: str, max_ids: int, before: int) -> None:
+        """PromptTooLong if a large text certainly has more than `max_ids` tokens."""
+        if len(text) < LARGE_TEXT:
+            return
+        min_tokens = self._tokenizer.min_tokens(text)
+        if min_tokens > max_ids:
+            raise PromptTooLong(before + min_tokens, exact=False)
 
     def without_thinking(self, text: str) -> str:
         """A rendered text without thinking and without any whitespace."""
@@ -231,44 +251,68 @@ class Renderer:
             return len(recorded)
         if not mark:
             return None
-        end = _find_nth(full, mark, recorded.count(mark) + 1)
-        if end < 0 or not equal_without_thinking(full[:end], recorded, self.end_of_turn):
+        num_earlier_ends = recorded.count(mark)
+        end = _find_nth(full, mark, num_earlier_ends + 1)
+        if end < 0:
+            return None
+        if not equal_without_thinking(full[:end], recorded, self.end_of_turn):
             return None
         return end
 
     def _follows(self, asked: str, answered: str) -> bool:
         """Whether a rendered reply stands behind its own prompt, thinking that the prompt opens aside."""
         prompt = self.without_thinking(asked)
-        prompt = prompt.removesuffix(THINK).removesuffix(END_THINK)
-        return self.without_thinking(answered).startswith(prompt)
+        prompt = prompt.removesuffix(THINK)
+        prompt = prompt.removesuffix(END_THINK)
+        conversation = self.without_thinking(answered)
+        return conversation.startswith(prompt)
 
-    def _removed_thinking(self, path: Sequence[int], messages: Sequence[Message], rendered: str) -> int:
+    def _removed_thinking(
+        self,
+        path: Sequence[int],
+        messages: Sequence[Message],
+        rendered: str,
+    ) -> int:
         """How many ids of the path's thinking are missing in `rendered`, the template's rendering of the
-        path's messages. Templates remove the oldest thinking first."""
+        path's messages.
+
+        A thought that the template keeps has its two marks in the path and in the rendering. The marks are
+        therefore counted in both, and what the path has more is the number of thoughts that were removed.
+        The larger of the two differences counts: a thought may lack one of its marks in the path (it was cut
+        short, or the prompt had opened it). Which thoughts were removed follows from how templates work: they
+        keep the thinking behind the last question, and remove the oldest first."""
         if self._thinking_ids is None:
             return self._removed_thinking_text(path, messages, rendered)
         open_id, close_id = self._thinking_ids
         missing_opens = path.count(open_id) - rendered.count(THINK)
         missing_closes = path.count(close_id) - rendered.count(END_THINK)
-        missing = max(missing_opens, missing_closes, 0)
-        if missing == 0:
+        missing = max(missing_opens, missing_closes)
+        if missing <= 0:
             return 0
-        opens = [position for position, token_id in enumerate(path) if token_id == open_id]
-        closes = [position for position, token_id in enumerate(path) if token_id == close_id]
         removed = 0
+        opens = [position for position, token_id in enumerate(path) if token_id == open_id]
         for begin in opens[:missing]:
-            end = next((close for close in closes if close > begin), len(path) - 1)
-            removed += end - begin + 1
+            removed += _thought_length(path, begin, close_id)
+        # The length of a thought without a beginning is unknown, but it has at least the id of its end mark.
+        # The result must not be 0, which would say that the template removes nothing.
         return max(removed, missing)
 
-    def _removed_thinking_text(self, path: Sequence[int], messages: Sequence[Message], rendered: str) -> int:
+    def _removed_thinking_text(
+        self,
+        path: Sequence[int],
+        messages: Sequence[Message],
+        rendered: str,
+    ) -> int:
         """As `_removed_thinking`, for a tokenizer whose marks of thinking are not single tokens."""
-        thoughts = [message.reasoning or message.content.rpartition(END_THINK)[0] for message in messages]
+        thoughts = [_thought_of(message) for message in messages]
         if not any(thoughts):
             return 0
         recorded = self.decode(path)
-        removed = [thought for thought in thoughts if thought not in rendered and thought in recorded]
-        return sum(len(self._tokenizer.encode(thought)) for thought in removed)
+        removed = 0
+        for thought in thoughts:
+            if thought in recorded and thought not in rendered:
+                removed += len(self._tokenizer.encode(thought))
+        return removed
 
     def _renders_replies_behind_prompts(self, *messages: Message) -> bool:
         """Whether the template takes such a conversation and renders each reply behind its own prompt."""
@@ -276,8 +320,10 @@ class Renderer:
             for position, message in enumerate(messages):
                 if message.role != "assistant":
                     continue
-                asked = self.text(Prompt(messages=messages[:position]))
-                answered = self.text(Prompt(messages=messages[: position + 1]), add_generation_prompt=False)
+                prompt = Prompt(messages=messages[:position])
+                conversation = Prompt(messages=messages[: position + 1])
+                asked = self.text(prompt)
+                answered = self.text(conversation, add_generation_prompt=False)
                 if not self._follows(asked, answered):
                     return False
         except SessionError:
@@ -293,19 +339,43 @@ class Renderer:
         return open_ids[0], close_ids[0]
 
     def _find_turn_end(self) -> _TurnEnd:
-        probe = Prompt(messages=(_PROBE_QUESTION, Message("assistant", _PROBE)))
+        reply = Message("assistant", _PROBE)
+        probe = Prompt(messages=(_PROBE_QUESTION, reply))
         text = self.text(probe, add_generation_prompt=False)
-        after_reply = text[text.rfind(_PROBE) + len(_PROBE) :]
+        end_of_reply = text.rfind(_PROBE) + len(_PROBE)
+        after_reply = text[end_of_reply:]
         first_ids = self._tokenizer.encode(after_reply)[:1]
         # A token that has a text without special tokens is not special.
         if not first_ids or self._tokenizer.decode(first_ids, special=False):
             return _TurnEnd(after_reply=after_reply)
-        length = next(
-            length
-            for length in range(1, len(after_reply) + 1)
-            if self._tokenizer.encode(after_reply[:length]) == first_ids
-        )
-        return _TurnEnd(after_reply=after_reply, token=after_reply[:length], token_id=first_ids[0])
+        token = self._shortest_beginning(after_reply, first_ids)
+        return _TurnEnd(after_reply=after_reply, token=token, token_id=first_ids[0])
+
+    def _shortest_beginning(self, text: str, ids: Sequence[int]) -> str:
+        """The shortest beginning of the text that has these ids."""
+        for length in range(1, len(text) + 1):
+            beginning = text[:length]
+            if self._tokenizer.encode(beginning) == ids:
+                return beginning
+        raise ValueError(f"the tokenizer gives no beginning of {text!r} the ids {ids}")
+
+
+def _thought_of(message: Message) -> str:
+    """The thinking of a message; some clients send it as a part of the content."""
+    if message.reasoning:
+        return message.reasoning
+    thought, _, _ = message.content.rpartition(END_THINK)
+    return thought
+
+
+def _thought_length(path: Sequence[int], begin: int, close_id: int) -> int:
+    """The number of ids of the thought that begins there, marks included, up to the path's end if it has no
+    end mark."""
+    try:
+        end = path.index(close_id, begin)
+    except ValueError:
+        return len(path) - begin
+    return end - begin + 1
 
 
 def _find_nth(text: str, part: str, count: int) -> int:
