@@ -25,7 +25,8 @@ from invrl.gateway.server.metrics import GatewayMetrics
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots
 from invrl.gateway.sessions.lifecycle import Lifecycle
-from invrl.types import GroupMember, Outcome, Sampling, SessionLimits, SessionTerms
+from invrl.gateway.turns.turn_overview import overview
+from invrl.types import GroupMember, Json, Outcome, Sampling, SessionLimits, SessionTerms, Turn
 
 _LEASE_POLL_S = 0.1
 
@@ -145,13 +146,17 @@ class SessionRoutes:
     async def show_session(self, request: Request, session_id: str) -> bodies.SessionView:
         record = self._session(request, session_id)
         conversation = self.lifecycle.turns.find(record)
-        turns = conversation.turns if conversation else []
-        delivered = conversation.delivered if conversation else set()
-        overview = await self.lifecycle.turns.overview(record)
+        lines: list[dict[str, Json]] = []
+        turns: list[Turn] = []
+        delivered: set[str] = set()
+        if conversation is not None:
+            turns = conversation.turns
+            delivered = conversation.delivered
+            lines = await overview(conversation)
         return bodies.SessionView.of(
             record,
             model=self.model,
-            turns=[bodies.TurnLine.model_validate(turn) for turn in overview],
+            turns=[bodies.TurnLine.model_validate(line) for line in lines],
             forks=Counter(turn.fork_reason for turn in turns if turn.fork_reason),
             auxiliary_roots=auxiliary_roots(turns, delivered),
         )

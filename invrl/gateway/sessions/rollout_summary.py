@@ -58,38 +58,75 @@ def summarise(
     The versions in the summary are those of tokens that may be trained. A session without such tokens fails
     as EMPTY or CONSTRAINED, a training session without a reward as BAD_REWARD. The reward is 0 for other
     sessions without one, and for a training session without one if `needs_reward` is False."""
-    auxiliary = dict.fromkeys(auxiliary_roots(turns, delivered))
-    untrained_roots = auxiliary
-    if train_auxiliary:
-        untrained_roots = {}
-    root_of = roots(turns)
-    arrived = [turn for turn in turns if turn.id in delivered]
-    trained = [turn for turn in arrived if turn.trainable and root_of[turn.id] not in untrained_roots]
-    versions = [span.version for turn in trained for span in turn.spans if span.end > span.start]
-    if not versions:
-        return _without_tokens(record, turns, arrived)
+    sorted_turns = _sort_turns(turns, delivered, train_auxiliary=train_auxiliary)
+    if not sorted_turns.versions:
+        return _without_tokens(record, sorted_turns)
     is_top = record.parent is None
     if needs_reward and record.reward is None and record.session.purpose == "train" and is_top:
         return failed(record, FailureReason.BAD_REWARD, "the session was finished without a reward")
-    rewards = _family_rewards(record, turns)
-    later = [turn for turn in turns if turn.parent_id is not None]
-    fork_counts = Counter(f"forks/{turn.fork_reason}" for turn in turns if turn.fork_reason)
+    return _summary(record, sorted_turns, now)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SortedTurns:
+    """The turns of a session's family, by what they count for."""
+
+    all: Sequence[Turn]
+    later: Sequence[Turn]
+    """All but the first of each conversation."""
+    auxiliary: Sequence[Turn]
+    """Of auxiliary conversations."""
+    delivered: Sequence[Turn]
+    """Those whose answer reached the client."""
+    trained: Sequence[Turn]
+    """Delivered turns whose tokens may be trained."""
+    versions: Sequence[WeightVersion]
+    """The versions of the tokens that may be trained; empty if there is no such token."""
+    untrained_roots: tuple[str, ...]
+    """The roots of conversations that are not trained."""
+
+
+def _sort_turns(turns: Sequence[Turn], delivered: Collection[str], *, train_auxiliary: bool) -> _SortedTurns:
+    root_of = roots(turns)
+    roots_of_auxiliary = dict.fromkeys(auxiliary_roots(turns, delivered))
+    untrained_roots: Mapping[str, None] = {}
+    if not train_auxiliary:
+        untrained_roots = roots_of_auxiliary
+    delivered_turns = [turn for turn in turns if turn.id in delivered]
+    trained: list[Turn] = []
+    for turn in delivered_turns:
+        if turn.trainable and root_of[turn.id] not in untrained_roots:
+            trained.append(turn)
+    return _SortedTurns(
+        all=turns,
+        later=[turn for turn in turns if turn.parent_id is not None],
+        auxiliary=[turn for turn in turns if root_of[turn.id] in roots_of_auxiliary],
+        delivered=delivered_turns,
+        trained=trained,
+        versions=[span.version for turn in trained for span in turn.spans if span.end > span.start],
+        untrained_roots=tuple(untrained_roots),
+    )
+
+
+def _summary(record: SessionRecord, turns: _SortedTurns, now: float) -> RolloutSummary:
+    rewards = _family_rewards(record, turns.all)
+    fork_counts = Counter(f"forks/{turn.fork_reason}" for turn in turns.all if turn.fork_reason)
     return RolloutSummary(
         **field_values(record.session.identity),
         reward=rewards.final,
         reward_components=record.components,
-        num_turns=len(turns),
-        prompt_tokens=sum(turn.prompt_tokens for turn in turns),
-        cached_tokens=sum(turn.cached_tokens for turn in turns),
-        later_prompt_tokens=sum(turn.prompt_tokens for turn in later),
-        later_cached_tokens=sum(turn.cached_tokens for turn in later),
-        sampled_tokens=_sampled_tokens(turns),
-        delivered_tokens=_sampled_tokens(arrived),
-        auxiliary_tokens=_sampled_tokens(turn for turn in turns if root_of[turn.id] in auxiliary),
-        trained_tokens=_sampled_tokens(trained),
-        truncated=any(turn.finish_reason == "length" for turn in trained),
-        oldest_version=WeightVersion(min(versions)),
-        newest_version=WeightVersion(max(versions)),
+        num_turns=len(turns.all),
+        prompt_tokens=sum(turn.prompt_tokens for turn in turns.all),
+        cached_tokens=sum(turn.cached_tokens for turn in turns.all),
+        later_prompt_tokens=sum(turn.prompt_tokens for turn in turns.later),
+        later_cached_tokens=sum(turn.cached_tokens for turn in turns.later),
+        sampled_tokens=_sampled_tokens(turns.all),
+        delivered_tokens=_sampled_tokens(turns.delivered),
+        auxiliary_tokens=_sampled_tokens(turns.auxiliary),
+        trained_tokens=_sampled_tokens(turns.trained),
+        truncated=any(turn.finish_reason == "length" for turn in turns.trained),
+        oldest_version=min(turns.versions),
+        newest_version=max(turns.versions),
         forks=fork_counts.total(),
         counts=record.counts + fork_counts,
         started_at=record.opened_at,
@@ -99,20 +136,20 @@ def summarise(
         turn_levels=rewards.turn_levels,
         child_rewards=rewards.of_children,
         child_reward_from=rewards.children_take_from,
-        untrained_roots=tuple(untrained_roots),
+        untrained_roots=turns.untrained_roots,
     )
 
 
-def _without_tokens(record: SessionRecord, turns: Sequence[Turn], arrived: Sequence[Turn]) -> FailedRollout:
-    """The failure of a session that has no token to train. `arrived`: the turns that reached the client."""
-    all_skipped = all(turn.constrained and not turn.grammar for turn in arrived)
+def _without_tokens(record: SessionRecord, turns: _SortedTurns) -> FailedRollout:
+    """The failure of a session that has no token to train."""
+    all_skipped = all(turn.constrained and not turn.grammar for turn in turns.delivered)
     setting_applies = record.session.purpose != "serve"
-    if arrived and all_skipped and setting_applies:
+    if turns.delivered and all_skipped and setting_applies:
         forced = Counter[str]()
         for member in record.family():
             forced += member.forced
         return failed(record, FailureReason.CONSTRAINED, _why_constrained(forced))
-    return failed(record, FailureReason.EMPTY, _why_empty(turns, arrived))
+    return failed(record, FailureReason.EMPTY, _why_empty(turns))
 
 
 def _why_constrained(forced: Mapping[str, int]) -> str:
@@ -126,15 +163,16 @@ def _why_constrained(forced: Mapping[str, int]) -> str:
     )
 
 
-def _why_empty(turns: Sequence[Turn], arrived: Sequence[Turn]) -> str:
+def _why_empty(turns: _SortedTurns) -> str:
     """Counts each sampled token under one reason. Tokens for which no other reason applies are under
     untrained roots."""
-    sampled = _sampled_tokens(turns)
-    reached = _sampled_tokens(arrived)
-    free = _sampled_tokens(turn for turn in arrived if turn.trainable)
+    sampled = _sampled_tokens(turns.all)
+    delivered = _sampled_tokens(turns.delivered)
+    trainable = _sampled_tokens(turn for turn in turns.delivered if turn.trainable)
     return (
-        f"no token to train: of {sampled} sampled in {len(turns)} turns {sampled - reached} did not reach "
-        f"the client, {reached - free} were constrained or aborted, {free} are of auxiliary conversations"
+        f"no token to train: of {sampled} sampled in {len(turns.all)} turns {sampled - delivered} did not "
+        f"reach the client, {delivered - trainable} were constrained or aborted, {trainable} are of "
+        "auxiliary conversations"
     )
 
 

@@ -41,6 +41,26 @@ class _RequestState:
     delivered: AnswerSource | Node | None = None
     """The answer that a client got last. Not a node if the turn does not hold all that was shown."""
 
+    def unclaimed_answer(self) -> AnswerSource | Node | None:
+        """A complete answer that reached no client and that is not being sent to one; None if there is
+        none."""
+        for source in self.pending:
+            if source.unclaimed:
+                return source
+        if self.undelivered:
+            return self.undelivered[0]
+        return None
+
+    def repeated_answer(self) -> AnswerSource | Node | None:
+        """The answer that a client means that repeats the request. None if several equal requests are in
+        flight, or one has failed: it is unknown which of them the client repeats, and if it got the answer of
+        another client, one sample would count as two."""
+        if self.failed or len(self.pending) > 1:
+            return None
+        if self.pending:
+            return self.pending[0]
+        return self.delivered
+
 
 class Conversation:
     """The state of a session that ends with it."""
@@ -53,7 +73,7 @@ class Conversation:
         """Ids of the turns whose answer reached a client."""
         self.changes: dict[str, Change] = {}
         """By turn: how its request departed from what was recorded. Of turns that an earlier worker recorded,
-        it is found only when the session is shown (`Turns.overview`)."""
+        it is found only when the session is shown (`turn_overview.py`)."""
         self.restored = False
         """An earlier worker recorded turns, and their changes have not been found yet."""
         self.begun = 0
@@ -115,28 +135,16 @@ class Conversation:
 
     def existing_answer(self, digest: str, *, retry: bool) -> AnswerSource | Node | None:
         """What answers this request without a new sample: an answer in flight that the client joins, or a
-        recorded turn. None if the request has to be sampled. `retry`: the client says that it repeats the
-        request.
-
-        If several equal requests are in flight, or one has failed, a retry gets a sample of its own: it is
-        unknown which of them it repeats, and if it got the answer of another client, one sample would count
-        as two."""
+        recorded turn, which `repeat` sends again. None if the request has to be sampled. `retry`: the client
+        says that it repeats the request."""
         request = self._requests.get(digest)
         if request is None:
             return None
         self._update(request)
-        for source in request.pending:
-            if source.unclaimed:
-                return source
-        if request.undelivered:
-            return request.undelivered.pop(0)
-        if not retry or request.failed:
-            return None
-        if len(request.pending) == 1:
-            return request.pending[0]
-        if request.pending:
-            return None
-        return request.delivered
+        unclaimed = request.unclaimed_answer()
+        if unclaimed is not None or not retry:
+            return unclaimed
+        return request.repeated_answer()
 
     def _update(self, request: _RequestState) -> None:
         """Takes account of what became of the request's generations and turns."""
@@ -179,6 +187,7 @@ class Conversation:
     def repeat(self, answer: RecordedAnswer) -> None:
         """Adds a recorded answer that is being sent again."""
         request = self._requests.setdefault(answer.digest, _RequestState())
+        request.undelivered = [node for node in request.undelivered if node.turn.id != answer.turn_id]
         request.pending.append(answer)
 
     def keep_answer(self, source: AnswerSource, answer: AnswerSource | Node) -> None:

@@ -43,6 +43,19 @@ class Match:
     """Of a fork: how the request departs. Of a match at `REWRITTEN`: how the last altered reply came back."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Fork:
+    """How a request departs from what was recorded."""
+
+    reason: ForkReason | None
+    change: Change | None = None
+
+
+_NO_FORK = _Fork(None)
+"""The request continues a recorded turn and adds replies of its own where none was recorded, for example ones
+that its author wrote. It replaces nothing."""
+
+
 class _Replies:
     """The sampled replies with tool calls, by the ids and names of their calls."""
 
@@ -68,7 +81,10 @@ class _Replies:
         compared: list[Message] = []
         for message in messages:
             node = self.node(message)
-            compared.append(message if node is None else node.messages[-1])
+            if node is None:
+                compared.append(message)
+            else:
+                compared.append(node.messages[-1])
         return compared
 
 
@@ -208,7 +224,9 @@ class Forest:
         changes: dict[str, Change] = {}
         for node in tuple(self._nodes):
             if node.turn.fork_reason and not node.raw:
-                messages = node.parent.conversation() if node.parent else []
+                messages: list[Message] = []
+                if node.parent is not None:
+                    messages = node.parent.conversation()
                 messages.extend(node.messages[:-1])
                 change = earlier.match(messages, node.tools).change
                 if change is not None:
@@ -244,7 +262,9 @@ class Forest:
         """The whole text of a node's path. Its parent's must have been asked for before."""
         text = self._texts.get(node.turn.id)
         if text is None:
-            before = self._texts[node.parent.turn.id] if node.parent else ""
+            before = ""
+            if node.parent is not None:
+                before = self._texts[node.parent.turn.id]
             sampled_text = decode(node.turn.sampled_ids_T.tolist())
             text = before + node.messages[0].content + sampled_text
             self._texts[node.turn.id] = text
@@ -263,7 +283,9 @@ class Forest:
         change: Change | None = None
         is_continuation = node is not None and depth == reply_ends[-1]
         if self.size and not is_continuation:
-            fork, change = self._why_forked(messages, tools, reply_ends, depth)
+            departure = self._why_forked(messages, tools, reply_ends, depth)
+            fork = departure.reason
+            change = departure.change
         elif node is not None and level is MatchLevel.REWRITTEN:
             change = self._last_rewritten(messages[:depth], node)
         new = tuple(messages[depth:])
@@ -299,8 +321,11 @@ class Forest:
 
     def _why_forked(
         self, messages: Sequence[Message], tools: Sequence[Tool], reply_ends: Sequence[int], depth: int
-    ) -> tuple[ForkReason | None, Change | None]:
-        """Why the replies behind `depth` are not those that were recorded."""
+    ) -> _Fork:
+        """Why the replies behind `depth` are not those that were recorded. Three explanations are tried, the
+        one that leaves most of the recording unchanged first: the whole conversation is recorded with other
+        tools; all before a reply is recorded, with another reply; only a reply is recorded, behind other
+        messages. All three compare conversations without their tools."""
         index = self._any_tools
         index.update(self._nodes)
         compared = self._replies.at_level(messages, index.level)
@@ -309,20 +334,20 @@ class Forest:
         for end in unmatched:
             nodes = index.nodes.get(prefix_digests[end])
             if nodes:
-                return ForkReason.TOOLS_CHANGED, tools_change(nodes[-1].tools, tools)
+                return _Fork(ForkReason.TOOLS_CHANGED, tools_change(nodes[-1].tools, tools))
         for end in unmatched:
             position = end - 1
             node = index.answered.get(prefix_digests[position])
             if node is not None:
                 change = self._change(position, node.messages[-1], messages[position], tools)
-                return ForkReason.HISTORY_EDITED, change
+                return _Fork(ForkReason.HISTORY_EDITED, change)
         for end in reversed(unmatched):  # the client continues the newest recording
             candidates = self._similar_replies(messages[end - 1], tools)
             if candidates:
-                return self._departure(messages[: end - 1], candidates, tools)
+                return self._changed_before(messages[: end - 1], candidates, tools)
         if depth == 0:
-            return ForkReason.NEW_CONVERSATION, None
-        return None, None
+            return _Fork(ForkReason.NEW_CONVERSATION)
+        return _NO_FORK
 
     def _similar_replies(self, reply: Message, tools: Sequence[Tool]) -> list[Node]:
         """The latest turns with a reply like this one."""
@@ -334,11 +359,31 @@ class Forest:
             candidates.append(node)
         return candidates
 
-    def _departure(
+    def _changed_before(
         self, before: Sequence[Message], candidates: Sequence[Node], tools: Sequence[Tool]
-    ) -> tuple[ForkReason, Change | None]:
-        """How the messages before a reply differ from those before it when it was sampled. Of the turns that
-        the reply may come from, the one with the smallest difference counts."""
+    ) -> _Fork:
+        """How the messages before a reply differ from those before it when it was sampled. `candidates`: the
+        turns that the reply may come from."""
+        difference = self._smallest_difference(before, candidates, tools)
+        recorded = difference.recorded
+        sent = difference.sent
+        if len(sent) < len(recorded):
+            return _Fork(ForkReason.COMPACTED, messages_change(difference))
+        if len(sent) > len(recorded):
+            return _Fork(ForkReason.CONTEXT_EDITED, messages_change(difference))
+        if not sent:  # the messages are the same, but results answer other calls
+            change = self._results_change(before, candidates[-1], tools)
+            return _Fork(ForkReason.CONTEXT_EDITED, change)
+        change = self._change(difference.first, recorded[0], sent[0], tools)
+        if recorded[0].role == "assistant" and sent[0].role == "assistant":
+            return _Fork(ForkReason.HISTORY_EDITED, change)
+        return _Fork(ForkReason.CONTEXT_EDITED, change)
+
+    def _smallest_difference(
+        self, before: Sequence[Message], candidates: Sequence[Node], tools: Sequence[Tool]
+    ) -> Difference:
+        """The smallest of the differences between `before` and what came before each candidate's reply; the
+        newest candidate's of equal ones."""
         index = self._any_tools
         sent_digests = [index.alone(message, tools) for message in before]
         differences: list[Difference] = []
@@ -346,19 +391,7 @@ class Forest:
             recorded_digests = index.each_alone(node)[:-1]
             recorded = node.conversation()[:-1]
             differences.append(_difference(recorded, recorded_digests, before, sent_digests))
-        smallest = min(differences, key=lambda difference: difference.size)
-        if len(smallest.sent) < len(smallest.recorded):
-            return ForkReason.COMPACTED, messages_change(smallest)
-        if len(smallest.sent) > len(smallest.recorded):
-            return ForkReason.CONTEXT_EDITED, messages_change(smallest)
-        if not smallest.sent:  # the messages are the same, but results answer other calls
-            return ForkReason.CONTEXT_EDITED, self._results_change(before, candidates[-1], tools)
-        recorded_message = smallest.recorded[0]
-        sent_message = smallest.sent[0]
-        reason = ForkReason.CONTEXT_EDITED
-        if recorded_message.role == "assistant" and sent_message.role == "assistant":
-            reason = ForkReason.HISTORY_EDITED
-        return reason, self._change(smallest.first, recorded_message, sent_message, tools)
+        return min(differences, key=lambda difference: difference.size)
 
     def _results_change(self, before: Sequence[Message], node: Node, tools: Sequence[Tool]) -> Change | None:
         """The first result that answers another call than the recorded one in its position."""

@@ -12,7 +12,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -28,14 +28,13 @@ from invrl.gateway.rendering.reply_parser import ReplyParser
 from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.conversation import AnswerSource, Conversation
-from invrl.gateway.turns.fork_changes import advice
 from invrl.gateway.turns.generation import Generation, Proposal, Sampler
 from invrl.gateway.turns.placement import Placement, Placer
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.recorded_answer import RecordedAnswer
 from invrl.gateway.turns.recovery import restore
-from invrl.gateway.turns.sampling import resolve, sampling_seed
-from invrl.gateway.types import Change, ForkReason, MatchLevel, Message, Node, TurnRequest
+from invrl.gateway.turns.sampling import TurnSampling, resolve, sampling_seed
+from invrl.gateway.types import MatchLevel, Message, Node, TurnRequest
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Json, Turn
@@ -45,25 +44,13 @@ _PROMPT_END_TOKENS = 8
 """The end of a prompt that shows whether the reply begins inside of thinking."""
 _MAX_IGNORED_NAMES = 256
 """Names of ignored fields that are counted."""
-_SHOWN_FIELDS = (
-    "id",
-    "parent_id",
-    "fork_reason",
-    "finish_reason",
-    "prompt_tokens",
-    "cached_tokens",
-    "constrained",
-    "started_at",
-    "finished_at",
-)
-"""The fields of a turn that `Turns.overview` shows as they are."""
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What is worked out of a request before its turn begins."""
 
     placement: Placement
-    forced: Mapping[str, Json]
+    constraint: Mapping[str, Json]
     """SGLang's sampling parameters that force the form of the reply; empty if nothing does."""
 
 
@@ -153,8 +140,8 @@ class Turns:
     def _prepare(self, conversation: Conversation, request: TurnRequest) -> Prepared:
         self._check_tool_choice(request)
         placement = self.placer.place(conversation, request)
-        forced = self._constraint(request)  # last: of tools that fit into the context
-        return Prepared(placement=placement, forced=forced)
+        constraint = self._constraint(request)  # last: of tools that fit into the context
+        return Prepared(placement=placement, constraint=constraint)
 
     def begin(
         self, conversation: Conversation, request: TurnRequest, prepared: Prepared | None = None
@@ -162,7 +149,13 @@ class Turns:
         """Begins the turn that answers `request`, or finds the answer if the request is a retry. Also returns
         the sampling parameters that are overridden for the first time in this session. `prepared`: what
         `prepare` returned. SessionError 400 if the request cannot be rendered or does not fit, 403 if the
-        session has used up its turns or tokens."""
+        session has used up its turns or tokens.
+
+        The order matters. A retry comes first, because it must change nothing: no counter, no limit, no seed.
+        Then comes what can refuse the request itself (400), also before anything is changed. That the client
+        forced the reply, and that it has received the answer that it continues, are facts about the client:
+        they are recorded even if the session admits no further turn. The remaining counters and the seed,
+        which counts the generations on one prompt, change only once the turn is admitted."""
         request = msgspec.structs.replace(request, tools=self._shared_tools.share(request.tools))
         existing = self._existing_answer(conversation, request)
         if existing is not None:
@@ -170,59 +163,89 @@ class Turns:
         if prepared is None:
             prepared = self._prepare(conversation, request)
         placement = prepared.placement
-        forced = prepared.forced
         record = conversation.record
-        session = record.session
-        if forced:
+        constraint = prepared.constraint
+        is_freed = bool(constraint) and self._frees_replies(record)
+        if constraint:
             record.forced[_forcing_field(request)] += 1
-        # With `constrained = free` a reply is sampled without its grammar, except when serving.
-        is_freed = bool(forced) and self.constrained == "free" and session.purpose != "serve"
         if is_freed:
-            forced = {}
+            constraint = {}
         if placement.parent is not None:
             # A client that continues an answer has received it, whatever the connection reported.
             self._mark_delivered(conversation, placement.parent.turn.id)
-        input_ids_T = placement.input_ids_T
-        resolved = resolve(session.purpose, conversation.admit(), request.sampling)
-        sampling = self.placer.limit_new_tokens(resolved.sampling, len(input_ids_T))
+        turn_sampling = self._admit(conversation, request, placement)
         self._count_placement(record, placement)
-        overridden = list(resolved.overridden)
+        overridden = list(turn_sampling.overridden)
         if is_freed:
             overridden.append(_forcing_field(request))
         newly_overridden = self._count_overridden(record, overridden)
-        turn_id = "turn-" + secrets.token_hex(12)
-        proposal = Proposal(
-            request=GenerateRequest(
-                rid=turn_id,
-                input_ids_T=input_ids_T,
-                sampling=sampling,
-                stop=request.stop,
-                stop_token_ids=tuple(sorted(self.renderer.end_ids)),
-                extra_sampling={**self._seed(conversation, input_ids_T), **resolved.extra, **forced},
-                routing_key=session.id,
-                top_logprobs=request.top_logprobs,
-            ),
-            stream=request.stream,
-            parent=placement.parent,
-            context_ids=input_ids_T[len(input_ids_T) - len(placement.context_ids) :],
-            messages=placement.prompt.messages[placement.depth :],
-            tools=request.tools,
-            fork_reason=placement.fork.value if placement.fork else "",
-            digest=request.digest,
-            constrained=bool(forced),
-            grammar=json.dumps(forced) if forced and self.constrained == "masked" else "",
-        )
+        proposal = self._propose(conversation, request, placement, turn_sampling, constraint)
         generation = Generation(
             proposal,
             sampler=self.sampler,
             renderer=self.renderer,
-            parser=self._parser(request, placement.context_ids, turn_id),
+            parser=self._parser(request, placement.context_ids, proposal.request.rid),
             commit=partial(self._commit, conversation),
         )
         conversation.start(generation)
         if placement.change is not None:
-            conversation.changes[turn_id] = placement.change
+            conversation.changes[generation.turn_id] = placement.change
         return generation, newly_overridden
+
+    def _frees_replies(self, record: SessionRecord) -> bool:
+        """Whether replies are sampled without the grammar that a client asks for. (In serving they never
+        are.)"""
+        return self.constrained == "free" and record.session.purpose != "serve"
+
+    def _admit(self, conversation: Conversation, request: TurnRequest, placement: Placement) -> TurnSampling:
+        """The sampling parameters of one more turn. SessionError 403 if the session has used up its turns or
+        tokens, 400 if no token fits behind the prompt."""
+        session_sampling = conversation.admit()
+        purpose = conversation.record.session.purpose
+        resolved = resolve(purpose, session_sampling, request.sampling)
+        limited = self.placer.limit_new_tokens(resolved.sampling, len(placement.input_ids_T))
+        return replace(resolved, sampling=limited)
+
+    def _propose(
+        self,
+        conversation: Conversation,
+        request: TurnRequest,
+        placement: Placement,
+        turn_sampling: TurnSampling,
+        constraint: Mapping[str, Json],
+    ) -> Proposal:
+        """The turn to be sampled, with a new id. `constraint`: as in `Prepared`."""
+        input_ids_T = placement.input_ids_T
+        num_path_ids = len(input_ids_T) - len(placement.context_ids)
+        seed = self._seed(conversation, input_ids_T)
+        engine_request = GenerateRequest(
+            rid="turn-" + secrets.token_hex(12),
+            input_ids_T=input_ids_T,
+            sampling=turn_sampling.sampling,
+            stop=request.stop,
+            stop_token_ids=tuple(sorted(self.renderer.end_ids)),
+            extra_sampling={**seed, **turn_sampling.extra, **constraint},
+            routing_key=conversation.record.session.id,
+            top_logprobs=request.top_logprobs,
+        )
+        fork_reason = ""
+        if placement.fork is not None:
+            fork_reason = placement.fork.value
+        grammar = ""
+        if constraint and self.constrained == "masked":
+            grammar = json.dumps(constraint)
+        return Proposal(
+            request=engine_request,
+            stream=request.stream,
+            parent=placement.parent,
+            context_ids=input_ids_T[num_path_ids:],
+            messages=placement.prompt.messages[placement.depth :],
+            tools=request.tools,
+            fork_reason=fork_reason,
+            digest=request.digest,
+            constrained=bool(constraint),
+            grammar=grammar,
+        )
 
     def _existing_answer(self, conversation: Conversation, request: TurnRequest) -> AnswerSource | None:
         """The answer to a request that is a retry; None if it has to be sampled."""
@@ -231,8 +254,9 @@ class Turns:
             return None
         self.counts["retries_answered"] += 1
         if isinstance(existing, Node):
-            existing = RecordedAnswer(existing, stop=self._matched_stop(request, existing))
-            conversation.repeat(existing)
+            recorded = RecordedAnswer(existing, stop=self._matched_stop(request, existing))
+            conversation.repeat(recorded)
+            return recorded
         return existing
 
     def _matched_stop(self, request: TurnRequest, node: Node) -> str:
@@ -304,24 +328,6 @@ class Turns:
             self.store.mark_delivered(turn_id)
             self.counts["delivered"] += 1
 
-    async def overview(self, record: SessionRecord) -> list[dict[str, Json]]:
-        """The fields of each turn of a session that is not closed. A turn that forked says why, and what the
-        user can do about it."""
-        conversation = self.find(record)
-        if conversation is None:
-            return []
-        if conversation.restored:
-            recorded_changes = await asyncio.to_thread(conversation.forest.changes)
-            conversation.changes = recorded_changes | conversation.changes
-            conversation.restored = False
-        overview: list[dict[str, Json]] = []
-        for turn in conversation.turns:
-            shown: dict[str, Json] = {name: getattr(turn, name) for name in _SHOWN_FIELDS}
-            shown["delivered"] = turn.id in conversation.delivered
-            shown["sampled_tokens"] = len(turn.sampled_ids_T)
-            overview.append(shown | _explanation(turn, conversation.changes.get(turn.id)))
-        return overview
-
     def metrics(self) -> Mapping[str, Mapping[str, int]]:
         return {
             "turns": dict(self.counts),
@@ -355,7 +361,9 @@ class Turns:
         if choice.mode in ("required", "named") and not names:
             reason = "`tool_choice` asks for a call, `tools` has none"
             raise SessionError(reason, status=400, code="invalid_value", param="tool_choice")
-        chosen = (choice.name,) if choice.mode == "named" else choice.allowed
+        chosen = choice.allowed
+        if choice.mode == "named":
+            chosen = (choice.name,)
         for name in chosen:
             if name not in names:
                 reason = f"`tool_choice` names {name!r}, `tools` has {', '.join(names)}"
@@ -412,23 +420,6 @@ class Turns:
         else:
             durable.add_done_callback(partial(_join_forest, conversation, node))
         return durable
-
-
-def _explanation(turn: Turn, change: Change | None) -> dict[str, Json]:
-    """Why a turn forked, and what the user can do about it. For a turn that continues a reply which came back
-    altered: how it was altered."""
-    explanation: dict[str, Json] = {}
-    if turn.fork_reason:
-        explanation["advice"] = advice(ForkReason(turn.fork_reason), change)
-    if change is not None:
-        explanation["changed"] = {
-            "message": change.message,
-            "role": change.role,
-            "part": change.part,
-            "recorded": change.recorded,
-            "sent": change.sent,
-        }
-    return explanation
 
 
 def _forcing_field(request: TurnRequest) -> str:

@@ -1,0 +1,53 @@
+"""The turns of a live session as its environment sees them, with the reason of each fork and advice."""
+
+import asyncio
+
+from invrl.gateway.turns.conversation import Conversation
+from invrl.gateway.turns.fork_changes import advice
+from invrl.gateway.types import Change, ForkReason
+from invrl.types import Json, Turn
+
+_SHOWN_FIELDS = (
+    "id",
+    "parent_id",
+    "fork_reason",
+    "finish_reason",
+    "prompt_tokens",
+    "cached_tokens",
+    "constrained",
+    "started_at",
+    "finished_at",
+)
+"""The fields of a turn that are shown as they are."""
+
+
+async def overview(conversation: Conversation) -> list[dict[str, Json]]:
+    """The fields of each turn. A turn that forked says why, and what the user can do about it."""
+    if conversation.restored:
+        recorded_changes = await asyncio.to_thread(conversation.forest.changes)
+        conversation.changes = recorded_changes | conversation.changes
+        conversation.restored = False
+    lines: list[dict[str, Json]] = []
+    for turn in conversation.turns:
+        line: dict[str, Json] = {name: getattr(turn, name) for name in _SHOWN_FIELDS}
+        line["delivered"] = turn.id in conversation.delivered
+        line["sampled_tokens"] = len(turn.sampled_ids_T)
+        lines.append(line | _explanation(turn, conversation.changes.get(turn.id)))
+    return lines
+
+
+def _explanation(turn: Turn, change: Change | None) -> dict[str, Json]:
+    """Why a turn forked, and what the user can do about it. For a turn that continues a reply which came back
+    altered: how it was altered."""
+    explanation: dict[str, Json] = {}
+    if turn.fork_reason:
+        explanation["advice"] = advice(ForkReason(turn.fork_reason), change)
+    if change is not None:
+        explanation["changed"] = {
+            "message": change.message,
+            "role": change.role,
+            "part": change.part,
+            "recorded": change.recorded,
+            "sent": change.sent,
+        }
+    return explanation
