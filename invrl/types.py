@@ -194,6 +194,14 @@ class VersionSpan:
     end: int
 
 
+def is_trainable(finish_reason: str, constrained: bool, has_grammar: bool) -> bool:
+    """Whether the tokens of a turn may be trained if its answer was delivered: it was not aborted, and if a
+    grammar constrained it, the grammar is known, so that the trainer can apply it too."""
+    if finish_reason == "abort":
+        return False
+    return not constrained or has_grammar
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
     """One generation. The engine consumed the ids of the path up to this turn, then `context_ids_T`, and
@@ -230,9 +238,7 @@ class Turn:
     @property
     def trainable(self) -> bool:
         """Whether its tokens may be trained, once it is known to be `delivered`."""
-        if self.finish_reason == "abort":
-            return False
-        return not self.constrained or bool(self.grammar)
+        return is_trainable(self.finish_reason, self.constrained, bool(self.grammar))
 
     def __post_init__(self) -> None:
         num_sampled = _same_length(sampled_ids_T=self.sampled_ids_T, logprobs_T=self.logprobs_T)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from invrl.buffer.config import FailureRule
 from invrl.buffer.ledger_store import read_ledger
-from invrl.buffer.open_group import RolloutState
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
 from invrl.types import (
     DropReason,
     FailedRollout,
     FailureReason,
+    Outcome,
     Place,
     Purpose,
     RolloutIdentity,
@@ -29,6 +29,7 @@ from invrl.types import (
 )
 
 if TYPE_CHECKING:
+    from invrl.buffer.ledger import LedgerEntry
     from invrl.buffer.ledger_store import KeptEntry
 
 _EVALUATION_PREFIX = "eval/"
@@ -92,32 +93,37 @@ class _Fate:
 
 
 def _read_fates(kept_entries: Iterable[KeptEntry]) -> Mapping[str, _Fate]:
-    """By session id, for each rollout whose session the ledger knows."""
-    session_ids: dict[tuple[bool, Place], str] = {}
+    """By session id, for each rollout whose session the ledger names. The last entry of the surviving lineage
+    decides. A session that only lost entries name is lost."""
+    session_ids: dict[Place, str] = {}
+    """The session that last ended at a place of the surviving lineage."""
     fates: dict[str, _Fate] = {}
     for kept in kept_entries:
         entry = kept.entry
-        key = (kept.lost, entry.place)
-        if entry.session_id:
-            session_ids[key] = entry.session_id
-        session_id = session_ids.get(key) or session_ids.get((False, entry.place), "")
-        if not session_id:
-            continue
         if kept.lost:
-            fates.setdefault(session_id, _Fate("lost"))
+            if entry.session_id:
+                fates.setdefault(entry.session_id, _Fate("lost"))
             continue
-        step = None
-        if entry.state in (RolloutState.TAKEN, RolloutState.TRAINED) and entry.batch_id is not None:
-            step = entry.batch_id + 1
-        elif entry.state is RolloutState.DROPPED and entry.reason is DropReason.NOT_TRAINED:
-            earlier = fates.get(session_id)
-            if earlier is not None:
-                step = earlier.step
-        state = str(entry.state)
-        if entry.reason:
-            state += f": {entry.reason}"
-        fates[session_id] = _Fate(state, step)
+        # Only the entry that an outcome caused names its session. Later entries of its place belong to it.
+        if entry.session_id:
+            session_ids[entry.place] = entry.session_id
+        session_id = session_ids.get(entry.place)
+        if session_id is not None:
+            fates[session_id] = _fate_after(entry, fates.get(session_id))
     return fates
+
+
+def _fate_after(entry: LedgerEntry, previous: _Fate | None) -> _Fate:
+    """What became of a rollout with this entry; `previous`: with the entry before it."""
+    state = str(entry.state)
+    if entry.reason:
+        state += f": {entry.reason}"
+    step = None
+    if entry.batch_id is not None:
+        step = entry.batch_id + 1  # batches are numbered from 0, steps from 1
+    elif entry.reason is DropReason.NOT_TRAINED and previous is not None:
+        step = previous.step  # it was taken for this step, in a run without a trainer
+    return _Fate(state, step)
 
 
 def _sample_of(
@@ -129,8 +135,8 @@ def _sample_of(
     evaluation = ""
     if session.purpose == "train":
         fate = fates.get(session.id)
-        if fate is None:  # the ledger has no entry for it yet
-            fate = _Fate("failed" if isinstance(outcome, FailedRollout) else "finished")
+        if fate is None:
+            fate = _fate_before_ledger(outcome)
     elif session.purpose == "eval":
         step, evaluation = _parse_evaluation(session.group_id, session.task_id)
         fate = _Fate("evaluated", step)
@@ -157,6 +163,13 @@ def _sample_of(
     if outcome.partial is None:
         return sample
     return _with_counts(sample, outcome.partial)
+
+
+def _fate_before_ledger(outcome: Outcome) -> _Fate:
+    """The fate of a rollout that has just ended: the ledger has no entry for it yet."""
+    if isinstance(outcome, FailedRollout):
+        return _Fate("failed")
+    return _Fate("finished")
 
 
 def _with_counts(sample: Sample, summary: RolloutSummary) -> Sample:
@@ -228,7 +241,9 @@ def by_reward(samples: Sequence[Sample], limit: int, *, best: bool) -> list[Samp
             continue
         scored.append(sample)
         of_task = (sample.identity.task_id, sample.reward)
-        order = -sample.reward if best else sample.reward
+        order = sample.reward
+        if best:
+            order = -order
         keys[sample.identity.session_id] = (order, counts[of_task])
         counts[of_task] += 1
     scored.sort(key=lambda sample: keys[sample.identity.session_id])

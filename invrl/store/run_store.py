@@ -33,7 +33,73 @@ from invrl.types import (
     Trajectory,
     Turn,
     WeightVersion,
+    is_trainable,
 )
+
+_LIVE_SESSIONS = f"""
+    WITH RECURSIVE live(id) AS (
+        SELECT id FROM sessions
+        WHERE state IN ('open', 'unrewarded') AND id GLOB ? AND parent_id = ''
+        UNION ALL
+        SELECT child.id FROM live JOIN sessions AS child ON child.parent_id = live.id
+        WHERE child.parent_id != ''  -- makes SQLite use the index of child sessions
+    )
+    SELECT {SESSION_COLUMNS} FROM sessions WHERE id IN live ORDER BY rowid
+"""
+_OPEN_SESSIONS = f"""
+    SELECT {SESSION_COLUMNS} FROM sessions
+    WHERE state IN ('open', 'unrewarded') AND group_id = ? AND purpose = 'train' AND parent_id = ''
+"""
+_ENDED_SESSIONS = f"""
+    SELECT {SESSION_COLUMNS} FROM sessions WHERE outcome IS NOT NULL AND parent_id = '' ORDER BY rowid
+"""
+_FAMILY = """
+    WITH RECURSIVE family(id) AS (
+        SELECT ?
+        UNION ALL
+        SELECT child.id FROM family JOIN sessions AS child ON child.parent_id = family.id
+        WHERE child.parent_id != ''
+    )
+    SELECT id FROM sessions WHERE id IN family ORDER BY rowid
+"""
+_TOOLS_OF_SESSION = """
+    SELECT digest, tools FROM tool_lists
+    WHERE digest IN (SELECT tools FROM turns WHERE session_id = ?)
+"""
+_SILENT_SESSIONS = """
+    -- id and time of the last sign of each open session of a group, the most silent first
+    SELECT sessions.id, MAX(opened_at, COALESCE(MAX(turns.finished_at), 0))
+    FROM sessions LEFT JOIN turns ON turns.session_id = sessions.id
+    WHERE state = 'open' AND purpose = 'train' AND sessions.parent_id = '' AND group_id = ?
+    GROUP BY sessions.id
+    ORDER BY 2
+"""
+_SAMPLED_SO_FAR = """
+    WITH RECURSIVE family(id, group_id, "index", attempt) AS (
+        -- the running rollouts of the groups
+        SELECT id, group_id, "index", attempt
+        FROM sessions
+        WHERE state IN ('open', 'unrewarded')
+            AND purpose = 'train'
+            AND parent_id = ''
+            AND group_id IN (SELECT value FROM json_each(?))
+        UNION ALL
+        -- their child sessions, which count for the rollout unless they were given up
+        SELECT child.id, family.group_id, family."index", family.attempt
+        FROM family JOIN sessions AS child ON child.parent_id = family.id
+        WHERE child.parent_id != ''
+            AND child.state NOT IN ('aborted', 'expired')
+    )
+    SELECT group_id, "index", attempt, MIN(json_extract(span.value, '$.version'))
+    FROM family
+        JOIN turns ON turns.session_id = family.id
+        JOIN json_each(CAST(turns.spans AS TEXT)) AS span
+    WHERE delivered
+        AND is_trainable(finish_reason, constrained, grammar != '')
+        -- a span of no tokens says nothing about the age of tokens
+        AND json_extract(span.value, '$.end') > json_extract(span.value, '$.start')
+    GROUP BY group_id, "index", attempt
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +128,7 @@ class RunStore:
     def __init__(self, path: Path) -> None:
         self._db = connect(path)
         self._db.execute("PRAGMA query_only=1")
+        self._db.create_function("is_trainable", 3, is_trainable, deterministic=True)
 
     def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
         """The outcomes that were handed over after row `seq` (0: all), in order, with the numbers of their
@@ -83,14 +150,10 @@ class RunStore:
     def recorded_turns(self, session_id: str) -> list[tuple[Turn, bytes, bytes]]:
         """The turns of a session, each with the messages and tools that `RunStoreWriter.add_turn` was given
         with it."""
-        select_tools = (
-            "SELECT digest, tools FROM tool_lists WHERE digest IN "
-            "(SELECT tools FROM turns WHERE session_id=?)"
-        )
-        select_turns = f"SELECT {TURN_COLUMNS}, messages, tools FROM turns WHERE session_id=? ORDER BY seq"
+        sql = f"SELECT {TURN_COLUMNS}, messages, tools FROM turns WHERE session_id=? ORDER BY seq"
         # The turns are read first: the tools of a turn are committed with it, so none can be missing then.
-        rows = self._db.execute(select_turns, (session_id,)).fetchall()
-        tools_by_digest = dict(self._db.execute(select_tools, (session_id,)))
+        rows = self._db.execute(sql, (session_id,)).fetchall()
+        tools_by_digest = dict(self._db.execute(_TOOLS_OF_SESSION, (session_id,)))
         return [
             (turn_from_row(turn_row), messages, tools_by_digest[digest])
             for *turn_row, messages, digest in rows
@@ -103,8 +166,9 @@ class RunStore:
         row = self._db.execute(sql, (session_id,)).fetchone()
         if row is None:
             raise KeyError(f"no ended session {session_id}")
-        outcome = outcome_from_json(row[0])
-        summary = outcome.partial if isinstance(outcome, FailedRollout) else outcome
+        summary = outcome_from_json(row[0])
+        if isinstance(summary, FailedRollout):
+            summary = summary.partial
         if summary is None:
             raise KeyError(f"session {session_id} failed without a token to train")
         turns = self.turns(session_id)
@@ -141,21 +205,13 @@ class RunStore:
     def live_sessions(self, prefix: str = "") -> list[StoredSession]:
         """Sessions that are not over and whose id begins with `prefix`, and all that descend from them, in
         the order of their opening."""
-        sql = (
-            "WITH RECURSIVE live(id) AS (SELECT id FROM sessions WHERE state IN ('open', 'unrewarded') "
-            "AND id GLOB ? AND parent_id='' UNION ALL SELECT child.id FROM live JOIN sessions AS child "
-            "ON child.parent_id=live.id WHERE child.parent_id!='') "
-            f"SELECT {SESSION_COLUMNS} FROM sessions WHERE id IN live ORDER BY rowid"
-        )
-        return [self._session(row) for row in self._db.execute(sql, (prefix + "*",)).fetchall()]
+        rows = self._db.execute(_LIVE_SESSIONS, (prefix + "*",)).fetchall()
+        return [self._session(row) for row in rows]
 
     def open_sessions(self, group_id: str) -> list[Session]:
         """Training sessions of a group that are not over, without their keys and without child sessions."""
-        sql = (
-            f"SELECT {SESSION_COLUMNS} FROM sessions WHERE state IN ('open', 'unrewarded') "
-            "AND group_id=? AND purpose='train' AND parent_id=''"
-        )
-        return [self._session(row).session for row in self._db.execute(sql, (group_id,)).fetchall()]
+        rows = self._db.execute(_OPEN_SESSIONS, (group_id,)).fetchall()
+        return [self._session(row).session for row in rows]
 
     def closed_session(self, name: str | bytes) -> StoredSession | None:
         """A session that has an outcome. `name`: its id (str) or the hash of its key (bytes)."""
@@ -168,21 +224,12 @@ class RunStore:
 
     def ended_sessions(self) -> Iterator[StoredSession]:
         """Every session with an outcome that no other session opened, in the order of their opening."""
-        sql = (
-            f"SELECT {SESSION_COLUMNS} FROM sessions WHERE outcome IS NOT NULL AND parent_id='' "
-            "ORDER BY rowid"
-        )
-        for row in self._db.execute(sql):
+        for row in self._db.execute(_ENDED_SESSIONS):
             yield self._session(row)
 
     def family(self, session_id: str) -> list[str]:
         """Ids of the session and of all that descend from it, in the order of their opening."""
-        sql = (
-            "WITH RECURSIVE family(id) AS (SELECT ? UNION ALL SELECT child.id FROM family "
-            "JOIN sessions AS child ON child.parent_id=family.id WHERE child.parent_id!='') "
-            "SELECT id FROM sessions WHERE id IN family ORDER BY rowid"
-        )
-        return [member_id for (member_id,) in self._db.execute(sql, (session_id,))]
+        return [member_id for (member_id,) in self._db.execute(_FAMILY, (session_id,))]
 
     # ------------------------------------------------------------------ running rollouts
 
@@ -191,36 +238,17 @@ class RunStore:
         group. `now`: Unix seconds."""
         count_leases = "SELECT COUNT(*) - COUNT(taken_at), COUNT(taken_at) FROM leases"
         offered, leased = self._db.execute(count_leases).fetchone()
-        select_sessions = (
-            "SELECT sessions.id, MAX(opened_at, COALESCE(MAX(turns.finished_at), 0)) FROM sessions "
-            "LEFT JOIN turns ON turns.session_id=sessions.id WHERE state='open' AND purpose='train' "
-            "AND sessions.parent_id='' AND group_id=? GROUP BY sessions.id ORDER BY 2"
-        )
         sessions = tuple(
             SilentSession(session_id=session_id, silent_s=now - last_sign)
-            for session_id, last_sign in self._db.execute(select_sessions, (group_id,))
+            for session_id, last_sign in self._db.execute(_SILENT_SESSIONS, (group_id,))
         )
         return WaitsOutside(offered=offered, leased=leased, sessions=sessions)
 
     def sampled_so_far(self, group_ids: Sequence[str]) -> list[SampledSoFar]:
-        """The running rollouts of these groups that have a turn to train: one that is committed, was
-        delivered to its client, was not aborted, and was not constrained without a grammar to train under.
-        Turns of child sessions count for their rollout. A turn that is still being generated is not in the
-        store."""
-        sql = (
-            'WITH RECURSIVE family(id, group_id, "index", attempt) AS ('
-            "SELECT id, group_id, \"index\", attempt FROM sessions WHERE state IN ('open', 'unrewarded') "
-            "AND purpose='train' AND parent_id='' AND group_id IN (SELECT value FROM json_each(?)) "
-            'UNION ALL SELECT child.id, family.group_id, family."index", family.attempt FROM family '
-            "JOIN sessions AS child ON child.parent_id=family.id WHERE child.parent_id!='' "
-            "AND child.state NOT IN ('aborted', 'expired')) "
-            "SELECT group_id, \"index\", attempt, MIN(json_extract(span.value, '$.version')) FROM family "
-            "JOIN turns ON turns.session_id=family.id JOIN json_each(CAST(turns.spans AS TEXT)) AS span "
-            "WHERE delivered AND finish_reason!='abort' AND (NOT constrained OR grammar!='') "
-            "AND json_extract(span.value, '$.end')>json_extract(span.value, '$.start') "
-            'GROUP BY group_id, "index", attempt'
-        )
-        rows = self._db.execute(sql, (json.dumps(list(group_ids)),)).fetchall()
+        """The running rollouts of these groups that have a turn to train (`types.is_trainable`) which is
+        committed and was delivered to its client. Turns of child sessions count for their rollout. A turn
+        that is still being generated is not in the store."""
+        rows = self._db.execute(_SAMPLED_SO_FAR, (json.dumps(list(group_ids)),)).fetchall()
         return [
             SampledSoFar(place=Place(group_id, index, attempt), oldest_version=WeightVersion(oldest_version))
             for group_id, index, attempt, oldest_version in rows
