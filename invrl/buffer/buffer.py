@@ -138,11 +138,11 @@ class Buffer:
         return self._hand_out(group)
 
     def record(self, outcome: Outcome) -> None:
-        """Takes outcomes in any order, and each as often as it comes. An outcome that nobody waits for (its
-        place has an outcome already, its group has ended, or it was never leased) is counted and changes
+        """Takes outcomes in any order, and each as often as it comes. An outcome that is not expected
+        (its place has an outcome already, its group has ended, or it was never leased) is counted and changes
         nothing."""
-        group = self._in_flight.get(outcome.group_id)
-        if group is None or not group.awaits(outcome.place):
+        group = self._awaiting(outcome.place)
+        if group is None:
             self._count("outcomes_late")
             return
         self._count("rollouts_ended")
@@ -184,10 +184,8 @@ class Buffer:
         """Drops the groups in which a running rollout holds a token that is too old. Places that are not in
         flight any more are ignored."""
         for rollout in sampled:
-            group = self._in_flight.get(rollout.place.group_id)
-            if group is None or not group.awaits(rollout.place):
-                continue
-            if self._too_old(rollout.oldest_version):
+            group = self._awaiting(rollout.place)
+            if group is not None and self._too_old(rollout.oldest_version):
                 self._drop(group, DropReason.STALE)
 
     # ------------------------------------------------------------------ batches
@@ -197,7 +195,7 @@ class Buffer:
         BufferStateError while the batch before it is out."""
         if self._batch is not None:
             raise BufferStateError(f"batch {self._batch.batch_id} is out: call trained and advance first")
-        eligible = sorted(self._eligible(), key=_age)
+        eligible = sorted(self._eligible(), key=lambda group: group.age)
         if len(eligible) < self._batch_size:
             return None
         self._taken = eligible[: self._batch_size]
@@ -248,8 +246,7 @@ class Buffer:
         self._batch = None
         for group in [*self._in_flight.values(), *self._ready.values()]:
             if self._stale(group):
-                reason = DropReason.OVER_SAMPLED if group.passed_over else DropReason.STALE
-                self._drop(group, reason)
+                self._drop(group, DropReason.OVER_SAMPLED if group.passed_over else DropReason.STALE)
 
     def close(self) -> None:
         """Drops everything that is not trained, because the run ends. Nothing is leased any more."""
@@ -315,7 +312,7 @@ class Buffer:
 
     @property
     def filtered_out(self) -> str:
-        """Why the run is to end: the filter has dropped as many groups in a row as it may. "" until then."""
+        """As in `FilterVerdicts`."""
         return self._verdicts.filtered_out
 
     def wait_report(self) -> WaitReport:
@@ -338,19 +335,19 @@ class Buffer:
         num_early = sum(not self._may_be_taken(group) for group in self._ready.values())
         ready = f"{len(self._ready)} ready" + early_groups(num_early)
         in_flight = f"{len(self._in_flight)} in flight (at most {self._limit} under way)"
-        parts = [f"{self._batch_size} groups", f"{ready}, {in_flight}"]
-        parts += [counts_by_reason("groups dropped", self.dropped)]
-        parts += [counts_by_reason("rollouts failed", self.failed), self._feed.end]
+        parts = [
+            f"{self._batch_size} groups",
+            f"{ready}, {in_flight}",
+            counts_by_reason("groups dropped", self.dropped),
+            counts_by_reason("rollouts failed", self.failed),
+            self._feed.end,
+        ]
         return "; ".join(part for part in parts if part)
 
     def failure_report(self) -> FailureReport:
         """What has failed so far, and how many of the last failures were the same."""
-        self._first_places = {place for place in self._first_places if self._is_running(place)}
+        self._first_places = {place for place in self._first_places if self._awaiting(place)}
         return self.failures.report(self.failed, first_ended=not self._first_places)
-
-    def _is_running(self, place: Place) -> bool:
-        group = self._in_flight.get(place.group_id)
-        return group is not None and group.awaits(place)
 
     def metrics(self) -> dict[str, Metric]:
         """Events since the last call, and how many groups and rollouts are in each state now.
@@ -372,6 +369,13 @@ class Buffer:
         return metrics
 
     # ------------------------------------------------------------------ inside
+
+    def _awaiting(self, place: Place) -> OpenGroup | None:
+        """The group of this place, if the rollout there is in flight."""
+        group = self._in_flight.get(place.group_id)
+        if group is None or not group.awaits(place):
+            return None
+        return group
 
     def _eligible(self) -> list[OpenGroup]:
         return [group for group in self._ready.values() if self._may_be_taken(group)]
@@ -403,7 +407,9 @@ class Buffer:
         self.failed[failure] += 1
         self._count(f"rollouts_failed/{failure}")
         rule = self._failure_rules.get(failure, "retry")
-        partial = outcome.partial if isinstance(outcome, FailedRollout) else None
+        partial = None
+        if isinstance(outcome, FailedRollout):
+            partial = outcome.partial
         if isinstance(rule, float) and partial is not None:
             self.failures.failed(failure, detail, counts=True)
             self._count(f"rollouts_counted/{failure}")
@@ -467,7 +473,9 @@ class Buffer:
         self._note_drop(reason, 1, filter_reason)
 
     def _note_drop(self, reason: DropReason, num_groups: int, filter_reason: str = "") -> None:
-        name = f"{reason}/{filter_reason}" if filter_reason else str(reason)
+        name = str(reason)
+        if filter_reason:
+            name += f"/{filter_reason}"
         self.dropped[name] += num_groups
         self._count(f"groups_dropped/{name}", num_groups)
 
@@ -490,10 +498,3 @@ class Buffer:
 
     def _count(self, name: str, n: int = 1) -> None:
         self._note({name: Sum(n)})
-
-
-def _age(group: OpenGroup) -> tuple[int, int]:
-    """Sorts groups by their oldest token, and by their number."""
-    versions = group.versions()
-    oldest = 0 if versions is None else versions[0]
-    return oldest, group.number

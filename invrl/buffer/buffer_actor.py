@@ -1,6 +1,6 @@
 """The buffer's process: a Ray async actor around the state machine of `buffer.py`.
 
-`BufferActor` is a plain class: tests make one without Ray, and `run/cluster.py` starts it as an actor. It
+`BufferActor` is a plain class: tests use it without Ray, and `host/actor.py` runs it as a Ray actor. It
 answers calls and polls the run store's outbox, through which finished sessions arrive. Recording an outcome
 is idempotent, so an outcome may also be pushed through `record`. The poller also asks the store what running
 rollouts have sampled, so that a group with tokens that are too old is dropped before its first member ends.
@@ -76,7 +76,7 @@ class BufferActor:
         self._external = rollout.external_environments
         self._outbox = RunStore(run_store_path)
         self._tokens = RunStore(run_store_path)
-        """A connection of its own: the poller's is in use in its thread."""
+        """A second connection: the poller uses the first one in its thread."""
         self._checked: set[str] = set()
         """Ids of the groups whose tokens were looked up in the store."""
         self._ledger = LedgerStore(run_store_path, heartbeat_timeout_s=heartbeat_timeout_s)
@@ -293,7 +293,7 @@ class BufferActor:
         return replace(report, in_flight=tuple(in_flight), outside=outside)
 
     def _waits_outside(self, group_id: str) -> WaitsOutside:
-        """Uses a connection of its own: the others are in use in their threads."""
+        """Opens another connection: the others are in use in their threads."""
         with contextlib.closing(RunStore(self._store_path)) as store:
             return store.waits_outside(group_id, time.time())
 

@@ -6,10 +6,11 @@ checkpoint, and so on back to the first. What an incarnation did after the check
 with is lost."""
 
 import contextlib
+import math
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,15 @@ class LedgerStore:
         of it is in one log, and the log is flushed."""
         now = time.time()
         rows = [_row(entry, self._incarnation, now) for entry in entries]
-        placeholders = ",".join("?" * _COLUMNS)
-        synchronous = "FULL" if to_disk else "NORMAL"
+        placeholders = ", ".join("?" for _ in _COLUMNS)
+        sql = f"INSERT INTO ledger ({', '.join(_COLUMNS)}) VALUES ({placeholders})"
+        synchronous = "NORMAL"
+        if to_disk:
+            synchronous = "FULL"
         self._db.execute(f"PRAGMA synchronous={synchronous}")
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            self._db.executemany(f"INSERT INTO ledger VALUES ({placeholders})", rows)
+            self._db.executemany(sql, rows)
             if to_disk:  # a commit flushes only if it changes something: the time changes
                 self._db.execute("INSERT OR REPLACE INTO flushes VALUES (?,?)", (self._incarnation, now))
             self._db.execute("COMMIT")
@@ -110,17 +114,18 @@ def read_ledger(path: Path) -> list[KeptEntry]:
     """All entries, in the order in which they were written. Raises RunStoreError if the parent of an
     incarnation is the incarnation itself or a later one."""
     lost_from = _first_lost_sequences(read_incarnations(path))
-    rows = connect(path).execute("SELECT * FROM ledger ORDER BY incarnation, sequence")
-    return [_kept_entry(row, lost_from) for row in rows]
+    sql = f"SELECT {', '.join(_COLUMNS)} FROM ledger ORDER BY incarnation, sequence"
+    return [_kept_entry(row, lost_from) for row in connect(path).execute(sql)]
 
 
 def _first_lost_sequences(incarnations: Iterable[Incarnation]) -> dict[int, float]:
     """By incarnation of the surviving lineage, the sequence number from which its entries are lost: infinity
-    for the last incarnation. All entries of the incarnations that are not named are lost."""
+    for the last incarnation, none of whose entries are lost. Walks from the last incarnation to its parent,
+    and so on to the first. All entries of incarnations that are not on that path are lost."""
     by_number = {incarnation.number: incarnation for incarnation in incarnations}
     lost_from: dict[int, float] = {}
     number = max(by_number, default=0)
-    bound = float("inf")
+    bound = math.inf
     while number in by_number:
         incarnation = by_number[number]
         lost_from[number] = bound
@@ -158,12 +163,25 @@ def check_lineage(kept: Iterable[KeptEntry], *, ended: bool) -> None:
 
 
 _ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)
-_FIELDS = tuple(field.name for field in fields(LedgerEntry))
-_COLUMNS = 13
-"""Of the table: the incarnation, an entry's fields in order (the place is three columns), the time."""
+_COLUMNS = (
+    "incarnation",
+    "sequence",
+    "group_id",
+    '"index"',
+    "attempt",
+    "task_id",
+    "state",
+    "reason",
+    "failure",
+    "detail",
+    "batch_id",
+    "session_id",
+    "at",
+)
 
 
 def _row(entry: LedgerEntry, incarnation: int, at: float) -> tuple[Any, ...]:
+    """The values of `_COLUMNS`."""
     return (
         incarnation,
         entry.sequence,
@@ -182,8 +200,11 @@ def _row(entry: LedgerEntry, incarnation: int, at: float) -> tuple[Any, ...]:
 
 
 def _kept_entry(row: tuple[Any, ...], lost_from: Mapping[int, float]) -> KeptEntry:
-    incarnation, sequence, group_id, index, attempt, *facts, at = row
-    values = (sequence, Place(group_id, index, attempt), *facts)
-    entry = msgspec.convert(dict(zip(_FIELDS, values, strict=True)), LedgerEntry)
-    is_lost = sequence >= lost_from.get(incarnation, 0)
-    return KeptEntry(incarnation=incarnation, at=at, lost=is_lost, entry=entry)
+    """`row`: the values of `_COLUMNS`. `lost_from`: see `_first_lost_sequences`."""
+    values = dict(zip(_COLUMNS, row, strict=True))
+    incarnation = values.pop("incarnation")
+    written_at = values.pop("at")
+    place = Place(values.pop("group_id"), values.pop('"index"'), values.pop("attempt"))
+    entry = msgspec.convert({"place": place, **values}, LedgerEntry)
+    is_lost = entry.sequence >= lost_from.get(incarnation, 0)
+    return KeptEntry(incarnation=incarnation, at=written_at, lost=is_lost, entry=entry)

@@ -1,6 +1,6 @@
 """A group that has not ended: the attempts at its places, the state of each, and the rollouts that finished.
 
-Groups belong to `buffer.py` and are part of its snapshot. Only `ledger.py` changes states."""
+`buffer.py` owns the groups and stores them in its snapshot. Only `ledger.py` changes states."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,8 +16,11 @@ class RolloutState(StrEnum):
     GROUPED = "grouped"
     """In a complete group that may be taken."""
     TAKEN = "taken"
+    """In the batch that the loop has."""
     TRAINED = "trained"
+    """The optimizer has made its steps with the batch."""
     DROPPED = "dropped"
+    """Not trained, for a `DropReason`."""
 
 
 @dataclass(slots=True)
@@ -67,6 +70,15 @@ class OpenGroup:
         oldest = min(rollout.oldest_version for rollout in trained)
         newest = max(rollout.newest_version for rollout in trained)
         return oldest, newest
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts groups by their oldest token, then by their number."""
+        oldest = WeightVersion(0)
+        versions = self.versions()
+        if versions is not None:
+            oldest, _ = versions
+        return oldest, self.number
 
     def group(self) -> Group:
         return Group(id=self.id, task_id=self.task_id, rollouts_G=tuple(self.rollouts()))

@@ -8,13 +8,13 @@ from invrl.buffer.open_group import OpenGroup
 from invrl.store.run_store import WaitsOutside
 from invrl.types import DropReason, Group
 
-_SHOWN = 3
-"""Kinds of rewards that are named."""
+_NUM_SHOWN = 3
+"""How many kinds of rewards `shown_rewards` names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingGroup:
-    """A group of which rollouts are still out."""
+    """A group with rollouts that have not ended."""
 
     group_id: str
     task_id: str
@@ -39,9 +39,9 @@ class WaitReport:
     """Rollouts failed since then, by reason."""
     filter_name: str
     filtered_rewards: Mapping[str, int]
-    """Groups that the filter dropped in a row until now, by what their rewards were."""
+    """The groups that the filter dropped in a row until now: how many, by what their rewards were."""
     filtered_limit: int
-    """Groups in a row that it may drop; 0: any number."""
+    """How many groups in a row it may drop; 0: any number."""
     source_end: str = ""
     """Why no more tasks come; "" while they do."""
     outside: WaitsOutside | None = None
@@ -49,6 +49,7 @@ class WaitReport:
 
     @property
     def filtered_streak(self) -> int:
+        """How many groups the filter dropped in a row until now."""
         return sum(self.filtered_rewards.values())
 
 
@@ -58,12 +59,17 @@ class FilteredStreak:
 
     by_rewards: Counter[str] = field(default_factory=Counter)
 
-    def dropped(self, group: Group, word: str) -> None:
-        """`word`: the filter's reason."""
-        rewards = {rollout.reward for rollout in group.rollouts_G}
-        low, high = min(rewards), max(rewards)
-        text = f"all {low:g}" if low == high else f"{low:g} to {high:g}"
-        self.by_rewards[text if word == DropReason.ZERO_VARIANCE else f"{text}, {word}"] += 1
+    def dropped(self, group: Group, reason: str) -> None:
+        """`reason`: the filter's."""
+        rewards = [rollout.reward for rollout in group.rollouts_G]
+        low = min(rewards)
+        high = max(rewards)
+        text = f"{low:g} to {high:g}"
+        if low == high:
+            text = f"all {low:g}"
+        if reason != DropReason.ZERO_VARIANCE:
+            text += f", {reason}"
+        self.by_rewards[text] += 1
 
     def kept(self) -> None:
         self.by_rewards.clear()
@@ -74,23 +80,24 @@ class FilteredStreak:
 
 
 def shown_rewards(by_rewards: Mapping[str, int]) -> str:
-    """As "rewards: 60 x all 1, 4 x all 0", the most frequent first; what is left out is counted."""
-    ordered = sorted(by_rewards.items(), key=lambda item: -item[1])
-    parts = [f"{count} x {text}" for text, count in ordered[:_SHOWN]]
-    rest = sum(count for _, count in ordered[_SHOWN:])
-    return "rewards: " + ", ".join([*parts, f"{rest} x others"] if rest else parts)
+    """As "rewards: 60 x all 1, 4 x all 0", the most frequent first; the rest as "2 x others"."""
+    ordered = Counter(by_rewards).most_common()
+    parts = [f"{count} x {text}" for text, count in ordered[:_NUM_SHOWN]]
+    num_others = sum(count for _, count in ordered[_NUM_SHOWN:])
+    if num_others:
+        parts.append(f"{num_others} x others")
+    return "rewards: " + ", ".join(parts)
 
 
 def waiting_group(group: OpenGroup) -> WaitingGroup:
-    """A group in flight; how long it has waited is not known here."""
+    """A group in flight. How long it has waited is not known here."""
     size = len(group.states_G)
-    return WaitingGroup(
-        group_id=group.id, task_id=group.task_id, missing=size - len(group.finished), size=size
-    )
+    num_missing = size - len(group.finished)
+    return WaitingGroup(group_id=group.id, task_id=group.task_id, missing=num_missing, size=size)
 
 
 def early_groups(count: int) -> str:
-    """What is said of ready groups with tokens of a version whose canary has not passed; "" for none."""
+    """The note about ready groups with tokens of a version whose canary has not passed; "" for none."""
     if not count:
         return ""
     return f" ({count} of them wait for the canary of their weight version)"
@@ -100,5 +107,5 @@ def counts_by_reason(name: str, counts: Mapping[str, int]) -> str:
     """As "groups dropped: 2 stale, 4 zero_variance"; "" for none."""
     if not counts:
         return ""
-    numbers = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
-    return f"{name}: {numbers}"
+    parts = [f"{count} {reason}" for reason, count in sorted(counts.items())]
+    return f"{name}: {', '.join(parts)}"
