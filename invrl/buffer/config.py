@@ -20,7 +20,9 @@ FailureRule = float | Literal["retry", "drop"]
 
 
 class BufferConfig(Section):
-    """One number, `max_staleness`, decides how asynchronous the loop is: 0 is the synchronous loop, 1 is
+    """How stale a trained token may be, which groups are trained on, and what failures count as.
+
+    One number, `max_staleness`, decides how asynchronous the loop is: 0 is the synchronous loop, 1 is
     one-step-off-policy, k is fully asynchronous."""
 
     max_staleness: NonNegativeInt = Field(

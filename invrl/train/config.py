@@ -8,7 +8,9 @@ from invrl.section import Section
 
 
 class TrainConfig(Section):
-    """The trainer's section. The loss and its axes are in `algorithms/config.py`."""
+    """The trainer: ranks, precision, optimizer, packing, deadlines.
+
+    The loss and its axes are in `algorithms/config.py`."""
 
     data_parallel_size: PositiveInt = Field(1, description="data-parallel ranks; the world size for now")
     train_dtype: Literal["bfloat16", "float32"] = Field(

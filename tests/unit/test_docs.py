@@ -175,6 +175,12 @@ def test_the_reference_lists_every_setting(site: Path) -> None:
             assert f"<code>{name}</code>" in page, f"{table}.{name}"
 
 
+def test_the_first_line_of_every_section_is_a_whole_sentence() -> None:
+    """The reference and `invrl train --help` show it as the section's summary."""
+    for table, section in SECTIONS.items():
+        assert (section.__doc__ or "").strip().splitlines()[0].endswith("."), table
+
+
 # ------------------------------------------------------------------ snippets
 
 
