@@ -1,7 +1,7 @@
-"""Prints `export` lines with which uv sees the package sources that pip is configured for.
+"""Prints `export` lines that give uv the package sources that pip is configured for.
 
-uv reads none of pip's settings. On a machine that has a wheel folder, a mirror or a certificate of its
-own, uv would otherwise resolve other packages than pip does. What is already set for uv stays.
+uv does not read pip's settings. On a machine with its own wheel folder, mirror or certificate, uv would
+resolve other packages than pip. Variables of uv that are set already stay as they are.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import sys
 
 
 def pip_settings() -> dict[str, str]:
-    """pip's effective settings by bare name; the environment wins over files, as in pip."""
-    listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
-    ).stdout
+    """pip's effective settings by their names without a section. As in pip, the environment takes precedence
+    over configuration files."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     settings: dict[str, str] = {}
-    for line in sorted(listing.splitlines(), key=lambda line: line.startswith(":env:")):
+    # Lines of the environment come last, so that their values replace others.
+    lines = sorted(listing.splitlines(), key=lambda line: line.startswith(":env:"))
+    for line in lines:
         name, _, value = line.partition("=")
         settings[name.rpartition(".")[2]] = str(ast.literal_eval(value))
     return settings
@@ -27,16 +29,18 @@ def pip_settings() -> dict[str, str]:
 
 def main() -> None:
     pip = pip_settings()
-    wanted = {
+    # uv reads only indexes that it can list over HTTP.
+    extra_indexes = [url for url in pip.get("extra-index-url", "").split() if url.startswith("http")]
+    variables = {
         "UV_FIND_LINKS": ",".join(pip.get("find-links", "").split()),
         "UV_DEFAULT_INDEX": pip.get("index-url", ""),
-        # uv reads only indexes it can list over HTTP.
-        "UV_INDEX": " ".join(u for u in pip.get("extra-index-url", "").split() if u.startswith("http")),
+        "UV_INDEX": " ".join(extra_indexes),
         "SSL_CERT_FILE": pip.get("cert", ""),
     }
-    if wanted["UV_INDEX"]:  # pip takes the best version of all indexes
-        wanted["UV_INDEX_STRATEGY"] = "unsafe-best-match"
-    for name, value in wanted.items():
+    if extra_indexes:
+        # As pip does: the best version that any of the indexes has.
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    for name, value in variables.items():
         if value and name not in os.environ:
             print(f"export {name}={shlex.quote(value)}")
 

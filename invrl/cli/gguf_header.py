@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file as a stream, to learn the architecture before anything is loaded.
 
-The header is little-endian and has the same layout in versions 2 and 3 of the specification (ggml,
-docs/gguf.md): the magic number, the version, the number of tensors, the number of entries, and the entries.
-Each entry is a key, the type of its value, and the value."""
+The header is little-endian and has the same layout in versions 2 and 3 of the specification (docs/gguf.md in
+the ggml repository): the magic number, the version, the number of tensors, the number of entries, and the
+entries. Each entry is a key, the type of its value, and the value."""
 
 import struct
 from typing import IO

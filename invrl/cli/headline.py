@@ -21,26 +21,30 @@ class Headline:
     fix: str = ""
 
     def lines(self, log: Path) -> list[str]:
-        """Two: the reason; the fix, if there is one, and where the rest is."""
-        fix = f"fix: {self.fix}; " if self.fix else ""
-        return [self.reason, f"  {fix}log: {log}"]
+        """Two lines: the reason, then the fix, if there is one, and the path of the log."""
+        if not self.fix:
+            return [self.reason, f"  log: {log}"]
+        return [self.reason, f"  fix: {self.fix}; log: {log}"]
 
 
 def headline(error: BaseException) -> Headline:
-    """Of the error itself, where Ray has wrapped it in one of its own."""
+    """The headline of an error. If Ray has wrapped the error in one of its own, of the error inside."""
     error = _unwrapped(error)
     text = _COLOUR.sub("", str(error)).strip()
-    before, _, after = text.rpartition(_FIX)  # what user code is quoted with may hold a fix of its own
-    reason = _one_line(before or after)
-    fix = _one_line(after) if before else ""
+    # The fix is the last one in the text: a quoted error of user code may have one too.
+    reason, _, fix = text.rpartition(_FIX)
+    if not reason:
+        reason = fix
+        fix = ""
+    reason = _one_line(reason)
     if not isinstance(error, InvrlError):
         reason = f"{type(error).__name__}: {reason}{_place(error)}"
-    return Headline(reason=reason, fix=fix)
+    return Headline(reason=reason, fix=_one_line(fix))
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """What an actor raised comes as an error of Ray's, whose text is the whole traceback. Ray need not be
-    imported here: a command without it fails too."""
+    """The exception that an actor raised, without Ray's exception around it, whose text is a whole traceback.
+    Ray is recognised by the module's name, because commands that do not import Ray use this too."""
     cause = getattr(error, "cause", None)
     made_by_ray = any(kind.__module__.startswith("ray.") for kind in type(error).__mro__)
     if made_by_ray and isinstance(cause, BaseException):
@@ -49,22 +53,23 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 def _one_line(text: str) -> str:
-    """The first line; where more follow, also the last of them that says what was raised."""
+    """The first line of the text, and the last line that names an exception. If none does, the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return ""
     raised = [line for line in lines[1:] if _RAISED.match(line)]
-    line = lines[0]
+    shortened = lines[0]
     if raised:
-        line += f" {raised[-1]}"
+        shortened += f" {raised[-1]}"
     elif len(lines) > 1:
-        line += f" {lines[-1]}"
-    if len(line) > _MAX_CHARS:
-        return f"{line[:_MAX_CHARS]}..."
-    return line
+        shortened += f" {lines[-1]}"
+    if len(shortened) > _MAX_CHARS:
+        return f"{shortened[:_MAX_CHARS]}..."
+    return shortened
 
 
 def _place(error: BaseException) -> str:
+    """The file and the line that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""

@@ -25,12 +25,12 @@ class NextCommand:
 
 
 def next_commands(config: Config, folder: RunFolder, *, finished: bool) -> list[NextCommand]:
-    """Those that make sense with what the run has left behind. `finished`: it came to its end."""
+    """The commands that can be used with what the run has written. `finished`: it reached its last step."""
     return list(_commands(config, folder, finished=finished))
 
 
 def describe_next(config: Config, folder: RunFolder, *, finished: bool) -> str:
-    """A heading and a line for each; empty where there is nothing to do."""
+    """A heading and one line per command. Empty if there are no commands."""
     commands = next_commands(config, folder, finished=finished)
     if not commands:
         return ""
@@ -50,12 +50,15 @@ def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[
         yield NextCommand(arguments=(*invrl, "resume", run), purpose=purpose)
     model = checkpoints.newest_model()
     if model:
-        path = model.parent if model.name == "hugging_face" else model
-        yield NextCommand(arguments=(*invrl, "serve", "--model-path", str(path)), purpose="talk to the model")
+        if model.name == "hugging_face":  # within a checkpoint
+            model = model.parent
+        model_path = ("--model-path", str(model))
+        yield NextCommand(arguments=(*invrl, "serve", *model_path), purpose="talk to the model")
         if config.rollout.rollout_function_path:
-            measured = ("--model-path", str(path), "--config", str(folder.config_path))
+            settings = ("--config", str(folder.config_path))
             place = ("--run-root", str(folder.path.parent), "--run-name", f"{folder.path.name}-eval")
-            yield NextCommand(arguments=(*invrl, "eval", *measured, *place), purpose="measure it")
+            arguments = (*invrl, "eval", *model_path, *settings, *place)
+            yield NextCommand(arguments=arguments, purpose="measure it")
     if folder.store_path.exists():
         yield NextCommand(arguments=(*invrl, "samples", run), purpose="read what it said")
     if folder.tensorboard_path.exists():
@@ -64,11 +67,13 @@ def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[
 
 
 def _program(name: str) -> tuple[str, ...]:
-    """How a shell starts it: by its name where that finds it, else by its path beside this Python."""
-    here = Path(sys.executable).parent / name
-    found = shutil.which(name)
-    if found is not None and (not here.exists() or Path(found).samefile(here)):
+    """How a shell starts the program "invrl" or "tensorboard" of this environment: by its name if PATH leads
+    to it, otherwise by its path beside this Python, or else as a module."""
+    ours = Path(sys.executable).parent / name
+    on_path = shutil.which(name)
+    if on_path is not None and (not ours.exists() or Path(on_path).samefile(ours)):
         return (name,)
-    if here.exists():
-        return (str(here),)
-    return (sys.executable, "-m", "invrl.cli" if name == "invrl" else "tensorboard.main")
+    if ours.exists():
+        return (str(ours),)
+    module = {"invrl": "invrl.cli", "tensorboard": "tensorboard.main"}[name]
+    return (sys.executable, "-m", module)

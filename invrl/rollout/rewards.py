@@ -84,7 +84,7 @@ def _number_fix(value: object) -> str:
                 "return a float, such as float(str(task.label) == text.strip()); a text goes into "
                 "RolloutResult(output=text) where --reward-function-path judges it"
             )
-        return "return float(...) of it"
+        return "return float(value)"
     return "return a float, or an invrl.interfaces.RolloutResult"
 
 
@@ -92,8 +92,8 @@ def valid_components(components: Mapping[str, float]) -> dict[str, float]:
     """The named parts of a reward as finite floats, with names that JSON can carry. Raises Rejected
     (BAD_REWARD).
 
-    The bounds that RolloutResult checks are checked again: the mapping may have grown since, and only here
-    names that are not strings become strings."""
+    The bounds that RolloutResult checks are checked again, because user code may have changed the mapping
+    since. Names that are not strings become strings here."""
     fault = components_fault(components)
     if fault:
         raise Rejected(FailureReason.BAD_REWARD, fault)
@@ -101,7 +101,7 @@ def valid_components(components: Mapping[str, float]) -> dict[str, float]:
     for name, value in components.items():
         text = str(name).encode(errors="replace").decode()
         if len(text) > MAX_NAME_LENGTH:
-            detail = f"a component's name has {len(text)} characters; at most {MAX_NAME_LENGTH} fit"
+            detail = f"a component's name has {len(text)} characters; at most {MAX_NAME_LENGTH} are allowed"
             raise Rejected(FailureReason.BAD_REWARD, detail)
         valid[text] = valid_reward(value, f"component {text!r}")
     return valid

@@ -1,7 +1,7 @@
 """The rollout half as the driver holds it: workers, dispatcher and held-out evaluation in one object.
 
-Lives in the driver's event loop; `run/cluster.py` runs the loop under `guard`, so that a failure of
-the rollout half ends the run with its own cause. `run/evaluate.py` makes one without a buffer."""
+It lives in the driver's event loop. `run/cluster.py` runs the training loop under `guard`, so that a failure
+of the rollout half ends the run with its own cause. `run/evaluate.py` makes one without a buffer."""
 
 import asyncio
 import sys
@@ -26,9 +26,9 @@ _STUCK_MARGIN_S = 10.0
 
 
 class RolloutHandle:
-    """`model`: the name that agents send. Without a buffer there are evaluations only. With
+    """`model`: the name that agents send. Without a buffer it only runs evaluations. With
     `external_dispatcher`, environments that we do not start run what the buffer leases. `logs`: the folder
-    for what workers print; None: Ray keeps it."""
+    for the output of the workers; None: Ray keeps it."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class RolloutHandle:
             await self._pool.start()
 
     def dispatch(self) -> None:
-        """Starts to run what the buffer leases."""
+        """Starts leasing work from the buffer and running it."""
         assert self._dispatcher is not None, "there is no buffer"
         self._dispatcher.start()
 
@@ -93,7 +93,7 @@ class RolloutHandle:
             await self._dispatcher.stop()
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """`work`'s result, or the failure of the rollout half if that comes first."""
+        """Returns `work`'s result, or raises the failure of the rollout half if that comes first."""
         if self._dispatcher is None:
             return await work
         return await self._dispatcher.guard(work)
@@ -109,9 +109,13 @@ class RolloutHandle:
         is part of the group ids, and so of the seeds."""
         config = self._config
         scores: dict[str, EvalScore] = {}
-        sets = await asyncio.to_thread(load_eval_sets, config, self._seed)  # files, perhaps large ones
+        # In a thread, because the task files may be large.
+        sets = await asyncio.to_thread(load_eval_sets, config, self._seed)
         for name, tasks in sets.items():
             for mode in dict.fromkeys(config.eval_modes):
+                label = str(step)
+                if name:
+                    label = f"{step}/{name}"
                 score = await evaluate(
                     tasks,
                     config,
@@ -120,7 +124,7 @@ class RolloutHandle:
                     sessions=self._sessions,
                     pool=self._pool,
                     group_form=self._group_form,
-                    label=f"{step}/{name}" if name else str(step),
+                    label=label,
                     watch=watch,
                 )
                 scores[score.name] = score

@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_is_shown_too_and_nothing_of_it_is_changed(
     run.writer.open_sessions([record]).result(60)
     before = rows_of(run.folder.store_path)
     out = shown(run, capsys)
-    assert "no step has been made of them so far" in out
+    assert "no step has trained on them yet" in out
     assert "reward 1.000, finished" in out
     assert rows_of(run.folder.store_path) == before
     run.add("1+1", "3", 0.0, step=1, index=1)  # the writer was not disturbed

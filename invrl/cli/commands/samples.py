@@ -61,7 +61,7 @@ def samples(arguments: Sequence[str]) -> None:
                   over them all
       --full      texts as long as they are
       --json      a JSON list, with everything
-    Reads only; the run may be going on. Control characters in what the model said are shown as
+    Reads only, so the run may still be running. Control characters in the model's text are shown as
     escapes."""
     folder = read_run_folder(arguments)
     query = read_query(arguments[1:])
@@ -134,7 +134,7 @@ def answer(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> s
     """What the command prints. Raises ConfigError for a step or a task that the run does not have, and if
     there is nothing to show."""
     if not samples:
-        reason = "no rollout has ended in it so far"
+        reason = "no rollout of this run has ended yet"
         raise ConfigError("RUN", "", reason, "wait for the first one, or look at the run's log")
     of_task = _select_task(query, samples)
     if query.order == "changed":
@@ -167,7 +167,7 @@ def _select_task(query: SamplesQuery, samples: Sequence[Sample]) -> list[Sample]
     ]
     if not of_task:
         task_ids = {sample.identity.task_id for sample in samples}
-        reason = f"no rollout of it has ended; the run has rollouts of {len(task_ids)} tasks"
+        reason = f"no rollout of this task has ended; the run has rollouts of {len(task_ids)} tasks"
         fix = nearest(query.task, task_ids, many="`invrl ledger RUN --tasks` lists those of training")
         raise ConfigError("--task", query.task, reason, fix)
     return of_task
@@ -191,7 +191,7 @@ def _select_step(query: SamplesQuery, samples: Sequence[Sample]) -> tuple[list[S
     if step == "last":
         if not steps:
             name = _PURPOSE_NAMES[purpose]
-            return of_purpose, f"{prefix}{name} rollouts (no step has been made of them so far)"
+            return of_purpose, f"{prefix}{name} rollouts (no step has trained on them yet)"
         step = steps[-1]
     if step not in steps:
         fix = _step_fix(steps, evaluated)
@@ -218,8 +218,7 @@ def _step_choice(query: SamplesQuery) -> StepChoice:
 
 
 def _purpose(query: SamplesQuery, samples: Sequence[Sample], trained: Sequence[int]) -> Purpose:
-    """Which rollouts are meant: those of training, unless the flags ask for others or there are only
-    others."""
+    """Which rollouts to show: those of training, unless the flags ask for others or there are none."""
     purposes = {sample.purpose for sample in samples}
     if query.held_out:
         if "eval" in purposes:
@@ -230,7 +229,7 @@ def _purpose(query: SamplesQuery, samples: Sequence[Sample], trained: Sequence[i
         if "eval" in purposes:
             return "eval"
         return "serve"
-    # Step 0, the evaluation before training, is no training step.
+    # For example step 0, the evaluation before training.
     names_other_step = isinstance(query.step, int) and query.step not in trained
     if names_other_step and "eval" in purposes:
         return "eval"
