@@ -1,4 +1,4 @@
-"""Reading a command's own arguments: flags that are not settings, and the run folder that comes first."""
+"""Reads a command's own arguments: flags that are not settings, and the run folder that comes first."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -187,12 +187,16 @@ def _read_split(config: RolloutConfig, split: str) -> list[Task]:
     tasks: list[Task] = []
     first_number: dict[str, int] = {}
     for index, (number, row) in enumerate(rows):
-        task_id = str(number) if ids is None else _id_text(ids[index], field, file, number)
+        task_id = str(number)
+        if ids is not None:
+            task_id = _id_text(ids[index], field, file, number)
         if task_id in first_number:
             reason = f"{_unit(file)}s {first_number[task_id]} and {number} have the same id {task_id!r}"
             raise ConfigError(field, file, reason, "make ids unique")
         first_number[task_id] = number
-        label = None if labels is None else labels[index]
+        label = None
+        if labels is not None:
+            label = labels[index]
         tasks.append(Task(id=task_id, payload=row, label=label, split=split))
     return tasks
 

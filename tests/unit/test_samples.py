@@ -260,7 +260,7 @@ def test_flags_that_make_no_sense_are_refused(
 def test_a_run_in_which_nothing_has_ended_says_so(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "no rollout has ended in it so far" in refused(run, capsys)
+    assert "no rollout of this run has ended yet" in refused(run, capsys)
 
 
 def test_what_a_lost_incarnation_trained_is_not_of_the_step(run: RecordedRun) -> None:

@@ -25,7 +25,7 @@ def check_template(arguments: Sequence[str]) -> None:
     Plays a corpus of conversations (tools, thinking, unicode, cut replies, ...) turn by turn, as the
     gateway does, and compares the result with the template's own rendering. A conversation is right if
     it is exact, or a fork with a reason; exit code 1 if one is wrong. Names the parsers that `auto`
-    chooses."""
+    chooses. The folder needs a tokenizer and no weights."""
     options, rest = split_options(arguments, ["--chat-template-path"])
     models = [argument for argument in rest if argument != _NO_KEEP_THINKING]
     if len(models) != 1:
