@@ -329,7 +329,10 @@ def test_what_needs_the_model_folder_is_not_checked_where_that_is_broken(
     skipped = [check for check, [finding] in findings.items() if finding.status is Status.SKIPPED]
     assert skipped == ["chat template", "trainable model", "megatron options"]
     assert cli.main(["doctor", *plot.arguments]) == 1
-    assert "skipped  chat template: not checked: model folder failed\n" in capsys.readouterr().out
+    assert (
+        "skipped  chat template: not checked: the check of the model folder failed\n"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("template", ["chatml-tools", "own.jinja"])

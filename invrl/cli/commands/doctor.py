@@ -84,7 +84,7 @@ def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
     failed: set[str] = set()
     for check in checks_of("doctor", config):
         if check.needs in failed:
-            value = f"not checked: {check.needs} failed"
+            value = f"not checked: the check of the {check.needs} failed"
             finding = Finding(check=check.name, status=Status.SKIPPED, value=value)
         else:
             finding = _examine(check, config, machine)
