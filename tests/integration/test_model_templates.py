@@ -21,7 +21,8 @@ from invrl.gateway.rendering.chat_template import chat_template_source
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import detect_parsers
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.gateway.rendering.template_check import CORPUS, check_template
+from invrl.gateway.rendering.template_check import check_template
+from invrl.gateway.rendering.template_corpus import CORPUS
 from invrl.gateway.turns.forest import Forest
 from invrl.gateway.types import ForkReason, Message, Node, Prompt, Tool, ToolCall
 from invrl.types import Turn, VersionSpan, WeightVersion

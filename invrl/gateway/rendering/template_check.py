@@ -11,8 +11,9 @@ from typing import Literal
 
 from invrl.errors import SessionError
 from invrl.gateway.rendering.renderer import Renderer, Tail
+from invrl.gateway.rendering.template_corpus import CORPUS
 from invrl.gateway.rendering.thinking import END_THINK, THINK
-from invrl.gateway.types import ADVICE, Message, Prompt, Tool, ToolCall
+from invrl.gateway.types import ADVICE, Prompt
 
 Verdict = Literal["exact", "kept", "forks", "refused", "wrong"]
 _WORST_FIRST: tuple[Verdict, ...] = ("wrong", "forks", "kept", "exact")
@@ -39,88 +40,6 @@ class Finding:
     reason: str
 
 
-_CITY = "Ürümqi"
-_ARGUMENTS = f'{{"city": "{_CITY}", "days": [1, 2]}}'
-_PARAMETERS = '{"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}}'
-_TOOLS = (Tool(name="get_weather", description="The weather.", parameters=_PARAMETERS), Tool(name="halt"))
-
-
-def _reply_with_calls(*numbers: int, arguments: str = _ARGUMENTS) -> Message:
-    calls = [ToolCall(f"callid{number:03}", "get_weather", arguments) for number in numbers]
-    return Message("assistant", tool_calls=tuple(calls))
-
-
-def _result(number: int) -> Message:
-    return Message("tool", f'{{"sky": "{number}"}}', tool_call_id=f"callid{number:03}")
-
-
-_SYSTEM = Message("system", "Be brief.")
-_BRIEFER = Message("system", "Be briefer.")
-_ASK = Message("user", "Hello?")
-_MORE = Message("user", "And then?")
-_LAST = Message("user", "Thank you.")
-_REPLY = Message("assistant", "Yes, of course.")
-_THOUGHT = replace(_REPLY, reasoning="Let me see.\n\nIt is so.")
-_CALL = _reply_with_calls(1)
-_TWO_CALLS = _reply_with_calls(1, 2)
-_LATER_CALL = _reply_with_calls(3)
-_TEXT_AND_CALL = replace(_CALL, content="I look.")
-_CALL_WITHOUT_ARGUMENTS = _reply_with_calls(1, arguments="{}")
-_CUT_CALL = _reply_with_calls(1, arguments='{"city": "Ür')
-_THOUGHT_AND_CALL = replace(_CALL, reasoning="I need the weather.")
-_RESULT = _result(1)
-_RESULTS = (_result(1), _result(2))
-_LATER_RESULT = _result(3)
-_UNICODE = (
-    Message("user", "漢字 und Ünïcödé 🙂\u200d🔥"),
-    Message("assistant", "zero\u00a0width\u200b"),
-    Message("user", "\ttabs\n\n\nand  spaces"),
-    Message("assistant", "كيف الحال؟"),
-)
-_MARKUP = Message("user", "<think>a</think> {{x}}")
-_THINKING_TEXT = Message("assistant", "<think>\nHm.\n</think>\n\nYes.")
-
-
-def _chat(*messages: Message, tools: bool = False, thinking: bool | None = None) -> Prompt:
-    return Prompt(messages=(*messages, _LAST), tools=_TOOLS if tools else (), thinking=thinking)
-
-
-CORPUS = {
-    "several turns": _chat(_ASK, _REPLY, _MORE, _REPLY),
-    "system message": _chat(_SYSTEM, _ASK, _REPLY, _MORE, _REPLY),
-    "later system message": _chat(_SYSTEM, _ASK, _REPLY, _BRIEFER, _MORE, _REPLY),
-    "unicode": _chat(*_UNICODE),
-    "empty reply": _chat(_ASK, Message("assistant"), _MORE, _REPLY),
-    "empty question": _chat(Message("user"), _REPLY, Message("user"), _REPLY),
-    "consecutive questions": _chat(_ASK, _MORE, _REPLY, _ASK, _MORE, _REPLY),
-    "consecutive replies": _chat(_ASK, _REPLY, _REPLY, _MORE, _REPLY),
-    "markup in texts": _chat(_MARKUP, _REPLY, _MORE, _REPLY),
-    "whitespace around texts": _chat(Message("user", " \n a \n"), _REPLY, Message("user", "b \n\n"), _REPLY),
-    "tools, no call": _chat(_SYSTEM, _ASK, _REPLY, _MORE, _REPLY, tools=True),
-    "call": _chat(_ASK, _CALL, _RESULT, _REPLY, tools=True),
-    "text and call": _chat(_ASK, _TEXT_AND_CALL, _RESULT, _REPLY, tools=True),
-    "call without arguments": _chat(_ASK, _CALL_WITHOUT_ARGUMENTS, _RESULT, _REPLY, tools=True),
-    "call cut in its arguments": _chat(_ASK, _CUT_CALL, _RESULT, _REPLY, tools=True),
-    "parallel calls": _chat(_SYSTEM, _ASK, _TWO_CALLS, *_RESULTS, _REPLY, tools=True),
-    "calls in turn": _chat(_ASK, _CALL, _RESULT, _LATER_CALL, _LATER_RESULT, _REPLY, tools=True),
-    "parallel calls in turn": _chat(_ASK, _CALL, _RESULT, _TWO_CALLS, *_RESULTS, _REPLY, tools=True),
-    "empty result": _chat(_ASK, _CALL, replace(_RESULT, content=""), _REPLY, tools=True),
-    "thinking": _chat(_ASK, _THOUGHT, _MORE, _THOUGHT, thinking=True),
-    "thinking, some replies": _chat(_ASK, _REPLY, _MORE, _THOUGHT, _MORE, _REPLY),
-    "thinking between calls": _chat(
-        _ASK, _THOUGHT_AND_CALL, _RESULT, _THOUGHT_AND_CALL, _RESULT, _THOUGHT, tools=True
-    ),
-    "question after thinking between calls": _chat(
-        _ASK, _THOUGHT_AND_CALL, _RESULT, _THOUGHT, _MORE, _THOUGHT_AND_CALL, _RESULT, _THOUGHT, tools=True
-    ),
-    "thinking refused": _chat(_ASK, _REPLY, _MORE, _REPLY, thinking=False),
-    "thinking refused, calls": _chat(
-        _ASK, _CALL, _RESULT, _REPLY, _MORE, _CALL, _RESULT, _REPLY, tools=True, thinking=False
-    ),
-    "thinking as text": _chat(_ASK, _THINKING_TEXT, _MORE, _REPLY),
-}
-
-
 def check_template(renderer: Renderer) -> Iterator[Finding]:
     """One finding for each conversation. Some are also played with replies that are cut short."""
     for name, prompt in CORPUS.items():
@@ -131,40 +50,68 @@ def check_template(renderer: Renderer) -> Iterator[Finding]:
 
 def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False) -> Finding:
     """Plays a conversation turn by turn. `cut`: no reply has its end-of-turn token."""
-    replies = [position for position, message in enumerate(prompt.messages) if message.role == "assistant"]
-    reasons: dict[Verdict, str] = {"exact": ""}
-    path: list[int] = []
-    depth = 0
+    playback = _Playback(renderer, prompt, cut=cut)
     try:
-        for end in dict.fromkeys([*replies, len(prompt.messages)]):
-            request = replace(prompt, messages=prompt.messages[:end])
-            whole = renderer.render_first(request)
-            if depth == 0:
-                path = whole
-            else:
-                tail = renderer.render_tail(request, depth, path)
-                if tail.fork is not None:
-                    reasons["forks"] = tail.fork.value
-                    path = whole
-                else:
-                    path = [*path, *tail.ids]
-                    if path != whole:
-                        verdict, reason = _judge(renderer, path, tail, whole)
-                        reasons[verdict] = reason
-            if end < len(prompt.messages):
-                path = path + _spell_reply(renderer, prompt, end, cut=cut)
-                depth = end + 1
+        playback.play()
     except SessionError as error:
         return Finding(pattern=pattern, outcome="refused", reason=error.message)
-    worst = min(reasons, key=_WORST_FIRST.index)
-    return Finding(pattern=pattern, outcome=worst, reason=reasons[worst])
+    worst = min(playback.reasons, key=_WORST_FIRST.index)
+    return Finding(pattern=pattern, outcome=worst, reason=playback.reasons[worst])
+
+
+class _Playback:
+    """Plays one conversation as the gateway would: each reply is sampled behind the path of recorded ids."""
+
+    def __init__(self, renderer: Renderer, prompt: Prompt, *, cut: bool) -> None:
+        self._renderer = renderer
+        self._prompt = prompt
+        self._cut = cut
+        self._path: list[int] = []
+        """The recorded ids of the first `_depth` messages."""
+        self._depth = 0
+        self.reasons: dict[Verdict, str] = {"exact": ""}
+        """Every verdict on a request so far, with its latest reason."""
+
+    def play(self) -> None:
+        """SessionError if the template refuses one of the requests."""
+        for position, message in enumerate(self._prompt.messages):
+            if message.role == "assistant":
+                self._request(position)
+                self._reply(position)
+        self._request(len(self._prompt.messages))
+
+    def _request(self, num_messages: int) -> None:
+        """Asks for the reply to the first messages, and compares the prompt's ids with the template's."""
+        messages = self._prompt.messages[:num_messages]
+        request = replace(self._prompt, messages=messages)
+        whole = self._renderer.render_first(request)
+        if self._depth == 0:
+            self._path = whole
+            return
+        tail = self._renderer.render_tail(request, self._depth, self._path)
+        if tail.fork is not None:
+            self.reasons["forks"] = tail.fork.value
+            self._path = whole
+            return
+        self._path = self._path + tail.ids
+        if self._path != whole:
+            verdict, reason = _judge(self._renderer, self._path, tail, whole)
+            self.reasons[verdict] = reason
+
+    def _reply(self, position: int) -> None:
+        """Records the message at `position` as the reply that was sampled."""
+        reply_ids = _spell_reply(self._renderer, self._prompt, position, cut=self._cut)
+        self._path = self._path + reply_ids
+        self._depth = position + 1
 
 
 def _spell_reply(renderer: Renderer, prompt: Prompt, position: int, *, cut: bool) -> list[int]:
     """The ids of a reply, as the template writes it behind the head that its prompt ends with."""
-    asked = renderer.text(replace(prompt, messages=prompt.messages[:position]))
-    earlier = replace(prompt, messages=prompt.messages[: position + 1])
-    answered = renderer.text(earlier, add_generation_prompt=False).removesuffix(renderer.after_reply)
+    request = replace(prompt, messages=prompt.messages[:position])
+    conversation = replace(prompt, messages=prompt.messages[: position + 1])
+    asked = renderer.text(request)
+    answered = renderer.text(conversation, add_generation_prompt=False)
+    answered = answered.removesuffix(renderer.after_reply)
     reasoning = prompt.messages[position].reasoning
     if answered.startswith(asked):
         text = answered.removeprefix(asked)
@@ -182,18 +129,26 @@ def _spell_reply(renderer: Renderer, prompt: Prompt, position: int, *, cut: bool
 def _reply_behind_another_head(renderer: Renderer, asked: str, answered: str) -> str:
     """The text of a reply if the template writes another head for it than it asks with. In a template that is
     fit for use, the heads differ only in thinking or whitespace."""
-    visible_reply = _visible_text(renderer, answered).removeprefix(_visible_text(renderer, asked))
+    visible_prompt = _visible_text(renderer, asked)
+    visible_reply = _visible_text(renderer, answered).removeprefix(visible_prompt)
     if not visible_reply:
         return ""
     visible_places = [place for place, letter in enumerate(answered) if not letter.isspace()]
-    return answered[visible_places[-len(visible_reply)] :]
+    begin = visible_places[-len(visible_reply)]
+    return answered[begin:]
 
 
-def _judge(renderer: Renderer, path: Sequence[int], tail: Tail, whole: Sequence[int]) -> tuple[Verdict, str]:
+def _judge(
+    renderer: Renderer,
+    path: Sequence[int],
+    tail: Tail,
+    whole: Sequence[int],
+) -> tuple[Verdict, str]:
     """The verdict on a path that differs from the ids of the template's rendering, and the reason."""
     path_text = renderer.reply_text(path, special=True)
     whole_text = renderer.reply_text(whole, special=True)
-    if not whole_text.endswith(renderer.reply_text(tail.ids, special=True)):
+    tail_text = renderer.reply_text(tail.ids, special=True)
+    if not whole_text.endswith(tail_text):
         return "wrong", "the tail is not what the template writes after the reply"
     if _visible_text(renderer, path_text) != _visible_text(renderer, whole_text):
         return "wrong", "the ids say something else than the template's rendering"
@@ -204,7 +159,10 @@ def _judge(renderer: Renderer, path: Sequence[int], tail: Tail, whole: Sequence[
 
 def _visible_text(renderer: Renderer, text: str) -> str:
     """The text without thinking, without its marks and without whitespace."""
-    return renderer.without_thinking(text).replace(THINK, "").replace(END_THINK, "")
+    text = renderer.without_thinking(text)
+    for mark in (THINK, END_THINK):
+        text = text.replace(mark, "")
+    return text
 
 
 def report(findings: Sequence[Finding], parsers: tuple[str, str]) -> str:
@@ -220,8 +178,10 @@ def report(findings: Sequence[Finding], parsers: tuple[str, str]) -> str:
     meanings = set()
     advice = set()
     for finding in findings:
-        reason = f": {finding.reason}" if finding.reason else ""
-        lines.append(f"{finding.pattern:<{width}}  {finding.outcome}{reason}")
+        line = f"{finding.pattern:<{width}}  {finding.outcome}"
+        if finding.reason:
+            line += f": {finding.reason}"
+        lines.append(line)
         meanings.add(f"{finding.outcome}: {MEANING[finding.outcome]}")
         if finding.outcome == "forks":
             advice.add(f"{finding.reason}: {_FORK_ADVICE[finding.reason]}")
