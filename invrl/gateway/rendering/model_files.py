@@ -18,7 +18,9 @@ def special_tokens(folder: Path) -> dict[str, str]:
     texts: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         for name, token in read_json(folder / file).items():
-            text = token.get("content") if isinstance(token, dict) else token
+            text = token
+            if isinstance(token, dict):
+                text = token.get("content")
             if name.endswith("_token") and isinstance(text, str):
                 texts[name] = text
     return texts
@@ -26,11 +28,12 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 def end_ids(folder: Path) -> set[int]:
     """The ids of the end tokens that the model's own settings name. Engines stop at them."""
-    ids: set[int] = set()
+    ids: set[Any] = set()
     for name in ("config.json", "generation_config.json"):
         setting = read_json(folder / name).get("eos_token_id")
         if isinstance(setting, list):
-            ids.update(token_id for token_id in setting if token_id is not None)
-        elif setting is not None:
+            ids.update(setting)
+        else:
             ids.add(setting)
+    ids.discard(None)
     return ids

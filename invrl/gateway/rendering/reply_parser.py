@@ -56,16 +56,15 @@ class ReplyParser:
 
     def finish(self) -> tuple[Delta, ...]:
         """The rest of the reply, once the text is complete."""
-        if not self._stream:
-            reasoning, rest = self._split_reasoning("parse_non_stream", self._text)
-        elif self._reasoning is not None:
+        if self._stream:
             reasoning, rest = self._split_reasoning("parse_stream_end")
         else:
-            reasoning, rest = "", ""
+            reasoning, rest = self._split_reasoning("parse_non_stream", self._text)
         deltas = [self._parsed(reasoning, rest)]
         if self._calls is not None:
             deltas.extend(self._calls.finish())
-        return tuple(self._without_template_newlines(delta) for delta in deltas if delta)
+        shown = [self._without_template_newlines(delta) for delta in deltas if delta]
+        return tuple(shown)
 
     def _split_reasoning(self, method: str, *text: str) -> tuple[str, str]:
         """The reasoning and the rest, as this method of SGLang's parser returns them."""
@@ -88,10 +87,12 @@ class ReplyParser:
         content = delta.content
         if not self._has_thought:
             reasoning = reasoning.lstrip("\n")
-        if (reasoning or self._has_thought) and not self._has_content:
+        if reasoning:
+            self._has_thought = True
+        if self._has_thought and not self._has_content:
             content = content.lstrip("\n")
-        self._has_thought = self._has_thought or bool(reasoning)
-        self._has_content = self._has_content or bool(content)
+        if content:
+            self._has_content = True
         return structs.replace(delta, reasoning=reasoning, content=content)
 
 
@@ -122,5 +123,10 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
 
 def reply_message(delta: Delta) -> Message:
     """The message of a whole reply."""
-    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in delta.calls)
-    return Message("assistant", delta.content, delta.reasoning, calls)
+    calls = [ToolCall(call.id, call.name, call.arguments) for call in delta.calls]
+    return Message(
+        "assistant",
+        content=delta.content,
+        reasoning=delta.reasoning,
+        tool_calls=tuple(calls),
+    )

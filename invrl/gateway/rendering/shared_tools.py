@@ -20,8 +20,9 @@ class SharedTools:
 
     def _shared(self, tool: Tool) -> Tool:
         reference = self._known.get(tool)
-        known = reference() if reference is not None else None
-        if known is not None:
-            return known
+        if reference is not None:
+            known = reference()
+            if known is not None:
+                return known
         self._known[tool] = weakref.ref(tool)
         return tool

@@ -31,12 +31,14 @@ class TokenBound:
         raw = text.encode("utf-8", "surrogatepass")
         composed = 0
         if self.composes and not text.isascii():
-            composed = len(text) - len(raw.translate(None, _NOT_ASCII))
+            ascii_bytes = raw.translate(None, _NOT_ASCII)
+            composed = len(text) - len(ascii_bytes)
         bound = 0
         for members, max_characters in zip(_CLASSES, self.max_characters, strict=True):
             if max_characters == 0:
                 continue
-            count = len(raw) - len(raw.translate(None, members)) - composed
+            others = raw.translate(None, members)
+            count = len(raw) - len(others) - composed
             rounded_up = -(-count // max_characters)
             bound = max(bound, rounded_up)
         return bound
@@ -56,20 +58,28 @@ def token_bound(tokenizer: Mapping[str, Any]) -> TokenBound | None:
     normalizers = _steps(tokenizer.get("normalizer"), "normalizers")
     if any(step.get("type") != "NFC" for step in normalizers):
         return None
-    if not _splits_bytes(_steps(tokenizer.get("pre_tokenizer"), "pretokenizers")):
+    splitters = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    if not _splits_bytes(splitters):
         return None
     if not all(letter in vocabulary for letter in _byte_letters()):
         return None
-    added_tokens = tokenizer.get("added_tokens") or ()
-    texts = [*vocabulary, *(token["content"] for token in added_tokens)]
-    max_characters = tuple(_max_characters(texts, members) for members in _CLASSES)
-    return TokenBound(max_characters=max_characters, composes=bool(normalizers))
+    texts = list(vocabulary)
+    for token in tokenizer.get("added_tokens") or ():
+        texts.append(token["content"])
+    return TokenBound(
+        max_characters=tuple(_max_characters(texts, members) for members in _CLASSES),
+        composes=bool(normalizers),
+    )
 
 
 def _max_characters(texts: Sequence[str], members: bytes) -> int:
     """The most characters out of `members` that one of the texts has."""
     removed = dict.fromkeys(members)
-    return max(len(text) - len(text.translate(removed)) for text in texts)
+    most = 0
+    for text in texts:
+        others = text.translate(removed)
+        most = max(most, len(text) - len(others))
+    return most
 
 
 def _steps(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
@@ -86,8 +96,9 @@ def _steps(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]
 
 def _splits_bytes(steps: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the pre-tokenizer turns text into bytes and drops nothing before that."""
-    has_byte_level = any(step.get("type") == "ByteLevel" for step in steps)
-    return has_byte_level and all(_drops_nothing(step) for step in steps)
+    if not any(step.get("type") == "ByteLevel" for step in steps):
+        return False
+    return all(_drops_nothing(step) for step in steps)
 
 
 def _drops_nothing(step: Mapping[str, Any]) -> bool:

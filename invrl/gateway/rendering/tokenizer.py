@@ -26,7 +26,7 @@ class FastTokenizer:
             encoding = self._backend.encode(text, add_special_tokens=False)
         else:
             # Only `encode_batch` releases the interpreter lock, so that other threads run meanwhile.
-            encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
+            [encoding] = self._backend.encode_batch([text], add_special_tokens=False)
         # Checked before `.ids`, which would build a Python list of what may be millions of ids.
         if max_ids is not None and len(encoding) > max_ids:
             raise PromptTooLong(len(encoding), exact=True)
@@ -50,4 +50,6 @@ class FastTokenizer:
 def load_tokenizer(folder: Path) -> FastTokenizer:
     """The tokenizer of a folder that has passed `check_tokenizer` (`invrl/model_folder.py`)."""
     file = folder / "tokenizer.json"
-    return FastTokenizer(Tokenizer.from_file(str(file)), token_bound(read_json(file)))
+    backend = Tokenizer.from_file(str(file))
+    bound = token_bound(read_json(file))
+    return FastTokenizer(backend, bound)
