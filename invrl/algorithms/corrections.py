@@ -25,7 +25,9 @@ class Correction:
 
 def none(old_N: Tensor, rollout_N: Tensor, cap: float) -> Correction:
     """w_t = 1."""
-    return Correction(weight_N=torch.ones_like(old_N), capped_N=torch.zeros_like(old_N, dtype=torch.bool))
+    weight_N = torch.ones_like(old_N)
+    capped_N = torch.zeros_like(old_N, dtype=torch.bool)
+    return Correction(weight_N=weight_N, capped_N=capped_N)
 
 
 def truncated(old_N: Tensor, rollout_N: Tensor, cap: float) -> Correction:
@@ -36,8 +38,11 @@ def truncated(old_N: Tensor, rollout_N: Tensor, cap: float) -> Correction:
     Used against the mismatch of sampler and trainer by Yao et al. 2025, "Your efficient RL framework secretly
     brings you off-policy RL training".
     """
-    weight_N = token_ratio(old_N.detach(), rollout_N.detach())
-    return Correction(weight_N=weight_N.clamp(max=cap), capped_N=weight_N > cap)
+    ratio_N = token_ratio(old_N.detach(), rollout_N.detach())
+    return Correction(weight_N=ratio_N.clamp(max=cap), capped_N=ratio_N > cap)
 
 
-CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Correction]] = {"none": none, "truncated": truncated}
+CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Correction]] = {
+    "none": none,
+    "truncated": truncated,
+}

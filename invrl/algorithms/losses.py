@@ -79,7 +79,9 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     for a surrogate that cannot be loaded.
     """
     current_N = inputs.current_N
-    old_N = current_N.detach() if inputs.old_N is None else inputs.old_N.detach()
+    old_N = current_N.detach()
+    if inputs.old_N is not None:
+        old_N = inputs.old_N.detach()
     rollout_N = inputs.rollout_N.detach()
     advantages_N = inputs.advantages_N
 
@@ -90,7 +92,8 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
         bounds["dual_clip"] = config.dual_clip
     ratio_N = RATIOS[config.ratio_level](current_N, old_N)
     correction = CORRECTIONS[config.correction](old_N, rollout_N, config.correction_cap)
-    losses_N = correction.weight_N * surrogate(ratio_N, advantages_N, **bounds)
+    surrogate_N = surrogate(ratio_N, advantages_N, **bounds)
+    losses_N = correction.weight_N * surrogate_N
 
     kl_N = None
     if inputs.reference_N is not None:

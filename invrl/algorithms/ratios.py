@@ -22,7 +22,8 @@ def token_ratio(numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
     PPO's r_t(theta), arXiv 1707.06347, section 3. The difference is clamped at `LOG_RATIO_BOUND`; beyond it
     the ratio has no gradient.
     """
-    return clamp_log_ratio(numerator_N - denominator_N).exp()
+    log_ratio_N = clamp_log_ratio(numerator_N - denominator_N)
+    return log_ratio_N.exp()
 
 
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"token": token_ratio}

@@ -34,7 +34,9 @@ def clip(
     such bound.
     """
     clipped_N = ratio_N.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high)
-    losses_N = -(ratio_N * advantages_N).minimum(clipped_N * advantages_N)
+    objective_N = ratio_N * advantages_N
+    clipped_objective_N = clipped_N * advantages_N
+    losses_N = -objective_N.minimum(clipped_objective_N)
     if not dual_clip:
         return losses_N
     bounded_N = losses_N.minimum(-dual_clip * advantages_N)

@@ -23,7 +23,7 @@ def show_samples(store_path: Path, count: int, step: int, taken: TakenBatch) -> 
     if not rollouts:
         return []
     try:
-        # This may run in a thread, so it opens a connection of its own.
+        # This may run in another thread, so it opens its own connection.
         with contextlib.closing(RunStore(store_path)) as store:
             texts: list[str] = []
             for rollout in rollouts:

@@ -1,5 +1,5 @@
-"""What a person sees while a run trains: phases, reward, tokens per second. A live display on a terminal, one
-line per step elsewhere."""
+"""The display of a run that trains: phases, reward, tokens per second. Two live lines on a terminal, one line
+per step elsewhere."""
 
 import sys
 import time
@@ -98,17 +98,18 @@ def _describe(values: Mapping[str, float], failed: Mapping[str, int]) -> str:
             failures = _describe_eval_failures(name.removesuffix("accuracy"), values)
             parts.append(f"{name} {_format_number(value)}{failures}")
     if failed:
-        reasons = " ".join(f"{reason} {count}" for reason, count in sorted(failed.items()))
-        parts.append(f"failed {sum(failed.values())} ({reasons})")
+        by_reason = [f"{reason} {count}" for reason, count in sorted(failed.items())]
+        parts.append(f"failed {sum(failed.values())} ({' '.join(by_reason)})")
     return ", ".join(parts)
 
 
 def _describe_eval_failures(prefix: str, values: Mapping[str, float]) -> str:
     """Failed rollouts, which score 0, of the evaluation whose metrics begin with `prefix`."""
-    failed = values.get(f"{prefix}failed", 0.0)
-    if not failed:
+    num_failed = values.get(f"{prefix}failed", 0.0)
+    if not num_failed:
         return ""
-    return f" ({failed:.0f} of {values[f'{prefix}samples']:.0f} rollouts failed)"
+    num_samples = values[f"{prefix}samples"]
+    return f" ({num_failed:.0f} of {num_samples:.0f} rollouts failed)"
 
 
 def _format_metric(name: str, values: Mapping[str, float]) -> str:

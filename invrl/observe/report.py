@@ -1,5 +1,6 @@
-"""The reward curve and the held-out results as one picture, drawn from a run folder: its metrics.jsonl,
-and its configuration for the title. Works for a dead run too (`invrl report RUN_FOLDER`)."""
+"""`invrl report RUN_FOLDER`: draws the reward curve and the held-out results of a run as one picture.
+
+The curves come from metrics.jsonl, the title from the configuration. Works for a dead run too."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _PANEL_HEIGHT = 3.6
 _TEXT_HEIGHT = 0.9
 _LEGEND_ROW_HEIGHT = 0.22
 _MAX_TITLE_CHARACTERS = 72
-"""What fits into the width, at the sizes of the texts."""
+"""As many as fit into the width, at the size of the title."""
 _MAX_LEGEND_CHARACTERS = 95
 _MAX_NAME_CHARACTERS = 60
 _MAX_NAME_IN_TWO_COLUMNS = 24
@@ -64,8 +65,13 @@ def _points(rows: Sequence[MetricsRow], name: str) -> dict[int, float]:
 
 
 def eval_names(rows: Sequence[MetricsRow]) -> list[str]:
-    names = {name for row in rows for name in row}
-    return sorted(name for name in names if name.startswith(EVAL_PREFIX) and name.endswith(EVAL_SUFFIX))
+    """The names of the held-out accuracies, sorted."""
+    names: set[str] = set()
+    for row in rows:
+        for name in row:
+            if name.startswith(EVAL_PREFIX) and name.endswith(EVAL_SUFFIX):
+                names.add(name)
+    return sorted(names)
 
 
 def has_curve(rows: Sequence[MetricsRow]) -> bool:
@@ -94,15 +100,16 @@ def titles(run_folder: Path) -> Titles:
         return Titles(title=_shorten(run_folder.name, _MAX_TITLE_CHARACTERS), subtitle="")
     model = _model_name(_setting(tables, "model", "model_path"))
     task = _task_name(tables)
-    title = " on ".join(name for name in (model, task) if name)
-    if not title:
-        title = run_folder.name
+    title = model or task or run_folder.name
+    if model and task:
+        title = f"{model} on {task}"
     subtitle = f"run {run_folder.name}"
     agent = _setting(tables, "rollout", "rollout_function_path")
     if agent and agent != task:
         subtitle += f", agent {agent}"
     return Titles(
-        title=_shorten(title, _MAX_TITLE_CHARACTERS), subtitle=_shorten(subtitle, _MAX_LEGEND_CHARACTERS)
+        title=_shorten(title, _MAX_TITLE_CHARACTERS),
+        subtitle=_shorten(subtitle, _MAX_LEGEND_CHARACTERS),
     )
 
 
@@ -147,8 +154,8 @@ def _shorten(text: str, characters: int) -> str:
 
 
 def write_report(run_folder: Path) -> Path:
-    """Draws `report/reward.png` in the run folder; its path. Raises ConfigError if there is nothing to
-    draw."""
+    """Draws `report/reward.png` in the run folder and returns its path. Raises ConfigError if there is
+    nothing to draw."""
     rows = read_metrics(run_folder / "metrics.jsonl")
     if not rows:
         raise ConfigError("run folder", str(run_folder), "no steps in metrics.jsonl", "give a run's folder")
@@ -159,7 +166,8 @@ def write_report(run_folder: Path) -> Path:
     picture.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():  # a name in letters that the font lacks is drawn as boxes
         warnings.simplefilter("ignore", UserWarning)
-        figure_of(rows, titles(run_folder)).savefig(picture, dpi=120)
+        figure = figure_of(rows, titles(run_folder))
+        figure.savefig(picture, dpi=120)
     return picture
 
 
@@ -173,8 +181,9 @@ def figure_of(rows: Sequence[MetricsRow], above: Titles) -> Figure:
 
     names = [name for name in eval_names(rows) if _points(rows, name)]
     has_reward = bool(_points(rows, REWARD))
-    one_panel = not has_reward or not names or _are_shares(rows)
-    num_panels = 1 if one_panel else 2
+    num_panels = 1
+    if has_reward and names and not _are_shares(rows):
+        num_panels = 2
     columns = 2
     if any(len(_legend_name(name)) > _MAX_NAME_IN_TWO_COLUMNS for name in names):
         columns = 1
@@ -183,24 +192,33 @@ def figure_of(rows: Sequence[MetricsRow], above: Titles) -> Figure:
 
     figure = Figure(figsize=(_WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
-    panels = [figure.add_subplot(num_panels, 1, 1)]
+    top_panel = figure.add_subplot(num_panels, 1, 1)
+    bottom_panel = top_panel
     if num_panels == 2:
-        panels.append(figure.add_subplot(num_panels, 1, 2, sharex=panels[0]))
+        bottom_panel = figure.add_subplot(num_panels, 1, 2, sharex=top_panel)
+
+    first_color = 0
     if has_reward:
-        _draw_reward(panels[0], rows)
-        panels[0].set_ylabel("reward, accuracy" if one_panel and names else "reward")
-    else:
-        panels[0].set_ylabel("accuracy")
+        _draw_reward(top_panel, rows)
+        first_color = 1
+    _draw_held_out(bottom_panel, rows, names, first_color=first_color)
+    bottom_panel.set_ylabel("accuracy")
+    if has_reward:
+        label = "reward"
+        if names and num_panels == 1:
+            label = "reward, accuracy"
+        top_panel.set_ylabel(label)
+    _scale_panel(top_panel)
     if num_panels == 2:
-        panels[1].set_ylabel("accuracy")
-    _draw_held_out(panels[-1], rows, names, first_color=1 if has_reward else 0)
-    for panel in panels:
-        _scale_panel(panel)
-    _set_step_limits(panels[0], rows, names)
-    panels[-1].set_xlabel("step (held-out at 0: before training)" if names else "step")
+        _scale_panel(bottom_panel)
+    _set_step_limits(top_panel, rows, names)
+    step_label = "step"
+    if names:
+        step_label = "step (held-out at 0: before training)"
+    bottom_panel.set_xlabel(step_label)
 
     figure.suptitle(above.title, fontsize=12, parse_math=False)
-    panels[0].set_title(above.subtitle, fontsize=9, color="0.35", parse_math=False)
+    top_panel.set_title(above.subtitle, fontsize=9, color="0.35", parse_math=False)
     legend = figure.legend(loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -228,9 +246,15 @@ def _scale_panel(panel: Axes) -> None:
 
 
 def _set_step_limits(panel: Axes, rows: Sequence[MetricsRow], names: Sequence[str]) -> None:
+    first_step, last_step = _step_range(rows, names)
+    margin = max(0.5, 0.03 * (last_step - first_step))
+    panel.set_xlim(first_step - margin, last_step + margin)
+
+
+def _step_range(rows: Sequence[MetricsRow], names: Sequence[str]) -> tuple[int, int]:
+    """The first and the last step with a reward or one of these metrics."""
     steps = [step for name in (REWARD, *names) for step in _points(rows, name)]
-    margin = max(0.5, 0.03 * (max(steps) - min(steps)))
-    panel.set_xlim(min(steps) - margin, max(steps) + margin)
+    return min(steps), max(steps)
 
 
 def _are_shares(rows: Sequence[MetricsRow]) -> bool:
@@ -243,7 +267,9 @@ def _are_shares(rows: Sequence[MetricsRow]) -> bool:
 
 def _draw_reward(panel: Axes, rows: Sequence[MetricsRow]) -> None:
     steps, rewards = curve(rows, REWARD)
-    marker = "o" if len(steps) <= 30 else ""
+    marker = ""
+    if len(steps) <= 30:
+        marker = "o"
     label = f"training reward, mean of a step's rollouts: {_first_and_last(rewards)}"
     panel.plot(steps, rewards, color="C0", linewidth=1.4, marker=marker, markersize=3, label=label)
     band_steps, low, high = reward_band(rows)
@@ -260,17 +286,17 @@ def _draw_held_out(
     """Accuracies with their intervals, those of different sets beside each other."""
     if not names:
         return
-    all_steps = [step for name in (REWARD, *names) for step in _points(rows, name)]
+    first_step, last_step = _step_range(rows, names)
     width = 0.0
     if len(names) > 1:
-        width = _DODGE * max(1, max(all_steps) - min(all_steps))
+        width = _DODGE * max(1, last_step - first_step)
     for number, name in enumerate(names):
         steps, accuracies = curve(rows, name)
         offset = width * (number / max(1, len(names) - 1) - 0.5)
         moved_steps = [step + offset for step in steps]
         color = f"C{(first_color + number) % 10}"
         line_style = ("--", "-.", ":")[number // 10 % 3]
-        label = f"held-out accuracy, {_legend_name(name)}: {_first_and_last(accuracies)}"
+        numbers = _first_and_last(accuracies)
         panel.plot(
             moved_steps,
             accuracies,
@@ -278,7 +304,7 @@ def _draw_held_out(
             color=color,
             markersize=4,
             linewidth=1.0,
-            label=label,
+            label=f"held-out accuracy, {_legend_name(name)}: {numbers}",
         )
         low = _points(rows, f"{name}_low")
         high = _points(rows, f"{name}_high")

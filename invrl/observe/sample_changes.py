@@ -73,7 +73,9 @@ def first_ids(task_ids: Iterable[str]) -> dict[str, str]:
     first: dict[str, str] = {}
     for task_id in ids:
         base, _, number = task_id.rpartition("@")
-        first[task_id] = base if base in ids and number.isdecimal() else task_id
+        first[task_id] = task_id
+        if base in ids and number.isdecimal():
+            first[task_id] = base
     return first
 
 
@@ -118,7 +120,7 @@ def likeness(first: str, second: str) -> float:
     """0 for texts with nothing in common, 1 for equal ones; judged by their beginnings."""
     if first == second:
         return 1.0
-    matcher = difflib.SequenceMatcher(
-        None, first[:_MAX_COMPARED_CHARACTERS], second[:_MAX_COMPARED_CHARACTERS], autojunk=False
-    )
+    first_part = first[:_MAX_COMPARED_CHARACTERS]
+    second_part = second[:_MAX_COMPARED_CHARACTERS]
+    matcher = difflib.SequenceMatcher(None, first_part, second_part, autojunk=False)
     return min(matcher.ratio(), 1.0 - 1e-9)

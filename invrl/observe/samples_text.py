@@ -177,8 +177,8 @@ def _describe_fate(sample: Sample) -> str:
 def _describe_conversation(
     transcript: Transcript, *, full: bool, previous_opening: tuple[Message, ...]
 ) -> list[str]:
-    """Every message on lines of its own. The first prompt is left out if it equals `previous_opening`,
-    that of the rollout above."""
+    """Each message begins a new line. The first prompt is left out if it equals `previous_opening`, that of
+    the rollout above."""
     if not transcript.turns:
         return ["(the model was not asked)"]
     lines: list[str] = []
@@ -213,10 +213,15 @@ def _message_lines(label: str, text: str, *, full: bool) -> list[str]:
     if not full:
         text = trimmed(text, _MAX_MESSAGE_CHARACTERS)
     first_line, *more_lines = text.split("\n")
-    return [f"{label}: {first_line}", *(f"    {line}" for line in more_lines)]
+    lines = [f"{label}: {first_line}"]
+    for line in more_lines:
+        lines.append(f"    {line}")
+    return lines
 
 
 def _count(number: int, singular: str, plural: str = "") -> str:
     """As "1 task", "2 tasks"."""
-    noun = singular if number == 1 else plural or f"{singular}s"
+    if number == 1:
+        return f"1 {singular}"
+    noun = plural or f"{singular}s"
     return f"{number:,} {noun}"

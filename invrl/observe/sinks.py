@@ -71,7 +71,9 @@ class JsonlSink(Sink):
     def step(self, step: int, values: Mapping[str, float]) -> None:
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
         for name, value in values.items():
-            row[name] = value if math.isfinite(value) else None
+            row[name] = None
+            if math.isfinite(value):
+                row[name] = value
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
@@ -97,11 +99,16 @@ class TensorBoardSink(Sink):
         self._summary_type = Summary
         self._write(file_version="brain.Event:2")
         if done:
-            self._write(step=done + 1, session_log=SessionLog(status=SessionLog.START))
+            session_start = SessionLog(status=SessionLog.START)
+            self._write(step=done + 1, session_log=session_start)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        scalars = [self._summary_type.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(step=step, summary=self._summary_type(value=scalars))
+        scalars: list[object] = []
+        for name, value in values.items():
+            scalar = self._summary_type.Value(tag=name, simple_value=value)
+            scalars.append(scalar)
+        summary = self._summary_type(value=scalars)
+        self._write(step=step, summary=summary)
 
     def _write(self, **content: object) -> None:
         event = self._event_type(wall_time=time.time(), **content)
@@ -128,7 +135,10 @@ class WandbSink(Sink):
             config=dict(parameters),
             settings=settings,
         )
-        logger.info("wandb run: %s", self._run.url if run.wandb_mode == "online" else self._run.dir)
+        address = self._run.dir
+        if run.wandb_mode == "online":
+            address = self._run.url
+        logger.info("wandb run: %s", address)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -158,8 +168,8 @@ class MlflowSink(Sink):
 
 
 class ThreadedSink(Sink):
-    """Opens, writes and closes another sink in a thread of its own. Only `close` waits for that thread,
-    for at most `close_timeout_s`."""
+    """Opens, writes and closes another sink in its own thread. Only `close` waits for that thread, for at
+    most `close_timeout_s`."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], close_timeout_s: float = 30.0) -> None:
         self._name = name
@@ -233,7 +243,9 @@ class RunObserver(Sink):
             except Exception as error:
                 self._sinks.remove(sink)
                 logger.exception("%s failed and is left out from now on", sink)
-                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                reason, _, _ = str(error).strip().partition("\n")
+                if not reason:
+                    reason = type(error).__name__
                 self.note(
                     f"warning: {sink} logs nothing from now on: {reason} (logs/driver.log has the rest)"
                 )
@@ -251,7 +263,9 @@ def open_sinks(folder: RunFolder, config: Config, *, done: int = 0) -> list[Sink
         open_sink = partial(TensorBoardSink, folder.tensorboard_path, done)
         sinks.append(ThreadedSink("TensorBoardSink", open_sink))
     if run.wandb_project:
-        sinks.append(ThreadedSink("WandbSink", partial(WandbSink, run, folder.path, parameters)))
+        open_sink = partial(WandbSink, run, folder.path, parameters)
+        sinks.append(ThreadedSink("WandbSink", open_sink))
     if run.mlflow_tracking_uri:
-        sinks.append(ThreadedSink("MlflowSink", partial(MlflowSink, run, folder.path, parameters)))
+        open_sink = partial(MlflowSink, run, folder.path, parameters)
+        sinks.append(ThreadedSink("MlflowSink", open_sink))
     return sinks

@@ -1,7 +1,7 @@
-"""What one step of the loop measured, as metric values: pure, from the types of the pipeline.
+"""The metrics of one step of the loop, from the types of the pipeline. Pure.
 
-Names: `rollout/` what was sampled, `sync/` the weight update, `time/` seconds per phase. The trainer makes
-its own (`train/`), and so does the buffer (`buffer/`)."""
+`rollout/` is what was sampled, `sync/` the weight update, `time/` the seconds per phase. The trainer makes
+the metrics below `train/`, the buffer those below `buffer/`."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +39,8 @@ def _reward_metrics(taken: TakenBatch, rollouts: Sequence[RolloutSummary]) -> di
     rewards = [rollout.reward for rollout in rollouts]
     group_deviations: list[float] = []
     for group in taken.groups:
-        group_deviations.append(_deviation([rollout.reward for rollout in group.rollouts_G]))
+        group_rewards = [rollout.reward for rollout in group.rollouts_G]
+        group_deviations.append(_deviation(group_rewards))
     return {
         "reward_mean": _mean(rewards),
         "reward_std": Mean(_deviation(rewards)),
@@ -52,12 +53,14 @@ def _reward_metrics(taken: TakenBatch, rollouts: Sequence[RolloutSummary]) -> di
 
 
 def _length_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
+    num_turns = [rollout.num_turns for rollout in rollouts]
     sampled = [rollout.sampled_tokens for rollout in rollouts]
+    is_truncated = [float(rollout.truncated) for rollout in rollouts]
     return {
-        "turns": _mean([rollout.num_turns for rollout in rollouts]),
+        "turns": _mean(num_turns),
         "response_length": _mean(sampled),
         "response_length_max": Max(float(max(sampled, default=0))),
-        "truncated_share": _mean([float(rollout.truncated) for rollout in rollouts]),
+        "truncated_share": _mean(is_truncated),
         "cached_fraction": _ratio((r.cached_tokens, r.prompt_tokens) for r in rollouts),
         "later_cached_fraction": _ratio((r.later_cached_tokens, r.later_prompt_tokens) for r in rollouts),
         "delivered_fraction": _ratio((r.delivered_tokens, r.sampled_tokens) for r in rollouts),
@@ -69,22 +72,34 @@ def _length_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
 
 def _staleness_metrics(taken: TakenBatch, rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
     staleness = [float(taken.version - rollout.oldest_version) for rollout in rollouts]
+    seconds = [rollout.finished_at - rollout.started_at for rollout in rollouts]
+    num_forks = sum(rollout.forks for rollout in rollouts)
     return {
-        "forks": Sum(sum(rollout.forks for rollout in rollouts)),
+        "forks": Sum(num_forks),
         "staleness_mean": _mean(staleness),
         "staleness_max": Max(max(staleness, default=0.0)),
-        "seconds_mean": _mean([rollout.finished_at - rollout.started_at for rollout in rollouts]),
+        "seconds_mean": _mean(seconds),
     }
 
 
 def _named_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
     """Metrics whose names come from the rollouts: failures, the gateway's counts, reward components."""
+    failures: set[str] = set()
+    count_names: set[str] = set()
+    component_names: set[str] = set()
+    for rollout in rollouts:
+        if rollout.failure:
+            failures.add(rollout.failure)
+        count_names.update(rollout.counts)
+        component_names.update(rollout.reward_components)
     metrics: dict[str, Metric] = {}
-    for reason in sorted({rollout.failure for rollout in rollouts if rollout.failure}):
-        metrics[f"failed_share/{reason}"] = _mean([float(rollout.failure == reason) for rollout in rollouts])
-    for name in sorted({name for rollout in rollouts for name in rollout.counts}):
-        metrics[name] = Sum(sum(rollout.counts.get(name, 0) for rollout in rollouts))
-    for name in sorted({name for rollout in rollouts for name in rollout.reward_components}):
+    for reason in sorted(failures):
+        has_failed = [float(rollout.failure == reason) for rollout in rollouts]
+        metrics[f"failed_share/{reason}"] = _mean(has_failed)
+    for name in sorted(count_names):
+        counts = [rollout.counts.get(name, 0) for rollout in rollouts]
+        metrics[name] = Sum(sum(counts))
+    for name in sorted(component_names):
         values: list[float] = []
         for rollout in rollouts:
             if name in rollout.reward_components:
@@ -113,8 +128,8 @@ def _deviation(values: Sequence[float]) -> float:
 
 def reply_metrics(batch: TrainBatch) -> dict[str, Metric]:
     """How many of the batch's rollouts sampled different tokens, over all of its tasks: as many as there are
-    rollouts if each says something of its own, 1 if the policy has collapsed to one reply. Only trained
-    tokens count, which is all that a rollout sampled except for replies that its client never got."""
+    rollouts if no two are equal, 1 if the policy has collapsed to one reply. Only trained tokens count, which
+    is all that a rollout sampled except for replies that its client never got."""
     replies: dict[str, list[bytes]] = {}
     for sample in batch.samples:
         trained_T = sample.tokens_T[sample.loss_mask_T]
@@ -124,7 +139,7 @@ def reply_metrics(batch: TrainBatch) -> dict[str, Metric]:
 
 
 def update_metrics(update: WeightUpdate) -> dict[str, Metric]:
-    """The weight update: bytes, seconds per phase, how long generation was paused, the canary."""
+    """The weight update: version, bytes, gaps of the canary, seconds per phase and of the pause."""
     metrics: dict[str, Metric] = {
         "version": Max(float(update.version)),
         "bytes": Sum(float(update.num_bytes)),
@@ -149,8 +164,9 @@ def time_metrics(seconds: Mapping[str, float], taken: TakenBatch, trained_tokens
     if rollouts:
         first_start = min(rollout.started_at for rollout in rollouts)
         last_finish = max(rollout.finished_at for rollout in rollouts)
+        duration_s = max(last_finish - first_start, 1e-9)
         sampled_tokens = sum(rollout.sampled_tokens for rollout in rollouts)
-        metrics["rollout_tokens_per_s"] = Mean(sampled_tokens, max(last_finish - first_start, 1e-9))
+        metrics["rollout_tokens_per_s"] = Mean(sampled_tokens, duration_s)
     if seconds.get("train"):
         metrics["train_tokens_per_s"] = Mean(trained_tokens, seconds["train"])
     return metrics

@@ -69,7 +69,8 @@ def map_arena(path: str, layout: WeightLayout, *, writable: bool = False) -> tup
         for offset, spec in zip(offsets, layout, strict=True):
             start = slot_start + offset
             raw_bytes = memory[start : start + num_bytes(spec)]
-            views[spec.name] = raw_bytes.view(getattr(torch, spec.dtype)).view(spec.shape)
+            dtype: torch.dtype = getattr(torch, spec.dtype)
+            views[spec.name] = raw_bytes.view(dtype).view(spec.shape)
         return views
 
     return slot(0), slot(slot_bytes)
@@ -95,7 +96,9 @@ class ArenaWriter:
 
     def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
         """Write each tensor of the layout once, in any order, from any device. Raises LayoutError."""
-        slot = self._slot if version == self._version else 1 - self._slot
+        slot = 1 - self._slot
+        if version == self._version:  # a failed update is tried again
+            slot = self._slot
         views = self._slots[slot]
         checksums: dict[str, str] = {}
         for name, tensor in tensors:
@@ -105,10 +108,9 @@ class ArenaWriter:
             if name in checksums:
                 raise LayoutError(f"{name}: staged twice")
             if view.shape != tensor.shape or view.dtype != tensor.dtype:
-                raise LayoutError(
-                    f"{name}: {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"the layout says {view.dtype} {tuple(view.shape)}"
-                )
+                staged = f"{tensor.dtype} {tuple(tensor.shape)}"
+                wanted = f"{view.dtype} {tuple(view.shape)}"
+                raise LayoutError(f"{name}: {staged}, the layout says {wanted}")
             view.copy_(tensor.detach())
             checksums[name] = checksum(view)
         missing = [name for name in views if name not in checksums]
@@ -116,7 +118,8 @@ class ArenaWriter:
             raise LayoutError(f"{len(missing)} tensors were not staged, {missing[0]} among them")
         self._slot = slot
         self._version = version
-        handle = ArenaHandle(path=self._path, inode=os.stat(self._path).st_ino, slot=slot)
+        inode = os.stat(self._path).st_ino
+        handle = ArenaHandle(path=self._path, inode=inode, slot=slot)
         return StagedWeights(
             version=version,
             handle=msgspec.json.encode(handle).decode(),

@@ -32,7 +32,9 @@ class BucketSender:
 
     def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
         """As `ArenaWriter.stage`. Raises LayoutError."""
-        tensors_by_name = {name: tensor.detach() for name, tensor in tensors}
+        tensors_by_name: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            tensors_by_name[name] = tensor.detach()
         specs = [spec_of(name, tensor) for name, tensor in tensors_by_name.items()]
         if _by_name(specs) != _by_name(self._layout):
             raise LayoutError("the tensors to stage are not those of the layout")
@@ -40,11 +42,13 @@ class BucketSender:
         self._buckets[version] = []
         payloads: list[str] = []
         for names in self._bucket_names():
-            payloads.append(self._serialise_bucket(version, tensors_by_name, names))
+            payload = self._serialise_bucket(version, tensors_by_name, names)
+            payloads.append(payload)
+        checksums = {name: checksum(tensor) for name, tensor in tensors_by_name.items()}
         return StagedWeights(
             version=version,
             handle=json.dumps(payloads),
-            checksums={name: checksum(tensor) for name, tensor in tensors_by_name.items()},
+            checksums=checksums,
             num_bytes=sum(num_bytes(spec) for spec in self._layout),
         )
 

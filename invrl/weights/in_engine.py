@@ -28,7 +28,10 @@ from invrl.weights.tensor_spec import checksum
 if TYPE_CHECKING:
     import torch
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 """Engine parameters that hold the rows of several checkpoint tensors, in this order; weights and biases."""
 _PADDED = ("embed_tokens.weight", "lm_head.weight")
 """SGLang pads the vocabulary. The rows beyond it belong to no token."""
@@ -66,8 +69,9 @@ def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) 
             spec = unplaced.pop(part, None)
             if spec is None:
                 raise LayoutError(f"{part}: not in the layout, so the engine's {name} is not covered")
-            num_rows = spec.shape[0] if spec.shape else 0
-            end_row = first_row + num_rows
+            end_row = first_row
+            if spec.shape:
+                end_row += spec.shape[0]
             _check_fits(spec, name, parameter, first_row, end_row)
             places[part] = parameter.data[first_row:end_row]
             first_row = end_row
@@ -75,7 +79,8 @@ def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) 
         if first_row != parameter.shape[0] and not is_padded:
             raise LayoutError(f"{name}: the layout gives {first_row} of its {parameter.shape[0]} rows")
     if unplaced:
-        raise LayoutError(f"{next(iter(unplaced))}: the engine has no such weight")
+        first_name = next(iter(unplaced))
+        raise LayoutError(f"{first_name}: the engine has no such weight")
     return places
 
 
@@ -96,11 +101,9 @@ def _check_fits(spec: TensorSpec, name: str, parameter: torch.Tensor, first_row:
         and str(parameter.dtype) == f"torch.{spec.dtype}"
     )
     if not fits:
-        parameter_dtype = str(parameter.dtype).removeprefix("torch.")
-        raise LayoutError(
-            f"{spec.name}: {spec.dtype} {spec.shape} does not fit rows {first_row}:{end_row} of the engine's "
-            f"{name}, {parameter_dtype} {tuple(parameter.shape)}"
-        )
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        rows = f"rows {first_row}:{end_row} of the engine's {name}, {dtype} {tuple(parameter.shape)}"
+        raise LayoutError(f"{spec.name}: {spec.dtype} {spec.shape} does not fit {rows}")
 
 
 @lru_cache(maxsize=1)
@@ -111,15 +114,19 @@ def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> Sequence[Mapping[s
 
 
 def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
-    places = plan(dict(model.named_parameters()), request.tensors)
-    if request.arena is not None:
-        slots = _mapped(structs.replace(request.arena, slot=0), request.tensors)
-        views = slots[request.arena.slot]
+    parameters = dict(model.named_parameters())
+    places = plan(parameters, request.tensors)
+    arena = request.arena
+    if arena is not None:
+        first_slot = structs.replace(arena, slot=0)  # both slots share one mapping
+        slots = _mapped(first_slot, request.tensors)
+        views = slots[arena.slot]
         for name, place in places.items():
             place.copy_(views[name])
-    if request.digest:
-        return LoaderReply(checksums={name: checksum(place) for name, place in places.items()})
-    return LoaderReply()
+    if not request.digest:
+        return LoaderReply()
+    checksums = {name: checksum(place) for name, place in places.items()}
+    return LoaderReply(checksums=checksums)
 
 
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -131,10 +138,13 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
     try:
         reply = _answer(model, request)
     except Exception as error:
-        text = str(error) if isinstance(error, InvrlError) else repr(error)
+        text = repr(error)
+        if isinstance(error, InvrlError):
+            text = str(error)
         reply = LoaderReply(error=text, error_is_layout=isinstance(error, LayoutError))
+    body = msgspec.json.encode(reply)
     with contextlib.suppress(OSError):
-        Path(request.reply_path).write_bytes(msgspec.json.encode(reply))
+        Path(request.reply_path).write_bytes(body)
 
 
 def read_reply(path: str) -> LoaderReply:
@@ -143,7 +153,8 @@ def read_reply(path: str) -> LoaderReply:
     Raises LayoutError or WeightSyncError with the engine's own error, WeightSyncError if there is no reply.
     """
     try:
-        reply = msgspec.json.decode(Path(path).read_bytes(), type=LoaderReply)
+        body = Path(path).read_bytes()
+        reply = msgspec.json.decode(body, type=LoaderReply)
     except (OSError, msgspec.DecodeError) as error:
         raise WeightSyncError(f"the engine's weight loader left no reply: {error}") from error
     if reply.error and reply.error_is_layout:

@@ -1,4 +1,4 @@
-"""A tensor's name, shape, dtype, size and checksum: the terms in which every weight transport speaks.
+"""A tensor's name, shape, dtype, size and checksum: what every weight transport needs to know of it.
 
 Imports torch only where tensors are touched.
 """
@@ -31,5 +31,6 @@ def checksum(tensor: torch.Tensor) -> str:
     import torch
     import xxhash
 
-    raw_bytes = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(raw_bytes.numpy().data)
+    flat = tensor.detach().contiguous().cpu().view(-1)
+    raw_bytes = flat.view(torch.uint8).numpy()
+    return xxhash.xxh3_64_hexdigest(raw_bytes.data)

@@ -50,8 +50,8 @@ class CanaryBound:
     def for_dtypes(cls, *dtypes: str) -> CanaryBound:
         """The coarsest dtype of engine and trainer decides.
 
-        fp32 against fp32 differs by 1e-5; bf16 by a few hundredths on average and far more on single unlikely
-        tokens, so its mean is what tells.
+        fp32 against fp32 differs by 1e-5. bf16 differs by a few hundredths on average and far more on single
+        unlikely tokens, so for bf16 the mean is the bound that matters.
         """
         if all(dtype == "float32" for dtype in dtypes):
             return cls(max_gap=1e-3, mean_gap=1e-3)
@@ -90,8 +90,9 @@ class WeightTransaction:
         Raises LayoutError, ChecksumError, CanaryError or another WeightSyncError. After all of them but
         CanaryError every engine that is not in `unrestored` serves the old version.
         """
-        update = _Update(receivers=tuple(await self.receivers()), deadline_s=self.deadline_s)
-        if not update.receivers:
+        receivers = await self.receivers()
+        update = _Update(receivers=tuple(receivers), deadline_s=self.deadline_s)
+        if not receivers:
             raise WeightSyncError("the fleet has no engine to update")
         layout, staged = await self._stage(update, version)
         try:
@@ -110,7 +111,8 @@ class WeightTransaction:
             raise
         self.committed = Committed(staged=staged, layout=layout)
         # Shielded from cancellation: an engine that stays paused would block its agents for ever.
-        await asyncio.shield(asyncio.ensure_future(self._resume_committed(update)))
+        resuming = asyncio.ensure_future(self._resume_committed(update))
+        await asyncio.shield(resuming)
         max_gap, mean_gap = await self._check_canary(update)
         return WeightUpdate(
             version=version,
@@ -137,14 +139,15 @@ class WeightTransaction:
                 await load_verified(engine, staged)
                 await engine.commit(staged.version)
                 if committed.canary is not None:
-                    served = np.concatenate(await engine.logprobs(self.canary_prompts))
-                    self._check_gap(engine.name, served - committed.canary, staged.version)
+                    served = await engine.logprobs(self.canary_prompts)
+                    difference = np.concatenate(served) - committed.canary
+                    self._check_gap(engine.name, difference, staged.version)
         except TimeoutError:
             reason = f"{engine.name} did not take the fleet's version within {self.deadline_s:g} s"
             raise WeightSyncError(reason, engine=engine.name) from None
 
     async def _stage(self, update: _Update, version: WeightVersion) -> tuple[WeightLayout, StagedWeights]:
-        """Generation goes on meanwhile. No engine has been touched, so an error needs no undoing."""
+        """Generation continues meanwhile. No engine has been touched, so an error needs no undoing."""
         try:
             with timed(update.seconds, "stage"):
                 async with asyncio.timeout(self.deadline_s):
@@ -180,16 +183,19 @@ class WeightTransaction:
         served: dict[str, NDArray[np.float32]] = {}
 
         async def ask(engine: WeightReceiver) -> None:
-            served[engine.name] = np.concatenate(await engine.logprobs(self.canary_prompts))
+            logprobs = await engine.logprobs(self.canary_prompts)
+            served[engine.name] = np.concatenate(logprobs)
 
         with timed(update.seconds, "canary"):
-            expected = np.concatenate(await self.sender.logprobs(self.canary_prompts))
+            trained = await self.sender.logprobs(self.canary_prompts)
+        expected = np.concatenate(trained)
         await update.try_each("canary", ask)
         update.raise_if_all_lost()
         max_gaps: list[float] = []
         mean_gaps: list[float] = []
         for name, logprobs in served.items():
-            max_gap, mean_gap = self._check_gap(name, logprobs - expected, committed.staged.version)
+            difference = logprobs - expected
+            max_gap, mean_gap = self._check_gap(name, difference, committed.staged.version)
             max_gaps.append(max_gap)
             mean_gaps.append(mean_gap)
         self.committed = replace(committed, canary=expected)
@@ -242,7 +248,8 @@ class _Update:
 
     async def try_each(self, phase: Phase, call: Call) -> None:
         """As `call_each`, but an engine that fails is lost even if every engine fails."""
-        self._lose(phase, await self._call_side_by_side(phase, self._remaining(), call))
+        failures = await self._call_side_by_side(phase, self._remaining(), call)
+        self._lose(phase, failures)
 
     def raise_if_all_lost(self) -> None:
         if len(self.lost) == len(self.receivers):
@@ -251,7 +258,8 @@ class _Update:
             raise WeightSyncError(reason, engine=name, unrestored=tuple(self.lost))
 
     def _error_of_all(self, phase: Phase, failures: Mapping[str, Exception]) -> WeightSyncError:
-        """The first failure, as an error of its own class where that says more than WeightSyncError."""
+        """The error for a phase that failed on every engine: the first failure, with its class if that says
+        more than WeightSyncError."""
         name, *other_names = failures
         error = failures[name]
         message = f"{name} failed in phase {phase}: {error}"
@@ -291,11 +299,11 @@ class _Update:
 
         with timed(self.seconds, phase):
             errors = await asyncio.gather(*(failure_of(receiver) for receiver in receivers))
-        return {
-            receiver.name: error
-            for receiver, error in zip(receivers, errors, strict=True)
-            if error is not None
-        }
+        failures: dict[str, Exception] = {}
+        for receiver, error in zip(receivers, errors, strict=True):
+            if error is not None:
+                failures[receiver.name] = error
+        return failures
 
 
 async def load_verified(receiver: WeightReceiver, staged: StagedWeights) -> None:
