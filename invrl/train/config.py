@@ -30,11 +30,6 @@ class TrainConfig(Section):
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm bound; 0: none")
     max_tokens_per_microbatch: PositiveInt = Field(4096, description="packed tokens of one micro-batch")
-    max_trained_tokens_per_microbatch: PositiveInt = Field(
-        4096,
-        description="rows of logits in memory at once: a micro-batch's trained tokens, equal prefixes once; "
-        "a row with more of them is projected in parts",
-    )
     share_prefixes: bool = Field(
         True, description="compute a prefix shared by rows of a micro-batch once (exact; with our attention)"
     )

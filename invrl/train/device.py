@@ -47,6 +47,12 @@ def attention_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if on_cuda() else torch.float32
 
 
+def logit_block_bytes() -> int:
+    """Float32 logits that are computed at once (`logprobs.py`): on CPU about what stays in a core's cache, on
+    a GPU enough to make the cost of its kernel launches negligible."""
+    return 256 << 20 if on_cuda() else 8 << 20
+
+
 @functools.cache
 def prepare() -> None:
     """Idempotent. Call it before Megatron is imported."""

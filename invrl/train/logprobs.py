@@ -1,161 +1,281 @@
-"""Log-probs and entropies of chosen tokens under temperature, without a float32 copy of the logits.
+"""Log-probs and entropies of chosen tokens from hidden states: vocabulary projection and softmax in one.
+
+The logits of a micro-batch never exist as a whole, neither forward nor backward. The vocabulary is worked on
+in blocks: a block of logits is projected, added to each row's running softmax, and thrown away. The backward
+pass projects the block again. Some blocks are kept for it, at most half of them and `_KEPT_BYTES`, because
+projecting again is a third more work. So memory does not grow with the vocabulary, apart from the weight
+and its gradient.
 
 A row of logits may predict several tokens, because rollouts that begin alike share it. Axes: U rows of
-logits, N tokens, V the vocabulary, H the hidden size, M rows of logits under a grammar.
+logits, N tokens, V the vocabulary (or this rank's shard of it), H the hidden size, M rows of logits under a
+grammar, W the tokens of one block.
 
-On CUDA the gradient is not the same to the last bit each time: the terms of tokens that share a row of logits
-are added (`index_add_`) in whatever order the GPU comes to them. On CPU their order is fixed.
+On CUDA the gradient is not the same to the last bit each time, unless torch's deterministic algorithms are
+on: the terms of tokens that share a row of logits are added (`index_add_`) in whatever order the GPU comes to
+them. On CPU their order is fixed.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from invrl.train.micro_batch import Projection
+from invrl.train import device
+from invrl.train.micro_batch import MicroBatch
 
-CHUNK_BYTES = 8 << 20
-"""Float32 logits that are worked on at a time: about what stays in a core's cache, and enough to make the
-cost of a kernel launch negligible."""
 _FLOOR = -1e30
-"""The logit of a token that cannot be sampled. Its exp is 0, and 0 times it is 0, unlike with infinity."""
+"""The logit of a token that cannot be sampled, and the maximum of no logits. Its exp is 0, and 0 times it is
+0, unlike with infinity."""
+_KEPT_BYTES = 128 << 20
+"""Most logits that a forward pass keeps for its backward pass."""
+_MIN_BLOCK_TOKENS = 512
+"""A block of fewer tokens would multiply matrices too narrow to be fast."""
 
 
 def projected_logprobs(
-    hidden_UH: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], parts: Sequence[Projection]
+    hidden_UH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    micro_batch: MicroBatch,
+    *,
+    start: int = 0,
+    group: ProcessGroup | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies (as `token_logprobs`) of a micro-batch's wanted tokens, in their order.
+    """Log-probs of the micro-batch's wanted tokens, and the entropies in nats (without gradient) of the
+    distributions that they were drawn from; float32 [N] each.
 
-    `project` gives the logits [U, V] of rows of `hidden_UH`. The logits of one part at a time are in memory:
-    with more than one part, each part is projected again in the backward pass instead of being kept, which is
-    a third more work per logit.
+    The logits are hidden_UH @ weight_VH.T in the dtype of both; what follows is computed in float32 (in
+    float64 for float64). `softcap` c makes a logit x into c * tanh(x / c). Then logits are divided by the
+    row's temperature, and the tokens that a grammar excludes are removed: their probability and gradient
+    are 0.
+
+    Under tensor parallelism `weight_VH` is this rank's shard of the vocabulary, the tokens
+    [start, start + V), and `group` are the ranks that hold the others. All of them call this with equal
+    `hidden_UH` and get equal results. The gradient of `weight_VH` is whole; that of `hidden_UH` is this
+    shard's part of a sum over the group, so the caller's `hidden_UH` must come from an operation whose
+    backward pass adds these up.
     """
-    if len(parts) == 1:
-        return _part_logprobs(project, parts[0], hidden_UH)
-    logprobs: list[torch.Tensor] = []
-    entropies: list[torch.Tensor] = []
-    part_sizes = [len(part.temperature_U) for part in parts]
-    for part, part_UH in zip(parts, hidden_UH.split(part_sizes), strict=True):
-        compute_part = partial(_part_logprobs, project, part)
-        logprobs_N, entropy_N = checkpoint(
-            compute_part, part_UH, use_reentrant=False, preserve_rng_state=False
+    wanted = _Wanted.of(micro_batch, hidden_UH, start=start, vocab_size=len(weight_VH), softcap=softcap)
+    return _ProjectedLogprobs.apply(hidden_UH, weight_VH, wanted, group)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Wanted:
+    """What is asked of the logits, on their device. Tokens S are those of the N whose target is in this
+    shard, ascending by target."""
+
+    temperature_U: torch.Tensor
+    row_N: torch.Tensor
+    """Row of logits that predicts each token."""
+    token_S: torch.Tensor
+    """Indices among the N tokens."""
+    row_S: torch.Tensor
+    target_S: torch.Tensor
+    """Targets, as indices into the shard."""
+    restricted_M: torch.Tensor
+    allowed_MW: torch.Tensor
+    start: int
+    softcap: float | None
+    blocks: tuple["_Block", ...]
+    num_kept: int
+    """Of so many blocks, the first ones, the logits are kept for the backward pass."""
+
+    @staticmethod
+    def of(
+        micro_batch: MicroBatch,
+        hidden_UH: torch.Tensor,
+        *,
+        start: int,
+        vocab_size: int,
+        softcap: float | None,
+    ) -> "_Wanted":
+        target = hidden_UH.device
+        targets_N = micro_batch.targets_N - start
+        order_N = targets_N.argsort(kind="stable")
+        first, last = targets_N[order_N].searchsorted((0, vocab_size)).tolist()
+        token_S = order_N[first:last]
+        num_rows = max(1, len(hidden_UH))
+        width = max(_MIN_BLOCK_TOKENS, device.logit_block_bytes() // (4 * num_rows))
+        bounds = [*range(0, vocab_size, width), vocab_size]
+        token_bounds = targets_N[token_S].searchsorted(bounds).tolist()
+        blocks: list[_Block] = []
+        for index in range(len(bounds) - 1):
+            vocabulary = slice(bounds[index], bounds[index + 1])
+            blocks.append(_Block(vocabulary, slice(token_bounds[index], token_bounds[index + 1])))
+        return _Wanted(
+            temperature_U=torch.from_numpy(micro_batch.temperature_U).to(target, _work_dtype(hidden_UH)),
+            row_N=torch.from_numpy(micro_batch.projection_N).to(target),
+            token_S=torch.from_numpy(token_S).to(target),
+            row_S=torch.from_numpy(micro_batch.projection_N[token_S]).to(target),
+            target_S=torch.from_numpy(targets_N[token_S]).to(target),
+            restricted_M=torch.from_numpy(micro_batch.restricted_M).to(target),
+            allowed_MW=torch.from_numpy(micro_batch.allowed_MW).to(target),
+            start=start,
+            softcap=softcap,
+            blocks=tuple(blocks),
+            num_kept=min(len(blocks) // 2, _KEPT_BYTES // (hidden_UH.itemsize * num_rows * width)),
         )
-        logprobs.append(logprobs_N)
-        entropies.append(entropy_N)
-    # The parts hold the wanted tokens in another order; this is the way back.
-    order_N = np.concatenate([part.tokens_N for part in parts]).argsort()
-    place_N = torch.from_numpy(order_N).to(hidden_UH.device)
-    return torch.cat(logprobs)[place_N], torch.cat(entropies)[place_N]
+
+    def places(self, block: "_Block") -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column, in the block's logits, of each of the block's tokens."""
+        return self.row_S[block.tokens], self.target_S[block.tokens] - block.vocabulary.start
+
+    def capped(self, projected_UW: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
+        """A block's logits after the soft cap, to be written over: a copy if the block is kept."""
+        logits_UW = projected_UW.to(self.temperature_U.dtype, copy=is_kept)
+        if self.softcap is not None:
+            logits_UW.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_UW
+
+    def scale_and_restrict(self, logits_UW: torch.Tensor, block: "_Block") -> None:
+        """Temperature and grammar, in place."""
+        logits_UW.div_(self.temperature_U[:, None])
+        if len(self.restricted_M) == 0:
+            return
+        first = self.start + block.vocabulary.start
+        token_W = torch.arange(first, first + logits_UW.shape[1], device=logits_UW.device)
+        bytes_MW = self.allowed_MW[:, token_W // 8]
+        is_allowed_MW = bytes_MW.bitwise_right_shift((token_W % 8).to(torch.uint8)).bitwise_and(1).bool()
+        logits_UW[self.restricted_M] = logits_UW[self.restricted_M].masked_fill(~is_allowed_MW, _FLOOR)
 
 
-def _part_logprobs(
-    project: Callable[[torch.Tensor], torch.Tensor], part: Projection, hidden_UH: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    device = hidden_UH.device
-    logits_UV = project(hidden_UH)
-    if len(part.restricted_M):
-        restrict_vocabulary(
-            logits_UV,
-            torch.from_numpy(part.restricted_M).to(device),
-            torch.from_numpy(part.allowed_MW).to(device),
-        )
-    return token_logprobs(
-        logits_UV,
-        torch.from_numpy(part.row_N).to(device),
-        torch.from_numpy(part.targets_N).to(device),
-        torch.from_numpy(part.temperature_U).to(device),
-    )
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Tokens of the shard that are projected at once, and which of the S wanted tokens are among them."""
+
+    vocabulary: slice
+    tokens: slice
 
 
-def token_logprobs(
-    logits_UV: torch.Tensor, row_N: torch.Tensor, targets_N: torch.Tensor, temperature_U: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each token: log softmax(logits / temperature) of row `row_N` at the target, and the entropy of that
-    distribution in nats (without gradient); float32 [N] each.
+@dataclass(slots=True, eq=False)
+class _Softmax:
+    """The softmax of each row over the blocks seen so far, float32 [U] each. Sums count from the row's
+    maximum, which keeps them exact where the logits are large."""
 
-    Computed in float32 whatever dtype the logits have. The backward pass writes the gradient over
-    `logits_UV`, so nothing else may use the logits.
-    """
-    return _TokenLogprobs.apply(logits_UV, row_N, targets_N, temperature_U)  # pyright: ignore[reportReturnType]
+    max_U: torch.Tensor
+    exp_U: torch.Tensor
+    """Sum of exp(logit - max)."""
+    weighted_U: torch.Tensor
+    """Sum of exp(logit - max) (logit - max)."""
+
+    def add(self, logits_UW: torch.Tensor) -> None:
+        """Adds a block."""
+        # One fused kernel. The largest probability is 1 / sum of exp(logit - max).
+        probability_UW = logits_UW.softmax(dim=1)
+        max_U = logits_UW.amax(dim=1)
+        exp_U = probability_UW.amax(dim=1).reciprocal()
+        mean_U = torch.linalg.vecdot(probability_UW, logits_UW)
+        block = _Softmax(max_U=max_U, exp_U=exp_U, weighted_U=exp_U * (mean_U - max_U))
+        highest_U = torch.maximum(self.max_U, max_U)
+        self.count_from(highest_U)
+        block.count_from(highest_U)
+        self.exp_U = self.exp_U + block.exp_U
+        self.weighted_U = self.weighted_U + block.weighted_U
+
+    def count_from(self, max_U: torch.Tensor) -> None:
+        """Counts from another maximum, at least as large."""
+        fall_U = self.max_U - max_U
+        factor_U = fall_U.exp()
+        self.weighted_U = factor_U * (self.weighted_U + self.exp_U * fall_U)
+        self.exp_U = factor_U * self.exp_U
+        self.max_U = max_U
+
+    def reduce(self, picked_N: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        """Makes this the softmax over the shards of all ranks; returns the picked logits, each from the rank
+        that has it (on the others it is 0)."""
+        max_U = self.max_U.clone()
+        all_reduce(max_U, ReduceOp.MAX, group)
+        self.count_from(max_U)
+        parts = (self.exp_U, self.weighted_U, picked_N)
+        summed = torch.cat(parts)
+        all_reduce(summed, ReduceOp.SUM, group)
+        self.exp_U, self.weighted_U, picked_N = summed.split([len(part) for part in parts])
+        return picked_N
+
+    def logsum(self) -> torch.Tensor:
+        """Log of the sum of exp(logit)."""
+        return self.max_U + self.exp_U.log()
+
+    def entropy(self) -> torch.Tensor:
+        return self.exp_U.log() - self.weighted_U / self.exp_U
 
 
-@torch.no_grad()
-def restrict_vocabulary(
-    logits_UV: torch.Tensor, restricted_M: torch.Tensor, allowed_MW: torch.Tensor
-) -> None:
-    """Removes, in place, every token that is not allowed from the rows `restricted_M`.
-
-    The probability of a removed token is 0, and so is the gradient that `token_logprobs` gives it.
-    `allowed_MW`: uint8, one bit per token, the lowest bit first.
-    """
-    floor = max(_FLOOR, torch.finfo(logits_UV.dtype).min / 4)
-    vocab_size = logits_UV.shape[1]
-    bit_numbers = torch.arange(8, dtype=torch.uint8, device=logits_UV.device)
-    for chunk in _chunks(logits_UV[: len(restricted_M)]):
-        bits = allowed_MW[chunk, :, None].bitwise_right_shift(bit_numbers).bitwise_and(1)
-        is_allowed = bits.flatten(1)[:, :vocab_size].bool()
-        rows = restricted_M[chunk]
-        logits_UV[rows] = logits_UV[rows].masked_fill(~is_allowed, floor)
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """Works on chunks of rows, so that only a chunk of the logits exists in float32."""
-
+class _ProjectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits_UV: torch.Tensor,
-        row_N: torch.Tensor,
-        targets_N: torch.Tensor,
-        temperature_U: torch.Tensor,
+        hidden_UH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        wanted: _Wanted,
+        group: ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logsum_U = torch.empty(len(logits_UV), dtype=torch.float32, device=logits_UV.device)
-        entropy_U = torch.empty_like(logsum_U)
-        for rows in _chunks(logits_UV):
-            scaled = logits_UV[rows].float() / temperature_U[rows, None]
-            logsum_U[rows] = scaled.logsumexp(dim=1)
-            scaled -= logsum_U[rows, None]  # these are log-probs now
-            entropy_U[rows] = -torch.linalg.vecdot(scaled.exp(), scaled)
-        picked_N = logits_UV[row_N, targets_N].float() / temperature_U[row_N]
-        logprobs_N = picked_N - logsum_U[row_N]
-        entropy_N = entropy_U[row_N]
-        ctx.save_for_backward(logits_UV, row_N, targets_N, temperature_U, logsum_U)
+        zeros_U = torch.zeros_like(wanted.temperature_U)
+        softmax = _Softmax(max_U=zeros_U + _FLOOR, exp_U=zeros_U, weighted_U=zeros_U)
+        picked_N = zeros_U.new_zeros(len(wanted.row_N))
+        num_kept = wanted.num_kept if any(ctx.needs_input_grad) else 0
+        kept: list[torch.Tensor] = []
+        for index, block in enumerate(wanted.blocks):
+            projected_UW = _project(hidden_UH, weight_VH, block)
+            if index < num_kept:
+                kept.append(projected_UW)
+            logits_UW = wanted.capped(projected_UW, is_kept=index < num_kept)
+            wanted.scale_and_restrict(logits_UW, block)
+            picked_N[wanted.token_S[block.tokens]] = logits_UW[wanted.places(block)]
+            softmax.add(logits_UW)
+        if group is not None:
+            picked_N = softmax.reduce(picked_N, group)
+        logsum_U = softmax.logsum()
+        logprobs_N = picked_N - logsum_U[wanted.row_N]
+        entropy_N = softmax.entropy()[wanted.row_N]
+        ctx.save_for_backward(hidden_UH, weight_VH, logsum_U, *kept)
+        ctx.wanted = wanted
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """d logprob_n / d logits[u] = (onehot(target_n) - softmax(logits[u] / temperature)) / temperature,
-        summed over the tokens n of row u."""
-        logits_UV, row_N, targets_N, temperature_U, logsum_U = ctx.saved_tensors
-        num_rows, vocab_size = logits_UV.shape
-        scale_N = grads[0] / temperature_U[row_N]
-        scale_U = torch.zeros_like(logsum_U).index_add_(0, row_N, scale_N)
-        # Sort the tokens by their rows, so that the tokens of a chunk are neighbours.
-        order_N = row_N.argsort(stable=True)
-        row_N = row_N[order_N]
-        targets_N = targets_N[order_N]
-        scale_N = scale_N[order_N]
-        chunks = _chunks(logits_UV)
-        chunk_bounds = torch.tensor([*(rows.start for rows in chunks), num_rows], device=row_N.device)
-        token_bounds = torch.searchsorted(row_N, chunk_bounds).tolist()
-        for index, rows in enumerate(chunks):
-            grad = logits_UV[rows].float()
-            grad /= temperature_U[rows, None]
-            grad -= logsum_U[rows, None]
-            grad.exp_().mul_(-scale_U[rows, None])
-            tokens = slice(token_bounds[index], token_bounds[index + 1])
-            flat_places = (row_N[tokens] - rows.start) * vocab_size + targets_N[tokens]
-            grad.view(-1).index_add_(0, flat_places, scale_N[tokens])
-            logits_UV[rows] = grad
-        return logits_UV, None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        """d logprob_n / d z[u] = onehot(target_n) - softmax(z[u]), summed over the tokens n of row u, where
+        z = logits / temperature."""
+        hidden_UH, weight_VH, logsum_U, *kept = ctx.saved_tensors
+        wanted: _Wanted = ctx.wanted
+        scale_N = grads[0] / wanted.temperature_U[wanted.row_N]
+        scale_U = torch.zeros_like(logsum_U).index_add_(0, wanted.row_N, scale_N)
+        scale_S = scale_N[wanted.token_S]
+        hidden_grad_UH = torch.zeros(hidden_UH.shape, dtype=logsum_U.dtype, device=logsum_U.device)
+        weight_grad_VH = torch.empty_like(weight_VH)
+        for index, block in enumerate(wanted.blocks):
+            is_kept = index < len(kept)
+            projected_UW = kept[index] if is_kept else _project(hidden_UH, weight_VH, block)
+            logits_UW = wanted.capped(projected_UW, is_kept=is_kept)
+            slope_UW = None
+            if wanted.softcap is not None:  # of c * tanh(x / c): 1 - tanh^2
+                slope_UW = 1 - (logits_UW / wanted.softcap).square()
+            wanted.scale_and_restrict(logits_UW, block)
+            grad_UW = logits_UW.sub_(logsum_U[:, None]).exp_().mul_(-scale_U[:, None])
+            row_S, column_S = wanted.places(block)
+            flat_places_S = row_S * grad_UW.shape[1] + column_S
+            grad_UW.view(-1).index_add_(0, flat_places_S, scale_S[block.tokens])
+            if slope_UW is not None:
+                grad_UW.mul_(slope_UW)
+            grad_UW = grad_UW.to(hidden_UH.dtype)
+            _add_product(hidden_grad_UH, grad_UW, weight_VH[block.vocabulary])
+            torch.mm(grad_UW.T, hidden_UH, out=weight_grad_VH[block.vocabulary])
+        return hidden_grad_UH.to(hidden_UH.dtype), weight_grad_VH, None, None
 
 
-def _chunks(logits_UV: torch.Tensor) -> list[slice]:
-    """Slices of rows of at most `CHUNK_BYTES` in float32 each, at least one row."""
-    num_rows, vocab_size = logits_UV.shape
-    chunk_rows = max(1, CHUNK_BYTES // (4 * vocab_size))
-    return [slice(start, min(num_rows, start + chunk_rows)) for start in range(0, num_rows, chunk_rows)]
+def _project(hidden_UH: torch.Tensor, weight_VH: torch.Tensor, block: _Block) -> torch.Tensor:
+    """The block's logits [U, W], in the dtype of the model."""
+    return torch.mm(hidden_UH, weight_VH[block.vocabulary].T)
+
+
+def _add_product(sum_UH: torch.Tensor, grad_UW: torch.Tensor, weight_WH: torch.Tensor) -> None:
+    """Adds grad @ weight in the dtype of the sum, which may be wider."""
+    if sum_UH.dtype == grad_UW.dtype:
+        sum_UH.addmm_(grad_UW, weight_WH)
+    else:
+        sum_UH += torch.mm(grad_UW, weight_WH)
+
+
+def _work_dtype(hidden_UH: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(hidden_UH.dtype, torch.float32)

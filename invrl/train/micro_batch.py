@@ -57,22 +57,6 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Projection:
-    """Rows of logits that are computed at once: U of the micro-batch's rows, and the N wanted tokens that
-    they predict. The arrays are those of `MicroBatch`, with indices into these rows."""
-
-    start: int
-    """Index of the first of the rows in the micro-batch; the others follow it."""
-    tokens_N: NDArray[np.int64]
-    """Indices of the wanted tokens in the micro-batch."""
-    row_N: NDArray[np.int64]
-    targets_N: NDArray[np.int64]
-    temperature_U: NDArray[np.float32]
-    restricted_M: NDArray[np.int64]
-    allowed_MW: NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
     """The packed tokens, the wanted tokens (row by row, in the order of `rows`), and the rows of logits that
     predict them."""
@@ -94,33 +78,6 @@ class MicroBatch:
     """Ids of the wanted tokens."""
     rows: tuple[tuple[int, NDArray[np.int64]], ...]
     """(index of the row, positions of its wanted tokens)."""
-
-    def projections(self, max_rows: int) -> list[Projection]:
-        """The rows of logits in parts of at most `max_rows`; at least one part."""
-        num_rows = len(self.project_U)
-        if num_rows <= max_rows:
-            tokens_by_part = [np.arange(len(self.targets_N))]
-        else:
-            order_N = self.projection_N.argsort(kind="stable")
-            starts = np.arange(max_rows, num_rows, max_rows)
-            bounds = np.searchsorted(self.projection_N[order_N], starts)
-            tokens_by_part = np.split(order_N, bounds)
-        parts: list[Projection] = []
-        for part_index, tokens_N in enumerate(tokens_by_part):
-            start = part_index * max_rows
-            end = min(start + max_rows, num_rows)
-            first, last = np.searchsorted(self.restricted_M, (start, end)).tolist()
-            part = Projection(
-                start=start,
-                tokens_N=tokens_N,
-                row_N=self.projection_N[tokens_N] - start,
-                targets_N=self.targets_N[tokens_N],
-                temperature_U=self.temperature_U[start:end],
-                restricted_M=self.restricted_M[first:last] - start,
-                allowed_MW=self.allowed_MW[first:last],
-            )
-            parts.append(part)
-        return parts
 
     def pick(self, arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
         """The values [N] of the wanted tokens, from one array [T] per row."""

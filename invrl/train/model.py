@@ -32,9 +32,6 @@ from invrl.train.weights import load_weights
 class PolicyModel(GPTModel):
     """A decoder that returns log-probs, not logits."""
 
-    max_logit_rows: int
-    """Most rows of logits that are in memory at once."""
-
     def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore
         """Log-probs and entropies of the wanted tokens, float32 [N] each."""
         target = device.device()
@@ -50,16 +47,16 @@ class PolicyModel(GPTModel):
             rotary_pos_emb=self._rotary(positions_P),
             packed_seq_params=PackedRow.of(micro_batch, target, attention_dtype),
         )
-        parts = micro_batch.projections(self.max_logit_rows)
-        return projected_logprobs(hidden.index_select(0, project_U), self._logits, parts)
+        hidden_UH = hidden.squeeze(1).index_select(0, project_U)
+        return projected_logprobs(hidden_UH, self._projection_weight(), micro_batch)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [U, vocabulary] of rows [U, 1, hidden]."""
-        weight = None
+    def _projection_weight(self) -> torch.Tensor:
+        """The weight [vocabulary, hidden] whose product with a hidden state is its logits."""
         if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
-        logits, _ = self.output_layer(hidden, weight=weight)
-        return logits.squeeze(1)
+            return self.shared_embedding_or_output_weight()
+        weight = self.output_layer.weight
+        assert weight is not None  # only a projection that is given its weight in each call has none
+        return weight
 
     def _rotary(self, positions_P: torch.Tensor) -> torch.Tensor:
         """Rotary angles [P, 1, 1, head_dim] of each token's own position."""
@@ -73,13 +70,10 @@ def build_model(
     folder: str | Path,
     dtype: torch.dtype,
     options: Mapping[str, Any],
-    *,
-    max_logit_rows: int,
 ) -> PolicyModel:
     """The model with the folder's weights, on this rank's device.
 
-    `options`: TransformerConfig fields that the user set, checked by `megatron_args`. `max_logit_rows`: most
-    rows of logits that may be in memory at once.
+    `options`: TransformerConfig fields that the user set, checked by `megatron_args`.
     """
     transformer = transformer_config(config, dtype, options)
     layer = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm")
@@ -100,7 +94,6 @@ def build_model(
         rope_scaling=config.rope_factor is not None,
         rope_scaling_factor=config.rope_factor or 1.0,
     )
-    model.max_logit_rows = max_logit_rows
     load_weights(model, config, folder)
     return model.to(device.device())
 

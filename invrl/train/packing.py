@@ -6,9 +6,8 @@ row before it. The rows that share their first token form a tree, and a token at
 ancestors, at its own depth, so the result is what each row alone would give. The last trained token of a row
 is only predicted; neither it nor the tokens after it are computed at all.
 
-Memory follows two numbers, and both are bounded: packed tokens (activations), and rows of logits, each as
-long as the vocabulary. One row of logits serves every trained token that comes after the same tokens at
-the same temperature. A single row that needs more rows of logits has them computed in parts. Pure numpy.
+Memory follows the number of packed tokens, which is bounded. One row of logits serves every trained token
+that comes after the same tokens at the same temperature. Pure numpy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,10 +25,8 @@ QUERY_CHUNK = 1024
 """Queries of one masked call: bounds the mask of a long branch."""
 
 
-def pack(
-    rows: Sequence[Row], *, max_tokens: int, max_projections: int, share_prefixes: bool
-) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens and `max_projections` rows of logits.
+def pack(rows: Sequence[Row], *, max_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` packed tokens.
 
     A row that needs more stands alone. Rows in which nothing is wanted are left out. There is at least one
     micro-batch: a rank without data takes part in the step with an empty one.
@@ -42,8 +39,7 @@ def pack(
     for index in order:
         row = rows[index]
         fit = layout.fit(row)
-        is_full = fit.num_tokens > max_tokens or fit.num_projections > max_projections
-        if layout.num_tokens and is_full:
+        if layout.num_tokens and fit.num_tokens > max_tokens:
             micro_batches.append(layout.micro_batch())
             layout = _Layout(share_prefixes)
             fit = layout.fit(row)
@@ -72,10 +68,6 @@ def common_prefix(a_T: NDArray[np.integer], b_T: NDArray[np.integer]) -> int:
     return length
 
 
-_ProjectionKind = tuple[float, bytes | None]
-"""Temperature and allowed tokens. Together with a place they determine a row of logits."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Branch:
     """A run of packed tokens [start, end), and the places of its ancestors."""
@@ -95,43 +87,6 @@ class _Fit:
     """Places of the row's computed tokens: those of the shared prefix, then new ones."""
     num_tokens: int
     """Packed tokens, this row included."""
-    num_projections: int
-    """Rows of logits, this row's included."""
-
-
-class _ProjectedPlaces:
-    """The rows of logits of a layout: which places are projected, for each kind of projection.
-
-    A row's wanted places are distinct, and only those in its shared prefix can have been projected for an
-    earlier row. So most of them are counted without being looked up.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._projected: dict[_ProjectionKind, NDArray[np.bool_]] = {}
-        """Kind -> whether a place is projected; as long as was needed so far."""
-
-    def count_new(self, kind: _ProjectionKind, places_N: NDArray[np.int64]) -> int:
-        """How many of these places are not projected yet."""
-        projected_P = self._projected.get(kind)
-        if projected_P is None:
-            return len(places_N)
-        looked_up_N = places_N[places_N < len(projected_P)]
-        return len(places_N) - int(np.count_nonzero(projected_P[looked_up_N]))
-
-    def add(self, kind: _ProjectionKind, places_N: NDArray[np.int64], num_tokens: int) -> None:
-        """`num_tokens`: packed tokens of the layout; every place is below it."""
-        self.count += self.count_new(kind, places_N)
-        projected_P = self._projected.get(kind)
-        if projected_P is None:
-            projected_P = np.empty(0, np.bool_)
-        if len(projected_P) < num_tokens:
-            # At least doubled, so that growing costs constant time per place.
-            longer_P = np.zeros(max(num_tokens, 2 * len(projected_P)), np.bool_)
-            longer_P[: len(projected_P)] = projected_P
-            projected_P = longer_P
-            self._projected[kind] = projected_P
-        projected_P[places_N] = True
 
 
 class _Layout:
@@ -145,7 +100,6 @@ class _Layout:
         self._last_places_T = np.empty(0, np.int64)
         self._rows: list[tuple[int, Row, _Fit]] = []
         """(index of the row, the row, its place in the layout)."""
-        self._projected = _ProjectedPlaces()
 
     def fit(self, row: Row) -> _Fit:
         """How this row would be laid out if it were added next."""
@@ -156,15 +110,7 @@ class _Layout:
         num_tokens = self.num_tokens + len(tokens_T) - num_shared
         new_places = np.arange(self.num_tokens, num_tokens)
         places_T = np.concatenate([self._last_places_T[:num_shared], new_places])
-        num_projections = self._projected.count
-        for kind, places_N in _wanted_places(row, places_T):
-            num_projections += self._projected.count_new(kind, places_N)
-        return _Fit(
-            num_shared=num_shared,
-            places_T=places_T,
-            num_tokens=num_tokens,
-            num_projections=num_projections,
-        )
+        return _Fit(num_shared=num_shared, places_T=places_T, num_tokens=num_tokens)
 
     def add(self, index: int, row: Row, fit: _Fit) -> None:
         """`fit`: what `fit(row)` has just returned."""
@@ -177,8 +123,6 @@ class _Layout:
             self._last_places_T = fit.places_T
             self.num_tokens = fit.num_tokens
         self._rows.append((index, row, fit))
-        for kind, places_N in _wanted_places(row, fit.places_T):
-            self._projected.add(kind, places_N, self.num_tokens)
 
     def micro_batch(self) -> MicroBatch:
         """The finished micro-batch."""
@@ -218,21 +162,6 @@ class _Layout:
             targets_N=np.concatenate([row.tokens_T[row.wanted_N] for row in rows], dtype=np.int64),
             rows=tuple((index, row.wanted_N) for index, row, _ in self._rows),
         )
-
-
-def _wanted_places(
-    row: Row, places_T: NDArray[np.int64]
-) -> Iterator[tuple[_ProjectionKind, NDArray[np.int64]]]:
-    """The places that predict a row's wanted tokens, by kind of projection."""
-    places_N = places_T[row.wanted_N - 1]
-    if not row.allowed_N:
-        yield (row.temperature, None), places_N
-        return
-    places_by_mask: dict[bytes | None, list[int]] = {}
-    for place, allowed in zip(places_N.tolist(), row.allowed_N, strict=True):
-        places_by_mask.setdefault(allowed, []).append(place)
-    for allowed, places in places_by_mask.items():
-        yield (row.temperature, allowed), np.array(places, np.int64)
 
 
 def _numbered_masks(rows: Sequence[Row]) -> tuple[list[bytes | None], NDArray[np.int64]]:

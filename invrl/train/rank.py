@@ -59,7 +59,6 @@ class TrainRank:
             settings.model_path,
             self._train_dtype,
             options.transformer,
-            max_logit_rows=train.max_trained_tokens_per_microbatch,
         )
         self._model = build()
         reference = None

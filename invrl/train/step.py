@@ -110,7 +110,6 @@ class TrainStep:
         return pack(
             rows,
             max_tokens=self.train.max_tokens_per_microbatch,
-            max_projections=self.train.max_trained_tokens_per_microbatch,
             share_prefixes=self.train.share_prefixes,
         )
 

@@ -186,35 +186,6 @@ def test_recomputation_changes_nothing(pool: RankPool, tmp_path: Path) -> None:
     assert worst(gradients[2], gradients[0])[0] < 1e-6
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_row_over_the_bound_of_logits_is_projected_in_parts(
-    pool: RankPool, tmp_path: Path, tied: bool
-) -> None:
-    """Every row of the batch has more trained tokens than may have logits at a time. Log-probs and entropy
-    are those of the whole projection, gradients those of Hugging Face in float64."""
-    model = make_tiny_model(tmp_path / "model", tie_embeddings=tied)
-    batch = random_batch(4)
-    assert min(int(sample.loss_mask_T.sum()) for sample in batch.samples if sample.loss_mask_T.any()) > 2
-    gradients = []
-    logprobs = []
-    entropies = []
-    for bound in (4096, 2):
-        train = TrainConfig(train_dtype="float32", lr=5e-3, max_trained_tokens_per_microbatch=bound)
-        trainer = pool.build(model, train=train, algorithm=ALGORITHM)
-        logprobs.append(trainer.logprobs(prompts(0)))
-        entropies.append(resolve(trainer.train(batch))["entropy"])
-        gradients.append(trainer.steps()[0].gradients)
-    for whole, parted in zip(*logprobs, strict=True):
-        assert np.abs(whole - parted).max() < 2e-6 * max(1.0, float(np.abs(whole).max()))
-    assert entropies[1] == pytest.approx(entropies[0], rel=1e-5)
-    reference = Reference(model)
-    frozen = reference.frozen_logprobs(batch.samples)
-    expected = reference.gradients(batch, ALGORITHM, old=None, reference=frozen)
-    for found in gradients:
-        gap, name = worst(found, expected)
-        assert gap < BOUND, name
-
-
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("max_tokens", [4096, 40])
 def test_each_row_is_as_if_it_were_alone(

@@ -8,16 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from test_training_samples import rollout, turn
 from tiny_model import make_tiny_model
 from training_rows import training_rows
 from transformers import AutoTokenizer
 
 from invrl.errors import TrainError
-from invrl.train import logprobs
 from invrl.train.grammar_masks import GrammarMasks
-from invrl.train.logprobs import restrict_vocabulary, token_logprobs
 from invrl.train.micro_batch import Row
 from invrl.train.packing import pack
 from invrl.types import GrammarSpan, TrainSample
@@ -97,7 +94,7 @@ def test_rows_of_logits_are_shared_only_where_the_same_tokens_are_kept() -> None
         row([1, 2, 3], (one, one)),
         row([1, 2, 3], (other, None)),
     ]
-    [packed] = pack(data, max_tokens=100, max_projections=100, share_prefixes=True)
+    [packed] = pack(data, max_tokens=100, share_prefixes=True)
     assert len(packed.tokens_P) == 2
     kept_of = dict(
         zip(packed.restricted_M.tolist(), [bytes(bits) for bits in packed.allowed_MW], strict=True)
@@ -110,59 +107,6 @@ def test_rows_of_logits_are_shared_only_where_the_same_tokens_are_kept() -> None
             assert packed.project_U[projection] == nth
             at += 1
     assert len(packed.project_U) == 3 + 2  # of the first token: free, one, other; of the second: free, one
-    bounded = pack(data, max_tokens=100, max_projections=3, share_prefixes=True)
-    assert len(bounded) > 1
-
-
-@pytest.mark.parametrize("chunk_bytes", [1, 4 * 50 * 3, 8 << 20], ids=["a row", "three rows", "all"])
-def test_the_softmax_over_kept_tokens_equals_float64(
-    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
-) -> None:
-    """Log-probs, entropies and gradients; some rows are free, one keeps a single token."""
-    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk_bytes)
-    generator = torch.Generator().manual_seed(3)
-    logits_UV = torch.randn(9, 50, generator=generator) * 5
-    kept_UV = torch.rand(9, 50, generator=generator) < 0.3
-    row_N = torch.randint(0, 9, (30,), generator=generator)
-    targets_N = torch.randint(0, 50, (30,), generator=generator)
-    kept_UV[[0, 4]] = True
-    kept_UV[row_N, targets_N] = True
-    kept_UV[7] = False
-    kept_UV[7, 5] = True
-    targets_N[row_N == 7] = 5
-    temperature_U = torch.rand(9, generator=generator) + 0.5
-    weight_N = torch.randn(30, generator=generator)
-
-    exact_UV = logits_UV.double().requires_grad_()
-    masked_UV = (exact_UV / temperature_U.double()[:, None]).masked_fill(~kept_UV, -torch.inf)
-    expected_UV = masked_UV.log_softmax(1)
-    expected_N = expected_UV[row_N, targets_N]
-    (expected_N * weight_N).sum().backward()
-
-    restricted_M = torch.tensor([1, 2, 3, 5, 6, 7, 8])
-    bits = np.packbits(kept_UV[restricted_M].numpy(), axis=1, bitorder="little")
-    given_UV = logits_UV.clone().requires_grad_()
-    projected_UV = given_UV * 1.0
-    restrict_vocabulary(projected_UV, restricted_M, torch.from_numpy(bits))
-    logprobs_N, entropy_N = token_logprobs(projected_UV, row_N, targets_N, temperature_U)
-    (logprobs_N * weight_N).sum().backward()
-    assert given_UV.grad is not None
-    assert exact_UV.grad is not None
-    torch.testing.assert_close(logprobs_N.double(), expected_N, rtol=1e-6, atol=1e-5)
-    p_UV = expected_UV.detach().exp()
-    entropy_U = -(p_UV * expected_UV.detach().masked_fill(p_UV == 0, 0)).sum(1)
-    torch.testing.assert_close(entropy_N.double(), entropy_U[row_N], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(given_UV.grad.double(), exact_UV.grad, rtol=1e-5, atol=1e-6)
-    assert given_UV.grad[~kept_UV].abs().max() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_has_a_floor_of_its_own(dtype: torch.dtype) -> None:
-    logits_UV = torch.zeros(1, 8, dtype=dtype)
-    restrict_vocabulary(logits_UV, torch.tensor([0]), torch.tensor([[0b11]], dtype=torch.uint8))
-    assert logits_UV.isfinite().all()
-    logprobs_N, _ = token_logprobs(logits_UV, torch.tensor([0, 0]), torch.tensor([0, 1]), torch.ones(1))
-    torch.testing.assert_close(logprobs_N, torch.full((2,), 0.5).log())
 
 
 def test_a_sample_without_grammars_asks_for_none() -> None:

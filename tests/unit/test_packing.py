@@ -3,8 +3,6 @@ Alphabets of two ids make shared prefixes the rule."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -64,7 +62,7 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("DENSE_TREE_TOKENS", "QUERY_CHUNK"), LAYOUTS[layout], strict=True):
             patch.setattr(packing, name, value)
-        micro_batches = pack(data, max_tokens=max_tokens, max_projections=10_000, share_prefixes=share)
+        micro_batches = pack(data, max_tokens=max_tokens, share_prefixes=share)
     seen: dict[int, np.ndarray] = {}
     for micro_batch in micro_batches:
         attended = visible(micro_batch)
@@ -89,99 +87,29 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
 @given(data=rows())
 def test_a_shared_prefix_is_computed_once(data: list[Row]) -> None:
     prefixes = {tuple(row.tokens_T[:n]) for row in data for n in range(1, row.num_computed + 1)}
-    (micro_batch,) = pack(data, max_tokens=1000, max_projections=1000, share_prefixes=True)
+    (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     assert len(micro_batch.tokens_P) == max(1, len(prefixes))
-    (apart,) = pack(data, max_tokens=1000, max_projections=1000, share_prefixes=False)
+    (apart,) = pack(data, max_tokens=1000, share_prefixes=False)
     assert len(apart.tokens_P) == max(1, sum(row.num_computed for row in data))
 
 
-@given(data=rows(), max_tokens=st.integers(1, 20), max_projections=st.integers(1, 20), share=st.booleans())
-def test_micro_batches_are_bounded_and_never_none(
-    data: list[Row], max_tokens: int, max_projections: int, share: bool
-) -> None:
-    micro_batches = pack(data, max_tokens=max_tokens, max_projections=max_projections, share_prefixes=share)
+@given(data=rows(), max_tokens=st.integers(1, 20), share=st.booleans())
+def test_micro_batches_are_bounded_and_never_none(data: list[Row], max_tokens: int, share: bool) -> None:
+    micro_batches = pack(data, max_tokens=max_tokens, share_prefixes=share)
     assert micro_batches
     for micro_batch in micro_batches:
         alone = len(micro_batch.rows) == 1
         assert len(micro_batch.tokens_P) <= max_tokens or alone
-        assert len(micro_batch.project_U) <= max_projections or alone
 
 
 @given(data=rows())
 def test_equal_prefixes_are_projected_once(data: list[Row]) -> None:
     """A row of logits is decided by what comes before the token and by the temperature."""
     wanted = {(tuple(row.tokens_T[:t]), row.temperature) for row in data for t in row.wanted_N}
-    (micro_batch,) = pack(data, max_tokens=1000, max_projections=1000, share_prefixes=True)
+    (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     assert len(micro_batch.project_U) == len(wanted)
-    (apart,) = pack(data, max_tokens=1000, max_projections=1000, share_prefixes=False)
+    (apart,) = pack(data, max_tokens=1000, share_prefixes=False)
     assert len(apart.project_U) == sum(len(row.wanted_N) for row in data)
-
-
-@given(data=rows(), kept=st.data(), max_tokens=st.integers(1, 20), most=st.integers(1, 20))
-def test_sizes_are_those_of_the_distinct_prefixes(
-    data: list[Row], kept: st.DataObject, max_tokens: int, most: int
-) -> None:
-    """Rows are packed as long as they fit, counted here as sets: a packed token is a distinct beginning, and
-    a row of logits is one with a temperature and a set of kept tokens."""
-    choices = st.sampled_from([None, b"\x01", b"\x03"])
-    for at, row in enumerate(data):
-        masks = tuple(kept.draw(choices) for _ in row.wanted_N) if kept.draw(st.booleans()) else ()
-        data[at] = replace(row, allowed_N=masks)
-    order = sorted(
-        (i for i, row in enumerate(data) if row.num_computed), key=lambda i: list(data[i].tokens_T)
-    )
-    expected: list[tuple[list[int], int, int]] = []
-    indices: list[int] = []
-    tokens: set[tuple[int, ...]] = set()
-    logits: set[tuple[object, ...]] = set()
-    for index in order:
-        row = data[index]
-        ids = tuple(row.tokens_T.tolist())
-        own_tokens = {ids[:n] for n in range(1, row.num_computed + 1)}
-        wanted = zip(row.wanted_N.tolist(), row.allowed_N or (None,) * len(row.wanted_N), strict=True)
-        own_logits = {(ids[:t], row.temperature, mask) for t, mask in wanted}
-        if indices and (len(tokens | own_tokens) > max_tokens or len(logits | own_logits) > most):
-            expected.append((indices, len(tokens), len(logits)))
-            indices, tokens, logits = [], set(), set()
-        indices = [*indices, index]
-        tokens = tokens | own_tokens
-        logits = logits | own_logits
-    if indices:
-        expected.append((indices, len(tokens), len(logits)))
-    packed = pack(data, max_tokens=max_tokens, max_projections=most, share_prefixes=True)
-    found = [
-        ([index for index, _ in one.rows], len(one.tokens_P), len(one.project_U))
-        for one in packed
-        if one.rows
-    ]
-    assert found == expected
-
-
-@given(data=rows(), most=st.integers(1, 12))
-def test_parts_of_the_projection_are_the_whole(data: list[Row], most: int) -> None:
-    """Each row of logits is in one part, with all that it predicts."""
-    masked = [
-        replace(row, allowed_N=tuple(b"\x01" if t % 3 else None for t in row.wanted_N.tolist()))
-        for row in data
-    ]
-    (micro_batch,) = pack(masked, max_tokens=1000, max_projections=1000, share_prefixes=True)
-    parts = micro_batch.projections(most)
-    assert all(len(part.temperature_U) <= most for part in parts)
-    assert [part.start for part in parts] == list(range(0, max(1, len(micro_batch.project_U)), most))
-    tokens_N = np.concatenate([part.tokens_N for part in parts])
-    assert sorted(tokens_N.tolist()) == list(range(len(micro_batch.targets_N)))
-    together = {
-        "projection_N": np.concatenate([part.row_N + part.start for part in parts]),
-        "targets_N": np.concatenate([part.targets_N for part in parts]),
-    }
-    for name, values_N in together.items():
-        assert (values_N == getattr(micro_batch, name)[tokens_N]).all(), name
-    temperature_U = np.concatenate([part.temperature_U for part in parts])
-    assert (temperature_U == micro_batch.temperature_U).all()
-    restricted_M = np.concatenate([part.restricted_M + part.start for part in parts])
-    assert (restricted_M == micro_batch.restricted_M).all()
-    kept = [bits.tobytes() for part in parts for bits in part.allowed_MW]
-    assert kept == [bits.tobytes() for bits in micro_batch.allowed_MW]
 
 
 def equal_rows(count: int, prompt: int, answer: int) -> list[Row]:
@@ -190,41 +118,20 @@ def equal_rows(count: int, prompt: int, answer: int) -> list[Row]:
     return [Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.0) for _ in range(count)]
 
 
-def logits_bytes(micro_batches: list[MicroBatch], vocab: int) -> int:
-    """Of the largest micro-batch, in bfloat16."""
-    return max(len(micro_batch.project_U) for micro_batch in micro_batches) * vocab * 2
-
-
 def test_equal_rows_need_the_logits_of_one() -> None:
     """256 rows that sampled the same 512 tokens: 1,023 packed tokens. A row of logits for each trained token
-    would be 131,072 of them, 39.8 GB at a vocabulary of 152,000."""
-    (micro_batch,) = pack(
-        equal_rows(256, 512, 512), max_tokens=4096, max_projections=4096, share_prefixes=True
-    )
+    would be 131,072 of them."""
+    (micro_batch,) = pack(equal_rows(256, 512, 512), max_tokens=4096, share_prefixes=True)
     assert len(micro_batch.tokens_P) == 1023
     assert len(micro_batch.targets_N) == 256 * 512
-    assert logits_bytes([micro_batch], 152_000) == 512 * 152_000 * 2
-
-
-def test_rows_of_logits_are_bounded_beside_packed_tokens() -> None:
-    """Rows that share a prompt and one beginning of it at several temperatures: few tokens, many rows of
-    logits."""
-    data = [
-        Row(tokens_T=np.arange(100, dtype=np.int32), wanted_N=np.arange(50, 100), temperature=0.5 + k / 100)
-        for k in range(40)
-    ]
-    (together,) = pack(data, max_tokens=4096, max_projections=4096, share_prefixes=True)
-    assert (len(together.tokens_P), len(together.project_U)) == (99, 40 * 50)
-    micro_batches = pack(data, max_tokens=4096, max_projections=300, share_prefixes=True)
-    assert [len(micro_batch.project_U) for micro_batch in micro_batches] == [300] * 6 + [200]
-    assert logits_bytes(micro_batches, 152_000) == 300 * 152_000 * 2
+    assert len(micro_batch.project_U) == 512
 
 
 @given(data=rows(), max_tokens=st.integers(1, 20))
 def test_place_undoes_pick(data: list[Row], max_tokens: int) -> None:
     values = [np.random.default_rng(0).random(len(row.tokens_T)).astype(np.float32) for row in data]
     back = [np.zeros_like(value) for value in values]
-    for micro_batch in pack(data, max_tokens=max_tokens, max_projections=7, share_prefixes=True):
+    for micro_batch in pack(data, max_tokens=max_tokens, share_prefixes=True):
         micro_batch.place(micro_batch.pick(values), back)
     for row, value, placed in zip(data, values, back, strict=True):
         expected = np.zeros_like(value)
@@ -239,7 +146,7 @@ def test_a_long_branch_never_needs_a_mask_of_its_square() -> None:
         Row(tokens_T=np.concatenate([prompt, tail]), wanted_N=np.arange(3000, 6000), temperature=1.0)
         for tail in tails
     ]
-    (micro_batch,) = pack(data, max_tokens=100_000, max_projections=100_000, share_prefixes=True)
+    (micro_batch,) = pack(data, max_tokens=100_000, share_prefixes=True)
     masks = [block.mask_QK.size for block in micro_batch.blocks if block.mask_QK is not None]
     assert len(micro_batch.tokens_P) == 3000 + 2 * 2999
     assert masks

@@ -809,6 +809,6 @@ async def test_the_run_s_temperature_is_the_one_that_tokens_are_trained_under(
         await gateway.finish(session, reward=1.0)
         rows = training_rows(gateway.store.rollout(session.id))
         assert [row.temperature for row in rows] == [pytest.approx(0.7)]
-        (micro_batch,) = pack(rows_of(rows), max_tokens=4096, max_projections=4096, share_prefixes=True)
+        (micro_batch,) = pack(rows_of(rows), max_tokens=4096, share_prefixes=True)
         assert len(micro_batch.targets_N) == int(rows[0].loss_mask_T.sum()) > 0
         assert micro_batch.temperature_U.tolist() == [pytest.approx(0.7)] * len(micro_batch.project_U)

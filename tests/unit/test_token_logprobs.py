@@ -1,141 +1,307 @@
-"""Log-prob, entropy and gradient of chosen tokens against float64 autograd."""
+"""Log-probs, entropies and gradients of the blockwise vocabulary projection, against float64 formulas."""
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
-from invrl.train import logprobs
-from invrl.train.logprobs import projected_logprobs, token_logprobs
-from invrl.train.micro_batch import Row
+from invrl.train import device, logprobs
+from invrl.train.logprobs import projected_logprobs
+from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
 from invrl.train.packing import pack
 
+VOCABULARY = 43  # no multiple of a byte, of a block or of a number of ranks
+HIDDEN = 16
+BLOCKS = {"one block": 64, "blocks of 16": 16, "blocks of 5": 5, "blocks of one": 1}
 
-@pytest.mark.parametrize("chunk_bytes", [1, 4 * 50 * 3, 8 << 20], ids=["a row", "three rows", "all"])
-@pytest.mark.parametrize(("rows", "picks"), [(0, 0), (1, 1), (7, 7), (1, 6), (7, 40), (7, 3)])
-def test_equals_float64(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, rows: int, picks: int) -> None:
-    """A row of logits predicts any number of tokens, none and equal ones too."""
-    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk_bytes)
-    generator = torch.Generator().manual_seed(rows)
-    logits_UV = torch.randn(rows, 50, generator=generator) * 5
-    row_N = torch.randint(0, max(rows, 1), (picks,), generator=generator)
-    targets_N = torch.randint(0, 50, (picks,), generator=generator)
-    targets_N[1::3] = targets_N[0:1].expand(len(targets_N[1::3]))
-    temperature_U = torch.rand(rows, generator=generator) + 0.5
-    weight_N = torch.randn(picks, generator=generator)
 
-    exact_UV = logits_UV.double().requires_grad_()
-    expected_NV = (exact_UV / temperature_U.double()[:, None]).log_softmax(1)[row_N]
-    expected_N = expected_NV.gather(1, targets_N[:, None])[:, 0]
-    (expected_N * weight_N).sum().backward()
+@pytest.fixture(params=BLOCKS.values(), ids=BLOCKS)
+def block_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    set_block_tokens(monkeypatch, request.param)
+    return request.param
 
-    given_UV = logits_UV.clone().requires_grad_()
-    # A copy in between: the backward pass writes over what it was given.
-    logprobs_N, entropy_N = token_logprobs(given_UV * 1.0, row_N, targets_N, temperature_U)
-    (logprobs_N * weight_N).sum().backward()
-    assert given_UV.grad is not None
-    assert exact_UV.grad is not None
-    torch.testing.assert_close(logprobs_N.double(), expected_N, rtol=1e-6, atol=1e-5)
-    entropy = -(expected_NV.exp() * expected_NV).sum(1)
-    torch.testing.assert_close(entropy_N.double(), entropy.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(given_UV.grad.double(), exact_UV.grad, rtol=1e-5, atol=1e-6)
-    assert not entropy_N.requires_grad
+
+def set_block_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(logprobs, "_MIN_BLOCK_TOKENS", tokens)
+    monkeypatch.setattr(device, "logit_block_bytes", lambda: 0)
+
+
+def awkward_micro_batch(seed: int = 5, vocabulary: int = VOCABULARY) -> MicroBatch:
+    """Rows that share a beginning, at two temperatures, equal rows, and tokens under two masks."""
+    rng = np.random.default_rng(seed)
+    tokens_T = rng.integers(0, vocabulary, 30).astype(np.int32)
+    other_T = tokens_T.copy()
+    other_T[18:] = rng.integers(0, vocabulary, 12)
+    other_T[29] = 0
+    masks = []
+    for share in (0.7, 0.0):
+        kept_V = rng.random(vocabulary) < share
+        kept_V[0] = True
+        masks.append(np.packbits(kept_V, bitorder="little").tobytes())
+    wanted_N = np.arange(5, 30)
+    rows = [
+        Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
+        Row(tokens_T=tokens_T, wanted_N=wanted_N[::2], temperature=0.8),
+        Row(tokens_T=other_T, wanted_N=wanted_N, temperature=1.3, allowed_N=(*[None] * 24, masks[0])),
+        Row(tokens_T=other_T, wanted_N=wanted_N, temperature=1.3, allowed_N=(*[None] * 24, masks[1])),
+        Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.3),
+    ]
+    (micro_batch,) = pack(rows, max_tokens=1000, share_prefixes=True)
+    assert len(micro_batch.restricted_M) == 2
+    assert len(np.unique(micro_batch.projection_N)) < len(micro_batch.projection_N)
+    return micro_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    logprobs_N: torch.Tensor
+    entropy_N: torch.Tensor
+    hidden_grad_UH: torch.Tensor
+    weight_grad_VH: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    micro_batch: MicroBatch
+    hidden_UH: torch.Tensor
+    weight_VH: torch.Tensor
+    grad_N: torch.Tensor
+    softcap: float | None = None
+
+    @staticmethod
+    def random(
+        micro_batch: MicroBatch, dtype: torch.dtype = torch.float32, softcap: float | None = None
+    ) -> Problem:
+        generator = torch.Generator().manual_seed(1)
+        num_rows = len(micro_batch.project_U)
+        return Problem(
+            micro_batch=micro_batch,
+            hidden_UH=torch.randn(num_rows, HIDDEN, generator=generator).to(dtype),
+            weight_VH=torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype),
+            grad_N=torch.randn(len(micro_batch.targets_N), generator=generator),
+            softcap=softcap,
+        )
+
+    def measured(self) -> Results:
+        return self.shard(slice(None), None)
+
+    def shard(self, vocabulary: slice, group: ProcessGroup | None) -> Results:
+        """What one rank computes that has this slice of the vocabulary."""
+        hidden_UH = self.hidden_UH.clone().requires_grad_()
+        weight_VH = self.weight_VH[vocabulary].clone().requires_grad_()
+        logprobs_N, entropy_N = projected_logprobs(
+            hidden_UH,
+            weight_VH,
+            self.micro_batch,
+            start=vocabulary.start or 0,
+            group=group,
+            softcap=self.softcap,
+        )
+        (logprobs_N * self.grad_N).sum().backward()
+        assert not entropy_N.requires_grad
+        assert hidden_UH.grad is not None
+        assert weight_VH.grad is not None
+        return Results(
+            logprobs_N=logprobs_N.detach(),
+            entropy_N=entropy_N,
+            hidden_grad_UH=hidden_UH.grad,
+            weight_grad_VH=weight_VH.grad,
+        )
+
+    def exact(self) -> Results:
+        """The formulas in float64, on all logits."""
+        micro_batch = self.micro_batch
+        hidden_UH = self.hidden_UH.double().requires_grad_()
+        weight_VH = self.weight_VH.double().requires_grad_()
+        logits_UV = hidden_UH @ weight_VH.T
+        if self.softcap is not None:
+            logits_UV = self.softcap * torch.tanh(logits_UV / self.softcap)
+        removed_UV = torch.zeros(logits_UV.shape, dtype=torch.bool)
+        if len(micro_batch.restricted_M):
+            bits = np.unpackbits(micro_batch.allowed_MW, axis=1, count=VOCABULARY, bitorder="little")
+            removed_UV[torch.from_numpy(micro_batch.restricted_M)] = torch.from_numpy(bits == 0)
+        temperature_U = torch.from_numpy(micro_batch.temperature_U).double()
+        logits_UV = logits_UV.masked_fill(removed_UV, -torch.inf) / temperature_U[:, None]
+        logprobs_NV = logits_UV.log_softmax(1)[torch.from_numpy(micro_batch.projection_N)]
+        logprobs_N = logprobs_NV.gather(1, torch.from_numpy(micro_batch.targets_N)[:, None])[:, 0]
+        (logprobs_N * self.grad_N).sum().backward()
+        probability_NV = logprobs_NV.exp()
+        entropy_N = -(probability_NV * logprobs_NV.masked_fill(probability_NV == 0, 0)).sum(1)
+        assert hidden_UH.grad is not None
+        assert weight_VH.grad is not None
+        return Results(
+            logprobs_N=logprobs_N.detach(),
+            entropy_N=entropy_N.detach(),
+            hidden_grad_UH=hidden_UH.grad,
+            weight_grad_VH=weight_VH.grad,
+        )
+
+
+def assert_equal(measured: Results, exact: Results, *, atol: float = 1e-5) -> None:
+    for name in ("logprobs_N", "entropy_N", "hidden_grad_UH", "weight_grad_VH"):
+        expected = getattr(exact, name)
+        torch.testing.assert_close(getattr(measured, name).double(), expected, rtol=1e-5, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20], ids=["none kept", "half kept"])
+def test_equals_float64(
+    monkeypatch: pytest.MonkeyPatch, block_tokens: int, softcap: float | None, kept_bytes: int
+) -> None:
+    monkeypatch.setattr(logprobs, "_KEPT_BYTES", kept_bytes)
+    problem = Problem.random(awkward_micro_batch(), softcap=softcap)
+    assert_equal(problem.measured(), problem.exact())
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
+    """Numerical derivatives in float64; the backward pass may run more than once."""
+    set_block_tokens(monkeypatch, 16)
+    problem = Problem.random(awkward_micro_batch(), torch.float64, softcap)
+    hidden_UH = problem.hidden_UH.requires_grad_()
+    weight_VH = problem.weight_VH.requires_grad_()
+
+    def compute(hidden_UH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+        logprobs_N, _ = projected_logprobs(hidden_UH, weight_VH, problem.micro_batch, softcap=softcap)
+        return logprobs_N
+
+    assert torch.autograd.gradcheck(compute, (hidden_UH, weight_VH), fast_mode=True)
+
+
+def test_removed_tokens_have_no_gradient(block_tokens: int) -> None:
+    """A row of which a mask keeps only the target: its log-prob is 0, and nothing depends on it."""
+    only_zero = (1).to_bytes(6, "little")
+    row = Row(
+        tokens_T=np.array([7, 0], np.int32),
+        wanted_N=np.array([1]),
+        temperature=1.0,
+        allowed_N=(only_zero,),
+    )
+    (micro_batch,) = pack([row], max_tokens=10, share_prefixes=True)
+    results = Problem.random(micro_batch).measured()
+    assert results.logprobs_N.tolist() == [0.0]
+    assert results.entropy_N.tolist() == [0.0]
+    assert results.hidden_grad_UH.abs().max() == 0
+    assert results.weight_grad_VH.abs().max() == 0
+
+
+def test_nothing_wanted(block_tokens: int) -> None:
+    """The weight has a gradient all the same: a rank without data takes part in the step."""
+    results = Problem.random(EMPTY_MICRO_BATCH).measured()
+    assert len(results.logprobs_N) == 0
+    assert results.weight_grad_VH.shape == (VOCABULARY, HIDDEN)
+    assert results.weight_grad_VH.abs().max() == 0
 
 
 def test_the_gradient_of_bf16_logits_is_rounded_once() -> None:
     """Two tokens that nearly cancel: what is left of 1 - p must not be lost in bfloat16."""
-    logits_UV = torch.tensor([[6.0, 0.0, 0.0]]).bfloat16()
-    given_UV = logits_UV.clone().requires_grad_()
-    row_N, targets_N = torch.tensor([0, 0]), torch.tensor([0, 0])
-    logprobs_N, _ = token_logprobs(given_UV * 1.0, row_N, targets_N, torch.ones(1))
+    row = Row(tokens_T=np.array([1, 0], np.int32), wanted_N=np.array([1]), temperature=1.0)
+    (micro_batch,) = pack([row, row], max_tokens=10, share_prefixes=True)
+    logits_V = torch.tensor([6.0, 0.0, 0.0]).bfloat16()
+    hidden_UH = torch.ones(1, 1).bfloat16()
+    weight_VH = logits_V[:, None].clone().requires_grad_()  # whose gradient is then that of the logits
+    logprobs_N, _ = projected_logprobs(hidden_UH, weight_VH, micro_batch)
     logprobs_N.sum().backward()
-    assert given_UV.grad is not None
-    exact_UV = -2 * logits_UV.double().softmax(1)
-    exact_UV[0, 0] += 2
-    torch.testing.assert_close(given_UV.grad.double(), exact_UV, rtol=2**-8, atol=0)
+    assert weight_VH.grad is not None
+    exact_V = -2 * logits_V.double().softmax(0)
+    exact_V[0] += 2
+    torch.testing.assert_close(weight_VH.grad[:, 0].double(), exact_V, rtol=2**-8, atol=0)
 
 
-def test_bf16_logits_are_worked_on_in_float32() -> None:
+def test_bf16_logits_are_worked_on_in_float32(block_tokens: int) -> None:
     """One bf16 rounding step at 30 nats is 0.125: a sum in bf16 would be far off."""
-    logits_NV = (torch.randn(4, 4096, generator=torch.Generator().manual_seed(0)) * 4).bfloat16()
-    targets_N = torch.arange(4)
-    logprobs_N, _ = token_logprobs(logits_NV, torch.arange(4), targets_N, torch.ones(4))
-    expected_N = logits_NV.double().log_softmax(1).gather(1, targets_N[:, None])[:, 0]
-    assert logprobs_N.dtype == torch.float32
-    assert (logprobs_N.double() - expected_N).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("most", [1, 7, 100], ids=["one by one", "in parts", "at once"])
-def test_a_projection_in_parts_equals_float64_and_keeps_one_part(most: int) -> None:
-    """Two rows that share a beginning, at two temperatures, some of their tokens under a mask."""
-    vocab, hidden = 40, 16
-    rng = np.random.default_rng(5)
-    tokens_T = rng.integers(0, vocab, 30).astype(np.int32)
-    other_T = tokens_T.copy()
-    other_T[18:] = rng.integers(0, vocab, 12)
-    kept = (np.packbits(rng.random(vocab) < 0.7, bitorder="little") | 0b1).tobytes()
-    wanted_N = np.arange(5, 30)
-    rows = [
-        Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
-        Row(tokens_T=other_T, wanted_N=wanted_N, temperature=1.0, allowed_N=(*[None] * 24, kept)),
-        Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.0),
-    ]
-    other_T[29] = 0  # which the mask keeps
-    (micro_batch,) = pack(rows, max_tokens=1000, max_projections=1000, share_prefixes=True)
-    assert len(micro_batch.restricted_M) == 1
-    assert len(micro_batch.project_U) > 2 * 7
-
-    generator = torch.Generator().manual_seed(1)
-    hidden_UH = torch.randn(len(micro_batch.project_U), hidden, generator=generator)
-    weight_VH = torch.randn(vocab, hidden, generator=generator)
-    grad_N = torch.randn(len(micro_batch.targets_N), generator=generator)
-
-    exact_UH = hidden_UH.double().requires_grad_()
-    exact_VH = weight_VH.double().requires_grad_()
-    exact_UV = exact_UH @ exact_VH.T
-    bits = np.unpackbits(micro_batch.allowed_MW, axis=1, count=vocab, bitorder="little").astype(bool)
-    removed_UV = torch.zeros(exact_UV.shape, dtype=torch.bool)
-    removed_UV[torch.from_numpy(micro_batch.restricted_M)] = torch.from_numpy(~bits)
-    temperature_U = torch.from_numpy(micro_batch.temperature_U).double()
-    exact_UV = exact_UV.masked_fill(removed_UV, -1e30) / temperature_U[:, None]
-    expected_NV = exact_UV.log_softmax(1)[torch.from_numpy(micro_batch.projection_N)]
-    expected_N = expected_NV.gather(1, torch.from_numpy(micro_batch.targets_N)[:, None])[:, 0]
-    (expected_N * grad_N).sum().backward()
-    expected_entropy_N = -(expected_NV.exp() * expected_NV).sum(1).detach()
-
-    projected: list[int] = []
-    alive: list[weakref.ref[torch.Tensor]] = []
-    others_alive: list[int] = []
-
-    def project(part_UH: torch.Tensor) -> torch.Tensor:
-        others_alive.append(sum(one() is not None for one in alive))
-        logits_UV = part_UH @ given_VH.T
-        projected.append(len(logits_UV))
-        alive.append(weakref.ref(logits_UV))
-        return logits_UV
-
-    given_UH = hidden_UH.clone().requires_grad_()
-    given_VH = weight_VH.clone().requires_grad_()
-    parts = micro_batch.projections(most)
-    logprobs_N, entropy_N = projected_logprobs(given_UH, project, parts)
-    (logprobs_N * grad_N).sum().backward()
-    torch.testing.assert_close(logprobs_N.double(), expected_N, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy_N.double(), expected_entropy_N, rtol=1e-4, atol=1e-5)
-    assert given_UH.grad is not None
-    assert given_VH.grad is not None
-    torch.testing.assert_close(given_UH.grad.double(), exact_UH.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(given_VH.grad.double(), exact_VH.grad, rtol=1e-4, atol=1e-5)
-    assert max(projected) <= most
-    passes = 1 if len(parts) == 1 else 2
-    assert sum(projected) == passes * len(hidden_UH)
-    assert max(others_alive) == 0, "logits of another part were still in memory"
-
-    with torch.no_grad():
-        again_N, _ = projected_logprobs(given_UH, project, parts)
-    assert sum(projected) == (passes + 1) * len(hidden_UH), (
-        "without a backward pass nothing is computed twice"
+    problem = Problem.random(awkward_micro_batch(), torch.bfloat16)
+    logits_UV = (problem.hidden_UH @ problem.weight_VH.T).double()
+    rounded = Problem(
+        micro_batch=problem.micro_batch,
+        hidden_UH=logits_UV,
+        weight_VH=torch.eye(VOCABULARY, dtype=torch.float64),
+        grad_N=problem.grad_N,
     )
-    torch.testing.assert_close(again_N, logprobs_N.detach(), rtol=0, atol=0)
+    measured = problem.measured()
+    assert measured.logprobs_N.dtype == torch.float32
+    assert (measured.logprobs_N.double() - rounded.exact().logprobs_N).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_under_a_mask_is_finite(dtype: torch.dtype, block_tokens: int) -> None:
+    problem = Problem.random(awkward_micro_batch(), dtype)
+    measured = problem.measured()
+    for name in ("logprobs_N", "entropy_N", "hidden_grad_UH", "weight_grad_VH"):
+        assert getattr(measured, name).isfinite().all(), name
+
+
+def test_without_a_gradient_the_numbers_are_the_same(block_tokens: int) -> None:
+    problem = Problem.random(awkward_micro_batch())
+    with torch.no_grad():
+        logprobs_N, _ = projected_logprobs(problem.hidden_UH, problem.weight_VH, problem.micro_batch)
+    assert torch.equal(logprobs_N, problem.measured().logprobs_N)
+
+
+def test_no_more_than_half_of_the_logits_ever_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of one token, so that a count of blocks is a count of tokens."""
+    set_block_tokens(monkeypatch, 1)
+    problem = Problem.random(awkward_micro_batch())
+    projected: list[weakref.ref[torch.Tensor]] = []
+    num_alive: list[int] = []
+    project = logprobs._project
+
+    def recording(hidden_UH: torch.Tensor, weight_VH: torch.Tensor, block: logprobs._Block) -> torch.Tensor:
+        logits_UW = project(hidden_UH, weight_VH, block)
+        projected.append(weakref.ref(logits_UW))
+        num_alive.append(sum(reference() is not None for reference in projected))
+        return logits_UW
+
+    monkeypatch.setattr(logprobs, "_project", recording)
+    problem.measured()
+    half = VOCABULARY // 2
+    assert len(projected) == VOCABULARY + (VOCABULARY - half), "half of the blocks are projected once"
+    assert max(num_alive) <= half + 2
+    projected.clear()
+    num_alive.clear()
+    monkeypatch.setattr(logprobs, "_KEPT_BYTES", 3 * 4 * len(problem.hidden_UH))
+    problem.measured()
+    assert len(projected) == VOCABULARY + (VOCABULARY - 3)
+    assert max(num_alive) <= 3 + 2
+
+
+# ------------------------------------------------------------------ a vocabulary in shards
+
+
+def shard_results(problems: list[Problem], rank: int, shards: list[slice], store: str) -> list[Results]:
+    """Of one rank; runs in a process of its own."""
+    torch.set_num_threads(1)
+    file_store = torch.distributed.FileStore(store, len(shards))
+    torch.distributed.init_process_group("gloo", store=file_store, rank=rank, world_size=len(shards))
+    try:
+        return [problem.shard(shards[rank], torch.distributed.group.WORLD) for problem in problems]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_vocabulary_in_shards_gives_the_numbers_of_the_whole_one(tmp_path: Path) -> None:
+    """Every rank has the same log-probs; gradients of hidden states add up, those of the weight are rows of
+    the whole one's. In one shard a mask removes every token."""
+    shards = [slice(0, 3), slice(3, 26), slice(26, VOCABULARY)]
+    problems = [Problem.random(awkward_micro_batch(), softcap=softcap) for softcap in (None, 3.0)]
+    with torch.multiprocessing.get_context("spawn").Pool(len(shards)) as pool:
+        arguments = [(problems, rank, shards, str(tmp_path / "store")) for rank in range(len(shards))]
+        results_by_rank = pool.starmap(shard_results, arguments, chunksize=1)
+    for problem, results in zip(problems, zip(*results_by_rank, strict=True), strict=True):
+        first = results[0]
+        for measured in results:
+            assert torch.equal(measured.logprobs_N, first.logprobs_N)
+            assert torch.equal(measured.entropy_N, first.entropy_N)
+        whole = Results(
+            logprobs_N=first.logprobs_N,
+            entropy_N=first.entropy_N,
+            hidden_grad_UH=torch.stack([measured.hidden_grad_UH for measured in results]).sum(0),
+            weight_grad_VH=torch.cat([measured.weight_grad_VH for measured in results]),
+        )
+        assert_equal(whole, problem.exact())
