@@ -218,13 +218,16 @@ class Generation:
             for delta in (self._parser.push(last_text), *self._parser.finish()):
                 self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
         except (asyncio.CancelledError, Exception):
-            self._record("abort")
+            self._commit(self._turn("abort"), self.proposal, self._reply())
             raise
-        turn, message, durable = self._record(result.finish_reason, result.cached_tokens)
-        await asyncio.shield(durable)
+        message = self._reply()
+        turn = self._turn(result.finish_reason, result.cached_tokens)
+        await asyncio.shield(self._commit(turn, self.proposal, message))
         if result.finish_reason == "abort":
             raise ServerError("the engine aborted this generation")
-        stop = result.matched_stop if isinstance(result.matched_stop, str) else ""
+        stop = ""
+        if isinstance(result.matched_stop, str):
+            stop = result.matched_stop
         return Answer(turn=turn, message=message, pieces=tuple(self._pieces), stop=stop)
 
     async def _sample(self) -> GenerateEnd:
@@ -292,17 +295,20 @@ class Generation:
         for waiter in waiters:
             _resolve(waiter)
 
-    def _record(
-        self, finish_reason: FinishReason, cached_tokens: int = 0
-    ) -> tuple[Turn, Message, asyncio.Future[None]]:
-        """Commits what was sampled. Returns the turn, the reply, and a future that is done when the turn is
-        durable."""
+    def _reply(self) -> Message:
+        """The reply as far as it was sampled."""
+        return reply_message(join_deltas([piece.delta for piece in self._pieces]))
+
+    def _turn(self, finish_reason: FinishReason, cached_tokens: int = 0) -> Turn:
+        """The turn as far as it was sampled."""
         proposal = self.proposal
-        message = reply_message(join_deltas([piece.delta for piece in self._pieces]))
-        turn = Turn(
+        parent_id = None
+        if proposal.parent is not None:
+            parent_id = proposal.parent.turn.id
+        return Turn(
             id=proposal.request.rid,
             session_id=proposal.request.routing_key,
-            parent_id=proposal.parent.turn.id if proposal.parent else None,
+            parent_id=parent_id,
             context_ids_T=np.asarray(proposal.context_ids, np.int32),
             sampled_ids_T=np.concatenate([_EMPTY.ids_T, *(piece.ids_T for piece in self._pieces)]),
             logprobs_T=np.concatenate([_EMPTY.logprobs_T, *(piece.logprobs_T for piece in self._pieces)]),
@@ -319,7 +325,6 @@ class Generation:
             started_at=self.started_at,
             finished_at=time.time(),
         )
-        return turn, message, self._commit(turn, proposal, message)
 
 
 _EMPTY = Piece(delta=Delta(), ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0, np.float32), top=NO_TOP)
@@ -344,10 +349,12 @@ def _resolve(waiter: asyncio.Future[None]) -> None:
 
 
 def _join(pieces: Sequence[Piece]) -> Piece:
-    has_top = pieces[0].top.size > 0
+    top = NO_TOP
+    if pieces[0].top.size > 0:
+        top = np.concatenate([piece.top for piece in pieces])
     return Piece(
         delta=join_deltas([piece.delta for piece in pieces]),
         ids_T=np.concatenate([piece.ids_T for piece in pieces]),
         logprobs_T=np.concatenate([piece.logprobs_T for piece in pieces]),
-        top=np.concatenate([piece.top for piece in pieces]) if has_top else NO_TOP,
+        top=top,
     )

@@ -111,6 +111,9 @@ class Placer:
         ids = self._renderer.render_first(prompt, room)
         if fork is ForkReason.NEW_CONVERSATION and conversation.has_root(ids):
             fork = None  # another sample of a first turn is no fork
+        counts: dict[str, int] = {}
+        if fork is not None:
+            counts["forked_tokens"] = len(ids)
         return Placement(
             parent=None,
             depth=0,
@@ -119,14 +122,16 @@ class Placer:
             fork=fork,
             change=change,
             prompt=prompt,
-            counts={"forked_tokens": len(ids)} if fork else {},
+            counts=counts,
         )
 
     def _place_text(self, conversation: Conversation, text: str | tuple[int, ...], room: Room) -> Placement:
         """Places a prompt without a template: it continues the longest recorded text that it begins with."""
         forest = conversation.forest
         node, covered = forest.match_text(text, self._renderer.decode)
-        path_ids = node.ids() if node is not None else []
+        path_ids: list[int] = []
+        if node is not None:
+            path_ids = node.ids()
         new_text = text[covered:]
         if isinstance(new_text, str):
             ids = self._renderer.encode(new_text, room, before=len(path_ids))
@@ -136,13 +141,15 @@ class Placer:
         else:
             ids = list(new_text)
             message = Message("text", self._renderer.decode(ids))
-        begins_anew = forest.size > 0 and node is None and not conversation.has_root(ids)
+        fork = None
+        if forest.size > 0 and node is None and not conversation.has_root(ids):
+            fork = ForkReason.NEW_CONVERSATION
         return Placement(
             parent=node,
             depth=0,
             context_ids=ids,
             input_ids_T=_concatenate(path_ids, ids),
-            fork=ForkReason.NEW_CONVERSATION if begins_anew else None,
+            fork=fork,
             prompt=Prompt(messages=(message,)),
         )
 

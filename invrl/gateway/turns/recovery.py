@@ -34,7 +34,9 @@ def restore(
         parent = None
         if turn.parent_id is not None:
             parent = nodes.get(turn.parent_id)
-        path_ids = parent.ids() if parent else []
+        path_ids: list[int] = []
+        if parent is not None:
+            path_ids = parent.ids()
         conversation.count_prompt(np.asarray([*path_ids, *turn.context_ids_T.tolist()], np.int32))
         if turn.finish_reason == "abort":
             continue

@@ -63,9 +63,12 @@ def resolve(purpose: Purpose, pinned: Sampling, client: ClientSampling) -> TurnS
 
 
 def _with_client_values(pinned: Sampling, client: ClientSampling) -> Sampling:
-    temperature = pinned.temperature if client.temperature is None else client.temperature
-    top_p = pinned.top_p if client.top_p is None else client.top_p
-    return replace(pinned, temperature=temperature, top_p=top_p)
+    sampling = pinned
+    if client.temperature is not None:
+        sampling = replace(sampling, temperature=client.temperature)
+    if client.top_p is not None:
+        sampling = replace(sampling, top_p=client.top_p)
+    return sampling
 
 
 def sampling_seed(run_seed: int, session: Session, prompt: bytes, number: int) -> int:
