@@ -67,8 +67,8 @@ MOVED_COMMANDS = {
 """Commands of earlier versions, and what takes their place."""
 
 _INTRO = """\
-invrl: an RL post-training server. Any program that speaks the OpenAI or Anthropic API is pointed at its
-gateway and gets trained.
+invrl: an RL post-training server. Point any program that speaks the OpenAI or Anthropic API at its gateway:
+the model is trained on what it samples for that program.
 
 usage: invrl COMMAND [flags]"""
 _OUTRO = """\

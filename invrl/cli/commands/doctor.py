@@ -105,7 +105,7 @@ def _examine(check: Check, config: Config, machine: Machine) -> Finding:
         reason = f"the check itself raised {type(error).__name__}: {error}"
         fix = "report this line"
         return Finding(check=check.name, status=Status.FAILED, value="?", reason=reason, fix=fix)
-    text = "as it should be"
+    text = "in order"
     if isinstance(value, str | Path):
         text = str(value)
     return Finding(check=check.name, status=Status.OK, value=text)
