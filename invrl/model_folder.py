@@ -5,6 +5,7 @@ Invariant: a folder that passes can be read by the engine (transformers' tokeniz
 things are not looked at here. The trainer refuses features that it does not compute (`train/hf_config.py`).
 The gateway reads the chat template, or what `--chat-template-path` gives in its place."""
 
+import difflib
 import json
 import os
 import re
@@ -100,6 +101,15 @@ def read_model_type(path: Path) -> object:
     return _read_json(path / "config.json", path).get("model_type")
 
 
+def supported_families(wanted: object, families: Collection[str]) -> str:
+    """The names of all families, for an error message, and which of them is most like the wanted one."""
+    text = ", ".join(sorted(families))
+    nearest = difflib.get_close_matches(str(wanted), sorted(families), n=1, cutoff=0.65)
+    if nearest:
+        text += f" (the nearest is {nearest[0]})"
+    return text
+
+
 def has_chat_template(path: Path) -> bool:
     """Whether the folder has a chat template, which may be broken."""
     settings = _read_json(path / "tokenizer_config.json", path)
@@ -124,8 +134,8 @@ def _check_config(path: Path, families: Collection[str]) -> int:
     model_type = config.get("model_type")
     vocab_size = config.get("vocab_size")
     if model_type not in families:
-        fix = f"choose a model of type {', '.join(sorted(families))}"
-        raise _refuse(path, f"model_type is {model_type!r}, which is not supported", fix)
+        reason = f"model_type is {model_type!r}, which is not supported"
+        raise _refuse(path, reason, f"choose a model of type {supported_families(model_type, families)}")
     if config.get("quantization_config"):
         raise _refuse(path, "its weights are quantized; training needs plain ones")
     if not isinstance(vocab_size, int):

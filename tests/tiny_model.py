@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+"""Families that are made here without transformers; `family_models.py` makes every one."""
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 SPECIAL_TOKENS = (
@@ -108,7 +109,7 @@ def make_tiny_model(
     _write_json(folder / "config.json", config)
     generation = {"eos_token_id": IM_END_ID, "pad_token_id": PAD_ID, "do_sample": True}
     _write_json(folder / "generation_config.json", generation)
-    _write_tokenizer(folder, vocab_size, max_positions)
+    write_tokenizer(folder, vocab_size, max_positions)
     _write_weights(folder / "model.safetensors", shapes, seed, dtype, init_std)
     return folder
 
@@ -208,7 +209,8 @@ def _merges(alphabet: list[str], room: int) -> Iterator[tuple[str, str]]:
                 yield left, right
 
 
-def _write_tokenizer(folder: Path, vocab_size: int, max_positions: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int, max_positions: int) -> None:
+    """The tokenizer's files, with a text for every id of the vocabulary."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

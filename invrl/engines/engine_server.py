@@ -20,9 +20,11 @@ import orjson
 import psutil
 
 from invrl.engines.config import EngineConfig
+from invrl.engines.sglang_models import MODEL_TYPE_VARIABLE
 from invrl.errors import ServerError
 from invrl.host.ports import ReservedPort
 from invrl.host.process import ENDED, ServerProcess, family_of, random_key, state_of
+from invrl.model_folder import read_model_type
 
 WEIGHT_LOADER = "invrl.weights.in_engine.run"
 """The loader that SGLang imports into its scheduler process, as an import path."""
@@ -82,6 +84,7 @@ class EngineServer(ServerProcess):
         command += passthrough  # a later flag wins
         env = {
             "OMP_NUM_THREADS": "1",
+            MODEL_TYPE_VARIABLE: str(read_model_type(model_path)),
             "INVRL_KEY_FLAGS": f"--api-key={self.api_key} --admin-api-key={self.admin_key}",
         }
         super().__init__(name, command, log=run_folder / "logs" / f"{name}.log", env=env)

@@ -1,54 +1,56 @@
-"""Core attention on torch SDPA over a packed row of prefix trees.
+"""Self-attention over a packed row of prefix trees, on torch SDPA.
 
 Megatron's own local attention refuses packed sequences. This one takes a `PackedRow` where Megatron
 passes its PackedSeqParams, and runs one SDPA call per block of the row (see `packing.py`). Imported after
 `device.prepare()`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
 
 from invrl.train import device
+from invrl.train.families.rope import Rope
 from invrl.train.micro_batch import AttentionBlock, MicroBatch
+from invrl.train.rotary import angles
+from invrl.train.sliding_window import windowed
 
 
-@dataclass
-class PackedRow(PackedSeqParams):
-    """What the core attention needs to know of a packed row.
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCalls:
+    """The SDPA calls of a layer over a packed row.
 
-    The format is [tokens, 1, ...] ("sbhd"), so that Megatron applies per-token rotary frequencies as they are
-    given. The keys of all blocks are gathered at once and then split: if each block took its own slice, each
-    would cost a gradient as long as the whole row.
+    The keys of all blocks are gathered at once and then split: if each block took its own slice, each would
+    cost a gradient as long as the whole row.
     """
 
-    keys_K: torch.Tensor | None = None
+    keys_K: torch.Tensor | None
     """Places of the keys of all blocks, block by block; None: [0, P)."""
-    num_queries: tuple[int, ...] = ()
+    num_queries: tuple[int, ...]
     """Number of queries of each block."""
-    num_keys: tuple[int, ...] = ()
+    num_keys: tuple[int, ...]
     """Number of keys of each block."""
-    biases: tuple[torch.Tensor | None, ...] = ()
+    biases: tuple[torch.Tensor | None, ...]
     """For each block [queries, keys]: 0 where a query sees a key, else -inf; None: causal."""
 
     @staticmethod
-    def of(micro_batch: MicroBatch, target: torch.device, dtype: torch.dtype) -> "PackedRow":
+    def of(blocks: Sequence[AttentionBlock], target: torch.device, dtype: torch.dtype) -> "AttentionCalls":
         """`dtype`: the dtype in which attention is computed; SDPA needs the bias in it."""
-        blocks = micro_batch.blocks
         keys_by_block = [
             np.concatenate([block.prefix_K, np.arange(block.start, block.end)]) for block in blocks
         ]
         keys_K = None
         if any(len(block.prefix_K) for block in blocks):
             keys_K = torch.from_numpy(np.concatenate(keys_by_block)).to(target)
-        return PackedRow(
-            qkv_format="sbhd",
+        return AttentionCalls(
             keys_K=keys_K,
             num_queries=tuple(block.end - block.start for block in blocks),
             num_keys=tuple(len(block_keys_K) for block_keys_K in keys_by_block),
@@ -64,15 +66,70 @@ def _bias(block: AttentionBlock, target: torch.device, dtype: torch.dtype) -> to
     return bias_QK.masked_fill_(hidden_QK, float("-inf")).to(target)
 
 
+@dataclass
+class PackedRow(PackedSeqParams):
+    """What the attention layers need to know of a packed row.
+
+    The format is [tokens, 1, ...] ("sbhd"), so that Megatron applies per-token rotary frequencies as they are
+    given.
+    """
+
+    calls: Mapping[int | None, AttentionCalls] = field(default_factory=dict)
+    """By the window of a layer."""
+    angles: Mapping[Rope, torch.Tensor] = field(default_factory=dict)
+    """By the rotary positions of a layer: the angles [P, 1, 1, rotated dimensions] of each token."""
+
+    @staticmethod
+    def of(
+        micro_batch: MicroBatch,
+        target: torch.device,
+        dtype: torch.dtype,
+        *,
+        windows: Iterable[int | None],
+        frequencies: Mapping[Rope, torch.Tensor],
+    ) -> "PackedRow":
+        """`windows`: those of the model's layers. `frequencies`: those of their rotary positions."""
+        positions_P = torch.from_numpy(micro_batch.positions_P).to(target)
+        calls: dict[int | None, AttentionCalls] = {}
+        for window in windows:
+            blocks: Sequence[AttentionBlock] = micro_batch.blocks
+            if window is not None:
+                blocks = windowed(blocks, micro_batch.positions_P, window)
+            calls[window] = AttentionCalls.of(blocks, target, dtype)
+        return PackedRow(
+            qkv_format="sbhd",
+            calls=calls,
+            angles={
+                rope: angles(rope_frequencies, positions_P) for rope, rope_frequencies in frequencies.items()
+            },
+        )
+
+
+class RotarySelfAttention(SelfAttention):
+    """Megatron's self-attention with the rotary positions of its own layer, from the packed row."""
+
+    def __init__(self, *args: Any, rope: Rope, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._rope = rope
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: torch.Tensor, *, packed_seq_params: PackedSeqParams | None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert isinstance(packed_seq_params, PackedRow)
+        options["rotary_pos_emb"] = packed_seq_params.angles[self._rope]
+        return super().forward(hidden_states, packed_seq_params=packed_seq_params, **options)
+
+
 class TreeAttention(MegatronModule):
     """Core attention of a layer. It has no parameters."""
 
     def __init__(
-        self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any
+        self, config: TransformerConfig, *_: Any, scale: float, window: int | None, **__: Any
     ) -> None:
+        """`scale`: of the products of queries and keys. `window`: as in `LayerAttention`."""
         super().__init__(config=config)
-        assert config.kv_channels is not None
-        self._scale = softmax_scale or config.kv_channels**-0.5
+        self._scale = scale
+        self._window = window
 
     def forward(
         self,
@@ -87,20 +144,20 @@ class TreeAttention(MegatronModule):
         """Takes [P, 1, heads, head_dim] each, with fewer heads in `key` and `value`; returns
         [P, 1, heads * head_dim]."""
         assert isinstance(packed_seq_params, PackedRow)
-        row = packed_seq_params
+        calls = packed_seq_params.calls[self._window]
         dtype = device.attention_dtype(query.dtype)
         # Views [1, heads, P, head_dim].
         queries = query.permute(1, 2, 0, 3).to(dtype)
         keys = key.permute(1, 2, 0, 3).to(dtype)
         values = value.permute(1, 2, 0, 3).to(dtype)
-        if row.keys_K is not None:
-            keys = keys.index_select(2, row.keys_K)
-            values = values.index_select(2, row.keys_K)
+        if calls.keys_K is not None:
+            keys = keys.index_select(2, calls.keys_K)
+            values = values.index_select(2, calls.keys_K)
         blocks = zip(
-            queries.split(row.num_queries, dim=2),
-            keys.split(row.num_keys, dim=2),
-            values.split(row.num_keys, dim=2),
-            row.biases,
+            queries.split(calls.num_queries, dim=2),
+            keys.split(calls.num_keys, dim=2),
+            values.split(calls.num_keys, dim=2),
+            calls.biases,
             strict=True,
         )
         outputs: list[torch.Tensor] = []

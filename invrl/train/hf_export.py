@@ -8,7 +8,7 @@ import torch
 
 from invrl.host.disk import flush, flush_tree
 from invrl.store.manifest import MANIFEST_NAME
-from invrl.train.hf_config import HuggingFaceConfig
+from invrl.train.families.model_config import HuggingFaceConfig
 from invrl.train.model import PolicyModel
 from invrl.train.safetensors_file import write_safetensors
 from invrl.train.weights import export_weights, weight_specs

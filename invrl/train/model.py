@@ -6,31 +6,44 @@ positions that predict a wanted token, and nowhere else. Megatron's TransformerC
 `device.prepare()`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from invrl.train import device
-from invrl.train.attention import PackedRow, TreeAttention
-from invrl.train.families.registry import FAMILIES
-from invrl.train.hf_config import HuggingFaceConfig
+from invrl.train.attention import PackedRow
+from invrl.train.families.model_config import Activation, HuggingFaceConfig
+from invrl.train.layer_specs import decoder_layer
 from invrl.train.logprobs import projected_logprobs
 from invrl.train.micro_batch import MicroBatch
+from invrl.train.norm import RmsNorm
+from invrl.train.rotary import frequencies
 from invrl.train.weights import load_weights
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
 class PolicyModel(GPTModel):
     """A decoder that returns log-probs, not logits."""
+
+    shape: HuggingFaceConfig
+
+    def describe(self, shape: HuggingFaceConfig) -> None:
+        """Completes the construction, whose arguments are Megatron's."""
+        self.shape = shape
+        attentions = [shape.attention(layer) for layer in range(shape.num_hidden_layers)]
+        self._windows = {attention.window for attention in attentions}
+        ropes = {attention.rope for attention in attentions}
+        self._frequencies = {rope: frequencies(rope, shape.head_dim) for rope in ropes}
 
     def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore
         """Log-probs and entropies of the wanted tokens, float32 [N] each."""
@@ -40,15 +53,24 @@ class PolicyModel(GPTModel):
         project_U = torch.from_numpy(micro_batch.project_U).to(target)
         attention_dtype = device.attention_dtype(self.config.params_dtype)
         # [P, 1, hidden]: one row; the second axis is Megatron's batch axis.
-        hidden = self.embedding(input_ids=tokens_P[None], position_ids=positions_P[None])
-        hidden = self.decoder(
-            hidden_states=hidden,
-            attention_mask=None,
-            rotary_pos_emb=self._rotary(positions_P),
-            packed_seq_params=PackedRow.of(micro_batch, target, attention_dtype),
+        hidden = self._embed(tokens_P, positions_P)
+        packed_row = PackedRow.of(
+            micro_batch, target, attention_dtype, windows=self._windows, frequencies=self._frequencies
         )
+        hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed_row)
         hidden_UH = hidden.squeeze(1).index_select(0, project_U)
-        return projected_logprobs(hidden_UH, self._projection_weight(), micro_batch)
+        return projected_logprobs(
+            hidden_UH, self._projection_weight(), micro_batch, softcap=self.shape.logit_softcap
+        )
+
+    def _embed(self, tokens_P: torch.Tensor, positions_P: torch.Tensor) -> torch.Tensor:
+        """Embeddings [P, 1, hidden]."""
+        hidden = self.embedding(input_ids=tokens_P[None], position_ids=positions_P[None])
+        scale = self.shape.embedding_scale
+        if scale is None:
+            return hidden
+        # transformers rounds the factor to the dtype of the weights.
+        return hidden * torch.tensor(scale).to(hidden)
 
     def _projection_weight(self) -> torch.Tensor:
         """The weight [vocabulary, hidden] whose product with a hidden state is its logits."""
@@ -57,12 +79,6 @@ class PolicyModel(GPTModel):
         weight = self.output_layer.weight
         assert weight is not None  # only a projection that is given its weight in each call has none
         return weight
-
-    def _rotary(self, positions_P: torch.Tensor) -> torch.Tensor:
-        """Rotary angles [P, 1, 1, head_dim] of each token's own position."""
-        inv_freq = self.rotary_pos_emb.inv_freq.to(positions_P.device)
-        angles = torch.outer(positions_P.float(), inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
 def build_model(
@@ -76,24 +92,20 @@ def build_model(
     `options`: TransformerConfig fields that the user set, checked by `megatron_args`.
     """
     transformer = transformer_config(config, dtype, options)
-    layer = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm")
-    block = cast(TransformerLayerSubmodules, layer.submodules)
-    attention = cast(SelfAttentionSubmodules, cast(ModuleSpec, block.self_attention).submodules)
-    attention.core_attention = TreeAttention
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
-            layer_specs=[layer] * config.num_hidden_layers,
-            layer_norm=WrappedTorchNorm,  # pyright: ignore[reportArgumentType]
+            layer_specs=[
+                decoder_layer(config, transformer, layer) for layer in range(config.num_hidden_layers)
+            ],
+            layer_norm=RmsNorm,  # pyright: ignore[reportArgumentType]
         ),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=config.rope_theta,  # pyright: ignore[reportArgumentType]
-        rope_scaling=config.rope_factor is not None,
-        rope_scaling_factor=config.rope_factor or 1.0,
+        position_embedding_type="none",  # the packed row has the angles
     )
+    model.describe(config)
     load_weights(model, config, folder)
     return model.to(device.device())
 
@@ -106,7 +118,6 @@ def transformer_config(
     It computes the same function as Hugging Face's model, without fused kernels that need
     TransformerEngine or Apex. The user's `--megatron-*` options come last.
     """
-    family = FAMILIES[config.model_type]
     fields: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -116,11 +127,12 @@ def transformer_config(
         "ffn_hidden_size": config.intermediate_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
+        "layernorm_zero_centered_gamma": config.zero_centered_norms,
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": _ACTIVATIONS[config.activation],
         "add_bias_linear": False,
-        "add_qkv_bias": family.qkv_bias,
-        "qk_layernorm": family.qk_norm,
+        "add_qkv_bias": config.qkv_bias,
+        "qk_layernorm": config.qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,

@@ -12,16 +12,15 @@ from safetensors import safe_open
 from invrl.errors import TrainError
 from invrl.interfaces import WeightLayout
 from invrl.model_folder import tensor_files
+from invrl.train.families.model_config import HuggingFaceConfig
 from invrl.train.families.parameter import Parameter, join, split
 from invrl.train.families.registry import FAMILIES
-from invrl.train.hf_config import HuggingFaceConfig
 from invrl.weights.tensor_spec import spec_of
 
 
 def parameters(config: HuggingFaceConfig) -> list[Parameter]:
     """The model's parameters, in sending order."""
-    family = FAMILIES[config.model_type]
-    return family.parameters(layers=config.num_hidden_layers, tied=config.tie_word_embeddings)
+    return FAMILIES[config.model_type].parameters(config)
 
 
 def load_weights(model: torch.nn.Module, config: HuggingFaceConfig, folder: str | Path) -> None:

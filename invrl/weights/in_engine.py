@@ -21,6 +21,7 @@ from msgspec import structs
 
 from invrl.errors import InvrlError, LayoutError, WeightSyncError
 from invrl.interfaces import WeightLayout
+from invrl.train.families.registry import FAMILIES
 from invrl.types import TensorSpec
 from invrl.weights.arena import ArenaHandle, map_arena
 from invrl.weights.tensor_spec import checksum
@@ -28,11 +29,9 @@ from invrl.weights.tensor_spec import checksum
 if TYPE_CHECKING:
     import torch
 
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""Engine parameters that hold the rows of several checkpoint tensors, in this order; weights and biases."""
+FUSED = {fused: parts for family in FAMILIES.values() for fused, parts in family.engine_fusions.items()}
+"""Engine parameters that hold the rows of several checkpoint tensors, in this order; weights and biases. A
+name means the same in every family."""
 _PADDED = ("embed_tokens.weight", "lm_head.weight")
 """SGLang pads the vocabulary. The rows beyond it belong to no token."""
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from family_models import CONFIGS, make_family_model
 from rank_pool import RankPool
 from safetensors.torch import load_file
-from tiny_model import CHAT_TEMPLATE, PAD_ID, Family, make_tiny_model
+from tiny_model import CHAT_TEMPLATE, PAD_ID, make_tiny_model
 from train_reference import Reference, random_batch, relative, worst
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +24,6 @@ from invrl.train.sharding import mini_batches
 from invrl.weights.tensor_spec import checksum
 
 BOUND = 1e-5  # norm-relative, per tensor
-FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3"]
 ALGORITHM = AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.15, correction_cap=1.2, kl_coef=0.1)
 EXACT = TrainConfig(train_dtype="float32", lr=5e-3, max_tokens_per_microbatch=25)
 
@@ -35,11 +36,11 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_equals_hugging_face(pool: RankPool, tmp_path: Path, family: Family, tied: bool) -> None:
+@pytest.mark.parametrize("family", CONFIGS)
+def test_equals_hugging_face(pool: RankPool, tmp_path: Path, family: str, tied: bool) -> None:
     """Two optimizer steps of several micro-batches each, with everything in the loss: clip, correction,
     KL. The second step has ratios other than 1."""
-    model = make_tiny_model(tmp_path / "model", family=family, tie_embeddings=tied, head_dim=24)
+    model = make_family_model(tmp_path / "model", family, tie_word_embeddings=tied)
     trainer = pool.build(model, train=EXACT, algorithm=ALGORITHM)
 
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -97,7 +98,22 @@ def test_old_is_the_trainer_s_own_unless_told_otherwise(pool: RankPool, tmp_path
     assert gap < BOUND, name
 
 
-def test_llama_3_s_rotary_frequencies(pool: RankPool, tmp_path: Path) -> None:
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [LLAMA3, YARN, {"rope_type": "linear", "factor": 3.0}],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_scaled_rotary_positions(pool: RankPool, tmp_path: Path, scaling: dict[str, Any]) -> None:
     """They differ from plain ones in slow angles, so at far positions."""
     model = make_tiny_model(tmp_path / "model", family="llama", head_dim=32)
     ids = np.random.default_rng(0).integers(10, 500, 1500).tolist()
@@ -110,13 +126,7 @@ def test_llama_3_s_rotary_frequencies(pool: RankPool, tmp_path: Path) -> None:
 
     plain = expected()
     config = json.loads((model / "config.json").read_text())
-    config["rope_scaling"] = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    config["rope_scaling"] = scaling
     (model / "config.json").write_text(json.dumps(config))
     scaled = expected()
     assert relative(plain, scaled) > 100 * BOUND
@@ -141,11 +151,11 @@ def test_the_padding_s_row_has_a_gradient(pool: RankPool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_was_loaded_is_exported(pool: RankPool, tmp_path: Path, family: Family, dtype: str) -> None:
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_was_loaded_is_exported(pool: RankPool, tmp_path: Path, family: str, dtype: str) -> None:
     """Byte for byte: the Hugging Face folder, and what engines are sent."""
     tied = family == "llama"
-    model = make_tiny_model(tmp_path / "model", family=family, dtype=dtype, tie_embeddings=tied)  # type: ignore[arg-type]
+    model = make_family_model(tmp_path / "model", family, dtype=dtype, tie_word_embeddings=tied)
     trainer = pool.build(model, train=TrainConfig(train_dtype=dtype))  # type: ignore[arg-type]
     trainer.each("export", str(tmp_path / "exported"))
     source = load_file(model / "model.safetensors")
@@ -188,11 +198,12 @@ def test_recomputation_changes_nothing(pool: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("max_tokens", [4096, 40])
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_each_row_is_as_if_it_were_alone(
-    pool: RankPool, tmp_path: Path, share: bool, max_tokens: int
+    pool: RankPool, tmp_path: Path, family: str, share: bool, max_tokens: int
 ) -> None:
-    """Every way that a tree may be laid out, against one row at a time."""
-    model = make_tiny_model(tmp_path / "model", kv_heads=1)
+    """Every way that a tree may be laid out, against one row at a time, without a window and with one."""
+    model = make_family_model(tmp_path / "model", family, num_key_value_heads=1)
     trainer = pool.build(
         model,
         train=TrainConfig(train_dtype="float32", share_prefixes=share, max_tokens_per_microbatch=max_tokens),

@@ -249,6 +249,14 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "not support",
         "model",
     ),
+    (
+        "window",
+        model_json("config.json", model_type="mistral", sliding_window=128),
+        "servable model",
+        FAILED,
+        "SGLang computes attention over all",
+        "max_position_embeddings",
+    ),
     ("no agent", flag(rollout_function_path="nobody:f"), "rollout function", FAILED, "no module", "module"),
     (
         "signature",
@@ -327,7 +335,7 @@ def test_what_needs_the_model_folder_is_not_checked_where_that_is_broken(
     findings = by_check(diagnose(plot.arguments, plot.machine))
     assert findings["model folder"][0].status is FAILED
     skipped = [check for check, [finding] in findings.items() if finding.status is Status.SKIPPED]
-    assert skipped == ["chat template", "trainable model", "megatron options"]
+    assert skipped == ["chat template", "trainable model", "servable model", "megatron options"]
     assert cli.main(["doctor", *plot.arguments]) == 1
     assert (
         "skipped  chat template: not checked: the check of the model folder failed\n"

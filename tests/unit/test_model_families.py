@@ -1,24 +1,35 @@
-"""The name files: Megatron parameters from Hugging Face tensors and back, byte for byte."""
+"""The family files: names and fusions byte for byte, what a config.json may say, and that every part of invrl
+knows the same families."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
+from family_models import CONFIGS, make_family_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from tiny_model import Family, tensor_shapes
 
-from invrl.engines import sglang_models
 from invrl.errors import ConfigError
+from invrl.model_folder import check_model_folder
+from invrl.train import families
 from invrl.train.families.parameter import Fusion, join, split
 from invrl.train.families.registry import FAMILIES
 from invrl.train.hf_config import parse_hf_config
+from invrl.weights.in_engine import FUSED
 
-NAMES: list[Family] = ["llama", "mistral", "qwen2", "qwen3"]
+ROOT = Path(__file__).parents[2]
+NAMES: tuple[Family, ...] = get_args(Family)
 
 
 @given(
@@ -58,25 +69,99 @@ def test_the_other_fusions_come_back(fusion: Fusion, count: int) -> None:
         assert back.is_contiguous()
 
 
+# ------------------------------------------------------------------ one file per family
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_file_lists_each_tensor_that_transformers_saves_once(
+    tmp_path: Path, model_type: str, tied: bool
+) -> None:
+    folder = make_family_model(tmp_path, model_type, tie_word_embeddings=tied)
+    config = parse_hf_config(json.loads((folder / "config.json").read_text()))
+    listed = [name for p in FAMILIES[model_type].parameters(config) for name in p.hugging_face]
+    with safe_open(folder / "model.safetensors", framework="np") as tensors:
+        assert sorted(listed) == sorted(tensors.keys())
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", NAMES)
-def test_a_name_file_lists_each_tensor_of_its_family_once(family: Family, tied: bool) -> None:
+def test_the_models_without_transformers_have_the_same_tensors(family: Family, tied: bool) -> None:
     shapes = tensor_shapes(
         family,
         vocab_size=512,
-        layers=3,
-        hidden=8,
-        intermediate=16,
-        q_rows=8,
-        kv_rows=4,
-        head_dim=2,
+        layers=2,
+        hidden=64,
+        intermediate=128,
+        q_rows=64,
+        kv_rows=32,
+        head_dim=16,
         tie_embeddings=tied,
     )
-    listed = [name for p in FAMILIES[family].parameters(layers=3, tied=tied) for name in p.hugging_face]
+    parsed = parse_hf_config(config(model_type=family, tie_word_embeddings=tied))
+    listed = [name for p in FAMILIES[family].parameters(parsed) for name in p.hugging_face]
     assert sorted(listed) == sorted(name for name, _ in shapes)
 
 
-def config(**fields: object) -> dict[str, object]:
+def test_every_part_of_invrl_knows_the_same_families() -> None:
+    """The family files are the list. A family that the tests, the documentation, transformers or SGLang do
+    not know fails here; the other parts read the list."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    folder = Path(families.__file__).parent
+    files = {path.stem for path in folder.glob("*.py") if "FAMILY = " in path.read_text()}
+    assert set(FAMILIES) == files, "a family's file is named by its model_type"
+    assert set(FAMILIES) == set(CONFIGS), "tests/family_models.py"
+    assert set(NAMES) <= set(FAMILIES)
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
+    rows = [row for row in rows if row[0] != "model_type"]
+    assert dict(rows) == {name: family.models for name, family in FAMILIES.items()}, "docs/models.md"
+    for name, family in FAMILIES.items():
+        assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] == family.architecture
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_sglang_has_the_class_of_the_family(model_type: str) -> None:
+    family = FAMILIES[model_type]
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.origin is not None
+    source = Path(package.origin).parent / "srt" / "models" / f"{family.sglang_module}.py"
+    assert re.search(rf"^class {family.architecture}\b", source.read_text(), re.MULTILINE)
+
+
+def test_an_engine_s_fusion_means_the_same_in_every_family() -> None:
+    for family in FAMILIES.values():
+        for fused, parts in family.engine_fusions.items():
+            assert FUSED[fused] == parts
+
+
+def test_what_an_engine_fuses_is_sent_back_to_back() -> None:
+    for model_type, family in FAMILIES.items():
+        parsed = parse_hf_config(config(model_type=model_type))
+        names = [name for p in family.parameters(parsed) for name in p.hugging_face]
+        for parts in family.engine_fusions.values():
+            for place, name in enumerate(names):
+                if f".{parts[0]}." in name:
+                    expected = [name.replace(parts[0], part) for part in parts]
+                    assert names[place : place + len(parts)] == expected
+
+
+def test_the_family_files_import_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys; from invrl.train.hf_config import read_hf_config; "
+        "print({'torch', 'transformers', 'megatron'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=dict(os.environ)
+    )
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+# ------------------------------------------------------------------ config.json
+
+
+def config(**fields: Any) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "vocab_size": 512,
@@ -89,22 +174,14 @@ def config(**fields: object) -> dict[str, object]:
 
 
 def test_what_config_json_leaves_out_has_its_documented_default() -> None:
-    parsed = parse_hf_config(config())  # type: ignore[arg-type]
-    assert (parsed.num_key_value_heads, parsed.head_dim, parsed.rope_theta) == (4, 16, 10000.0)
-    assert (parsed.rope_factor, parsed.tie_word_embeddings) == (None, False)
+    parsed = parse_hf_config(config())
+    assert (parsed.num_key_value_heads, parsed.head_dim, parsed.rope.rope_theta) == (4, 16, 10000.0)
+    assert (parsed.rope.kind, parsed.tie_word_embeddings) == ("default", False)
 
 
-def test_rotary_settings_of_both_generations_of_transformers() -> None:
-    old, new = config(rope_theta=5e5), config(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
-    assert parse_hf_config(old) == parse_hf_config(new)  # type: ignore[arg-type]
-    scaled = {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    assert parse_hf_config(config(rope_scaling=scaled)).rope_factor == 32.0  # type: ignore[arg-type]
+def test_null_means_the_default() -> None:
+    parsed = parse_hf_config(config(head_dim=None, num_key_value_heads=None, rope_scaling=None))
+    assert parsed == parse_hf_config(config())
 
 
 @pytest.mark.parametrize(
@@ -116,49 +193,46 @@ def test_rotary_settings_of_both_generations_of_transformers() -> None:
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
-        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 2.0}}, "rope_parameters"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": "many"}, "vocab_size"),
     ],
 )
 def test_a_model_that_would_be_computed_wrongly_is_refused_by_name(
-    fields: dict[str, object], named: str
+    fields: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_hf_config(config(**fields))  # type: ignore[arg-type]
+        parse_hf_config(config(**fields))
     assert caught.value.field == f"config.json: {named}"
 
 
-def mistral(**fields: object) -> dict[str, object]:
-    return config(model_type="mistral", **fields)
-
-
-@pytest.mark.parametrize("window", [None, 512, 4096])
-def test_a_window_that_reaches_over_all_positions_limits_nothing(window: int | None) -> None:
-    assert parse_hf_config(mistral(sliding_window=window)).model_type == "mistral"  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
-    ("fields", "value"), [({"sliding_window": 511}, 511), ({"max_position_embeddings": 32768}, None)]
+    ("model_type", "nearest"), [("qwen3_5", "qwen3"), ("mistral3", "mistral"), ("mamba", None), (None, None)]
 )
-def test_mistral_s_sliding_window_is_refused(fields: dict[str, object], value: int | None) -> None:
-    """A config.json of Mistral's that names no window has one of 4096 in transformers."""
-    with pytest.raises(ConfigError, match="sliding_window") as caught:
-        parse_hf_config(mistral(**fields))  # type: ignore[arg-type]
-    assert caught.value.field == "config.json: sliding_window"
-    assert caught.value.value == value
-    assert "null" in caught.value.fix
+def test_an_unsupported_family_is_refused_with_the_list_and_the_nearest(
+    tmp_path: Path, model_type: str | None, nearest: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config(model_type=model_type)))
+    with pytest.raises(ConfigError, match="not supported") as caught:
+        check_model_folder(tmp_path, families=FAMILIES)
+    assert ", ".join(sorted(FAMILIES)) in caught.value.fix
+    assert re.findall(r"the nearest is (\w+)", caught.value.fix) == ([nearest] if nearest else [])
+
+
+# ------------------------------------------------------------------ windows
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_mistral_s_window_is_that_of_config_json(window: int | None) -> None:
+    parsed = parse_hf_config(config(model_type="mistral", sliding_window=window))
+    assert {parsed.attention(layer).window for layer in range(2)} == {window}
+
+
+def test_a_config_json_of_mistral_without_a_window_has_transformers_own() -> None:
+    assert parse_hf_config(config(model_type="mistral")).attention(0).window == 4096
 
 
 def test_a_window_that_is_not_used_is_none() -> None:
     """Qwen2's config.json has a window and a switch that is off."""
-    given = config(model_type="qwen2", sliding_window=128, use_sliding_window=False)
-    assert parse_hf_config(given).model_type == "qwen2"  # type: ignore[arg-type]
-
-
-def test_there_is_one_list_of_families() -> None:
-    """Tests, and the classes that SGLang is shown first, have those that the trainer knows."""
-    assert sorted(FAMILIES) == sorted(NAMES) == sorted(get_args(Family))
-    shown = Path(sglang_models.__path__[0]) / "families.py"
-    assert sorted(re.findall(r"from sglang.srt.models.(\w+) import", shown.read_text())) == sorted(FAMILIES)
+    parsed = parse_hf_config(config(model_type="qwen2", sliding_window=128, use_sliding_window=False))
+    assert parsed.attention(0).window is None

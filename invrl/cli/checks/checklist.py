@@ -58,6 +58,7 @@ def _of_settings(
 
 
 _MODEL_FOLDER = "model folder"
+_TRAINABLE_MODEL = "trainable model"
 
 
 CHECKS = (
@@ -66,8 +67,9 @@ CHECKS = (
     _of_settings(_MODEL_FOLDER, model_checks.check_model, EVERY, trainer_alone=True),
     _of_settings("chat template", model_checks.check_template, EVERY, needs=_MODEL_FOLDER),
     _of_settings(
-        "trainable model", model_checks.check_trainable, TRAIN, trainer_alone=True, needs=_MODEL_FOLDER
+        _TRAINABLE_MODEL, model_checks.check_trainable, TRAIN, trainer_alone=True, needs=_MODEL_FOLDER
     ),
+    _of_settings("servable model", model_checks.check_servable, TRAIN, needs=_TRAINABLE_MODEL),
     _of_settings("rollout function", settings_checks.check_rollout_function, ROLLOUTS),
     _of_settings("reward function", settings_checks.check_reward_function, ROLLOUTS),
     _of_settings("held-out sets", settings_checks.check_eval_sets, TRAIN),

@@ -30,10 +30,34 @@ def check_model(config: Config) -> Path:
 
 
 def check_trainable(config: Config) -> str:
-    """The trainer computes exactly this model."""
+    """The trainer computes exactly this model. Returns its family, and which models that is."""
+    from invrl.train.families.registry import FAMILIES
     from invrl.train.hf_config import read_hf_config
 
-    return read_hf_config(config.model.folder).model_type
+    model_type = read_hf_config(config.model.folder).model_type
+    return f"{model_type} ({FAMILIES[model_type].models})"
+
+
+def check_servable(config: Config) -> None:
+    """The engine computes the model that the trainer computes, as far as the model's family says."""
+    from invrl.train.families.registry import FAMILIES
+    from invrl.train.hf_config import read_hf_config
+
+    shape = read_hf_config(config.model.folder)
+    windows = [shape.attention(layer).window for layer in range(shape.num_hidden_layers)]
+    shortest = min((window for window in windows if window is not None), default=None)
+    if FAMILIES[shape.model_type].engine_has_windows or shortest is None:
+        return
+    if shortest < shape.max_position_embeddings:
+        reason = (
+            f"a token attends to the last {shortest} only, and SGLang computes attention over all "
+            f"{shape.max_position_embeddings} positions of a {shape.model_type} model"
+        )
+        fix = (
+            f'write "max_position_embeddings": {shortest} into its config.json (or, if its authors say that '
+            'this model has no window, "sliding_window": null)'
+        )
+        raise ConfigError("config.json: sliding_window", shortest, reason, fix)
 
 
 def check_template(config: Config) -> None:

@@ -75,21 +75,21 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
     """One finding per check, and one per mistake in the configuration. A check that needs another one is
-    skipped if that one has failed."""
+    skipped if that one has failed or was skipped."""
     config, mistakes = read_configuration(arguments)
     findings = [_from_error(_CONFIGURATION, mistake) for mistake in mistakes]
     if not mistakes:
         value = " ".join(arguments) or "defaults"
         findings.append(Finding(check=_CONFIGURATION, status=Status.OK, value=value))
-    failed: set[str] = set()
+    not_passed: set[str] = set()
     for check in checks_of("doctor", config):
-        if check.needs in failed:
+        if check.needs in not_passed:
             value = f"not checked: the check of the {check.needs} failed"
             finding = Finding(check=check.name, status=Status.SKIPPED, value=value)
         else:
             finding = _examine(check, config, machine)
-        if finding.status is Status.FAILED:
-            failed.add(check.name)
+        if finding.status in (Status.FAILED, Status.SKIPPED):
+            not_passed.add(check.name)
         findings.append(finding)
     return findings
 

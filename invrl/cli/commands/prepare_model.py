@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
@@ -22,7 +22,13 @@ from invrl.cli.gguf_header import read_architecture
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.chat_template import chat_template_source
 from invrl.host.descendants import die_with_parent
-from invrl.model_folder import check_is_folder, check_model_folder, has_chat_template, read_model_type
+from invrl.model_folder import (
+    check_is_folder,
+    check_model_folder,
+    has_chat_template,
+    read_model_type,
+    supported_families,
+)
 from invrl.train.families.registry import FAMILIES
 
 if TYPE_CHECKING:
@@ -146,7 +152,7 @@ def _check_source(source: Source, location: str, path: Path) -> None:
     if not (path / "config.json").is_file():
         fix = "give a Hugging Face model folder"
         raise ConfigError(source, location, "it has no config.json", fix)
-    _check_family(source, location, read_model_type(path))
+    _check_family(source, location, read_model_type(path), FAMILIES)
 
 
 def _check_gguf(source: Source, location: str, file: IO[bytes]) -> None:
@@ -154,14 +160,14 @@ def _check_gguf(source: Source, location: str, file: IO[bytes]) -> None:
         architecture = read_architecture(file)
     except ValueError as error:
         raise ConfigError(source, location, str(error), "give a whole GGUF file") from error
-    # GGUF uses the same family names as config.json, except that Mistral's files say llama.
-    _check_family(source, location, architecture)
+    _check_family(source, location, architecture, {family.gguf_architecture for family in FAMILIES.values()})
 
 
-def _check_family(source: Source, location: str, family: object) -> None:
-    if family not in FAMILIES:
-        reason = f"it is of the family {family!r}, which is not supported"
-        fix = f"choose a model of the family {', '.join(FAMILIES)}"
+def _check_family(source: Source, location: str, name: object, names: Collection[str]) -> None:
+    """`names`: what the supported families are called in this kind of source."""
+    if name not in names:
+        reason = f"it is of the family {name!r}, which is not supported"
+        fix = f"choose a model of the family {supported_families(name, names)}"
         raise ConfigError(source, location, reason, fix)
 
 

@@ -1,11 +1,21 @@
-"""The model classes that SGLang looks for, under the name that it expects.
+"""The model class that SGLang looks for, under the name that it expects: that of the served family.
 
-SGLang finds other models without this file, but more slowly.
+SGLang finds it without this file too, but more slowly.
 """
 
-from sglang.srt.models.llama import LlamaForCausalLM
-from sglang.srt.models.mistral import MistralForCausalLM
-from sglang.srt.models.qwen2 import Qwen2ForCausalLM
-from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+import importlib
+import os
 
-EntryClass = [LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM]
+from invrl.engines.sglang_models import MODEL_TYPE_VARIABLE
+from invrl.train.families.registry import FAMILIES
+
+
+def _classes() -> list[type]:
+    family = FAMILIES.get(os.environ.get(MODEL_TYPE_VARIABLE, ""))
+    if family is None:
+        return []
+    module = importlib.import_module(f"sglang.srt.models.{family.sglang_module}")
+    return [getattr(module, family.architecture)]
+
+
+EntryClass = _classes()

@@ -1,5 +1,5 @@
-"""Model families: which Megatron parameter is made of which Hugging Face tensors.
+"""Model families: one file per family says everything that invrl knows about it.
 
-One file per family; `registry.py` lists them. To add a family, write such a file and add its line there;
-`parameter.py` has the types that a family is written in.
+To add a family, write such a file; `registry.py` finds it. `family.py`, `model_config.py`, `parameter.py` and
+`rope.py` have the types that it is written in.
 """

@@ -1,14 +1,13 @@
-"""How one Megatron parameter is made of Hugging Face tensors: the types that a family file is written in.
+"""How one Megatron parameter is made of Hugging Face tensors, and how tensor parallelism splits it.
 
-A family file is a table; how tensors are fused is written here, once. With tensor parallelism each tensor
-would be sliced before `join` and gathered after `split`; the tables would stay as they are.
+A family file is a table of `Parameter`s; how tensors are fused is written here, once.
 
 Invariant: `split(join(tensors)) == tensors`, byte for byte.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -18,57 +17,42 @@ Fusion = Literal["plain", "qkv", "stack"]
 """plain: one tensor, unchanged. qkv: rows interleaved by key-value group (its queries, its key, its value).
 stack: one tensor below the other (gate, up)."""
 
+Sharding = Literal["whole", "rows", "columns"]
+"""What a tensor-parallel rank holds of a Megatron parameter. whole: all of it. rows: an equal part of the
+rows of each fused tensor (with fusion "qkv": whole key-value groups). columns: an equal part of the
+columns."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One Megatron parameter and its Hugging Face tensors, by name. `{}` in a name is the layer's number."""
+    """One Megatron parameter and its Hugging Face tensors, by name.
+
+    In a table, `{layer}` in a name stands for the number of the layer in the whole model.
+    """
 
     megatron: str
     hugging_face: tuple[str, ...]
     fusion: Fusion = "plain"
+    sharding: Sharding = "whole"
+    layer: int | None = None
+    """The number of its layer, counted from 0; None: it is in no layer, or in all (in a table)."""
 
-    def at(self, layer: int) -> Parameter:
-        """The parameter of this layer."""
-        names = tuple(name.format(layer) for name in self.hugging_face)
-        return Parameter(self.megatron.format(layer), names, self.fusion)
+    def in_layer(self, layer: int) -> Parameter:
+        """The parameter of this layer, from that of a table."""
+        return replace(
+            self,
+            megatron=self.megatron.format(layer=layer),
+            hugging_face=tuple(name.format(layer=layer) for name in self.hugging_face),
+            layer=layer,
+        )
 
 
-def in_layer(megatron: str, *hugging_face: str, fusion: Fusion = "plain") -> Parameter:
-    """A parameter of a decoder layer, by its names within the layer."""
-    names = tuple(f"model.layers.{{}}.{name}" for name in hugging_face)
-    return Parameter(f"decoder.layers.{{}}.{megatron}", names, fusion)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A family's parameters in the order in which they are sent, and the special features of its attention.
-
-    Tensors that an engine fuses (q, k, v; gate, up) stand back to back.
-    """
-
-    before: tuple[Parameter, ...]
-    """Parameters before the decoder layers."""
-    layer: tuple[Parameter, ...]
-    """Parameters of one decoder layer."""
-    after: tuple[Parameter, ...]
-    """Parameters after the decoder layers."""
-    head: Parameter
-    """The output layer; absent where the embedding is tied."""
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    default_window: int | None = None
-    """How far attention reaches where config.json does not mention `sliding_window`, as in transformers.
-    None: the family has no such window."""
-
-    def parameters(self, *, layers: int, tied: bool) -> list[Parameter]:
-        """All parameters of a model with that many layers, in sending order."""
-        table = list(self.before)
-        for layer in range(layers):
-            table += [parameter.at(layer) for parameter in self.layer]
-        table += self.after
-        if not tied:
-            table.append(self.head)
-        return table
+def layer_parameter(
+    megatron: str, *hugging_face: str, fusion: Fusion = "plain", sharding: Sharding = "whole"
+) -> Parameter:
+    """A parameter of every decoder layer, by its names within the layer."""
+    names = tuple(f"model.layers.{{layer}}.{name}" for name in hugging_face)
+    return Parameter(f"decoder.layers.{{layer}}.{megatron}", names, fusion, sharding)
 
 
 def join(fusion: Fusion, tensors: list[torch.Tensor], *, groups: int) -> torch.Tensor:

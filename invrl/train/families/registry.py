@@ -1,14 +1,26 @@
-"""The supported model families: `model_type` in config.json -> the family.
+"""The supported model families: every module of this package that defines `FAMILY`.
 
-This is the only such list: commands that refuse a model look here.
+This is the only list: commands that refuse a model look here.
 """
 
-from invrl.train.families import llama, mistral, qwen2, qwen3
-from invrl.train.families.parameter import Family
+import importlib
+import pkgutil
 
-FAMILIES: dict[str, Family] = {
-    "llama": llama.FAMILY,
-    "mistral": mistral.FAMILY,
-    "qwen2": qwen2.FAMILY,
-    "qwen3": qwen3.FAMILY,
-}
+from invrl.train import families
+from invrl.train.families.family import Family
+
+
+def _find() -> dict[str, Family]:
+    found: dict[str, Family] = {}
+    for module_info in pkgutil.iter_modules(families.__path__):
+        if module_info.name == "registry":
+            continue
+        module = importlib.import_module(f"{families.__name__}.{module_info.name}")
+        family = getattr(module, "FAMILY", None)
+        if isinstance(family, Family):
+            found[family.model_type] = family
+    return dict(sorted(found.items()))
+
+
+FAMILIES: dict[str, Family] = _find()
+"""`model_type` in config.json -> the family."""

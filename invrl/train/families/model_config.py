@@ -1,0 +1,98 @@
+"""The shape of a model, from its config.json: what the trainer computes, and what it refuses.
+
+A family derives from `HuggingFaceConfig` the fields that only it has, and overrides what its model computes
+differently. Invariant: a `HuggingFaceConfig` describes a model that `train/model.py` computes exactly; a
+feature that it would compute differently is refused by name. Imports neither torch nor transformers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from invrl.train.families.rope import Rope, partial_rotary, read_rope
+from invrl.types import Json
+
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What may differ between the attentions of two layers."""
+
+    rope: Rope
+    window: int | None = None
+    """A token attends to that many tokens, the last of which is itself. None: to all before it."""
+
+
+class HuggingFaceConfig(BaseModel):
+    """A decoder with grouped-query attention, rotary positions, RMS norms and gated MLPs.
+
+    Fields have the names of config.json. One that config.json leaves out has its documented default.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
+
+    model_type: str
+    vocab_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt = Field(default_factory=lambda fields: fields["num_attention_heads"])
+    head_dim: PositiveInt = Field(
+        default_factory=lambda fields: fields["hidden_size"] // fields["num_attention_heads"]
+    )
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    # The trainer computes only these values of the fields below.
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    use_sliding_window: Literal[False] = False
+    attention_dropout: float = Field(0.0, le=0)
+    partial_rotary_factor: float = Field(1.0, ge=1, le=1)
+    # Not a field of config.json: `read` makes it of several.
+    rope: Rope
+
+    # What a family's model computes beyond this. A family overrides them, as a constant or as a property.
+    qkv_bias: ClassVar[bool] = False
+    """q, k and v have biases."""
+    qk_norm: ClassVar[bool] = False
+    """Each head of q and k is normalised."""
+    zero_centered_norms: ClassVar[bool] = False
+    """A norm multiplies by 1 + weight."""
+    post_norms: ClassVar[bool] = False
+    """The outputs of attention and MLP are normalised before they are added to the residual."""
+    activation: ClassVar[Activation] = "silu"
+    """Of the MLP's gate."""
+
+    @classmethod
+    def read(cls, config: Mapping[str, Json]) -> Self:
+        """Raises pydantic's ValidationError for a field that is missing or has another value than the trainer
+        computes, ConfigError where fields do not go together. `config`: the whole config.json."""
+        fields: dict[str, object] = dict(config)
+        fields["rope"] = read_rope(config)
+        fields.update(partial_rotary(config))
+        return cls.model_validate(fields)
+
+    def attention(self, layer: int) -> LayerAttention:
+        """The attention of the layer, counted from 0."""
+        return LayerAttention(self.rope)
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of a query's products with the keys, before the softmax."""
+        return self.head_dim**-0.5
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """The factor of the embeddings; None: they are taken as they are."""
+        return None
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """c, where logits x become c tanh(x / c); None: they are taken as they are."""
+        return None

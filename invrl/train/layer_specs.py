@@ -1,0 +1,66 @@
+"""Megatron's specification of one decoder layer, with what the model's family has extra.
+
+Everything that differs from layer to layer is bound here: window, rotary positions, attention scale. Imported
+after `device.prepare()`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from invrl.train.attention import RotarySelfAttention, TreeAttention
+from invrl.train.families.model_config import HuggingFaceConfig
+from invrl.train.norm import RmsNorm
+from invrl.train.rotary import attention_factor
+
+
+def decoder_layer(config: HuggingFaceConfig, transformer: TransformerConfig, layer: int) -> ModuleSpec:
+    """`layer`: its number in the whole model, counted from 0."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_norm, normalization="RMSNorm")
+    block = cast(TransformerLayerSubmodules, spec.submodules)
+    block.input_layernorm = RmsNorm
+    block.pre_mlp_layernorm = RmsNorm
+    if config.post_norms:
+        normed_residual = ModuleSpec(module=NormedResidual, params={"config": transformer})
+        block.self_attn_bda = normed_residual
+        block.mlp_bda = normed_residual
+    _specify_attention(cast(ModuleSpec, block.self_attention), config, layer)
+    return spec
+
+
+def _specify_attention(spec: ModuleSpec, config: HuggingFaceConfig, layer: int) -> None:
+    attention = config.attention(layer)
+    spec.module = RotarySelfAttention
+    spec.params = spec.params | {"rope": attention.rope}
+    submodules = cast(SelfAttentionSubmodules, spec.submodules)
+    if config.qk_norm:
+        submodules.q_layernorm = RmsNorm
+        submodules.k_layernorm = RmsNorm
+    # The factor belongs to queries and keys alike, so their products have it twice.
+    scale = config.attention_scale * attention_factor(attention.rope) ** 2
+    submodules.core_attention = partial(TreeAttention, scale=scale, window=attention.window)
+
+
+class NormedResidual(RmsNorm):
+    """Adds the normalised output of attention or MLP to the residual: stands in place of Megatron's
+    bias-dropout-add. There is neither bias nor dropout."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:  # pyright: ignore
+        """The function that Megatron calls with (output, bias), the residual and a dropout probability."""
+        return self._add
+
+    def _add(
+        self, output_with_bias: tuple[torch.Tensor, Any], residual: torch.Tensor, _: float
+    ) -> torch.Tensor:
+        output, _bias = output_with_bias
+        return residual + super().forward(output)

@@ -1,0 +1,31 @@
+"""RMS norm as a module of Megatron's local layer spec, in place of its `WrappedTorchNorm`.
+
+Megatron's wrapper refuses sequence parallelism and weights centred at zero. Imported after
+`device.prepare()`.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import rms_norm
+
+
+class RmsNorm(torch.nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight; weight is 1 + the parameter where the configuration centres it at
+    zero. That form is computed in float32, as transformers does it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self._eps = eps
+        self._is_zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums the gradient over the ranks, each of which normalises its part of the row.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        shape = self.weight.shape
+        if self._is_zero_centered:
+            scale = 1.0 + self.weight.float()
+            return rms_norm(hidden.float(), shape, scale, self._eps).type_as(hidden)
+        return rms_norm(hidden, shape, self.weight, self._eps)

@@ -1,0 +1,68 @@
+"""A random small model of every family, made by transformers' own classes: what the trainer is compared with.
+
+`CONFIGS` has one entry per family. A test holds that these are the families that invrl knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiny_model import IM_END_ID, PAD_ID, write_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": IM_END_ID,
+    "pad_token_id": PAD_ID,
+}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {},
+    "qwen3": {},
+}
+"""`model_type` -> what its config.json has besides `_COMMON`. Windows are shorter than the tests' rows."""
+
+
+def make_family_model(
+    path: Path, model_type: str, *, dtype: str = "float32", seed: int = 0, **fields: object
+) -> Path:
+    """A folder with config, weights and tokenizer. `fields`: of config.json, in place of the family's own.
+
+    Every weight is random, those of norms and biases too, so that a tensor in another's place shows.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **CONFIGS[model_type], **fields})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _randomize(name, parameter)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+    write_tokenizer(path, config.vocab_size, config.max_position_embeddings)
+    return path
+
+
+def _randomize(name: str, parameter: torch.Tensor) -> None:
+    """A norm keeps its center (1, or 0 in families that add 1 to it)."""
+    import torch
+
+    if "norm" in name:
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    elif parameter.dim() == 1:
+        parameter.copy_(0.2 * torch.randn_like(parameter))
