@@ -35,7 +35,7 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
         raise _refuse(path, "a checkpoint without a folder hugging_face", "give another checkpoint")
     vocab_size = _check_config(path, families)
     _check_weights(path, vocab_size)
-    tokenizer = check_tokenizer(path)
+    tokenizer = read_tokenizer(path)
     highest_id = max(tokenizer.get_vocab().values(), default=-1)
     if highest_id >= vocab_size:  # an id out of the vocabulary kills an engine
         raise _refuse(path, f"the tokenizer has id {highest_id}, the model {vocab_size} rows")
@@ -43,9 +43,9 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
         raise _refuse(path, "its tokenizer has no eos_token, so a turn could not end by itself")
 
 
-def check_tokenizer(path: Path) -> Tokenizer:
-    """The part of the check that rendering needs: a folder may hold a tokenizer and no weights. Raises
-    ConfigError if tokenizer.json is missing or broken, or if tokenizer_config.json contradicts it."""
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of the folder, which may have no weights: rendering needs none. Raises ConfigError if
+    tokenizer.json is missing or broken, or if tokenizer_config.json contradicts it."""
     file = path / "tokenizer.json"
     if not file.is_file():
         raise _refuse(path, "it has no tokenizer.json", _SAVE_TOKENIZER)

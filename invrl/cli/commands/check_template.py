@@ -10,7 +10,7 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import detect_parsers
 from invrl.gateway.rendering.template_check import check_template as check_conversations
 from invrl.gateway.rendering.template_check import report
-from invrl.model_folder import check_is_folder, check_tokenizer
+from invrl.model_folder import check_is_folder
 from invrl.run.config import ModelConfig
 from invrl.run.driver_commands import FAILURE_EXIT
 
@@ -33,7 +33,6 @@ def check_template(arguments: Sequence[str]) -> None:
         raise ConfigError("check-template", models, "it takes one model folder", fix)
     folder = ModelConfig(model_path=models[0]).folder
     check_is_folder("check-template", models[0], folder)
-    check_tokenizer(folder)
     template = options.get("--chat-template-path", "")
     keep_thinking = _NO_KEEP_THINKING not in rest
     renderer = load_renderer(str(folder), _NO_LIMIT, chat_template=template, keep_thinking=keep_thinking)

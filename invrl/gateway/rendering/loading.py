@@ -11,9 +11,9 @@ from invrl.gateway.rendering.tokenizer import load_tokenizer
 def load_renderer(
     model_path: str, vocab_size: int, *, chat_template: str = "", keep_thinking: bool = True
 ) -> Renderer:
-    """The renderer of a folder that has passed `check_tokenizer` (`invrl/model_folder.py`). `chat_template`:
-    the path of a file or the name of a shipped template, used instead of the folder's own. Raises ConfigError
-    if there is no chat template."""
+    """The renderer of a model folder. `chat_template`: the path of a file or the name of a shipped template,
+    used instead of the folder's own. Raises ConfigError for a tokenizer that is missing or broken, and if
+    there is no chat template."""
     folder = Path(model_path)
     tokenizer = load_tokenizer(folder)
     stop_ids = end_ids(folder)

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from invrl.gateway.rendering.model_files import read_json
 from invrl.gateway.rendering.renderer import LARGE_TEXT, PromptTooLong
 from invrl.gateway.rendering.token_bound import TokenBound, token_bound
+from invrl.model_folder import read_tokenizer
 
 
 class FastTokenizer:
@@ -48,8 +49,7 @@ class FastTokenizer:
 
 
 def load_tokenizer(folder: Path) -> FastTokenizer:
-    """The tokenizer of a folder that has passed `check_tokenizer` (`invrl/model_folder.py`)."""
-    file = folder / "tokenizer.json"
-    backend = Tokenizer.from_file(str(file))
-    bound = token_bound(read_json(file))
+    """The tokenizer of a model folder. Raises ConfigError as `read_tokenizer` does."""
+    backend = read_tokenizer(folder)
+    bound = token_bound(read_json(folder / "tokenizer.json"))
     return FastTokenizer(backend, bound)
