@@ -167,7 +167,7 @@ def _check_family(source: Source, location: str, name: object, names: Collection
     """`names`: what the supported families are called in this kind of source."""
     if name not in names:
         reason = f"it is of the family {name!r}, which is not supported"
-        fix = f"choose a model of the family {supported_families(name, names)}"
+        fix = f"choose a model of the family {supported_families(name, FAMILIES)}"
         raise ConfigError(source, location, reason, fix)
 
 
