@@ -231,10 +231,11 @@ def _create_trainer(config: Config) -> TrainHandle:
     chat_template = _chat_template_override(config)
     options = ActorOptions(num_gpus=min(1, count_gpus()))
     actors: list[ActorHandle[TrainActor]] = []
-    for rank in range(config.train.data_parallel_size):
+    layout = config.train.layout
+    for rank in range(layout.world_size):
         settings = RankSettings(
             rank=rank,
-            world_size=config.train.data_parallel_size,
+            layout=layout,
             master_addr="127.0.0.1",  # all ranks are on this machine so far
             store_key=store_key,
             model_path=str(config.model.folder),
@@ -249,6 +250,7 @@ def _create_trainer(config: Config) -> TrainHandle:
         actors.append(start_actor(f"trainer rank {rank}", TrainActor, options, settings))
     return TrainHandle(
         actors,
+        layout=layout,
         num_minibatches=config.algorithm.num_minibatches,
         start_timeout_s=config.train.train_start_timeout_s,
         step_timeout_s=config.train.train_step_timeout_s,

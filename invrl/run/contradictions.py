@@ -71,7 +71,9 @@ def _batch(config: Config) -> Contradictions:
     algorithm = config.algorithm
     if groups * samples < ranks:
         total = groups * samples
-        reason = f"a batch has {groups} x {samples} = {total} rollouts, fewer than the {ranks} trainer ranks"
+        reason = (
+            f"a batch has {groups} x {samples} = {total} rollouts, fewer than the {ranks} copies of the model"
+        )
         yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --rollout-batch-size"
     if 0 < algorithm.dual_clip <= 1:
         reason = "it must be above 1: at 1 or below, tokens with a negative advantage would have no gradient"

@@ -1,10 +1,11 @@
-"""Settings of the trainer: ranks, precision, optimizer, packing, deadlines."""
+"""Settings of the trainer: layout of its ranks, precision, optimizer, packing, deadlines."""
 
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from invrl.section import Section
+from invrl.train.parallel.layout import ParallelLayout
 
 
 class TrainConfig(Section):
@@ -12,7 +13,14 @@ class TrainConfig(Section):
 
     The loss and its axes are in `algorithms/config.py`."""
 
-    data_parallel_size: PositiveInt = Field(1, description="data-parallel ranks; the world size for now")
+    data_parallel_size: PositiveInt = Field(
+        1, description="copies of the model, each of which trains on its own part of a batch"
+    )
+    tensor_model_parallel_size: PositiveInt = Field(
+        1,
+        description="ranks that divide the heads, the MLPs and the vocabulary of one copy (and, between the "
+        "layers, the tokens)",
+    )
     train_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="compute precision; master weights are float32 always"
     )
@@ -36,3 +44,7 @@ class TrainConfig(Section):
     use_distributed_optimizer: bool = Field(True, description="shard optimizer state over all ranks")
     train_start_timeout_s: PositiveFloat = Field(600.0, description="deadline for all ranks to be ready")
     train_step_timeout_s: PositiveFloat = Field(1800.0, description="deadline of one training step")
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(tensor=self.tensor_model_parallel_size, data=self.data_parallel_size)

@@ -2,16 +2,15 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from invrl.host.disk import flush, flush_tree
+from invrl.interfaces import WeightLayout
 from invrl.store.manifest import MANIFEST_NAME
-from invrl.train.families.model_config import HuggingFaceConfig
-from invrl.train.model import PolicyModel
 from invrl.train.safetensors_file import write_safetensors
-from invrl.train.weights import export_weights, weight_specs
 
 _NOT_COPIED = (
     ".safetensors",
@@ -28,15 +27,15 @@ _NOT_COPIED = (
 
 
 def export_hugging_face(
-    model: PolicyModel,
-    config: HuggingFaceConfig,
-    dtype: torch.dtype,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    specs: WeightLayout,
     source: str,
     path: str,
     *,
     chat_template: str = "",
 ) -> None:
-    """Writes the model's weights in `dtype`; copies configuration, tokenizer and template from `source`.
+    """Writes the weights, which are those of `specs`; copies configuration, tokenizer and template from
+    `source`.
 
     A `chat_template` replaces the source's own, so that whoever serves the model uses the template that
     it was trained with. The folder appears whole at `path` and replaces one that was there; its files are
@@ -52,18 +51,17 @@ def export_hugging_face(
     if chat_template:
         # transformers reads this file before the template in tokenizer_config.json.
         (new_folder / "chat_template.jinja").write_text(chat_template)
-    _set_dtype(new_folder / "config.json", dtype)
-    layout = weight_specs(model, config, dtype)
-    write_safetensors(new_folder / "model.safetensors", layout, export_weights(model, config, dtype))
+    _set_dtype(new_folder / "config.json", specs[0].dtype)
+    write_safetensors(new_folder / "model.safetensors", specs, weights)
     flush_tree(new_folder)
     shutil.rmtree(folder, ignore_errors=True)
     new_folder.rename(folder)
     flush(folder.parent)
 
 
-def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
+def _set_dtype(config_file: Path, dtype: str) -> None:
     """Writes the weights' dtype into config.json, under the name of transformers 5."""
     hf_config = json.loads(config_file.read_text())
     hf_config.pop("torch_dtype", None)
-    hf_config["dtype"] = str(dtype).removeprefix("torch.")
+    hf_config["dtype"] = dtype
     config_file.write_text(json.dumps(hf_config, indent=2) + "\n")

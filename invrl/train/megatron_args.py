@@ -35,8 +35,9 @@ _BY_FLAG = {
     "pipeline_dtype": "--train-dtype",
     "autocast_dtype": "--train-dtype",
     "enable_autocast": "--train-dtype",
-    # The sizes of a parallel layout: data parallelism is the only one so far.
-    "tensor_model_parallel_size": "--data-parallel-size",
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "sequence_parallel": "--tensor-model-parallel-size",
+    # The sizes of layouts that the trainer does not have yet.
     "pipeline_model_parallel_size": "--data-parallel-size",
     "virtual_pipeline_model_parallel_size": "--data-parallel-size",
     "context_parallel_size": "--data-parallel-size",

@@ -5,7 +5,7 @@ grammar, T tokens of one row. Pure numpy.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,21 @@ class MicroBatch:
     """Ids of the wanted tokens."""
     rows: tuple[tuple[int, NDArray[np.int64]], ...]
     """(index of the row, positions of its wanted tokens)."""
+
+    def padded(self, multiple: int) -> "MicroBatch":
+        """With so many tokens more that their number is a multiple of this. They are a tree of their own, of
+        which nothing is wanted."""
+        start = len(self.tokens_P)
+        num_more = -start % multiple
+        if num_more == 0:
+            return self
+        block = AttentionBlock(start=start, end=start + num_more, prefix_K=_NO_PLACES, mask_QK=None)
+        return replace(
+            self,
+            tokens_P=np.concatenate([self.tokens_P, np.zeros(num_more, np.int64)]),
+            positions_P=np.concatenate([self.positions_P, np.arange(num_more)]),
+            blocks=(*self.blocks, block),
+        )
 
     def pick(self, arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
         """The values [N] of the wanted tokens, from one array [T] per row."""

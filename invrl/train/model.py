@@ -1,18 +1,20 @@
 """The policy: Megatron's GPTModel from a Hugging Face config, over packed rows.
 
 `PolicyModel.forward` gives log-probs of the wanted tokens. The vocabulary projection is computed at the
-positions that predict a wanted token, and nowhere else. Megatron's TransformerConfig is set in
-`transformer_config`, its DDP and optimizer configurations in `optimizer.py`. Imported after
-`device.prepare()`.
+positions that predict a wanted token, and nowhere else. Tensor-parallel ranks compute the same micro-batch
+together and get the same log-probs. Megatron's TransformerConfig is set in `transformer_config`, its DDP and
+optimizer configurations in `optimizer.py`. Imported after `device.prepare()`.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -23,8 +25,9 @@ from invrl.train.layer_specs import decoder_layer
 from invrl.train.logprobs import projected_logprobs
 from invrl.train.micro_batch import MicroBatch
 from invrl.train.norm import RmsNorm
+from invrl.train.parallel.partitions import note_partitions
 from invrl.train.rotary import frequencies
-from invrl.train.weights import load_weights
+from invrl.train.weights import load_weights, parameters
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
@@ -48,23 +51,35 @@ class PolicyModel(GPTModel):
     def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore
         """Log-probs and entropies of the wanted tokens, float32 [N] each."""
         target = device.device()
+        micro_batch = micro_batch.padded(self.config.tensor_model_parallel_size)
         tokens_P = torch.from_numpy(micro_batch.tokens_P).to(target)
         positions_P = torch.from_numpy(micro_batch.positions_P).to(target)
         project_U = torch.from_numpy(micro_batch.project_U).to(target)
         attention_dtype = device.attention_dtype(self.config.params_dtype)
-        # [P, 1, hidden]: one row; the second axis is Megatron's batch axis.
+        # [P, 1, hidden]: one row; the second axis is Megatron's batch axis. Each tensor-parallel rank
+        # has an equal part of the tokens.
         hidden = self._embed(tokens_P, positions_P)
         packed_row = PackedRow.of(
             micro_batch, target, attention_dtype, windows=self._windows, frequencies=self._frequencies
         )
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed_row)
+        # The gradient of what is gathered is summed over the ranks: each projects onto its own part of the
+        # vocabulary.
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         hidden_UH = hidden.squeeze(1).index_select(0, project_U)
+        weight_VH = self._projection_weight()
+        group = cast(torch.distributed.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
         return projected_logprobs(
-            hidden_UH, self._projection_weight(), micro_batch, softcap=self.shape.logit_softcap
+            hidden_UH,
+            weight_VH,
+            micro_batch,
+            start=group.rank() * len(weight_VH),
+            group=group if group.size() > 1 else None,
+            softcap=self.shape.logit_softcap,
         )
 
     def _embed(self, tokens_P: torch.Tensor, positions_P: torch.Tensor) -> torch.Tensor:
-        """Embeddings [P, 1, hidden]."""
+        """Embeddings [P, 1, hidden] of this rank's part of the tokens."""
         hidden = self.embedding(input_ids=tokens_P[None], position_ids=positions_P[None])
         scale = self.shape.embedding_scale
         if scale is None:
@@ -73,7 +88,8 @@ class PolicyModel(GPTModel):
         return hidden * torch.tensor(scale).to(hidden)
 
     def _projection_weight(self) -> torch.Tensor:
-        """The weight [vocabulary, hidden] whose product with a hidden state is its logits."""
+        """The weight [V, hidden] whose product with a hidden state is its logits, on this rank's part of the
+        vocabulary."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         weight = self.output_layer.weight
@@ -106,6 +122,7 @@ def build_model(
         position_embedding_type="none",  # the packed row has the angles
     )
     model.describe(config)
+    note_partitions(model, parameters(config))
     load_weights(model, config, folder)
     return model.to(device.device())
 
@@ -118,7 +135,10 @@ def transformer_config(
     It computes the same function as Hugging Face's model, without fused kernels that need
     TransformerEngine or Apex. The user's `--megatron-*` options come last.
     """
+    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
     fields: dict[str, Any] = {
+        "tensor_model_parallel_size": tensor_parallel,
+        "sequence_parallel": tensor_parallel > 1,
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,

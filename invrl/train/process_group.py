@@ -1,7 +1,6 @@
 """The torch process group of the trainer's ranks, and Megatron's groups over it.
 
-All ranks are data-parallel so far. Sizes of other parallel layouts would be passed to
-`initialize_model_parallel` here. Imported after `device.prepare()`.
+Imported after `device.prepare()`.
 """
 
 import os
@@ -33,11 +32,12 @@ def join_process_group(settings: RankSettings, port: int, listener: socket.socke
     """
     if device.on_cuda():
         torch.cuda.set_device(0)  # Ray shows each rank its own GPU only
+    world_size = settings.layout.world_size
     timeout = timedelta(seconds=settings.train.train_step_timeout_s)
     if listener is not None:
-        store = serve_store(listener, world_size=settings.world_size, timeout=timeout)
+        store = serve_store(listener, world_size=world_size, timeout=timeout)
     else:
-        store = join_store(settings.master_addr, port, world_size=settings.world_size, timeout=timeout)
+        store = join_store(settings.master_addr, port, world_size=world_size, timeout=timeout)
     # Without these variables gloo and NCCL listen on the address that the host name resolves to.
     interface = interface_towards(settings.master_addr)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -46,13 +46,13 @@ def join_process_group(settings: RankSettings, port: int, listener: socket.socke
         device.backend(),
         store=PrefixStore(settings.store_key, store),
         rank=settings.rank,
-        world_size=settings.world_size,
+        world_size=world_size,
         timeout=timeout,
     )
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.layout.tensor)
     # On GPUs the store stays open, because communicators connect when they are first used.
     if listener is not None and not device.groups_connect_late():
         refuse_newcomers(listener)
-        refuse_strangers(listener, members=settings.world_size)
+        refuse_strangers(listener, members=world_size)
     torch.manual_seed(settings.seed)
     model_parallel_cuda_manual_seed(settings.seed)

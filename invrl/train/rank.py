@@ -3,13 +3,14 @@
 `TrainRank` is a plain class: tests run it without Ray, and `train_actor.py` wraps it as a Ray actor.
 
 Invariant: every rank makes the same calls in the same order, because the ranks meet in collectives. Only
-`logprobs`, `layout`, `stage`, `batches_trained` and `export_hugging_face` run on one rank alone.
+`layout` and `batches_trained` run on one rank alone; `logprobs`, `stage` and `export_hugging_face` run on all
+ranks of the first replica.
 `device.prepare()` must run before Megatron is imported, so modules that import Megatron are imported inside
 functions.
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
 import numpy as np
@@ -24,7 +25,6 @@ from invrl.train.megatron_args import parse_megatron_options
 from invrl.train.micro_batch import Row
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard
-from invrl.train.weights import export_weights, weight_specs
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaWriter
 from invrl.weights.buckets import BucketSender
@@ -38,19 +38,21 @@ class TrainRank:
 
     def __init__(self, settings: RankSettings, port: int, listener: socket.socket | None) -> None:
         """`port` is the port on which rank 0 listens; `listener` is rank 0's socket there, else None."""
+        self._config = read_hf_config(settings.model_path)
+        settings.layout.check(self._config)
         device.prepare()
         from invrl.train.model import build_model
         from invrl.train.optimizer import distribute, make_schedule
         from invrl.train.process_group import join_process_group
         from invrl.train.step import TrainStep
         from invrl.train.trainer_state import TrainerState
+        from invrl.train.weights import weight_specs
 
         join_process_group(settings, port, listener)
         train = settings.train
         options = parse_megatron_options(settings.megatron)
         self._settings = settings
         self._num_batches = 0
-        self._config = read_hf_config(settings.model_path)
         self._train_dtype: torch.dtype = getattr(torch, train.train_dtype)
         self._served_dtype: torch.dtype = getattr(torch, settings.weight_dtype)
         build = partial(
@@ -61,6 +63,10 @@ class TrainRank:
             options.transformer,
         )
         self._model = build()
+        # Read now, because the folder may be gone later.
+        specs = partial(weight_specs, self._config, settings.model_path)
+        self._trained_specs = specs(self._train_dtype)
+        self._served_specs = specs(self._served_dtype)
         reference = None
         if settings.algorithm.kl_coef > 0:
             reference = build()
@@ -104,13 +110,31 @@ class TrainRank:
         return self._step.logprobs(self._masks.rows(samples))
 
     def layout(self) -> WeightLayout:
-        return weight_specs(self._model, self._config, self._served_dtype)
+        return self._served_specs
 
-    def stage(self, version: WeightVersion) -> StagedWeights:
+    def stage(self, version: WeightVersion) -> StagedWeights | None:
         """Writes the current weights, under Hugging Face names, where the engines can read them. The weights
-        staged before stay whole until the next call."""
-        weights = export_weights(self._model, self._config, self._served_dtype)
+        staged before stay whole until the next call. None on the ranks that only give their parts."""
+        weights = self._weights(self._served_dtype)
+        if not self._collects_weights:
+            _exhaust(weights)
+            return None
         return self._transport.stage(version, weights)
+
+    def _weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        from invrl.train.weights import export_weights
+
+        return export_weights(self._model, self._config, self._replica, dtype)
+
+    @property
+    def _replica(self) -> Sequence[int]:
+        """The ranks that hold the same copy of the model as this one."""
+        layout = self._settings.layout
+        return layout.replica(layout.coordinates(self._settings.rank).data)
+
+    @property
+    def _collects_weights(self) -> bool:
+        return self._settings.rank == self._replica[0]
 
     @cached_property
     def _transport(self) -> ArenaWriter | BucketSender:
@@ -127,14 +151,23 @@ class TrainRank:
 
     def export_hugging_face(self, path: str) -> None:
         """Writes a folder that plain transformers loads: weights in the training dtype, the chat template
-        that the run uses, and the other files as they came."""
+        that the run uses, and the other files as they came. One rank writes; the others give their parts."""
         from invrl.train.hf_export import export_hugging_face
 
+        weights = self._weights(self._train_dtype)
+        if not self._collects_weights:
+            _exhaust(weights)
+            return
         export_hugging_face(
-            self._model,
-            self._config,
-            self._train_dtype,
+            weights,
+            self._trained_specs,
             self._settings.model_path,
             path,
             chat_template=self._settings.chat_template,
         )
+
+
+def _exhaust(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Sends this rank's parts; the iterator yields nothing here."""
+    for name, _ in weights:
+        raise AssertionError(f"{name} was collected on a rank that only sends")

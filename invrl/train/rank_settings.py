@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.train.config import TrainConfig
 from invrl.train.megatron_args import Scalar
+from invrl.train.parallel.layout import ParallelLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +13,7 @@ class RankSettings:
     """Settings of one rank; all ranks of a trainer differ only in `rank`."""
 
     rank: int
-    world_size: int
+    layout: ParallelLayout
     master_addr: str
     """Address of rank 0's node that every other rank reaches; loopback on one machine."""
     store_key: str = field(repr=False)

@@ -1,7 +1,7 @@
 """From a batch to each rank's shard: mini-batches first, then their samples over the ranks by cost.
 
-Invariant: what a mini-batch holds, and its loss denominator, do not depend on the number of ranks. The ranks
-are data-parallel; a layout in which several ranks share one shard is resolved here as well. Pure numpy.
+Invariant: what a mini-batch holds, and its loss denominator, do not depend on the number of ranks. A rank
+here is a data-parallel replica: all ranks that hold one copy of the model work on the same shard. Pure numpy.
 """
 
 from collections.abc import Sequence

@@ -69,7 +69,7 @@ class TrainActor:
     async def layout(self) -> WeightLayout:
         return await self._in_worker(self._rank.layout)
 
-    async def stage(self, version: WeightVersion) -> StagedWeights:
+    async def stage(self, version: WeightVersion) -> StagedWeights | None:
         return await self._in_worker(self._rank.stage, version)
 
     async def save_checkpoint(self, path: str) -> None:

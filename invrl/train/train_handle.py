@@ -6,7 +6,7 @@ The ranks meet in collectives, so if one of them fails or dies the others would 
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -18,7 +18,8 @@ from invrl.host.actor import ActorHandle
 from invrl.host.ray_memory import killed_for_memory
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import merge
-from invrl.train.sharding import shard_batch
+from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.sharding import Shard, shard_batch
 from invrl.train.train_actor import TrainActor
 from invrl.types import TrainBatch, WeightVersion
 
@@ -37,12 +38,14 @@ class TrainHandle:
         self,
         actors: Sequence[ActorHandle[TrainActor]],
         *,
+        layout: ParallelLayout,
         num_minibatches: int,
         start_timeout_s: float,
         step_timeout_s: float,
         heartbeat_timeout_s: float = 30.0,
     ) -> None:
         self._actors = list(actors)
+        self._layout = layout
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._num_minibatches = num_minibatches
         self._start_timeout_s = start_timeout_s
@@ -53,9 +56,8 @@ class TrainHandle:
         DeadlineError."""
         timeout_s = self._start_timeout_s
         listening = self._actors[0].call(TrainActor.listen, _call_deadline(timeout_s))
-        [port] = await self._wait("listen", [listening], timeout_s)
-        ports = [port] * len(self._actors)
-        await self._call_all(TrainActor.start, ports, timeout_s)
+        ports = await self._wait("listen", {0: listening}, timeout_s)
+        await self._call_all(TrainActor.start, ports[0], timeout_s)
 
     async def watch(self) -> None:
         """Once all ranks have started. Never returns; raises ServerError that names a rank which does not
@@ -68,29 +70,32 @@ class TrainHandle:
                 watch.cancel()
 
     async def train(self, batch: TrainBatch) -> StepResult:
-        """Metrics are merged over the ranks, seconds are those of the slowest rank. Raises TrainError,
+        """Metrics are merged over the replicas, seconds are those of the slowest rank. Raises TrainError,
         DeadlineError."""
-        shards = shard_batch(batch, ranks=len(self._actors), steps=self._num_minibatches)
-        results = await self._call_all(TrainActor.train, shards)
-        phases = sorted({phase for result in results for phase in result.seconds})
-        seconds = {phase: max(result.seconds.get(phase, 0.0) for result in results) for phase in phases}
+        results = await self._call_with_shards(TrainActor.train, self._shards(batch))
+        phases = sorted({phase for result in results.values() for phase in result.seconds})
+        seconds = {
+            phase: max(result.seconds.get(phase, 0.0) for result in results.values()) for phase in phases
+        }
+        reported = self._reported(results)
         return StepResult(
-            optimizer_steps=results[0].optimizer_steps,
-            metrics=merge(result.metrics for result in results),
+            optimizer_steps=reported[0].optimizer_steps,
+            metrics=merge(result.metrics for result in reported),
             seconds=seconds,
         )
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        return await self._call_first(TrainActor.logprobs, prompts)
+        answers = await self._call_replica(TrainActor.logprobs, prompts)
+        return answers[self._layout.reporter(0)]
 
     async def token_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """Log-probs of each sample's trained tokens under the current weights, 0 elsewhere: [T] each."""
-        shards = shard_batch(batch, ranks=len(self._actors), steps=self._num_minibatches)
-        logprobs_by_rank = await self._call_all(TrainActor.token_logprobs, shards)
+        shards = self._shards(batch)
+        logprobs_by_rank = await self._call_with_shards(TrainActor.token_logprobs, shards)
         samples = [sample for shard in shards for mini_batch in shard for sample in mini_batch.samples]
         by_sample = {
             id(sample): logprobs_T
-            for sample, logprobs_T in zip(samples, chain(*logprobs_by_rank), strict=True)
+            for sample, logprobs_T in zip(samples, chain(*self._reported(logprobs_by_rank)), strict=True)
         }
         return [by_sample[id(sample)] for sample in batch.samples]
 
@@ -98,24 +103,35 @@ class TrainHandle:
         return await self._call_first(TrainActor.layout)
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
-        return await self._call_first(TrainActor.stage, version)
+        answers = await self._call_replica(TrainActor.stage, version)
+        staged = answers[self._layout.replica(0)[0]]
+        assert staged is not None, "the first rank of a replica collects its weights"
+        return staged
 
     async def save_checkpoint(self, path: str) -> None:
-        await self._call_all(TrainActor.save_checkpoint, [path] * len(self._actors))
+        await self._call_all(TrainActor.save_checkpoint, path)
 
     async def load_checkpoint(self, path: str) -> None:
-        await self._call_all(TrainActor.load_checkpoint, [path] * len(self._actors))
+        await self._call_all(TrainActor.load_checkpoint, path)
 
     async def batches_trained(self) -> int:
         """Batches trained since the start. Answered after the batch that is under way."""
         return await self._call_first(TrainActor.batches_trained)
 
     async def export_hugging_face(self, path: str) -> None:
-        await self._call_first(TrainActor.export_hugging_face, path)
+        await self._call_replica(TrainActor.export_hugging_face, path)
 
     def stop(self) -> None:
         for actor in self._actors:
             actor.kill()
+
+    def _shards(self, batch: TrainBatch) -> list[Shard]:
+        """One shard per replica."""
+        return shard_batch(batch, ranks=self._layout.data, steps=self._num_minibatches)
+
+    def _reported(self, answers: Mapping[int, Answer]) -> list[Answer]:
+        """One answer per replica: that of its reporter."""
+        return [answers[self._layout.reporter(replica)] for replica in range(self._layout.data)]
 
     async def _call_first(
         self,
@@ -126,40 +142,66 @@ class TrainHandle:
         """Calls a method on rank 0 alone."""
         timeout_s = self._step_timeout_s
         call = self._actors[0].call(method, _call_deadline(timeout_s), *args, **kwargs)
-        [answer] = await self._wait(method.__name__, [call], timeout_s)
-        return answer
+        answers = await self._wait(method.__name__, {0: call}, timeout_s)
+        return answers[0]
 
     async def _call_all(
         self,
         method: Callable[[TrainActor, Argument], Awaitable[Answer]],
-        arguments: Sequence[Argument],
+        argument: Argument,
         timeout_s: float | None = None,
-    ) -> list[Answer]:
-        """Calls a method on every rank. `arguments`: one per rank, in rank order."""
+    ) -> dict[int, Answer]:
+        """Calls a method on every rank, with the same argument."""
+        ranks = range(self._layout.world_size)
+        return await self._call_ranks(method, dict.fromkeys(ranks, argument), timeout_s)
+
+    async def _call_replica(
+        self, method: Callable[[TrainActor, Argument], Awaitable[Answer]], argument: Argument
+    ) -> dict[int, Answer]:
+        """Calls a method on the ranks of the first replica, with the same argument."""
+        return await self._call_ranks(method, dict.fromkeys(self._layout.replica(0), argument))
+
+    async def _call_with_shards(
+        self, method: Callable[[TrainActor, Shard], Awaitable[Answer]], shards: Sequence[Shard]
+    ) -> dict[int, Answer]:
+        """Calls a method on every rank, with the shard of its replica."""
+        ranks = range(self._layout.world_size)
+        shard_by_rank = {rank: shards[self._layout.coordinates(rank).data] for rank in ranks}
+        return await self._call_ranks(method, shard_by_rank)
+
+    async def _call_ranks(
+        self,
+        method: Callable[[TrainActor, Argument], Awaitable[Answer]],
+        arguments: Mapping[int, Argument],
+        timeout_s: float | None = None,
+    ) -> dict[int, Answer]:
+        """Calls a method on these ranks. `arguments` and answers are by rank."""
         if timeout_s is None:
             timeout_s = self._step_timeout_s
-        calls = [
-            actor.call(method, _call_deadline(timeout_s), argument)
-            for actor, argument in zip(self._actors, arguments, strict=True)
-        ]
+        calls = {
+            rank: self._actors[rank].call(method, _call_deadline(timeout_s), argument)
+            for rank, argument in arguments.items()
+        }
         return await self._wait(method.__name__, calls, timeout_s)
 
     async def _wait(
-        self, method: str, calls: Sequence[Coroutine[Any, Any, Answer]], timeout_s: float
-    ) -> list[Answer]:
-        """The answers of all calls, in rank order. If one fails, or not all end in time, kills all ranks and
-        raises the cause."""
-        tasks = [asyncio.create_task(call) for call in calls]
+        self, method: str, calls: Mapping[int, Coroutine[Any, Any, Answer]], timeout_s: float
+    ) -> dict[int, Answer]:
+        """The answers of all calls, by rank. If one fails, or not all end in time, kills all ranks and raises
+        the cause."""
+        tasks = {rank: asyncio.create_task(call) for rank, call in calls.items()}
         try:
-            done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            done, pending = await asyncio.wait(
+                tasks.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
+            )
             if pending and any(_may_follow(task.exception()) for task in done):
                 await _wait_for_death(pending)
             failures = {
                 rank: task.exception()
-                for rank, task in enumerate(tasks)
+                for rank, task in tasks.items()
                 if task.done() and task.exception() is not None
             }
-            unfinished = [task for task in tasks if not task.done()]
+            unfinished = [task for task in tasks.values() if not task.done()]
             if failures or unfinished:
                 self.stop()
             if failures:
@@ -169,9 +211,9 @@ class TrainHandle:
                 raise DeadlineError(
                     f"{len(unfinished)} of {len(calls)} trainer ranks to finish {method}", timeout_s
                 )
-            return [task.result() for task in tasks]
+            return {rank: task.result() for rank, task in tasks.items()}
         finally:
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()
 
 

@@ -29,6 +29,7 @@ from invrl.metrics import resolve
 from invrl.run.config import Config, load_resolved
 from invrl.store.batch_file import load_batch
 from invrl.train.config import TrainConfig
+from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.rank import TrainRank
 from invrl.train.rank_settings import RankSettings
 from invrl.train.rendezvous import listen
@@ -150,7 +151,7 @@ def measure_trainer(config: Config, batch: TrainBatch, repetitions: int) -> dict
 def _settings(config: Config) -> RankSettings:
     return RankSettings(
         rank=0,
-        world_size=1,
+        layout=ParallelLayout(),
         master_addr="127.0.0.1",
         store_key=random_key(),
         model_path=config.model.model_path,

@@ -1,5 +1,5 @@
-"""Two processes that trainer ranks are built in, again and again: importing Megatron costs more than any
-test does. A test asks for one rank or two through the `pool` fixture of `conftest.py`.
+"""Processes that trainer ranks are built in, again and again: importing Megatron costs more than any test
+does. A test asks for a layout of ranks through the `pool` fixture of `conftest.py`.
 
 Run as a script it is one such process: it imports, and forks a child for each build, which answers calls
 over a socket until the next build or until the socket closes. (A rank cannot be taken apart inside its
@@ -30,6 +30,8 @@ from invrl.host.process import ServerProcess, random_key
 from invrl.interfaces import StepResult
 from invrl.metrics import Metric, merge
 from invrl.train.config import TrainConfig
+from invrl.train.micro_batch import Row
+from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard, shard_batch
 from invrl.types import TrainBatch
@@ -62,27 +64,32 @@ class RankPool:
         model: Path,
         *,
         ranks: int = 1,
+        layout: ParallelLayout | None = None,
         train: TrainConfig | None = None,
         algorithm: AlgorithmConfig | None = None,
         megatron: dict[str, Any] | None = None,
         chat_template: str = "",
     ) -> Trainer:
-        """Trainer ranks over `model`; those built before them are gone."""
+        """Trainer ranks over `model`; those built before them are gone. Without a layout all `ranks` are
+        data-parallel."""
+        layout = layout or ParallelLayout(data=ranks)
+        ranks = layout.world_size
         while len(self._processes) < ranks:
             self._processes.append(self._spawn(len(self._processes)))
         train = train or TrainConfig(train_dtype="float32")
         connections = [connection for _, connection in self._processes[:ranks]]
-        Trainer([connection for _, connection in self._processes]).each("renew")
-        [port] = Trainer(connections[:1]).each("listen")
+        everyone = [connection for _, connection in self._processes]
+        Trainer(everyone, ParallelLayout(data=len(everyone))).each("renew")
+        [port] = Trainer(connections[:1], ParallelLayout()).each("listen")
         store_key = random_key()
-        trainer = Trainer(connections)
+        trainer = Trainer(connections, layout)
         trainer.call(
             "build",
             [
                 (
                     RankSettings(
                         rank=rank,
-                        world_size=ranks,
+                        layout=layout,
                         master_addr="127.0.0.1",
                         store_key=store_key,
                         model_path=str(model),
@@ -124,8 +131,13 @@ class RankPool:
 class Trainer:
     """All ranks of one build. What a rank raises is raised here."""
 
-    def __init__(self, connections: Sequence[Connection]) -> None:
+    def __init__(self, connections: Sequence[Connection], layout: ParallelLayout) -> None:
         self._connections = connections
+        self.layout = layout
+
+    def part(self, ranks: Sequence[int]) -> Trainer:
+        """These ranks alone."""
+        return Trainer([self._connections[rank] for rank in ranks], self.layout)
 
     def call(self, method: str, arguments: Sequence[object]) -> list[Any]:
         """`method(argument)` on each rank."""
@@ -145,20 +157,38 @@ class Trainer:
         return self.call(method, [argument] * len(self._connections))
 
     def train(self, batch: TrainBatch, *, steps: int = 1) -> dict[str, Metric]:
-        """Metrics merged over ranks."""
-        shards = shard_batch(batch, ranks=len(self._connections), steps=steps)
-        results: list[StepResult] = self.call("train", shards)
-        return merge(result.metrics for result in results)
+        """Metrics merged over replicas."""
+        return self.train_shards(shard_batch(batch, ranks=self.layout.data, steps=steps))
+
+    def train_shards(self, shards: Sequence[Shard]) -> dict[str, Metric]:
+        """`shards`: one per replica."""
+        results: list[StepResult] = self.call("train", self._by_rank(shards))
+        return merge(results[self.layout.reporter(data)].metrics for data in range(self.layout.data))
+
+    def token_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """[T] per sample, in the order of the replicas' shards."""
+        shards = shard_batch(batch, ranks=self.layout.data, steps=1)
+        answers = self.call("token_logprobs", self._by_rank(shards))
+        logprobs = [answers[self.layout.reporter(data)] for data in range(self.layout.data)]
+        return [array for replica in logprobs for array in replica]
+
+    def _by_rank(self, shards: Sequence[Shard]) -> list[Shard]:
+        ranks = range(self.layout.world_size)
+        return [shards[self.layout.coordinates(rank).data] for rank in ranks]
 
     def steps(self) -> list[Step]:
-        """The optimizer steps of rank 0 since the last call."""
+        """The optimizer steps of the first replica since the last call."""
         return self.each("steps")[0]
+
+    def optimizer_state(self, name: str) -> Arrays:
+        """Of the first replica: Adam's moment "exp_avg" or "exp_avg_sq" of every parameter."""
+        return self.each("optimizer_state", name)[0]
 
     def weights(self) -> Arrays:
         return self.each("weights")[0]
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        return self.each("logprobs", prompts)[0]
+        return self.each("logprobs", prompts)[self.layout.reporter(0)]
 
 
 # ------------------------------------------------------------------ in a rank's process
@@ -175,9 +205,11 @@ class RankProcess:
         from invrl.train import step
 
         apply = step.apply_gradients
+        self._apply = apply
         self._steps: list[Step] = []
 
         def recording(optimizer: Any) -> float:
+            self._share_gradients()
             gradients = self._by_name(lambda parameter: parameter.main_grad)
             norm = apply(optimizer)
             self._steps.append(Step(gradients=gradients, weights=self.weights()))
@@ -188,21 +220,73 @@ class RankProcess:
         self._listener: Any = None
 
     def _by_name(self, of: Callable[[Any], Any]) -> Arrays:
-        from invrl.train.families.parameter import split
-        from invrl.train.weights import parameters
+        """By Hugging Face name, on the first rank of each replica; empty on the others."""
+        import torch
 
-        model, config = self._rank._model, self._rank._config
-        own = dict(model.named_parameters())
-        heads = {"groups": config.num_key_value_heads, "head_dim": config.head_dim}
-        return {
-            name: part.float().numpy().copy()
-            for parameter in parameters(config)
-            for name, part in zip(
-                parameter.hugging_face,
-                split(parameter.fusion, of(own[parameter.megatron]).detach(), **heads),
-                strict=True,
-            )
-        }
+        from invrl.train.weights import export_weights
+
+        rank = self._rank
+        values = {name: of(parameter) for name, parameter in rank._model.named_parameters()}
+        tensors = export_weights(rank._model, rank._config, rank._replica, torch.float32, values)
+        return {name: tensor.numpy().copy() for name, tensor in tensors}
+
+    def _share_gradients(self) -> None:
+        """The distributed optimizer leaves each data-parallel rank with its own share of the sums."""
+        import torch
+
+        distributed = self._rank._step.model
+        if not distributed.ddp_config.use_distributed_optimizer:
+            return
+        for buffer in distributed.buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shares = list(bucket.grad_data.chunk(group.size()))
+                torch.distributed.all_gather(shares, shares[group.rank()].clone(), group=group)
+
+    def optimizer_state(self, name: str) -> Arrays:
+        import torch
+
+        distributed = self._rank._step.model
+        [part] = self._rank._step.optimizer.chained_optimizers
+
+        def whole(parameter: Any) -> Any:
+            if not distributed.ddp_config.use_distributed_optimizer:
+                return part.optimizer.state[parameter][name]
+            state = torch.zeros(parameter.numel())
+            if parameter in part.model_param_gbuf_map:
+                share = part._get_model_param_range_map(parameter)["param"]
+                own = part._get_main_param_and_optimizer_states(parameter)[name]
+                state[share.start : share.end] = own.view(-1)
+            [buffer] = [buffer for buffer in distributed.buffers if parameter in buffer.param_index_map]
+            torch.distributed.all_reduce(state, group=buffer.data_parallel_group)
+            return state.view(parameter.shape)
+
+        return self._by_name(whole)
+
+    def inject(self, folder: str) -> float:
+        """An optimizer step with the tensors of a Hugging Face folder as gradients; the gradient's norm."""
+        import torch
+
+        from invrl.train.weights import load_weights
+
+        rank = self._rank
+        parameters = list(rank._model.parameters())
+        weights = [parameter.detach().clone() for parameter in parameters]
+        load_weights(rank._model, rank._config, folder)
+        with torch.no_grad():
+            for parameter, weight in zip(parameters, weights, strict=True):
+                parameter.main_grad.copy_(parameter)
+                parameter.copy_(weight)
+        return self._apply(rank._step.optimizer)
+
+    def leave_unreduced(self, name: str) -> None:
+        """Plants an error: the gradient of this parameter is not summed over tensor-parallel ranks."""
+        dict(self._rank._model.named_parameters())[name].sequence_parallel = False
+
+    def bucket_bytes(self, size: int) -> None:
+        from invrl.train import weights
+
+        weights.BUCKET_BYTES = size
 
     def listen(self, _: None) -> int:
         from invrl.train.rendezvous import listen
@@ -238,6 +322,9 @@ class RankProcess:
     def logprobs(self, prompts: list[list[int]]) -> list[NDArray[np.float32]]:
         return self._rank.logprobs(prompts)
 
+    def row_logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        return self._rank._step.logprobs(list(rows))
+
     def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
         return self._rank.token_logprobs(shard)
 
@@ -245,7 +332,9 @@ class RankProcess:
         self._rank.export_hugging_face(path)
 
     def staged(self, version: int) -> dict[str, str]:
-        return dict(self._rank.stage(version).checksums)
+        """Checksums by name; empty on a rank that only sends its parts."""
+        staged = self._rank.stage(version)
+        return dict(staged.checksums) if staged else {}
 
     def save(self, path: str) -> None:
         self._rank.save_checkpoint(path)

@@ -21,6 +21,7 @@ from invrl.host.actor import ActorHandle, ActorOptions, start_actor
 from invrl.host.process import still_running
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
+from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.train_actor import TrainActor
 from invrl.train.train_handle import TrainHandle
@@ -39,8 +40,19 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def handle_of(actors: Sequence[ActorHandle[TrainActor]], *, steps: int) -> TrainHandle:
-    return TrainHandle(actors, num_minibatches=steps, start_timeout_s=300.0, step_timeout_s=300.0)
+DP2 = ParallelLayout(data=2)
+
+
+def handle_of(
+    actors: Sequence[ActorHandle[TrainActor]], *, steps: int, layout: ParallelLayout = DP2
+) -> TrainHandle:
+    return TrainHandle(
+        actors,
+        layout=layout,
+        num_minibatches=steps,
+        start_timeout_s=300.0,
+        step_timeout_s=300.0,
+    )
 
 
 def processes_of(actors: Sequence[ActorHandle[TrainActor]]) -> list[psutil.Process]:
@@ -49,7 +61,7 @@ def processes_of(actors: Sequence[ActorHandle[TrainActor]]) -> list[psutil.Proce
     return [psutil.Process(pid) for pid in pids]
 
 
-def rank_actors(model: Path, count: int = 2) -> list[ActorHandle[TrainActor]]:
+def rank_actors(model: Path, layout: ParallelLayout = DP2) -> list[ActorHandle[TrainActor]]:
     return [
         start_actor(
             f"trainer rank {rank}",
@@ -57,7 +69,7 @@ def rank_actors(model: Path, count: int = 2) -> list[ActorHandle[TrainActor]]:
             ActorOptions(),
             RankSettings(
                 rank=rank,
-                world_size=count,
+                layout=layout,
                 master_addr="127.0.0.1",
                 store_key="k",
                 model_path=str(model),
@@ -66,14 +78,17 @@ def rank_actors(model: Path, count: int = 2) -> list[ActorHandle[TrainActor]]:
                 weight_dtype="float32",
             ),
         )
-        for rank in range(count)
+        for rank in range(layout.world_size)
     ]
 
 
-async def test_two_ranks_train_and_the_death_of_one_is_an_error(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [DP2, ParallelLayout(tensor=2)], ids=["data", "tensor"])
+async def test_two_ranks_train_and_the_death_of_one_is_an_error(
+    pool: RankPool, tmp_path: Path, layout: ParallelLayout
+) -> None:
     model = make_tiny_model(tmp_path / "model")
-    actors = rank_actors(model)
-    handle = handle_of(actors, steps=2)
+    actors = rank_actors(model, layout)
+    handle = handle_of(actors, steps=2, layout=layout)
     await handle.start()
     batch = random_batch(0)
     result = await handle.train(batch)
@@ -89,6 +104,9 @@ async def test_two_ranks_train_and_the_death_of_one_is_an_error(pool: RankPool, 
 
     alone = pool.build(model, train=TRAIN)
     alone.train(batch, steps=2)
+    token_logprobs = await handle.token_logprobs(batch)
+    for found_T, expected_T in zip(token_logprobs, alone.token_logprobs(batch), strict=True):
+        assert np.abs(found_T - expected_T).max() < 1e-3
     assert np.abs(alone.logprobs([prompt])[0] - logprobs).max() < 1e-4
 
     processes = processes_of(actors)
@@ -146,7 +164,13 @@ async def test_where_one_rank_fails_none_is_left(
     actors = [stand_in(rank, behaviour) for rank, behaviour in enumerate(behaviours)]
     processes = processes_of(actors)
     start_s = 15.0 if error is DeadlineError else 120.0  # the others must not wait for it
-    handle = TrainHandle(actors, num_minibatches=1, start_timeout_s=start_s, step_timeout_s=60.0)
+    handle = TrainHandle(
+        actors,
+        layout=DP2,
+        num_minibatches=1,
+        start_timeout_s=start_s,
+        step_timeout_s=60.0,
+    )
     assert await handle.logprobs([[1]]) == "answered"
     with pytest.raises(error, match=f"(?s){message}"):
         await handle.start()
@@ -160,7 +184,12 @@ async def test_a_rank_that_is_stopped_is_named_while_it_works_and_while_it_waits
     model = make_tiny_model(tmp_path / "model")
     actors = rank_actors(model)
     handle = TrainHandle(
-        actors, num_minibatches=2, start_timeout_s=300.0, step_timeout_s=300.0, heartbeat_timeout_s=3.0
+        actors,
+        layout=DP2,
+        num_minibatches=2,
+        start_timeout_s=300.0,
+        step_timeout_s=300.0,
+        heartbeat_timeout_s=3.0,
     )
     await handle.start()
     processes = processes_of(actors)

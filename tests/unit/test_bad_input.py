@@ -343,7 +343,7 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
         (
             ["--data-parallel-size", "33"],
             "train.data_parallel_size",
-            "fewer than the 33 trainer ranks",
+            "fewer than the 33 copies of the model",
             "--rollout-batch",
         ),
         (["--num-minibatches", "5"], "algorithm.num_minibatches", "whole groups", "--rollout-batch-size"),

@@ -186,7 +186,7 @@ def test_the_tree_is_frozen() -> None:
         (["--num-steps", "2147483648"], "run.num_steps", "2^31", "smaller"),
         (["--algorithm-preset", "grop"], "algorithm.algorithm_preset", "'grpo'", "by name"),
         (["--config", "/no/such.toml"], "--config", "No such file", "readable"),
-        (["--data-parallel-size", "33"], "train.data_parallel_size", "33 trainer ranks", "--data-parallel"),
+        (["--data-parallel-size", "33"], "train.data_parallel_size", "33 copies", "--data-parallel"),
         (["--num-minibatches", "5"], "algorithm.num_minibatches", "whole groups", "--num-minibatches"),
         (["--n-samples-per-prompt", "1"], "rollout.n_samples_per_prompt", "compares", "2 or more"),
         (["--eval-interval", "5"], "rollout.eval_interval", "no held-out", "--eval-tasks"),

@@ -86,13 +86,16 @@ def check_gpu(config: Config, machine: Machine) -> str:
 def check_processors(config: Config, machine: Machine) -> str:
     """Every trainer rank computes on a GPU, or a CPU, of its own. Those of a Ray cluster elsewhere are not
     known here."""
-    ranks = config.train.data_parallel_size
+    layout = config.train.layout
     available = machine.gpus or machine.cpus
     noun = "GPUs" if machine.gpus else "CPUs"
-    if ranks > available and not os.environ.get("RAY_ADDRESS"):
+    if layout.world_size > available and not os.environ.get("RAY_ADDRESS"):
         reason = f"this machine has {available} {noun}, and every rank needs one of its own"
-        fix = f"lower --data-parallel-size to {available} or less"
-        raise ConfigError("train.data_parallel_size", ranks, reason, fix)
+        if layout.tensor > available:
+            fix = f"lower --tensor-model-parallel-size to {available} or less"
+            raise ConfigError("train.tensor_model_parallel_size", layout.tensor, reason, fix)
+        fix = f"lower --data-parallel-size to {available // layout.tensor} or less"
+        raise ConfigError("train.data_parallel_size", layout.data, reason, fix)
     if machine.cpus < 2:
         reason = "engine and trainer share one CPU, so deadlines may be missed"
         raise Doubt("cpus", 1, reason, "use 2 or more")
@@ -133,19 +136,20 @@ def _needed_memory(config: Config, machine: Machine) -> float:
     A trainer rank takes 1 GB, and 20 bytes for each bfloat16 weight (10 times the model): the weight, the
     float32 gradient, the master weight, the moments, and what a step computes. Saving a checkpoint adds a
     tensor or two, as it is written tensor by tensor. Where several ranks share the optimizer's state, each
-    holds all of it once while it loads a checkpoint: 24 bytes (12 times the model). On a GPU engines and
-    ranks hold theirs elsewhere, and their weights pass through memory once."""
+    holds all of it once while it loads a checkpoint: 24 bytes (12 times the model). Tensor-parallel ranks
+    divide all of this. On a GPU engines and ranks hold theirs elsewhere, and their weights pass through
+    memory once."""
     weights = _weight_bytes(config)
     engines = config.engine.num_engines
-    ranks = config.train.data_parallel_size
+    layout = config.train.layout
     base = 2 * _GB + 2 * weights
     if machine.gpus:
-        return base + weights * (engines + ranks)
+        return base + weights * (engines + layout.data)
     per_engine = 1.5 * _GB + 2 * weights
-    per_rank = _GB + 10 * weights
-    if ranks > 1:
-        per_rank = _GB + 12 * weights
-    return base + engines * per_engine + ranks * per_rank
+    per_replica = 10 * weights
+    if layout.data > 1:
+        per_replica = 12 * weights
+    return base + engines * per_engine + layout.world_size * _GB + layout.data * per_replica
 
 
 def _weight_bytes(config: Config) -> int:

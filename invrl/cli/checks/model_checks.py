@@ -30,12 +30,14 @@ def check_model(config: Config) -> Path:
 
 
 def check_trainable(config: Config) -> str:
-    """The trainer computes exactly this model. Returns its family, and which models that is."""
+    """The trainer computes exactly this model, and its layout divides it. Returns the model's family, and
+    which models that is."""
     from invrl.train.families.registry import FAMILIES
     from invrl.train.hf_config import read_hf_config
 
-    model_type = read_hf_config(config.model.folder).model_type
-    return f"{model_type} ({FAMILIES[model_type].models})"
+    shape = read_hf_config(config.model.folder)
+    config.train.layout.check(shape)
+    return f"{shape.model_type} ({FAMILIES[shape.model_type].models})"
 
 
 def check_servable(config: Config) -> None:

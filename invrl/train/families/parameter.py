@@ -37,6 +37,14 @@ class Parameter:
     layer: int | None = None
     """The number of its layer, counted from 0; None: it is in no layer, or in all (in a table)."""
 
+    @property
+    def divided_dimension(self) -> int | None:
+        """The dimension of its Hugging Face tensors that tensor-parallel ranks divide; None: each rank has
+        them whole."""
+        if self.sharding == "whole":
+            return None
+        return 0 if self.sharding == "rows" else 1
+
     def in_layer(self, layer: int) -> Parameter:
         """The parameter of this layer, from that of a table."""
         return replace(

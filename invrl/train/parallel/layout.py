@@ -1,0 +1,76 @@
+"""How the trainer's ranks divide the model and the data: one type, from the settings to Megatron's groups.
+
+The order of ranks is Megatron's: tensor-parallel ranks are neighbours, then come data-parallel replicas.
+Imports neither torch nor Megatron, so that a run can be checked before any process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING
+
+from invrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from invrl.train.families.model_config import HuggingFaceConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """A rank's place on each axis of a layout."""
+
+    tensor: int
+    data: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """The number of ranks on each axis."""
+
+    tensor: int = 1
+    """Ranks that divide every layer's heads, its MLP, and the vocabulary; between layers they divide the
+    tokens (Megatron's sequence parallelism)."""
+    data: int = 1
+    """Replicas of the model, each of which trains on its own shard of a batch."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.data
+
+    def coordinates(self, rank: int) -> Coordinates:
+        return Coordinates(tensor=rank % self.tensor, data=rank // self.tensor)
+
+    def replica(self, data: int) -> Sequence[int]:
+        """The ranks that hold one copy of the model, in ascending order. The first collects its weights."""
+        return range(data * self.tensor, (data + 1) * self.tensor)
+
+    def reporter(self, data: int) -> int:
+        """The rank that answers for a replica: it has the loss and the log-probs."""
+        return self.replica(data)[0]
+
+    def check(self, model: HuggingFaceConfig) -> None:
+        """Raises ConfigError where the layout does not divide the model, with the numbers that would fit."""
+        divided = {
+            "num_attention_heads": model.num_attention_heads,
+            "num_key_value_heads": model.num_key_value_heads,
+            "intermediate_size": model.intermediate_size,
+            "vocab_size": model.vocab_size,
+        }
+        undivided = [f"{name} {size}" for name, size in divided.items() if size % self.tensor]
+        if undivided:
+            raise ConfigError(
+                "train.tensor_model_parallel_size",
+                self.tensor,
+                f"it does not divide the model's {', '.join(undivided)}",
+                f"--tensor-model-parallel-size may be {_divisors(gcd(*divided.values()))}",
+            )
+
+
+def _divisors(number: int) -> str:
+    """All divisors, in words."""
+    divisors = [str(candidate) for candidate in range(1, number + 1) if number % candidate == 0]
+    if len(divisors) == 1:
+        return f"only {divisors[0]}"
+    return f"{', '.join(divisors[:-1])} or {divisors[-1]}"

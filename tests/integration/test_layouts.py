@@ -1,0 +1,298 @@
+"""Every layout of ranks over gloo takes the steps of one process: log-probs, losses, gradients, the
+optimizer's state, the weights that engines get, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from rank_pool import Arrays, RankPool, Step, Trainer
+from safetensors.torch import load_file, save_file
+from tiny_model import Family, make_tiny_model
+from train_reference import random_batch, relative, worst
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.errors import ConfigError
+from invrl.metrics import resolve
+from invrl.train.config import TrainConfig
+from invrl.train.micro_batch import Row
+from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.sharding import shard_batch
+from invrl.types import TrainBatch
+from invrl.weights.tensor_spec import checksum
+
+BOUND = 1e-5  # norm-relative, per tensor
+FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3"]
+TP2 = ParallelLayout(tensor=2)
+TP4 = ParallelLayout(tensor=4)
+TP2_DP2 = ParallelLayout(tensor=2, data=2)
+ALGORITHM = AlgorithmConfig(kl_coef=0.05)
+BATCHES = [random_batch(seed, groups=2) for seed in range(3)]
+NUMBERS = (
+    "loss",
+    "grad_norm",
+    "entropy",
+    "kl_reference",
+    "ratio_max",
+    "clip_fraction",
+    "tokens",
+    "row_tokens",
+)
+SMOOTH = {"adam_eps": 1e-3}
+"""With Adam's usual eps the first step is the sign of the gradient: where that is nearly 0 the last bit
+decides, and the weights would differ from then on."""
+
+
+def title(layout: ParallelLayout) -> str:
+    return f"tp{layout.tensor}dp{layout.data}"
+
+
+def settings(*, sharded: bool = True) -> TrainConfig:
+    return TrainConfig(
+        train_dtype="float32", lr=1e-3, max_tokens_per_microbatch=41, use_distributed_optimizer=sharded
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a trainer did with all batches."""
+
+    logprobs: list[dict[int, NDArray[np.float32]]]
+    """Of each batch before its step, by the sample's place in the batch."""
+    numbers: list[dict[str, float]]
+    steps: list[Step]
+
+
+def logprobs_by_place(trainer: Trainer, batch: TrainBatch) -> dict[int, NDArray[np.float32]]:
+    shards = shard_batch(batch, ranks=trainer.layout.data, steps=1)
+    samples = [sample for shard in shards for mini_batch in shard for sample in mini_batch.samples]
+    place = {id(sample): index for index, sample in enumerate(batch.samples)}
+    arrays = trainer.token_logprobs(batch)
+    return {place[id(sample)]: array for sample, array in zip(samples, arrays, strict=True)}
+
+
+def train_all(trainer: Trainer) -> Record:
+    """Two mini-batches of each batch."""
+    logprobs = []
+    numbers = []
+    for batch in BATCHES:
+        logprobs.append(logprobs_by_place(trainer, batch))
+        numbers.append(resolve(trainer.train(batch, steps=2)))
+    return Record(logprobs, numbers, trainer.steps())
+
+
+def check_equal(found: Record, expected: Record) -> None:
+    for found_numbers, expected_numbers in zip(found.numbers, expected.numbers, strict=True):
+        for name in NUMBERS:
+            assert found_numbers[name] == pytest.approx(expected_numbers[name], rel=1e-4, abs=1e-6), name
+    for found_batch, expected_batch in zip(found.logprobs, expected.logprobs, strict=True):
+        for index, expected_T in expected_batch.items():
+            if expected_T.any():
+                assert relative(found_batch[index], expected_T) < BOUND
+    check_same_steps(found.steps, expected.steps)
+
+
+def check_same_steps(found: list[Step], expected: list[Step]) -> None:
+    assert len(found) == len(expected)
+    for index, (found_step, expected_step) in enumerate(zip(found, expected, strict=True)):
+        for of in ("gradients", "weights"):
+            gap, name = worst(getattr(found_step, of), getattr(expected_step, of))
+            assert gap < BOUND, f"{of} of step {index}: {name} is off by {gap:.1e}"
+
+
+Models = Callable[[Family], Path]
+Alone = Callable[[Family], Record]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """One model per family, half of them with tied embeddings. Every axis can divide it."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def model(family: Family) -> Path:
+        tied = family in ("llama", "qwen2")
+        return make_tiny_model(
+            folder / family, family=family, heads=8, kv_heads=4, head_dim=16, tie_embeddings=tied
+        )
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def alone(pool: RankPool, models: Models) -> Alone:
+    """The same steps in one process."""
+
+    @cache
+    def record(family: Family) -> Record:
+        plain = settings(sharded=False)
+        return train_all(pool.build(models(family), train=plain, algorithm=ALGORITHM, megatron=SMOOTH))
+
+    return record
+
+
+@pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=title)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layout_takes_the_steps_of_one_process(
+    pool: RankPool, models: Models, alone: Alone, tmp_path: Path, family: Family, layout: ParallelLayout
+) -> None:
+    """And engines are sent what was loaded, then what is exported, byte for byte."""
+    expected = alone(family)
+    trainer = pool.build(
+        models(family), layout=layout, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH
+    )
+    source = load_file(models(family) / "model.safetensors")
+    replica = pool_calls(trainer)
+    assert replica("staged", 0) == {name: checksum(tensor) for name, tensor in source.items()}
+    found = train_all(trainer)
+    check_equal(found, expected)
+    replica("export", str(tmp_path / "exported"))
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert replica("staged", 1) == {name: checksum(tensor) for name, tensor in exported.items()}
+    gap, name = worst({name: tensor.numpy() for name, tensor in exported.items()}, found.steps[-1].weights)
+    assert gap == 0.0, name
+
+
+def pool_calls(trainer: Trainer) -> Callable[[str, object], object]:
+    """Calls a method on the ranks of the first replica; the answer of the rank that collects weights."""
+    ranks = trainer.layout.replica(0)
+    first_replica = trainer.part(ranks)
+    return lambda method, argument: first_replica.each(method, argument)[0]
+
+
+def test_four_ranks_divide_every_layer(pool: RankPool, models: Models, alone: Alone) -> None:
+    """As many as there are key-value heads."""
+    trainer = pool.build(models("qwen3"), layout=TP4, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH)
+    check_equal(train_all(trainer), alone("qwen3"))
+
+
+def test_a_grammar_may_allow_tokens_of_any_ranks(pool: RankPool, models: Models) -> None:
+    """Of all ranks, of the first or of the last alone; where its bits begin within a byte, too."""
+    rng = np.random.default_rng(0)
+    vocab = 520
+    model = make_tiny_model(models("qwen3").parent / "odd", heads=8, kv_heads=4, vocab_size=vocab)
+    rows = []
+    for first, last in ((0, vocab), (0, 100), (400, vocab), (129, 131)):
+        tokens_T = rng.integers(first, last, 9).astype(np.int32)
+        kept = (np.arange(vocab) >= first) & (np.arange(vocab) < last)
+        mask = np.packbits(kept, bitorder="little").tobytes()
+        wanted_N = np.arange(1, 9)
+        rows.append(Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.7, allowed_N=(*[mask] * 7, None)))
+    [expected] = pool.build(model, train=settings()).each("row_logprobs", rows)
+    for found in pool.build(model, layout=TP4, train=settings()).each("row_logprobs", rows):
+        for found_T, expected_T in zip(found, expected, strict=True):
+            assert relative(found_T, expected_T) < BOUND
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
+@pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=title)
+def test_equal_gradients_give_equal_updates(
+    pool: RankPool, models: Models, tmp_path: Path, layout: ParallelLayout, sharded: bool
+) -> None:
+    """Moments, clipping by the norm over all ranks, and weights, whatever computed the gradients."""
+    model = models("qwen2")
+    random = torch.Generator().manual_seed(1)
+    gradients = [write_gradients(model, tmp_path / str(step), random) for step in range(3)]
+    single = pool.build(model, train=settings(sharded=False))
+    expected = apply_all(single, gradients)
+    found = apply_all(pool.build(model, layout=layout, train=settings(sharded=sharded)), gradients)
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    for found_tensors, expected_tensors in zip(found[1], expected[1], strict=True):
+        gap, name = worst(found_tensors, expected_tensors)
+        assert gap < 1e-6, name
+
+
+def write_gradients(model: Path, folder: Path, random: torch.Generator) -> Path:
+    """A folder like the model's, with random tensors."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    source = load_file(model / "model.safetensors")
+    drawn = {name: torch.randn(tensor.shape, generator=random) for name, tensor in source.items()}
+    save_file(drawn, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def apply_all(trainer: Trainer, gradients: list[Path]) -> tuple[list[float], list[Arrays]]:
+    """The norms of the gradients; then weights and moments after all of them."""
+    norms = [trainer.each("inject", str(folder))[0] for folder in gradients]
+    moments = [trainer.optimizer_state("exp_avg"), trainer.optimizer_state("exp_avg_sq")]
+    return norms, [trainer.weights(), *moments]
+
+
+def test_a_gradient_that_is_not_reduced_is_found(pool: RankPool, models: Models, alone: Alone) -> None:
+    trainer = pool.build(models("qwen3"), layout=TP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH)
+    trainer.each("leave_unreduced", "decoder.layers.1.input_layernorm.weight")
+    trainer.train(BATCHES[0], steps=2)
+    with pytest.raises(AssertionError, match=r"gradients of step 0: model.layers.1.input_layernorm.weight"):
+        check_same_steps(trainer.steps(), alone("qwen3").steps[:2])
+
+
+def test_a_shard_that_is_skipped_is_found(pool: RankPool, models: Models, alone: Alone) -> None:
+    trainer = pool.build(
+        models("qwen3"), layout=TP2_DP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH
+    )
+    first, second = shard_batch(BATCHES[0], ranks=2, steps=2)
+    nothing = tuple(replace(mini_batch, samples=(), advantages=()) for mini_batch in second)
+    trainer.train_shards([first, nothing])
+    with pytest.raises(AssertionError, match="gradients of step 0"):
+        check_same_steps(trainer.steps(), alone("qwen3").steps[:2])
+
+
+ONE = ParallelLayout()
+DP2 = ParallelLayout(data=2)
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading", "sharded"),
+    [
+        (TP2, TP2, True),
+        (TP2, TP2, False),
+        (TP2, DP2, True),
+        (ONE, TP2_DP2, True),
+        (TP2_DP2, TP4, True),
+        (TP2_DP2, ONE, False),
+    ],
+    ids=lambda value: title(value) if isinstance(value, ParallelLayout) else f"sharded={value}",
+)
+def test_a_checkpoint_is_loaded_by_any_layout(
+    pool: RankPool,
+    models: Models,
+    tmp_path: Path,
+    saving: ParallelLayout,
+    loading: ParallelLayout,
+    sharded: bool,
+) -> None:
+    """Bit for bit by the same one."""
+    train = settings(sharded=sharded)
+    trainer = pool.build(models("qwen2"), layout=saving, train=train, megatron=SMOOTH)
+    trainer.train(BATCHES[0], steps=2)
+    trainer.each("save", str(tmp_path / "saved"))
+    trainer.train(BATCHES[1], steps=2)
+    expected = trainer.weights()
+    resumed = pool.build(models("qwen2"), layout=loading, train=train, megatron=SMOOTH)
+    resumed.each("load", str(tmp_path / "saved"))
+    resumed.train(BATCHES[1], steps=2)
+    gap, name = worst(resumed.weights(), expected)
+    assert gap < (BOUND if saving != loading else 1e-12), name
+
+
+def test_collecting_weights_takes_the_memory_of_a_bucket(pool: RankPool, tmp_path: Path) -> None:
+    """On the rank that collects and on the one that sends."""
+    model = make_tiny_model(tmp_path / "model", layers=12, hidden=256, heads=4, kv_heads=4)
+    size = (model / "model.safetensors").stat().st_size
+    trainer = pool.build(model, layout=TP2, train=settings())
+    trainer.train(BATCHES[0])
+    trainer.each("bucket_bytes", 1 << 20)
+    grown = trainer.each("growth", ("export", str(tmp_path / "exported")))
+    assert max(grown) < size / 4
+
+
+def test_a_layout_that_does_not_divide_the_model_is_refused(pool: RankPool, models: Models) -> None:
+    with pytest.raises(ConfigError, match=r"does not divide .*num_key_value_heads 4.* 1, 2 or 4"):
+        pool.build(models("qwen3"), layout=ParallelLayout(tensor=3))

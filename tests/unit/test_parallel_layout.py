@@ -1,0 +1,75 @@
+"""The layout of ranks: coordinates as Megatron's, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from invrl.errors import ConfigError
+from invrl.train.config import TrainConfig
+from invrl.train.families.model_config import HuggingFaceConfig
+from invrl.train.hf_config import read_hf_config
+from invrl.train.parallel.layout import Coordinates, ParallelLayout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceConfig:
+    """8 heads, 4 of them with keys and values, an MLP of 128, a vocabulary of 512."""
+    folder = tmp_path_factory.mktemp("model")
+    return read_hf_config(make_tiny_model(folder, heads=8, kv_heads=4, head_dim=16, vocab_size=512))
+
+
+def test_the_settings_make_the_layout() -> None:
+    train = TrainConfig(tensor_model_parallel_size=4, data_parallel_size=3)
+    assert train.layout == ParallelLayout(tensor=4, data=3)
+    assert train.layout.world_size == 12
+    assert TrainConfig().layout.world_size == 1
+
+
+def test_tensor_parallel_ranks_are_neighbours() -> None:
+    layout = ParallelLayout(tensor=2, data=3)
+    assert [layout.coordinates(rank) for rank in range(6)] == [
+        Coordinates(tensor=0, data=0),
+        Coordinates(tensor=1, data=0),
+        Coordinates(tensor=0, data=1),
+        Coordinates(tensor=1, data=1),
+        Coordinates(tensor=0, data=2),
+        Coordinates(tensor=1, data=2),
+    ]
+
+
+def test_every_rank_is_in_the_replica_of_its_data_coordinate() -> None:
+    layout = ParallelLayout(tensor=2, data=3)
+    for data in range(3):
+        ranks = layout.replica(data)
+        assert {layout.coordinates(rank).data for rank in ranks} == {data}
+        assert layout.reporter(data) in ranks
+    assert sorted(rank for data in range(3) for rank in layout.replica(data)) == list(range(6))
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_a_layout_that_divides_the_model_is_accepted(model: HuggingFaceConfig, tensor: int) -> None:
+    ParallelLayout(tensor=tensor, data=7).check(model)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [(8, "num_key_value_heads 4"), (3, "num_attention_heads 8, num_key_value_heads 4"), (16, "heads 8")],
+)
+def test_a_layout_that_does_not_is_refused_with_the_numbers_that_would_fit(
+    model: HuggingFaceConfig, tensor: int, reason: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ParallelLayout(tensor=tensor).check(model)
+    assert refused.value.field == "train.tensor_model_parallel_size"
+    assert refused.value.value == tensor
+    assert reason in refused.value.reason
+    assert refused.value.fix == "--tensor-model-parallel-size may be 1, 2 or 4"
+
+
+def test_a_model_that_nothing_divides(tmp_path: Path) -> None:
+    odd = read_hf_config(make_tiny_model(tmp_path, heads=3, kv_heads=3, head_dim=16, vocab_size=513))
+    with pytest.raises(ConfigError, match="may be only 1"):
+        ParallelLayout(tensor=2).check(odd)
