@@ -14,15 +14,14 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.open_group import RolloutState
 from invrl.gateway.types import Message
+from invrl.reasons import DropReason, FailureReason
 from invrl.run.config import Source, resolve
 from invrl.run.folder import make_run_folder
 from invrl.store.rows import StoredSession
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import (
-    DropReason,
     FailedRollout,
-    FailureReason,
     FinishReason,
     Outcome,
     Place,

@@ -41,13 +41,12 @@ from invrl.buffer.wait_report import WaitReport, counts_by_reason, early_groups,
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter
 from invrl.metrics import Mean, Metric, Sum, merge
+from invrl.reasons import DropReason, FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     MAX_REWARD,
     DroppedGroup,
-    DropReason,
     FailedRollout,
-    FailureReason,
     Group,
     GroupLease,
     GroupMember,

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator
 
 from invrl.buffer.failures import FailureLimits
+from invrl.reasons import FailureReason
 from invrl.section import COMMA_SEPARATED, Section
-from invrl.types import MAX_REWARD, FailureReason
+from invrl.types import MAX_REWARD
 
 RewardBaseline = Literal["depth", "group"]
 RewardUse = Literal["replace", "add"]

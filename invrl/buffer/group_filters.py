@@ -6,7 +6,8 @@ from invrl.buffer.comparison import comparisons
 from invrl.buffer.config import RewardBaseline
 from invrl.interfaces import GroupFilter
 from invrl.plugins import load_plugin
-from invrl.types import DropReason, Group
+from invrl.reasons import DropReason
+from invrl.types import Group
 
 ZERO_VARIANCE = str(DropReason.ZERO_VARIANCE)
 

@@ -11,7 +11,8 @@ from typing import TypedDict, Unpack
 
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.errors import BufferStateError
-from invrl.types import DropReason, FailureReason, Place
+from invrl.reasons import DropReason, FailureReason
+from invrl.types import Place
 
 _NEXT: dict[RolloutState | None, frozenset[RolloutState]] = {
     None: frozenset({RolloutState.IN_FLIGHT}),

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from invrl.buffer.open_group import OpenGroup
+from invrl.reasons import DropReason
 from invrl.store.run_store import WaitsOutside
-from invrl.types import DropReason, Group
+from invrl.types import Group
 
 _NUM_SHOWN = 3
 """How many kinds of rewards `shown_rewards` names."""

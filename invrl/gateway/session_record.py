@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from invrl.reasons import FailureReason
 from invrl.store.rows import StoredSession
-from invrl.types import FailedRollout, FailureReason, field_values
+from invrl.types import FailedRollout, field_values
 
 
 @dataclass(slots=True, eq=False)

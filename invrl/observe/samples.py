@@ -15,18 +15,10 @@ from typing import TYPE_CHECKING
 
 from invrl.buffer.config import FailureRule
 from invrl.buffer.ledger_store import read_ledger
+from invrl.reasons import DropReason, FailureReason
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
-from invrl.types import (
-    DropReason,
-    FailedRollout,
-    FailureReason,
-    Outcome,
-    Place,
-    Purpose,
-    RolloutIdentity,
-    RolloutSummary,
-)
+from invrl.types import FailedRollout, Outcome, Place, Purpose, RolloutIdentity, RolloutSummary
 
 if TYPE_CHECKING:
     from invrl.buffer.ledger import LedgerEntry

@@ -15,11 +15,12 @@ from typing import Protocol
 
 import numpy as np
 
+from invrl.reasons import FailureReason
 from invrl.rollout.config import EvalMode, RolloutConfig
 from invrl.rollout.dispatcher import assignments
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_pool import WorkerPool
-from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Outcome, Sampling, Task
+from invrl.types import FailedRollout, GroupLease, GroupMember, Outcome, Sampling, Task
 
 EXACT_REWARD = 1.0
 """The reward from which a sample counts as exact."""

@@ -10,11 +10,12 @@ import time
 
 from invrl.errors import UnsendableTaskError
 from invrl.interfaces import Buffer
+from invrl.reasons import FailureReason
 from invrl.rollout.dispatcher import Scheduler
 from invrl.rollout.session_client import SessionClient
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
-from invrl.types import DroppedGroup, FailedRollout, FailureReason, GroupLease
+from invrl.types import DroppedGroup, FailedRollout, GroupLease
 
 _POLL_INTERVAL_S = 0.05
 

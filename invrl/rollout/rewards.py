@@ -10,7 +10,8 @@ from numbers import Real
 import numpy as np
 
 from invrl.interfaces import RolloutResult, components_fault
-from invrl.types import MAX_NAME_LENGTH, MAX_REWARD, FailureReason
+from invrl.reasons import FailureReason
+from invrl.types import MAX_NAME_LENGTH, MAX_REWARD
 
 _VALUE_CHARS = 80
 

@@ -25,8 +25,9 @@ import numpy as np
 
 from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
 from invrl.plugins import is_group_form
+from invrl.reasons import FailureReason
 from invrl.rollout.rewards import Rejected, as_result, valid_components, valid_reward
-from invrl.types import FailureReason, Task
+from invrl.types import Task
 from invrl.user_frame import USER_FRAME_PREFIX, raised_at, returned_at
 
 _CANCEL_GRACE_S = 1.0

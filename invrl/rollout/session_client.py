@@ -19,9 +19,9 @@ import httpx
 import msgspec
 
 from invrl.errors import DeadlineError, SessionError
+from invrl.reasons import FailureReason
 from invrl.types import (
     FailedRollout,
-    FailureReason,
     GroupLease,
     Outcome,
     Purpose,

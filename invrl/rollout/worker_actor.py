@@ -28,12 +28,13 @@ from invrl.errors import SessionError
 from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.environment_keys import forget_keys
 from invrl.host.guardian import start_guardian
+from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Runner, UserCodeResult
 from invrl.rollout.session_client import SessionClient, is_refusal
 from invrl.rollout.worker_log import WorkerLog
-from invrl.types import FailureReason, Outcome, Session, Task
+from invrl.types import Outcome, Session, Task
 
 _MEASURE_INTERVAL_S = 1.0
 _HARD_LIMIT = 1.25

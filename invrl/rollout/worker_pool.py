@@ -16,10 +16,11 @@ from typing import TypeVar
 
 from invrl.errors import ActorDiedError, ActorSilentError, DeadlineError, ServerError
 from invrl.host.actor import ActorOptions, start_actor
+from invrl.reasons import FailureReason
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerReply, WorkerSettings
 from invrl.rollout.worker_log import log_name
-from invrl.types import FailureReason, Outcome
+from invrl.types import Outcome
 
 Answer = TypeVar("Answer")
 _log = logging.getLogger(__name__)

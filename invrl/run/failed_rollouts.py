@@ -10,7 +10,8 @@ from typing import Protocol
 from invrl.buffer.config import FailureRule
 from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter, FailureStreak
 from invrl.errors import DeadlineError, ServerError
-from invrl.types import FailedRollout, FailureReason, Outcome
+from invrl.reasons import FailureReason
+from invrl.types import FailedRollout, Outcome
 
 logger = logging.getLogger(__name__)
 _POLL_INTERVAL_S = 1.0

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from invrl.errors import UnsendableTaskError
+from invrl.reasons import FailureReason
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, connect
-from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Task
+from invrl.types import FailedRollout, GroupLease, GroupMember, Task
 
 _RETURNED = 'RETURNING group_id, "index", attempt, task'
 _Row = tuple[Any, ...]

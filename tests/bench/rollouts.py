@@ -22,22 +22,13 @@ from bench.ratios import Speeds
 from invrl.algorithms.advantages import advantage_function
 from invrl.buffer.training_samples import build_batch
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
+from invrl.reasons import FailureReason
 from invrl.rollout.session_client import SessionClient
 from invrl.run.cluster import Cluster, start_cluster
 from invrl.run.config import Config
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
-from invrl.types import (
-    FailureReason,
-    GroupLease,
-    GroupMember,
-    Sampling,
-    Session,
-    TakenBatch,
-    Task,
-    TrainBatch,
-    Turn,
-)
+from invrl.types import GroupLease, GroupMember, Sampling, Session, TakenBatch, Task, TrainBatch, Turn
 
 T = TypeVar("T")
 

@@ -33,6 +33,7 @@ from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.ports import free_port
 from invrl.host.process import still_running
 from invrl.host.ray_setup import worker_environment
+from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.session_client import SessionClient
@@ -42,7 +43,6 @@ from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import (
     FailedRollout,
-    FailureReason,
     GroupLease,
     GroupMember,
     RolloutSummary,

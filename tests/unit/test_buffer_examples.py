@@ -16,18 +16,9 @@ from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import GroupFilter
 from invrl.metrics import resolve
 from invrl.observe.step_metrics import rollout_metrics
+from invrl.reasons import DropReason, FailureReason
 from invrl.rollout.config import RolloutConfig
-from invrl.types import (
-    DropReason,
-    FailedRollout,
-    FailureReason,
-    Group,
-    GroupLease,
-    Place,
-    RolloutSummary,
-    Task,
-    WeightVersion,
-)
+from invrl.types import FailedRollout, Group, GroupLease, Place, RolloutSummary, Task, WeightVersion
 
 
 def summary(

@@ -18,11 +18,10 @@ from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
 from invrl.metrics import Sum
+from invrl.reasons import DropReason, FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
-    DropReason,
     FailedRollout,
-    FailureReason,
     GroupLease,
     Place,
     RolloutSummary,

@@ -16,16 +16,9 @@ from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger import LedgerEntry
 from invrl.errors import BufferStateError, DeadlineError, RunStoreError
 from invrl.metrics import resolve
+from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    GroupLease,
-    RolloutSummary,
-    SampledSoFar,
-    Task,
-    WeightVersion,
-)
+from invrl.types import FailedRollout, GroupLease, RolloutSummary, SampledSoFar, Task, WeightVersion
 
 
 class Outbox:

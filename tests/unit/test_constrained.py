@@ -16,7 +16,8 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Tool, ToolChoice
-from invrl.types import FailedRollout, FailureReason, RolloutSummary
+from invrl.reasons import FailureReason
+from invrl.types import FailedRollout, RolloutSummary
 
 END = 2
 PARSERS = Parsers(tool_calls="qwen25", reasoning="qwen3")

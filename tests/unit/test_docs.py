@@ -395,7 +395,7 @@ def test_every_command_is_on_the_page_of_commands(capsys: pytest.CaptureFixture[
 
 
 def test_every_failure_reason_is_explained() -> None:
-    from invrl.types import FailureReason
+    from invrl.reasons import FailureReason
 
     page = (DOCS / "troubleshooting.md").read_text()
     for reason in FailureReason:

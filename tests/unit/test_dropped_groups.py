@@ -27,6 +27,7 @@ from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.reasons import DropReason, FailureReason
 from invrl.rollout import runner as runner_module
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.external_environments import ExternalDispatcher
@@ -35,17 +36,7 @@ from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
-from invrl.types import (
-    DroppedGroup,
-    DropReason,
-    FailedRollout,
-    FailureReason,
-    GroupLease,
-    Outcome,
-    Place,
-    Task,
-    WeightVersion,
-)
+from invrl.types import DroppedGroup, FailedRollout, GroupLease, Outcome, Place, Task, WeightVersion
 
 INCOMPLETE_G0 = DroppedGroup(group_id="g0", reason=DropReason.INCOMPLETE)
 

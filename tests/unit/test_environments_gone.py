@@ -16,8 +16,9 @@ from test_gateway_turns import renderer as renderer
 from invrl.gateway import session_record
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.sessions import lifecycle
+from invrl.reasons import FailureReason
 from invrl.store.lease_store import LeaseStore
-from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Session, Task
+from invrl.types import FailedRollout, GroupLease, GroupMember, Session, Task
 
 IDLE_S = 900.0
 

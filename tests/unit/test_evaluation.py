@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
+from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.evaluation import (
     EvalScore,
@@ -28,7 +29,7 @@ from invrl.rollout.evaluation import (
 )
 from invrl.rollout.tasks import held_out_only, load_eval_sets
 from invrl.run.config import load_resolved, resolve
-from invrl.types import FailedRollout, FailureReason, RolloutSummary, Sampling, Session, Task
+from invrl.types import FailedRollout, RolloutSummary, Sampling, Session, Task
 
 
 def summary(session, reward):

@@ -9,9 +9,10 @@ from test_buffer_examples import failure, summary
 
 from invrl.buffer.config import BufferConfig
 from invrl.errors import IdenticalFailuresError
+from invrl.reasons import FailureReason
 from invrl.rollout.evaluation import EvalScore
 from invrl.run.failed_rollouts import EvaluationFailures
-from invrl.types import FailedRollout, FailureReason
+from invrl.types import FailedRollout
 
 
 class Watched:

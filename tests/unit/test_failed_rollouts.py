@@ -29,11 +29,12 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.metrics import resolve as resolved
 from invrl.observe.progress import PlainProgress
 from invrl.observe.step_metrics import rollout_metrics
+from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.runner import Failure, Runner
 from invrl.rollout.tasks import label_notes
 from invrl.run.config import resolve
-from invrl.types import FailedRollout, FailureReason, Task
+from invrl.types import FailedRollout, Task
 
 __all__ = ["model", "renderer"]
 

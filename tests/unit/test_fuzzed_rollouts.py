@@ -31,13 +31,13 @@ from invrl.buffer.training_samples import build_batch
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.rollout_summary import failed, summarise
 from invrl.interfaces import RolloutResult
+from invrl.reasons import FailureReason
 from invrl.rollout import runner
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.runner import Failure, Runner
 from invrl.types import (
     MAX_REWARD,
     FailedRollout,
-    FailureReason,
     Place,
     Rollout,
     RolloutSummary,

@@ -16,9 +16,10 @@ from test_gateway_turns import renderer as renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import OpenedSession
 from invrl.host.process import RestartLimit
+from invrl.reasons import FailureReason
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store_writer import abandon_open_sessions
-from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
+from invrl.types import FailedRollout, GroupLease, GroupMember, RolloutSummary, Session, Task
 
 
 class Life:

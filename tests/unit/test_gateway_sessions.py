@@ -18,9 +18,9 @@ from invrl.gateway.sessions.conversation_roots import auxiliary_roots
 from invrl.gateway.sessions.rollout_summary import failed, summarise
 from invrl.gateway.turns.sampling import resolve
 from invrl.gateway.types import ClientSampling
+from invrl.reasons import FailureReason
 from invrl.types import (
     FailedRollout,
-    FailureReason,
     GroupMember,
     Purpose,
     Reward,

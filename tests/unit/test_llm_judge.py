@@ -16,8 +16,9 @@ from aiohttp import web
 from invrl import plugins
 from invrl.errors import PluginError
 from invrl.interfaces import RolloutResult
+from invrl.reasons import FailureReason
 from invrl.rollout.runner import Failure, Runner, Scored
-from invrl.types import FailureReason, Task
+from invrl.types import Task
 
 TASK = Task(id="t", payload={"question": "What is 2+2?"}, label=4)
 Reply = Callable[[str], str | int | float]

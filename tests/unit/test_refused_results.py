@@ -19,6 +19,7 @@ from invrl.buffer.config import BufferConfig
 from invrl.errors import ConfigError, SessionError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
+from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher
 from invrl.rollout.external_environments import ExternalDispatcher
@@ -33,7 +34,6 @@ from invrl.types import (
     MAX_NAME_LENGTH,
     MAX_REWARD_COMPONENTS,
     FailedRollout,
-    FailureReason,
     Group,
     RolloutSummary,
     Sampling,

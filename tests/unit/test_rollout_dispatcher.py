@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from invrl.errors import SessionError
+from invrl.reasons import FailureReason
 from invrl.rollout import dispatcher as module
 from invrl.rollout.dispatcher import Dispatcher
-from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, Sampling, Session, Task
+from invrl.types import FailedRollout, GroupLease, GroupMember, Sampling, Session, Task
 
 
 class Leases:

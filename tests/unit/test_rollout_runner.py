@@ -12,8 +12,9 @@ import openai
 import pytest
 
 from invrl.interfaces import RolloutResult
+from invrl.reasons import FailureReason
 from invrl.rollout.runner import Failure, Runner, Scored
-from invrl.types import FailureReason, Task
+from invrl.types import Task
 
 TASK = Task(id="t", payload={"q": "?"}, label="4")
 OURS = "http://127.0.0.1:8000/s/key/v1"

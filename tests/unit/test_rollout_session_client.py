@@ -9,18 +9,10 @@ import pytest
 from aiohttp import web
 
 from invrl.errors import DeadlineError, SessionError
+from invrl.reasons import FailureReason
 from invrl.rollout import session_client
 from invrl.rollout.session_client import SessionClient, UnreportedRollout
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    GroupLease,
-    GroupMember,
-    RolloutSummary,
-    Sampling,
-    Session,
-    Task,
-)
+from invrl.types import FailedRollout, GroupLease, GroupMember, RolloutSummary, Sampling, Session, Task
 
 LEASE = GroupLease(
     group_id="g",

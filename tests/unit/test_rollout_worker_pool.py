@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from invrl.errors import ActorDiedError, ActorSilentError, PluginError, ServerError
+from invrl.reasons import FailureReason
 from invrl.rollout.worker_actor import Assignment, WorkerReply
 from invrl.rollout.worker_pool import WorkerPool
-from invrl.types import FailedRollout, FailureReason, Sampling, Session, Task
+from invrl.types import FailedRollout, Sampling, Session, Task
 
 
 def session(name):

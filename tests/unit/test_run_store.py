@@ -18,22 +18,14 @@ import pytest
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.errors import DamagedFileError
 from invrl.gateway.server.heartbeat_page import beat_interval_s
+from invrl.reasons import FailureReason
 from invrl.store import run_store_writer
 from invrl.store.lease_store import LeaseStore
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore, branches
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import busy_timeout_s
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    RolloutSummary,
-    Sampling,
-    Session,
-    Turn,
-    VersionSpan,
-    WeightVersion,
-)
+from invrl.types import FailedRollout, RolloutSummary, Sampling, Session, Turn, VersionSpan, WeightVersion
 
 V = WeightVersion
 

@@ -14,14 +14,9 @@ from invrl.cli import main as cli
 from invrl.gateway.types import Message, ToolCall
 from invrl.observe.sample_changes import likeness
 from invrl.observe.samples import read_samples, spread
+from invrl.reasons import DropReason, FailureReason
 from invrl.store.rows import StoredSession
-from invrl.types import (
-    DropReason,
-    FailedRollout,
-    FailureReason,
-    Sampling,
-    Session,
-)
+from invrl.types import FailedRollout, Sampling, Session
 
 
 @pytest.fixture

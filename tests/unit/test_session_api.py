@@ -31,12 +31,13 @@ from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions import lifecycle
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.turns import Turns
+from invrl.reasons import FailureReason
 from invrl.run.config import resolve
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.train.micro_batch import rows_of
 from invrl.train.packing import pack
-from invrl.types import FailedRollout, FailureReason, GroupLease, GroupMember, RolloutSummary, Session, Task
+from invrl.types import FailedRollout, GroupLease, GroupMember, RolloutSummary, Session, Task
 
 __all__ = ["model", "renderer"]
 

@@ -23,11 +23,10 @@ from invrl.buffer.config import BufferConfig
 from invrl.buffer.ledger_store import read_ledger
 from invrl.buffer.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.reasons import DropReason, FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     DroppedGroup,
-    DropReason,
-    FailureReason,
     GroupLease,
     Place,
     RolloutSummary,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from invrl.plugins import load_rollout_function
+from invrl.reasons import FailureReason
 from invrl.rollout.runner import Failure, Runner
-from invrl.types import FailureReason, Task
+from invrl.types import Task
 
 AGENT = """\
 import asyncio

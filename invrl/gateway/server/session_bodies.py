@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from invrl.gateway.session_record import SessionRecord
+from invrl.reasons import FailureReason
 from invrl.section import Section
 from invrl.store.rows import SessionState
 from invrl.types import (
     MAX_NAME_LENGTH,
     MAX_REWARD,
     MAX_REWARD_COMPONENTS,
-    FailureReason,
     GroupMember,
     Outcome,
     Purpose,

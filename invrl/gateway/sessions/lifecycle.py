@@ -19,12 +19,12 @@ from invrl.gateway.registry import Opening, SessionRegistry
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.rollout_summary import failed, summarise, token_counts, with_partial
 from invrl.gateway.turns.turns import Turns
+from invrl.reasons import FailureReason
 from invrl.store.lease_store import LeaseStore
 from invrl.store.rows import SessionState
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import (
     FailedRollout,
-    FailureReason,
     GroupMember,
     Outcome,
     Reward,

@@ -8,15 +8,8 @@ from dataclasses import dataclass, replace
 
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots, roots
-from invrl.types import (
-    FailedRollout,
-    FailureReason,
-    Outcome,
-    RolloutSummary,
-    Turn,
-    WeightVersion,
-    field_values,
-)
+from invrl.reasons import FailureReason
+from invrl.types import FailedRollout, Outcome, RolloutSummary, Turn, WeightVersion, field_values
 
 
 def failed(record: SessionRecord, reason: FailureReason, detail: str) -> FailedRollout:
