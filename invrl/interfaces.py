@@ -197,6 +197,8 @@ class StepResult:
 
     optimizer_steps: int
     """0 if there was no gradient: every weight is as before."""
+    nonfinite_steps: int
+    """Optimizer steps that were skipped because a loss or the gradient was NaN or infinite."""
     metrics: Mapping[str, Metric]
     seconds: Mapping[str, float]
     """Seconds per phase."""

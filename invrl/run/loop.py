@@ -129,8 +129,7 @@ async def _learn(
     version = WeightVersion(step)
     with phases.within("train"):
         result = await learner.trainer.train(batch)
-        note = no_step_note(step, result)
-        if note:
+        for note in step_notes(step, result):
             parts.observer.note(note)
         await parts.buffer.trained(taken.batch_id)
     with phases.within("sync"):
@@ -169,14 +168,20 @@ async def _save_early(buffer: Buffer, learner: Learner, phases: _Phases, last_st
         await learner.save(last_step, snapshot)
 
 
-def no_step_note(step: int, result: StepResult) -> str:
-    """A sentence for the console if a batch changed no weight; "" if it changed some."""
-    if result.optimizer_steps:
-        return ""
-    return (
-        f"step {step}: no weight was changed. The gradient was 0: in every comparison all rewards "
-        "were equal (counted in train/skipped_steps; --group-filter nonzero_variance replaces such groups)"
-    )
+def step_notes(step: int, result: StepResult) -> Iterator[str]:
+    """Sentences for the console where a batch did not change the weights as it should have."""
+    if result.nonfinite_steps:
+        yield (
+            f"step {step}: {result.nonfinite_steps} optimizer steps were skipped, because the loss or the "
+            "gradient was NaN or infinite (counted in train/nonfinite_steps; the trainer's log says more)"
+        )
+    elif not result.optimizer_steps and not result.metrics["skipped_steps"].value():
+        yield f"step {step}: no weight was changed, because no row of the batch has a token to train"
+    elif not result.optimizer_steps:
+        yield (
+            f"step {step}: no weight was changed. The gradient was 0: in every comparison all rewards were "
+            "equal (counted in train/skipped_steps; --group-filter nonzero_variance replaces such groups)"
+        )
 
 
 def train_values(result: StepResult) -> dict[str, float]:

@@ -8,7 +8,7 @@ from invrl.observe.sinks import RunObserver
 from invrl.run.checkpoints import Checkpoint, Checkpoints
 from invrl.run.cluster import start_trainer
 from invrl.run.config import Config
-from invrl.run.loop import no_step_note, train_values
+from invrl.run.loop import step_notes, train_values
 from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, save_unsaved_weights
 from invrl.store.batch_file import batch_path, load_batch, saved_steps
 from invrl.store.run_folder import RunFolder
@@ -37,8 +37,7 @@ async def train_on_saved_batches(
             for step in steps:
                 observer.phase("train", step)
                 result = await trainer.train(load_batch(batch_path(data, step)))
-                note = no_step_note(step, result)
-                if note:
+                for note in step_notes(step, result):
                     observer.note(note)
                 observer.step(step, train_values(result))
         except asyncio.CancelledError:

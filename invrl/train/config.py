@@ -37,6 +37,11 @@ class TrainConfig(Section):
     adam_beta2: float = Field(0.99, ge=0, lt=1, description="AdamW beta 2")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm bound; 0: none")
+    max_nonfinite_steps: PositiveInt = Field(
+        3,
+        description="optimizer steps in a row that may be skipped because the loss or the gradient is NaN or "
+        "infinite; the last of them ends the run",
+    )
     max_tokens_per_microbatch: PositiveInt = Field(4096, description="packed tokens of one micro-batch")
     share_prefixes: bool = Field(
         True, description="compute a prefix shared by rows of a micro-batch once (exact; with our attention)"

@@ -1,7 +1,7 @@
 """Megatron's DDP and optimizer around a model: float32 master weights, summed gradients.
 
-Invariant: a step is applied whole or not at all; a gradient that is not finite raises before a weight
-changes. Imported after `device.prepare()`.
+Invariant: a step is applied whole or not at all; a gradient that is not finite changes no weight. Imported
+after `device.prepare()`.
 """
 
 import math
@@ -20,7 +20,6 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
-from invrl.errors import TrainError
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.megatron_args import MegatronOptions
@@ -97,16 +96,14 @@ def _sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None
 def apply_gradients(optimizer: ChainedOptimizer) -> float:
     """Clips the gradient and makes a step; returns the gradient's norm before clipping, over all ranks.
 
-    A gradient of exactly 0 makes no step: Adam's momentum and the weight decay would move the weights
-    although the batch says nothing. Raises TrainError if the norm is not finite.
+    A gradient that is not finite makes no step. Neither does one of exactly 0: Adam's momentum and the weight
+    decay would move the weights although the batch says nothing.
     """
     with torch.no_grad():
-        if optimizer.prepare_grads():
-            raise TrainError("the gradient overflowed its loss scale")
+        if optimizer.prepare_grads():  # it overflowed its loss scale
+            return math.inf
         norm = float(optimizer.get_grad_norm() or 0.0)
-        if not math.isfinite(norm):
-            raise TrainError(f"the gradient norm is {norm}: no weight was changed")
-        if norm == 0.0:
+        if norm == 0.0 or not math.isfinite(norm):
             return norm
         for part in optimizer.chained_optimizers:
             max_norm = part.config.clip_grad

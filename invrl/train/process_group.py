@@ -23,6 +23,13 @@ from invrl.train.rendezvous import (
 )
 
 
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank. All ranks call it together."""
+    flags = torch.tensor(float(flag), device=device.device())
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+    return bool(flags)
+
+
 def join_process_group(settings: RankSettings, port: int, listener: socket.socket | None) -> None:
     """Joins all ranks into one process group and seeds the random generators.
 

@@ -6,11 +6,12 @@ batch old and current are the same numbers, so no forward pass is spent on old. 
 `device.prepare()`.
 """
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,8 +35,11 @@ from invrl.train.micro_batch import MicroBatch, Row
 from invrl.train.model import PolicyModel
 from invrl.train.optimizer import apply_gradients
 from invrl.train.packing import pack
+from invrl.train.process_group import any_rank
 from invrl.train.sharding import Shard
 from invrl.types import TrainBatch
+
+logger = logging.getLogger(__name__)
 
 _SampleLogprobs = list[NDArray[np.float32]]
 """One array [T] per sample of a mini-batch: log-probs of its trained tokens, 0 elsewhere."""
@@ -71,13 +75,18 @@ class TrainStep:
     train: TrainConfig
     algorithm: AlgorithmConfig
     masks: GrammarMasks
+    _bad_losses: list[float] = field(default_factory=list, init=False)
+    """Losses of the mini-batch on this rank that are not finite."""
+    _nonfinite_in_a_row: int = field(default=0, init=False)
+    """Steps since the last one that was finite."""
 
     def run(self, shard: Shard) -> StepResult:
         """One optimizer step per mini-batch.
 
         A mini-batch whose gradient is exactly 0 (no advantage, no KL term) makes no step: neither the weights
-        nor Adam's moments nor the schedule change. Raises TrainError for a loss or a gradient that is not
-        finite; the mini-batch in which it is found changes no weight.
+        nor Adam's moments nor the schedule change. Nor does one whose loss, on any rank, or whose gradient is
+        not finite; its numbers are left out of the metrics. Raises TrainError at the last of
+        `max_nonfinite_steps` of these in a row.
         """
         start = time.monotonic()
         seconds: dict[str, float] = {}
@@ -86,6 +95,8 @@ class TrainStep:
         reference_by_step = self._reference_logprobs(shard, seconds)
         metrics: dict[str, Metric] = {}
         optimizer_steps = 0
+        skipped_steps = 0
+        nonfinite_steps = 0
         for mini_batch, micro_batches, old, reference in zip(
             shard, micro_batches_by_step, old_by_step, reference_by_step, strict=True
         ):
@@ -94,17 +105,55 @@ class TrainStep:
                 loss_metrics = self._forward_backward(work)
             learning_rate = float(self.optimizer.param_groups[0]["lr"])
             with _timed(seconds, "optimizer"):
-                grad_norm = apply_gradients(self.optimizer)
-                if grad_norm > 0.0:
-                    self.schedule.step(1)
-                    optimizer_steps += 1
+                grad_norm = math.nan
+                if not any_rank(bool(self._bad_losses)):
+                    grad_norm = apply_gradients(self.optimizer)
+            if not math.isfinite(grad_norm):
+                nonfinite_steps += 1
+                self._count_nonfinite(mini_batch, grad_norm)
+                continue
+            self._nonfinite_in_a_row = 0
+            if grad_norm > 0.0:
+                self.schedule.step(1)
+                optimizer_steps += 1
+            else:
+                skipped_steps += 1
             step_metrics = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
             metrics = merge([metrics, *loss_metrics, step_metrics])
         metrics |= _work_amounts(shard, micro_batches_by_step, time.monotonic() - start)
         # Max, because these are the same on every rank.
         metrics["optimizer_steps"] = Max(optimizer_steps)
-        metrics["skipped_steps"] = Max(len(shard) - optimizer_steps)
-        return StepResult(optimizer_steps=optimizer_steps, metrics=metrics, seconds=seconds)
+        metrics["skipped_steps"] = Max(skipped_steps)
+        metrics["nonfinite_steps"] = Max(nonfinite_steps)
+        return StepResult(
+            optimizer_steps=optimizer_steps,
+            nonfinite_steps=nonfinite_steps,
+            metrics=metrics,
+            seconds=seconds,
+        )
+
+    def _count_nonfinite(self, mini_batch: TrainBatch, grad_norm: float) -> None:
+        """Logs a step that was skipped, and raises TrainError if it was one too many."""
+        self._nonfinite_in_a_row += 1
+        if self._bad_losses:
+            found = f"a loss of {self._bad_losses[0]} on this rank"
+        elif math.isnan(grad_norm):
+            found = "a loss or a gradient that is NaN"
+        else:
+            found = "an infinite gradient"
+        num_steps = self._nonfinite_in_a_row
+        limit = self.train.max_nonfinite_steps
+        sentence = (
+            f"batch {mini_batch.batch_id} has {found}: no weight was changed "
+            f"({num_steps} of at most {limit} such steps in a row)"
+        )
+        logger.warning("%s", sentence)
+        if num_steps >= limit:
+            raise TrainError(
+                f"{sentence}. If the model has learned until here, lower --lr or set --clip-grad; if it "
+                "never has, look at the model folder and at a policy loss of your own; --max-nonfinite-steps "
+                "is the number that ends a run"
+            )
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
         return pack(
@@ -153,6 +202,7 @@ class TrainStep:
 
         Returns the metrics of each micro-batch.
         """
+        self._bad_losses.clear()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         return get_forward_backward_func()(
@@ -176,7 +226,7 @@ class TrainStep:
             outputs = policy_loss(inputs, self.algorithm)
             value = float(outputs.loss.detach())
             if not math.isfinite(value):
-                raise TrainError(f"the loss is {value}: no weight was changed")
+                self._bad_losses.append(value)
             return outputs.loss, torch.tensor(1, dtype=torch.int), dict(outputs.metrics)
 
         return logprobs_N, compute_loss

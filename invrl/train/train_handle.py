@@ -80,6 +80,7 @@ class TrainHandle:
         reported = self._reported(results)
         return StepResult(
             optimizer_steps=reported[0].optimizer_steps,
+            nonfinite_steps=reported[0].nonfinite_steps,
             metrics=merge(result.metrics for result in reported),
             seconds=seconds,
         )

@@ -15,6 +15,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import TrainError
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
+from invrl.train.sharding import mini_batches
 from invrl.types import TrainBatch
 
 BOUND = 1e-5  # norm-relative, per tensor
@@ -263,32 +264,89 @@ def test_steps_too_small_for_bf16_add_up(pool: RankPool, model: Path) -> None:
     assert (norms() != before).mean() > 0.5
 
 
+def with_advantage(batch: TrainBatch, value: float) -> TrainBatch:
+    """One trained token, of one rollout, has this advantage."""
+    advantages = [advantages_T.copy() for advantages_T in batch.advantages]
+    advantages[2][np.flatnonzero(batch.samples[2].loss_mask_T)[0]] = value
+    return replace(batch, advantages=tuple(advantages))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_changes_nothing(pool: RankPool, model: Path, bad: float) -> None:
-    """Not even what comes after: the next batch is trained as if the bad one had never been."""
-    trainer = pool.build(model, train=settings())
-    start = trainer.weights()
-    batch = random_batch(5)
-    batch.advantages[2][np.flatnonzero(batch.samples[2].loss_mask_T)[0]] = bad
-    with pytest.raises(TrainError, match="no weight was changed"):
-        trainer.train(batch)
-    assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
+def test_a_loss_that_is_not_finite_changes_nothing(
+    pool: RankPool, model: Path, bad: float, ranks: int
+) -> None:
+    """Not even what comes after: the next batch is trained as if the bad one had never been. Of two ranks one
+    has the bad token. The other mini-batch of the batch is trained."""
+    train = settings(weight_decay=0.1, lr_decay_style="linear", lr_decay_steps=8)
+    trainer = pool.build(model, ranks=ranks, train=train)
     trainer.train(BATCHES[0])
+    start = trainer.weights()
+    numbers = resolve(trainer.train(with_advantage(BATCHES[1], bad)))
+    assert (numbers["optimizer_steps"], numbers["nonfinite_steps"], numbers["skipped_steps"]) == (0, 1, 0)
+    assert all(np.isfinite(value) for value in numbers.values()), numbers
+    assert "loss" not in numbers
+    assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
+    numbers = resolve(trainer.train(with_advantage(BATCHES[2], bad), steps=2))
+    assert (numbers["optimizer_steps"], numbers["nonfinite_steps"]) == (1, 1)
+    assert numbers["loss"] != 0
     after = trainer.weights()
-    fresh = pool.build(model, train=settings())
+    fresh = pool.build(model, ranks=ranks, train=train)
     fresh.train(BATCHES[0])
+    second_half = mini_batches(BATCHES[2], 2)[1]
+    fresh.train(second_half)
     assert all(np.array_equal(weight, after[name]) for name, weight in fresh.weights().items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run(
+    pool: RankPool, model: Path, ranks: int
+) -> None:
+    """A step between them that is finite starts the count again; mini-batches count one by one."""
+    trainer = pool.build(model, ranks=ranks, train=settings(max_nonfinite_steps=2))
+    bad = with_advantage(BATCHES[0], np.nan)
+    trainer.train(bad)
+    trainer.train(BATCHES[0])
+    trainer.train(bad)
+    weights = trainer.weights()
+    with pytest.raises(TrainError, match=r"(?s)2 of at most 2 such steps in a row.*max-nonfinite-steps"):
+        trainer.train(bad)
+    assert all(np.array_equal(weight, weights[name]) for name, weight in trainer.weights().items())
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(pool: RankPool, model: Path) -> None:
     """The loss of this surrogate is 0, its gradient is not a number."""
     trainer = pool.build(
-        model, train=settings(), algorithm=AlgorithmConfig(policy_loss="broken_surrogate:root_of_zero")
+        model,
+        train=settings(max_nonfinite_steps=2),
+        algorithm=AlgorithmConfig(policy_loss="broken_surrogate:root_of_zero"),
     )
     start = trainer.weights()
-    with pytest.raises(TrainError, match="gradient norm is nan"):
+    numbers = resolve(trainer.train(BATCHES[0]))
+    assert (numbers["optimizer_steps"], numbers["nonfinite_steps"]) == (0, 1)
+    with pytest.raises(TrainError, match="NaN"):
         trainer.train(BATCHES[0])
     assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_to_train_makes_no_step(pool: RankPool, model: Path, ranks: int) -> None:
+    """A batch of rows without a trained token, and a batch without rows."""
+    trainer = pool.build(model, ranks=ranks, train=settings(weight_decay=0.1))
+    start = trainer.weights()
+    row = BATCHES[0].samples[0]
+    untrained = replace(row, loss_mask_T=np.zeros_like(row.loss_mask_T))
+    empty = TrainBatch(
+        batch_id=0,
+        version=BATCHES[0].version,
+        samples=(untrained, untrained),
+        advantages=(np.zeros_like(BATCHES[0].advantages[0]),) * 2,
+        total_tokens=0,
+    )
+    for batch in (empty, replace(empty, samples=(), advantages=())):
+        numbers = resolve(trainer.train(batch, steps=2))
+        assert (numbers["optimizer_steps"], numbers["skipped_steps"], numbers["tokens"]) == (0, 0, 0)
+        assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
 
 
 @pytest.mark.parametrize("bound", [0.0, 0.1])

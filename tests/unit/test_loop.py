@@ -63,7 +63,9 @@ class FixedSteps:
 
     async def train(self, batch: TrainBatch) -> StepResult:
         made = next(self._steps)
-        return StepResult(optimizer_steps=made, metrics={"skipped_steps": Max(1 - made)}, seconds={})
+        return StepResult(
+            optimizer_steps=made, nonfinite_steps=0, metrics={"skipped_steps": Max(1 - made)}, seconds={}
+        )
 
     async def save_checkpoint(self, path: str) -> None: ...
     async def load_checkpoint(self, path: str) -> None: ...
