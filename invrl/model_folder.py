@@ -155,6 +155,14 @@ def tensor_files(path: Path) -> dict[str, Path]:
     return {name: path / str(file) for name, file in weight_map.items()}
 
 
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """Tensor name -> shape, of all weights of a folder that has passed `check_model_folder`."""
+    shapes: dict[str, list[int]] = {}
+    for shard in sorted(set(tensor_files(path).values())):
+        shapes |= _shapes(shard)
+    return shapes
+
+
 def _shapes(shard: Path) -> dict[str, list[int]]:
     """The shape of each tensor in the file. Raises ConfigError unless its size fits its header."""
     if not shard.is_file():
@@ -170,9 +178,7 @@ def _check_weights(path: Path, vocab_size: int) -> None:
     """Checks that every shard is whole, that every tensor of the index is in a shard, and that the embedding
     has a row for every id of the vocabulary."""
     files = tensor_files(path)
-    shapes: dict[str, list[int]] = {}
-    for shard in sorted(set(files.values())):
-        shapes |= _shapes(shard)
+    shapes = tensor_shapes(path)
     missing = sorted(files.keys() - shapes)
     if missing:
         raise _refuse(path, f"{len(missing)} tensors of the index are in no shard, {missing[0]} first")

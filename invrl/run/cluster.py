@@ -49,6 +49,7 @@ from invrl.run.ray_session import start_ray
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
+from invrl.train.model_size import ComputeCost
 from invrl.train.rank_settings import RankSettings
 from invrl.train.train_actor import TrainActor
 from invrl.train.train_handle import TrainHandle
@@ -252,6 +253,7 @@ def _create_trainer(config: Config) -> TrainHandle:
         actors,
         layout=layout,
         num_minibatches=config.algorithm.num_minibatches,
+        cost=ComputeCost.of_model(config.model.folder),
         start_timeout_s=config.train.train_start_timeout_s,
         step_timeout_s=config.train.train_step_timeout_s,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,

@@ -1,13 +1,14 @@
 """Packing: training rows become micro-batches in which a shared prefix is computed once.
 
 When rows are sorted by their tokens, sequences that share a prefix are neighbours. One pass over the sorted
-rows therefore lays out a prefix trie: each row adds only the tokens after its longest common prefix with the
-row before it. The rows that share their first token form a tree, and a token attends only to its own
-ancestors, at its own depth, so the result is what each row alone would give. The last trained token of a row
-is only predicted; neither it nor the tokens after it are computed at all.
+rows of a micro-batch therefore lays out a prefix trie: each row adds only the tokens after its longest common
+prefix with the row before it. The rows that share their first token form a tree, and a token attends only to
+its own ancestors, at its own depth, so the result is what each row alone would give. The last trained token
+of a row is only predicted; neither it nor the tokens after it are computed at all.
 
-Memory follows the number of packed tokens, which is bounded. One row of logits serves every trained token
-that comes after the same tokens at the same temperature. Pure numpy.
+Which rows come together is decided in `bins.py`. Memory follows the number of packed tokens, which is
+bounded. One row of logits serves every trained token that comes after the same tokens at the same
+temperature. Pure numpy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from invrl.train.bins import fill_bins
 from invrl.train.micro_batch import EMPTY_MICRO_BATCH, AttentionBlock, MicroBatch, Row
 
 DENSE_TREE_TOKENS = 256
@@ -26,29 +28,27 @@ QUERY_CHUNK = 1024
 
 
 def pack(rows: Sequence[Row], *, max_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens.
+    """Micro-batches of at most `max_tokens` packed tokens, as few as `fill_bins` finds.
 
     A row that needs more stands alone. Rows in which nothing is wanted are left out. There is at least one
-    micro-batch: a rank without data takes part in the step with an empty one.
+    micro-batch: a rank without data takes part in the step with an empty one. The result depends on nothing
+    but the arguments, so ranks that are given the same rows make the same micro-batches.
     """
     order = [index for index, row in enumerate(rows) if row.num_computed]
+    num_shared = [0] * len(order)
     if share_prefixes:
         order.sort(key=lambda index: token_order_key(rows[index].tokens_T))
+        computed = [rows[index].tokens_T[: rows[index].num_computed] for index in order]
+        for place in range(1, len(order)):
+            num_shared[place] = common_prefix(computed[place - 1], computed[place])
+    lengths = [rows[index].num_computed for index in order]
     micro_batches: list[MicroBatch] = []
-    layout = _Layout(share_prefixes)
-    for index in order:
-        row = rows[index]
-        fit = layout.fit(row)
-        if layout.num_tokens and fit.num_tokens > max_tokens:
-            micro_batches.append(layout.micro_batch())
-            layout = _Layout(share_prefixes)
-            fit = layout.fit(row)
-        layout.add(index, row, fit)
-    if layout.num_tokens:
+    for places in fill_bins(lengths, num_shared, capacity=max_tokens):
+        layout = _Layout(share_prefixes)
+        for place in places:
+            layout.add(order[place], rows[order[place]])
         micro_batches.append(layout.micro_batch())
-    else:
-        micro_batches.append(EMPTY_MICRO_BATCH)
-    return micro_batches
+    return micro_batches or [EMPTY_MICRO_BATCH]
 
 
 def token_order_key(tokens_T: NDArray[np.int32]) -> bytes:
@@ -78,62 +78,60 @@ class _Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fit:
-    """How a row would be laid out next, and what the layout would hold with it."""
+class _PlacedRow:
+    """A row in the layout."""
 
+    index: int
+    """Of the row among those that were to be packed."""
+    row: Row
     num_shared: int
     """Length of the prefix that the row shares with the row before it."""
     places_T: NDArray[np.int64]
     """Places of the row's computed tokens: those of the shared prefix, then new ones."""
-    num_tokens: int
-    """Packed tokens, this row included."""
 
 
 class _Layout:
     """A micro-batch under construction. With shared prefixes its rows are added in sorted order."""
 
     def __init__(self, share_prefixes: bool) -> None:
-        self.num_tokens = 0
+        self._num_tokens = 0
         self._share_prefixes = share_prefixes
         self._trees: list[list[_Branch]] = []
         self._last_tokens_T = np.empty(0, np.int32)
         self._last_places_T = np.empty(0, np.int64)
-        self._rows: list[tuple[int, Row, _Fit]] = []
-        """(index of the row, the row, its place in the layout)."""
+        self._rows: list[_PlacedRow] = []
 
-    def fit(self, row: Row) -> _Fit:
-        """How this row would be laid out if it were added next."""
+    def add(self, index: int, row: Row) -> None:
+        """Lays out the next row."""
         tokens_T = row.tokens_T[: row.num_computed]
         num_shared = 0
         if self._share_prefixes:
             num_shared = common_prefix(self._last_tokens_T, tokens_T)
-        num_tokens = self.num_tokens + len(tokens_T) - num_shared
-        new_places = np.arange(self.num_tokens, num_tokens)
-        places_T = np.concatenate([self._last_places_T[:num_shared], new_places])
-        return _Fit(num_shared=num_shared, places_T=places_T, num_tokens=num_tokens)
-
-    def add(self, index: int, row: Row, fit: _Fit) -> None:
-        """`fit`: what `fit(row)` has just returned."""
-        if fit.num_tokens > self.num_tokens:
-            if fit.num_shared == 0:
+        start = self._num_tokens
+        end = start + len(tokens_T) - num_shared
+        places_T = np.concatenate([self._last_places_T[:num_shared], np.arange(start, end)])
+        self._rows.append(_PlacedRow(index, row, num_shared, places_T))
+        if end > start:
+            if num_shared == 0:
                 self._trees.append([])
-            ancestors_K = fit.places_T[: fit.num_shared]
-            self._trees[-1].append(_Branch(self.num_tokens, fit.num_tokens, ancestors_K))
-            self._last_tokens_T = row.tokens_T[: row.num_computed]
-            self._last_places_T = fit.places_T
-            self.num_tokens = fit.num_tokens
-        self._rows.append((index, row, fit))
+            self._trees[-1].append(_Branch(start, end, places_T[:num_shared]))
+            self._last_tokens_T = tokens_T
+            self._last_places_T = places_T
+            self._num_tokens = end
 
     def micro_batch(self) -> MicroBatch:
         """The finished micro-batch."""
-        rows = [row for _, row, _ in self._rows]
+        rows = [placed.row for placed in self._rows]
         num_wanted = [len(row.wanted_N) for row in rows]
         tokens: list[NDArray[np.int32]] = []
         positions: list[NDArray[np.int64]] = []
-        for _, row, fit in self._rows:
-            tokens.append(row.tokens_T[fit.num_shared : row.num_computed])
-            positions.append(np.arange(fit.num_shared, row.num_computed))
-        predict_from_N = np.concatenate([fit.places_T[row.wanted_N - 1] for _, row, fit in self._rows])
+        predict_from: list[NDArray[np.int64]] = []
+        for placed in self._rows:
+            row = placed.row
+            tokens.append(row.tokens_T[placed.num_shared : row.num_computed])
+            positions.append(np.arange(placed.num_shared, row.num_computed))
+            predict_from.append(placed.places_T[row.wanted_N - 1])
+        predict_from_N = np.concatenate(predict_from)
         temperatures = np.array([row.temperature for row in rows], np.float32)
         distinct, number_by_row = np.unique(temperatures, return_inverse=True)
         temperature_number_N = number_by_row.astype(np.int64).repeat(num_wanted)
@@ -160,7 +158,7 @@ class _Layout:
             allowed_MW=np.array(allowed, np.uint8),
             projection_N=projection_N,
             targets_N=np.concatenate([row.tokens_T[row.wanted_N] for row in rows], dtype=np.int64),
-            rows=tuple((index, row.wanted_N) for index, row, _ in self._rows),
+            rows=tuple((placed.index, placed.row.wanted_N) for placed in self._rows),
         )
 
 

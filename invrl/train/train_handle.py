@@ -18,6 +18,7 @@ from invrl.host.actor import ActorHandle
 from invrl.host.ray_memory import killed_for_memory
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import merge
+from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.sharding import Shard, shard_batch
 from invrl.train.train_actor import TrainActor
@@ -40,6 +41,7 @@ class TrainHandle:
         *,
         layout: ParallelLayout,
         num_minibatches: int,
+        cost: ComputeCost = UNKNOWN_MODEL,
         start_timeout_s: float,
         step_timeout_s: float,
         heartbeat_timeout_s: float = 30.0,
@@ -48,6 +50,7 @@ class TrainHandle:
         self._layout = layout
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._num_minibatches = num_minibatches
+        self._cost = cost
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
 
@@ -128,7 +131,7 @@ class TrainHandle:
 
     def _shards(self, batch: TrainBatch) -> list[Shard]:
         """One shard per replica."""
-        return shard_batch(batch, ranks=self._layout.data, steps=self._num_minibatches)
+        return shard_batch(batch, ranks=self._layout.data, steps=self._num_minibatches, cost=self._cost)
 
     def _reported(self, answers: Mapping[int, Answer]) -> list[Answer]:
         """One answer per replica: that of its reporter."""

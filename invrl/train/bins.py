@@ -1,0 +1,80 @@
+"""Which rows are packed together: bins of at most so many tokens, in which a shared prefix counts once.
+
+Rows sorted by their tokens are the leaves of a tree: those that share the first d tokens are neighbours and
+form a subtree at depth d. The tree is climbed from its leaves. At each subtree the bundles of rows that its
+children could not fill are put together, largest first, each into the bundle that it fills best (best fit
+decreasing). Two bundles that meet at depth d share d tokens. So rows come together first with those that they
+share most with, and a subtree is split only if it is larger than a bin. Pure.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Bundle:
+    """Rows that will be in one bin."""
+
+    num_tokens: int
+    """Distinct tokens of the rows, from their beginnings."""
+    rows: list[int]
+
+
+@dataclass(slots=True)
+class _Subtree:
+    """Rows that share their first `depth` tokens, while they are collected."""
+
+    depth: int
+    bundles: list[_Bundle] = field(default_factory=list)
+
+
+def fill_bins(lengths: Sequence[int], num_shared: Sequence[int], *, capacity: int) -> list[list[int]]:
+    """The rows of each bin, ascending; bins in the order of their first rows.
+
+    `lengths`: tokens of the rows, in sorted order. `num_shared`: for each row the length of the prefix that
+    it shares with the row before it; 0 for the first. A row longer than `capacity` has a bin of its own.
+    """
+    open_subtrees = [_Subtree(depth=0)]  # each within the one before it
+    for row, length in enumerate(lengths):
+        depth = num_shared[row]
+        # The row before this one may share more with its own neighbours than with this row: those subtrees
+        # have ended. Its bundle then meets this row's at `depth`.
+        ended = []
+        while open_subtrees[-1].depth > depth:
+            subtree = open_subtrees.pop()
+            subtree.bundles += ended
+            ended = _combined(subtree, capacity)
+        if open_subtrees[-1].depth < depth:
+            last = open_subtrees[-1].bundles.pop() if not ended else None
+            open_subtrees.append(_Subtree(depth=depth, bundles=[last] if last else []))
+        open_subtrees[-1].bundles += ended
+        open_subtrees[-1].bundles.append(_Bundle(length, [row]))
+    ended = []
+    while open_subtrees:
+        subtree = open_subtrees.pop()
+        subtree.bundles += ended
+        ended = _combined(subtree, capacity)
+    return sorted(sorted(bundle.rows) for bundle in ended)
+
+
+def _combined(subtree: _Subtree, capacity: int) -> list[_Bundle]:
+    """The subtree's bundles, put together as far as they fit."""
+    if len(subtree.bundles) == 1:
+        return subtree.bundles
+    depth = subtree.depth
+    combined: list[_Bundle] = []
+    free: list[tuple[int, int]] = []
+    """Tokens that still fit into a combined bundle, and its index; ascending."""
+    for bundle in sorted(subtree.bundles, key=lambda bundle: -bundle.num_tokens):
+        needed = bundle.num_tokens - depth
+        place = bisect_left(free, (needed, 0))
+        if place == len(free):
+            index = len(combined)
+            combined.append(bundle)
+        else:
+            _, index = free.pop(place)
+            combined[index].num_tokens += needed
+            combined[index].rows += bundle.rows
+        insort(free, (capacity - combined[index].num_tokens, index))
+    return combined

@@ -1,0 +1,268 @@
+"""Micro-batches that are full, and ranks that have equally much to do. Shared prefixes count once."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_model import make_tiny_model
+
+from invrl.train.bins import fill_bins
+from invrl.train.hf_config import read_hf_config
+from invrl.train.micro_batch import Row, rows_of
+from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost, ModelSize
+from invrl.train.packing import common_prefix, pack, token_order_key
+from invrl.train.sharding import shard_batch
+from invrl.types import TrainBatch, TrainSample, WeightVersion
+
+SMOLLM2 = ComputeCost(token=2 * 106e6, pairs=((None, 4.0 * 576 * 30),), projection=2.0 * 49_152 * 576)
+"""About that of SmolLM2-135M."""
+
+
+def long_tailed(
+    rng: np.random.Generator, count: int, *, median: float = 1100, longest: int = 16_384
+) -> list[int]:
+    """Half of them are shorter than the median, some are as long as allowed."""
+    return np.clip(rng.lognormal(np.log(median), 1.2, count), 8, longest).astype(int).tolist()
+
+
+# ------------------------------------------------------------------ bins
+
+Tokens = tuple[int, ...]
+
+
+def shared_lengths(rows: list[Tokens]) -> list[int]:
+    shared = [0] * len(rows)
+    for index in range(1, len(rows)):
+        shared[index] = common_prefix(np.array(rows[index - 1]), np.array(rows[index]))
+    return shared
+
+
+def distinct_tokens(rows: list[Tokens]) -> int:
+    """Nodes of the rows' prefix tree."""
+    return len({row[:length] for row in rows for length in range(1, len(row) + 1)})
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), max_size=10).map(sorted),
+    capacity=st.integers(1, 25),
+)
+@settings(max_examples=500, deadline=None)
+def test_every_row_is_in_one_bin_and_no_bin_is_over_its_capacity(rows: list[Tokens], capacity: int) -> None:
+    bins = fill_bins([len(row) for row in rows], shared_lengths(rows), capacity=capacity)
+    assert sorted(itertools.chain(*bins)) == list(range(len(rows)))
+    assert bins == sorted(sorted(places) for places in bins)
+    for places in bins:
+        assert distinct_tokens([rows[place] for place in places]) <= capacity or len(places) == 1
+    if distinct_tokens(rows) <= capacity:
+        assert len(bins) <= 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ten_thousand_long_tailed_rows_fill_their_bins(seed: int) -> None:
+    lengths = long_tailed(np.random.default_rng(seed), 10_000)
+    capacity = 16_384
+    bins = fill_bins(lengths, [0] * len(lengths), capacity=capacity)
+    assert max(sum(lengths[place] for place in places) for places in bins) <= capacity
+    assert sum(lengths) / (len(bins) * capacity) >= 0.99
+
+
+def test_a_group_over_the_capacity_computes_its_prompt_as_often_as_it_must() -> None:
+    """16 rows of a prompt of 3,000 and an answer of 200: five answers fit beside the prompt."""
+    bins = fill_bins([3200] * 16, [0] + [3000] * 15, capacity=4096)
+    assert [len(places) for places in bins] == [5, 5, 5, 1]
+
+
+def test_rests_of_split_groups_share_a_bin() -> None:
+    """Three of a group's four rows fill a bin. Of the three rows left over two fit together."""
+    bins = fill_bins([400] * 12, ([0] + [100] * 3) * 3, capacity=1000)
+    assert sorted(len(places) for places in bins) == [1, 2, 3, 3, 3]
+
+
+def test_a_chain_of_forks_deeper_than_the_stack_of_calls() -> None:
+    """Each of 5,000 rows goes one token further along the one before it and then leaves it."""
+    lengths = list(range(2, 5002))
+    bins = fill_bins(lengths, [0, *range(1, 5000)], capacity=4000)
+    assert sorted(itertools.chain(*bins)) == list(range(5000))
+    assert len(bins) < 1100
+
+
+def group_rows(rng: np.random.Generator, groups: int, members: int, *, system: int = 0) -> list[Row]:
+    return rows_of(long_tailed_batch(rng, groups, members, system=system, longest=1500).samples)
+
+
+@pytest.mark.parametrize("system", [0, 500], ids=["no system prompt", "a system prompt"])
+def test_groups_that_fit_are_computed_once(system: int) -> None:
+    """Every prompt is in one micro-batch, the system prompt once in each."""
+    rows = group_rows(np.random.default_rng(0), 100, 8, system=system)
+    order = sorted(rows, key=lambda row: token_order_key(row.tokens_T))
+    distinct = 0
+    previous_T = np.empty(0, np.int32)
+    for row in order:
+        tokens_T = row.tokens_T[: row.num_computed]
+        distinct += len(tokens_T) - common_prefix(previous_T, tokens_T)
+        previous_T = tokens_T
+    micro_batches = pack(rows, max_tokens=16_384, share_prefixes=True)
+    computed = sum(len(micro_batch.tokens_P) for micro_batch in micro_batches)
+    again = computed - distinct - system * (len(micro_batches) - 1)
+    assert 0 <= again < 100  # prompts that happen to begin alike
+    assert computed / (len(micro_batches) * 16_384) > 0.9
+
+
+# ------------------------------------------------------------------ ranks
+
+
+def long_tailed_batch(
+    rng: np.random.Generator, groups: int, members: int, *, system: int = 0, longest: int = 16_384
+) -> TrainBatch:
+    """Groups that share a prompt; answers of all lengths, wholly trained."""
+    system_T = rng.integers(0, 1000, system)
+    samples: list[TrainSample] = []
+    for group in range(groups):
+        prompt_T = rng.integers(0, 1000, int(rng.integers(50, 600)))
+        for member, answer in enumerate(long_tailed(rng, members, median=250, longest=longest)):
+            answer_T = rng.integers(0, 1000, answer)
+            tokens_T = np.concatenate([system_T, prompt_T, answer_T]).astype(np.int32)
+            mask_T = np.arange(len(tokens_T)) >= len(tokens_T) - answer
+            sample = TrainSample(
+                tokens_T=tokens_T,
+                loss_mask_T=mask_T,
+                rollout_logprobs_T=np.zeros(len(tokens_T), np.float32),
+                versions_T=np.where(mask_T, 0, -1).astype(np.int32),
+                reward=0.0,
+                temperature=1.0,
+                group_id=f"g{group}",
+                rollout_id=f"g{group}r{member}",
+                attempt=0,
+                turn_ids=("t",),
+            )
+            samples.append(sample)
+    return TrainBatch(
+        batch_id=0,
+        version=WeightVersion(0),
+        samples=tuple(samples),
+        advantages=tuple(sample.loss_mask_T.astype(np.float32) for sample in samples),
+        total_tokens=int(sum(sample.loss_mask_T.sum() for sample in samples)),
+    )
+
+
+def work(rows: list[Row], cost: ComputeCost) -> float:
+    """Of computing these rows together, as the packing does: token by token of their prefix tree."""
+    total = 0.0
+    previous_T = np.empty(0, np.int32)
+    for row in sorted(rows, key=lambda row: token_order_key(row.tokens_T)):
+        tokens_T = row.tokens_T[: row.num_computed]
+        shared = common_prefix(previous_T, tokens_T)
+        depth_T = np.arange(shared, len(tokens_T)) + 1
+        total += cost.token * len(depth_T)
+        for window, pair in cost.pairs:
+            total += pair * float(np.minimum(depth_T, window or len(tokens_T)).sum())
+        total += cost.projection * int((row.wanted_N > shared).sum())
+        previous_T = tokens_T
+    return total
+
+
+def work_by_rank(batch: TrainBatch, ranks: int, cost: ComputeCost) -> list[float]:
+    shards = shard_batch(batch, ranks=ranks, steps=1, cost=cost)
+    return [work(rows_of(shard[0].samples), cost) for shard in shards]
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_ten_thousand_long_tailed_rows_are_balanced(ranks: int) -> None:
+    batch = long_tailed_batch(np.random.default_rng(0), 1250, 8)
+    by_rank = work_by_rank(batch, ranks, SMOLLM2)
+    assert max(by_rank) <= 1.02 * sum(by_rank) / ranks
+    assert sum(by_rank) == pytest.approx(work(rows_of(batch.samples), SMOLLM2), rel=1e-4), (
+        "no group was split"
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "members", "ranks", "system"),
+    [(64, 8, 8, 0), (64, 8, 16, 0), (16, 16, 8, 1000), (8, 32, 8, 0)],
+)
+def test_few_groups_are_split_where_that_balances(groups: int, members: int, ranks: int, system: int) -> None:
+    batch = long_tailed_batch(np.random.default_rng(1), groups, members, system=system, longest=4096)
+    by_rank = work_by_rank(batch, ranks, SMOLLM2)
+    assert max(by_rank) <= 1.02 * sum(by_rank) / ranks
+    alone = work(rows_of(batch.samples), SMOLLM2) + (ranks - 1) * SMOLLM2.tokens(0, system)
+    assert sum(by_rank) < 1.06 * alone
+
+
+def test_attention_counts() -> None:
+    """One row of 32,000 tokens costs as much as many of 1,000: without attention it would be 32 of them."""
+    rng = np.random.default_rng(2)
+    batch = long_tailed_batch(rng, 1, 1, longest=1)
+    lengths = [32_000] + [1000] * 400
+    samples = []
+    for index, length in enumerate(lengths):
+        tokens_T = np.full(length, index, np.int32)
+        mask_T = np.arange(length) > 0
+        row = batch.samples[0]
+        samples.append(
+            TrainSample(
+                tokens_T=tokens_T,
+                loss_mask_T=mask_T,
+                rollout_logprobs_T=np.zeros(length, np.float32),
+                versions_T=np.where(mask_T, 0, -1).astype(np.int32),
+                reward=row.reward,
+                temperature=row.temperature,
+                group_id=f"g{index}",
+                rollout_id=f"r{index}",
+                attempt=0,
+                turn_ids=("t",),
+            )
+        )
+    advantages = tuple(sample.loss_mask_T.astype(np.float32) for sample in samples)
+    batch = TrainBatch(
+        batch_id=0,
+        version=WeightVersion(0),
+        samples=tuple(samples),
+        advantages=advantages,
+        total_tokens=sum(lengths),
+    )
+    (with_long,) = [
+        shard[0]
+        for shard in shard_batch(batch, ranks=2, steps=1, cost=SMOLLM2)
+        if any(len(sample.tokens_T) == 32_000 for sample in shard[0].samples)
+    ]
+    others = len(with_long.samples) - 1
+    expected = (400 - SMOLLM2.tokens(0, 31_999) / SMOLLM2.tokens(0, 999)) / 2
+    assert others == pytest.approx(expected, abs=20)
+    assert others < 200 - 32
+
+
+# ------------------------------------------------------------------ the cost of a model
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7])
+def test_the_cost_of_tokens_is_a_sum_over_queries_and_keys(window: int | None) -> None:
+    cost = ComputeCost(token=2.0, pairs=((window, 0.5), (None, 0.25)), projection=0.0)
+    for start, end in itertools.combinations_with_replacement(range(12), 2):
+        expected = 0.0
+        for query in range(start, end):
+            expected += 2.0 + 0.5 * min(query + 1, window or 99) + 0.25 * (query + 1)
+        assert cost.tokens(start, end) == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_size_of_a_model_is_that_of_its_files(tmp_path: Path, tied: bool) -> None:
+    folder = make_tiny_model(tmp_path / "model", tie_embeddings=tied, layers=2)
+    config = read_hf_config(folder)
+    size = ModelSize.of(folder, config)
+    vocabulary = config.vocab_size * config.hidden_size
+    assert size.vocabulary == vocabulary
+    assert size.total == size.layers + vocabulary * (1 if tied else 2)
+    cost = ComputeCost.of_model(folder)
+    assert cost.token == 2 * size.layers
+    assert cost.projection == 2 * vocabulary
+    assert cost.pairs == ((None, 4.0 * config.num_attention_heads * config.head_dim * 2),)
+
+
+def test_without_a_model_a_token_at_4096_costs_twice_as_much() -> None:
+    at_4096 = UNKNOWN_MODEL.tokens(4095, 4096)
+    assert at_4096 == pytest.approx(2.0)
