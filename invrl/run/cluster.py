@@ -88,8 +88,11 @@ class Serving:
 
 
 @asynccontextmanager
-async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serving]:
-    """Starts engines, router and gateway without waiting for them; ends them on exit."""
+async def start_serving(
+    config: Config, folder: RunFolder, *, longest_row: int | None = None
+) -> AsyncIterator[Serving]:
+    """Starts engines, router and gateway without waiting for them; ends them on exit. `longest_row`: a
+    request that would make a conversation longer than that is refused as one over the model's context."""
     env_key = take_environment_key()
     async with CleanUp() as stack:
         start_guardian()
@@ -109,7 +112,14 @@ async def start_serving(config: Config, folder: RunFolder) -> AsyncIterator[Serv
         # The fleet starts its processes now. They load while the caller starts others.
         await asyncio.sleep(0)
         with closing(ReservedPort()) as reserved:  # until the gateway listens there
-            settings = _gateway_settings(config, folder, fleet, free_port=reserved.number, env_key=env_key)
+            settings = _gateway_settings(
+                config,
+                folder,
+                fleet,
+                longest_row=longest_row,
+                free_port=reserved.number,
+                env_key=env_key,
+            )
             gateway = GatewayServer(settings, folder=folder.path / "private", log=folder.log_path("gateway"))
         stack.callback(gateway.stop)
         stack.push_async_callback(gateway.wait_end_grace)
@@ -123,9 +133,18 @@ async def _cancel_and_wait(task: asyncio.Task[None]) -> None:
 
 
 def _gateway_settings(
-    config: Config, folder: RunFolder, fleet: Fleet, *, free_port: int, env_key: str
+    config: Config,
+    folder: RunFolder,
+    fleet: Fleet,
+    *,
+    longest_row: int | None,
+    free_port: int,
+    env_key: str,
 ) -> GatewaySettings:
     """`free_port`: used if the settings name no port. `env_key`: the user's; "" makes a random one."""
+    context_length = fleet.limits.context_length
+    if longest_row is not None:
+        context_length = min(context_length, longest_row)
     sampling_seed = None
     if config.engine.seeded_sampling:
         sampling_seed = config.run.seed
@@ -133,6 +152,7 @@ def _gateway_settings(
         **config.rollout.model_dump(include={"temperature", "max_new_tokens"}),
         **config.gateway.model_dump(),
         **asdict(fleet.limits),
+        "context_length": context_length,
         "run_id": folder.path.name,
         "incarnation": secrets.token_hex(8),
         "heartbeat_timeout_s": config.run.heartbeat_timeout_s,
@@ -179,7 +199,9 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
     """Starts everything that a training run needs, and ends it on exit. `snapshot`: the buffer's, from the
     checkpoint that the run resumes from. Raises InvrlError naming what failed."""
     async with CleanUp() as stack:
-        serving = await stack.enter_async_context(start_serving(config, folder))
+        serving = await stack.enter_async_context(
+            start_serving(config, folder, longest_row=config.train.longest_row)
+        )
         stack.enter_context(start_ray(config, folder.ray_logs_path))
         trainer = None
         if not config.run.debug_rollout_only:

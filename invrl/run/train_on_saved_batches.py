@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+from invrl.errors import ConfigError
 from invrl.host import interrupts
 from invrl.observe.sinks import RunObserver
 from invrl.run.checkpoints import Checkpoint, Checkpoints
@@ -12,6 +13,7 @@ from invrl.run.loop import step_notes, train_values
 from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, save_unsaved_weights
 from invrl.store.batch_file import batch_path, load_batch, saved_steps
 from invrl.store.run_folder import RunFolder
+from invrl.types import TrainBatch
 
 
 async def train_on_saved_batches(
@@ -36,7 +38,9 @@ async def train_on_saved_batches(
         try:
             for step in steps:
                 observer.phase("train", step)
-                result = await trainer.train(load_batch(batch_path(data, step)))
+                batch = load_batch(batch_path(data, step))
+                _refuse_long_rows(batch, config)
+                result = await trainer.train(batch)
                 for note in step_notes(step, result):
                     observer.note(note)
                 observer.step(step, train_values(result))
@@ -54,3 +58,14 @@ async def train_on_saved_batches(
         observer.phase("checkpoint", last_step)
         saved = await checkpoints.save(trainer, last_step)
     observer.note(f"model: {saved.hugging_face}")
+
+
+def _refuse_long_rows(batch: TrainBatch, config: Config) -> None:
+    """Raises ConfigError for a row that does not fit a micro-batch. A run that samples refuses it earlier, at
+    the gateway."""
+    longest = max((len(sample.tokens_T) for sample in batch.samples), default=0)
+    if longest > config.train.longest_row:
+        budget = config.train.max_tokens_per_microbatch
+        reason = f"a row of batch {batch.batch_id} in the saved batches has {longest} tokens"
+        fix = f"set --max-tokens-per-microbatch to {longest - 1} or more"
+        raise ConfigError("train.max_tokens_per_microbatch", budget, reason, fix)

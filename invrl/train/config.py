@@ -42,13 +42,21 @@ class TrainConfig(Section):
         description="optimizer steps in a row that may be skipped because the loss or the gradient is NaN or "
         "infinite; the last of them ends the run",
     )
-    max_tokens_per_microbatch: PositiveInt = Field(4096, description="packed tokens of one micro-batch")
+    max_tokens_per_microbatch: PositiveInt = Field(
+        4096,
+        description="packed tokens of one micro-batch; no conversation of a training run is longer",
+    )
     share_prefixes: bool = Field(
         True, description="compute a prefix shared by rows of a micro-batch once (exact; with our attention)"
     )
     use_distributed_optimizer: bool = Field(True, description="shard optimizer state over all ranks")
     train_start_timeout_s: PositiveFloat = Field(600.0, description="deadline for all ranks to be ready")
     train_step_timeout_s: PositiveFloat = Field(1800.0, description="deadline of one training step")
+
+    @property
+    def longest_row(self) -> int:
+        """Most tokens of a row. The last one is only predicted."""
+        return self.max_tokens_per_microbatch + 1
 
     @property
     def layout(self) -> ParallelLayout:

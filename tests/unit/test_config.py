@@ -19,6 +19,7 @@ from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.engines.sglang_client import EngineLimits
 from invrl.errors import ConfigError, PluginError
 from invrl.gateway.config import GatewayConfig
+from invrl.gateway.server.settings import GatewaySettings
 from invrl.rollout.tasks import held_out_only
 from invrl.run.config import SECTIONS, UPSTREAM, Config, Source, load_resolved, read_toml, resolve
 from invrl.run.folder import make_run_folder
@@ -339,17 +340,25 @@ def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
     config = from_flags("--model-path", str(tmp_path), *flags)
     limits = EngineLimits(vocab_size=512, context_length=64)
     fleet = SimpleNamespace(limits=limits, router=SimpleNamespace(url="http://127.0.0.1:1", api_key="k"))
-    settings = _gateway_settings(
-        config,
-        RunFolder(path=tmp_path),
-        fleet,  # type: ignore[arg-type]
-        free_port=20_001,
-        env_key="",
-    )
+
+    def gateway_settings(longest_row: int | None) -> GatewaySettings:
+        return _gateway_settings(
+            config,
+            RunFolder(path=tmp_path),
+            fleet,  # type: ignore[arg-type]
+            longest_row=longest_row,
+            free_port=20_001,
+            env_key="",
+        )
+
+    settings = gateway_settings(None)
     assert (settings.gateway_workers, settings.session_max_turns, settings.late_reward) == (3, 7, "accept")
     taken = {name: getattr(settings, name) for name in GatewayConfig.model_fields}
     assert taken == config.gateway.model_dump() | {"gateway_port": settings.gateway_port}
     assert settings.gateway_port == 20_001
+    assert settings.context_length == 64
+    assert gateway_settings(100).context_length == 64
+    assert gateway_settings(33).context_length == 33
 
 
 # ------------------------------------------------------------------ what cannot act

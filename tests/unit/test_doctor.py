@@ -192,6 +192,14 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ),
     ("idle GPU", fact(nvidia=True), "gpu", WARNING, "cannot use a GPU", "INVRL_DEVICE=gpu"),
     ("ranks", flag(data_parallel_size="9"), "cpus", FAILED, "8 CPUs", "lower --data-parallel-size to 8"),
+    (
+        "long answers",
+        flag(max_new_tokens="600", max_tokens_per_microbatch="500"),
+        "row length",
+        FAILED,
+        "a micro-batch holds 500 tokens",
+        "raise --max-tokens-per-microbatch",
+    ),
     ("one CPU", fact(cpus=1), "cpus", WARNING, "share one CPU", "2 or more"),
     (
         "no memory",

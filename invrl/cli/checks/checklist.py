@@ -72,6 +72,7 @@ CHECKS = (
     _of_settings("servable model", model_checks.check_servable, TRAIN, needs=_TRAINABLE_MODEL),
     _of_settings("rollout function", settings_checks.check_rollout_function, ROLLOUTS),
     _of_settings("reward function", settings_checks.check_reward_function, ROLLOUTS),
+    _of_settings("row length", settings_checks.check_row_length, TRAIN),
     _of_settings("held-out sets", settings_checks.check_eval_sets, TRAIN),
     _of_settings("held-out tasks", settings_checks.check_held_out_tasks, EVAL),
     _of_settings("tasks", settings_checks.check_tasks, TRAIN),

@@ -46,6 +46,20 @@ def check_reward_function(config: Config) -> object:
     return plugins.load_reward_function(path)
 
 
+def check_row_length(config: Config) -> str:
+    """A prompt and the longest answer fit a micro-batch."""
+    longest = config.train.longest_row
+    answer = config.rollout.max_new_tokens
+    if answer >= longest:
+        budget = config.train.max_tokens_per_microbatch
+        reason = (
+            f"a micro-batch holds {budget} tokens (max_tokens_per_microbatch), prompt and answer together"
+        )
+        fix = "lower --max-new-tokens or raise --max-tokens-per-microbatch"
+        raise ConfigError("rollout.max_new_tokens", answer, reason, fix)
+    return f"conversations of up to {longest} tokens, answers of up to {answer}"
+
+
 def check_eval_sets(config: Config) -> None:
     """The named held-out sets of a training run."""
     sets = config.rollout.eval_sets
