@@ -29,10 +29,23 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": PAD_ID,
 }
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 20,
+        "final_logit_softcapping": 5.0,
+    },
     "llama": {},
     "mistral": {"sliding_window": 7},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
 }
 """`model_type` -> what its config.json has besides `_COMMON`. Windows are shorter than the tests' rows."""
 

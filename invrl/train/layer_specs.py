@@ -23,7 +23,12 @@ from invrl.train.rotary import attention_factor
 
 def decoder_layer(config: HuggingFaceConfig, transformer: TransformerConfig, layer: int) -> ModuleSpec:
     """`layer`: its number in the whole model, counted from 0."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_norm, normalization="RMSNorm")
+    experts = config.experts
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts.count if experts is not None and config.has_experts(layer) else None,
+        qk_layernorm=config.qk_norm,
+        normalization="RMSNorm",
+    )
     block = cast(TransformerLayerSubmodules, spec.submodules)
     block.input_layernorm = RmsNorm
     block.pre_mlp_layernorm = RmsNorm

@@ -25,6 +25,7 @@ def replace_cuda() -> None:
     _replace_torch_cuda()
     _replace_megatron_cuda()
     _skip_collectives_of_one()
+    _give_expert_sizes_as_numpy()
 
 
 def _keep_freed_memory() -> None:
@@ -152,3 +153,16 @@ def _skip_collectives_of_one() -> None:
     buffers: Any = module
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         setattr(buffers, name, functools.partial(run_unless_in_place, getattr(buffers, name)))
+
+
+def _give_expert_sizes_as_numpy() -> None:
+    """Megatron's token dispatcher needs some sizes as numpy arrays, and makes them of CUDA tensors only."""
+    import megatron.core.transformer.moe.token_dispatcher as module
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return tensor
+
+    dispatcher: Any = module
+    dispatcher.maybe_move_tensor_to_cpu = move

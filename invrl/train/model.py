@@ -169,4 +169,24 @@ def transformer_config(
         # Losses are sums over global denominators and gradients are summed. Must be set before DDP is built.
         "calculate_per_token_loss": True,
     }
+    fields |= _expert_fields(config)
     return TransformerConfig(**fields | dict(options))
+
+
+def _expert_fields(config: HuggingFaceConfig) -> dict[str, Any]:
+    """What Megatron's description says of experts; empty for a model without."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.chosen,
+        "moe_ffn_hidden_size": experts.intermediate_size,
+        "moe_layer_freq": [int(config.has_experts(layer)) for layer in range(config.num_hidden_layers)],
+        # A softmax over the chosen experts is that over all of them, divided by the sum of the chosen.
+        "moe_router_pre_softmax": not experts.normalized,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+    }

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 FUSED = {fused: parts for family in FAMILIES.values() for fused, parts in family.engine_fusions.items()}
 """Engine parameters that hold the rows of several checkpoint tensors, in this order; weights and biases. A
 name means the same in every family."""
+EXPERTS = {fused: parts for family in FAMILIES.values() for fused, parts in family.engine_experts.items()}
+"""Engine parameters [expert, rows, ...] of all experts of a layer, likewise."""
 _PADDED = ("embed_tokens.weight", "lm_head.weight")
 """SGLang pads the vocabulary. The rows beyond it belong to no token."""
 
@@ -62,25 +64,38 @@ def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) 
     if len(unplaced) != len(tensors):
         raise LayoutError("a tensor name occurs twice in the layout")
     places: dict[str, torch.Tensor] = {}
-    for name, parameter in parameters.items():
-        first_row = 0
-        for part in _parts_of(name):
-            spec = unplaced.pop(part, None)
-            if spec is None:
-                raise LayoutError(f"{part}: not in the layout, so the engine's {name} is not covered")
-            end_row = first_row
-            if spec.shape:
-                end_row += spec.shape[0]
-            _check_fits(spec, name, parameter, first_row, end_row)
-            places[part] = parameter.data[first_row:end_row]
-            first_row = end_row
-        is_padded = first_row > 0 and name.endswith(_PADDED)
-        if first_row != parameter.shape[0] and not is_padded:
-            raise LayoutError(f"{name}: the layout gives {first_row} of its {parameter.shape[0]} rows")
+    for name, whole_parameter in parameters.items():
+        for parameter, parts in _blocks_of(name, whole_parameter):
+            first_row = 0
+            for part in parts:
+                spec = unplaced.pop(part, None)
+                if spec is None:
+                    raise LayoutError(f"{part}: not in the layout, so the engine's {name} is not covered")
+                end_row = first_row
+                if spec.shape:
+                    end_row += spec.shape[0]
+                _check_fits(spec, name, parameter, first_row, end_row)
+                places[part] = parameter.data[first_row:end_row]
+                first_row = end_row
+            is_padded = first_row > 0 and name.endswith(_PADDED)
+            if first_row != parameter.shape[0] and not is_padded:
+                raise LayoutError(f"{name}: the layout gives {first_row} of its {parameter.shape[0]} rows")
     if unplaced:
         first_name = next(iter(unplaced))
         raise LayoutError(f"{first_name}: the engine has no such weight")
     return places
+
+
+def _blocks_of(name: str, parameter: torch.Tensor) -> list[tuple[torch.Tensor, list[str]]]:
+    """The tensors of rows that a parameter consists of (itself, or one per expert), each with the checkpoint
+    tensors that it holds."""
+    layer, _, last_name = name.rpartition(".experts.")
+    if last_name not in EXPERTS:
+        return [(parameter, _parts_of(name))]
+    return [
+        (rows, [f"{layer}.experts.{expert}.{part}" for part in EXPERTS[last_name]])
+        for expert, rows in enumerate(parameter.data)
+    ]
 
 
 def _parts_of(name: str) -> list[str]:

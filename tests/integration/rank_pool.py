@@ -27,14 +27,14 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import DeadlineError
 from invrl.host.descendants import die_with_parent
 from invrl.host.process import ServerProcess, random_key
-from invrl.interfaces import StepResult
+from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import Metric, merge
 from invrl.train.config import TrainConfig
 from invrl.train.micro_batch import Row
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard, shard_batch
-from invrl.types import TrainBatch
+from invrl.types import TrainBatch, WeightVersion
 
 CALL_S = 200.0  # a busy machine imports Megatron and builds a rank in less
 
@@ -330,6 +330,12 @@ class RankProcess:
 
     def export(self, path: str) -> None:
         self._rank.export_hugging_face(path)
+
+    def layout(self, _: None) -> WeightLayout:
+        return self._rank.layout()
+
+    def stage(self, version: WeightVersion) -> StagedWeights:
+        return self._rank.stage(version)
 
     def staged(self, version: int) -> dict[str, str]:
         """Checksums by name; empty on a rank that only sends its parts."""

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from family_models import make_family_model
 from numpy.typing import NDArray
 from rank_pool import Arrays, RankPool, Step, Trainer
 from safetensors.torch import load_file, save_file
-from tiny_model import Family, make_tiny_model
+from tiny_model import make_tiny_model
 from train_reference import random_batch, relative, worst
 
 from invrl.algorithms.config import AlgorithmConfig
@@ -28,10 +29,13 @@ from invrl.types import TrainBatch
 from invrl.weights.tensor_spec import checksum
 
 BOUND = 1e-5  # norm-relative, per tensor
-FAMILIES: list[Family] = ["llama", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["gemma3_text", "llama", "mistral", "qwen2", "qwen3"]
 TP2 = ParallelLayout(tensor=2)
 TP4 = ParallelLayout(tensor=4)
 TP2_DP2 = ParallelLayout(tensor=2, data=2)
+DP2 = ParallelLayout(data=2)
+CASES = [(family, layout) for family in FAMILIES for layout in (TP2, TP2_DP2)]
+CASES.append(("qwen3_moe", DP2))  # experts are not divided over tensor-parallel ranks
 ALGORITHM = AlgorithmConfig(kl_coef=0.05)
 BATCHES = [random_batch(seed, groups=2) for seed in range(3)]
 NUMBERS = (
@@ -106,8 +110,8 @@ def check_same_steps(found: list[Step], expected: list[Step]) -> None:
             assert gap < BOUND, f"{of} of step {index}: {name} is off by {gap:.1e}"
 
 
-Models = Callable[[Family], Path]
-Alone = Callable[[Family], Record]
+Models = Callable[[str], Path]
+Alone = Callable[[str], Record]
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +120,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("models")
 
     @cache
-    def model(family: Family) -> Path:
-        tied = family in ("llama", "qwen2")
-        return make_tiny_model(
-            folder / family, family=family, heads=8, kv_heads=4, head_dim=16, tie_embeddings=tied
+    def model(family: str) -> Path:
+        return make_family_model(
+            folder / family,
+            family,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=16,
+            tie_word_embeddings=family in ("gemma3_text", "llama", "qwen2"),
         )
 
     return model
@@ -130,17 +138,18 @@ def alone(pool: RankPool, models: Models) -> Alone:
     """The same steps in one process."""
 
     @cache
-    def record(family: Family) -> Record:
+    def record(family: str) -> Record:
         plain = settings(sharded=False)
         return train_all(pool.build(models(family), train=plain, algorithm=ALGORITHM, megatron=SMOOTH))
 
     return record
 
 
-@pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=title)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layout"), CASES, ids=[f"{family}-{title(layout)}" for family, layout in CASES]
+)
 def test_a_layout_takes_the_steps_of_one_process(
-    pool: RankPool, models: Models, alone: Alone, tmp_path: Path, family: Family, layout: ParallelLayout
+    pool: RankPool, models: Models, alone: Alone, tmp_path: Path, family: str, layout: ParallelLayout
 ) -> None:
     """And engines are sent what was loaded, then what is exported, byte for byte."""
     expected = alone(family)
@@ -245,7 +254,6 @@ def test_a_shard_that_is_skipped_is_found(pool: RankPool, models: Models, alone:
 
 
 ONE = ParallelLayout()
-DP2 = ParallelLayout(data=2)
 
 
 @pytest.mark.parametrize(

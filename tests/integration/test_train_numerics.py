@@ -168,6 +168,38 @@ def test_what_was_loaded_is_exported(pool: RankPool, tmp_path: Path, family: str
     assert not any(info.values()), info
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_checkpoint_comes_back(pool: RankPool, tmp_path: Path, family: str) -> None:
+    """Weights and optimizer: the next step after loading is that of the trainer which saved."""
+    model = make_family_model(tmp_path / "model", family)
+    trainer = pool.build(model, train=EXACT)
+    trainer.train(random_batch(1))
+    trainer.each("save", str(tmp_path / "checkpoint"))
+    saved = trainer.weights()
+    trainer.train(random_batch(2))
+    next_weights = trainer.weights()
+    restored = pool.build(model, train=EXACT)
+    restored.each("load", str(tmp_path / "checkpoint"))
+    assert {name: checksum(torch.from_numpy(w)) for name, w in restored.weights().items()} == {
+        name: checksum(torch.from_numpy(w)) for name, w in saved.items()
+    }
+    restored.train(random_batch(2))
+    assert worst(restored.weights(), next_weights)[0] < 1e-6
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_the_weights_of_the_chosen_experts(pool: RankPool, tmp_path: Path, normalized: bool) -> None:
+    """Divided by their sum or not, as config.json says."""
+    model = make_family_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=normalized)
+    trainer = pool.build(model, train=EXACT)
+    batch = random_batch(1)
+    trainer.train(batch)
+    (step,) = trainer.steps()
+    expected = Reference(model).gradients(batch, AlgorithmConfig(), old=None, reference=None)
+    gap, name = worst(step.gradients, expected)
+    assert gap < BOUND, name
+
+
 @pytest.mark.parametrize("given", ["", "{{ messages[0].content }}"])
 def test_a_saved_model_has_the_template_that_it_was_trained_with(
     pool: RankPool, tmp_path: Path, given: str

@@ -4,7 +4,7 @@ written out from the papers, autograd for the gradient. Knows neither packing no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ class Reference:
 
     def __init__(self, path: Path, weights: Arrays | None = None) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float64, attn_implementation="eager"
+            path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
         for module in self.model.modules():
             if type(module).__name__.endswith("RMSNorm"):
@@ -32,9 +32,13 @@ class Reference:
         self.model.get_input_embeddings().padding_idx = (
             None  # it would take the padding's row out of the gradient
         )
-        own = dict(self.model.named_parameters())
+        parts = {
+            part_name: part
+            for name, parameter in self.model.named_parameters()
+            for part_name, part in _saved_parts(name, parameter.data)
+        }
         for name, weight in (weights or {}).items():
-            own[name].data = torch.from_numpy(weight).double()
+            parts[name].copy_(torch.from_numpy(weight))
 
     def logprobs(self, sample: TrainSample) -> torch.Tensor:
         """Of the trained tokens [N], under the sample's temperature; with gradient."""
@@ -84,11 +88,35 @@ class Reference:
                     divergence = torch.clip(divergence, max=algorithm.kl_clamp)
                 loss = loss + algorithm.kl_coef * divergence.sum()
             (loss / tokens).backward()
-        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return {
+            part_name: part
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+            for part_name, part in _saved_parts(name, parameter.grad)
+        }
+
+
+def _saved_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that transformers saves of a parameter, as views: it joins a layer's experts in memory."""
+    experts, _, last_name = name.rpartition(".")
+    if not experts.endswith(".experts"):
+        yield name, tensor
+        return
+    for expert, rows in enumerate(tensor):
+        if last_name == "gate_up_proj":
+            gate, up = rows.chunk(2)
+            yield f"{experts}.{expert}.gate_proj.weight", gate
+            yield f"{experts}.{expert}.up_proj.weight", up
+        else:
+            yield f"{experts}.{expert}.{last_name}.weight", rows
 
 
 def _norm(module: torch.nn.Module):
-    weight, eps = module.weight, module.variance_epsilon  # type: ignore[union-attr]
+    weight = module.weight
+    if type(module).__name__.startswith("Gemma"):
+        eps = module.eps
+        return lambda x: (1.0 + weight) * x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    eps = module.variance_epsilon
     return lambda x: weight * x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
@@ -98,6 +126,9 @@ def relative(
     """Norm of the difference over norm of what is expected."""
     a, b = (torch.as_tensor(x).double() for x in (measured, expected))
     assert a.shape == b.shape
+    if not b.any():  # an expert that no token chose
+        assert not a.any()
+        return 0.0
     return float((a - b).norm() / b.norm())
 
 

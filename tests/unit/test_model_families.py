@@ -26,7 +26,7 @@ from invrl.train import families
 from invrl.train.families.parameter import Fusion, join, split
 from invrl.train.families.registry import FAMILIES
 from invrl.train.hf_config import parse_hf_config
-from invrl.weights.in_engine import FUSED
+from invrl.weights.in_engine import EXPERTS, FUSED
 
 ROOT = Path(__file__).parents[2]
 NAMES: tuple[Family, ...] = get_args(Family)
@@ -136,6 +136,12 @@ def test_an_engine_s_fusion_means_the_same_in_every_family() -> None:
             assert FUSED[fused] == parts
 
 
+def test_an_engine_s_expert_parameters_mean_the_same_in_every_family() -> None:
+    for family in FAMILIES.values():
+        for fused, parts in family.engine_experts.items():
+            assert EXPERTS[fused] == parts
+
+
 def test_what_an_engine_fuses_is_sent_back_to_back() -> None:
     for model_type, family in FAMILIES.items():
         parsed = parse_hf_config(config(model_type=model_type))
@@ -230,6 +236,85 @@ def test_mistral_s_window_is_that_of_config_json(window: int | None) -> None:
 
 def test_a_config_json_of_mistral_without_a_window_has_transformers_own() -> None:
     assert parse_hf_config(config(model_type="mistral")).attention(0).window == 4096
+
+
+# ------------------------------------------------------------------ Gemma 3
+
+
+GEMMA = {"model_type": "gemma3_text", "sliding_window": 100, "num_hidden_layers": 6}
+
+
+def test_each_sixth_layer_of_gemma_attends_to_all_tokens() -> None:
+    parsed = parse_hf_config(config(**GEMMA))
+    assert [parsed.attention(layer).window for layer in range(6)] == [100] * 5 + [None]
+    other = parse_hf_config(config(**GEMMA, sliding_window_pattern=3))
+    assert [other.attention(layer).window for layer in range(6)] == [100, 100, None] * 2
+
+
+def test_both_generations_of_config_json_give_gemma_its_two_ropes() -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = parse_hf_config(
+        config(**GEMMA, rope_theta=2e6, rope_local_base_freq=2e4, rope_scaling=dict(scaling))
+    )
+    new = parse_hf_config(
+        config(
+            **GEMMA,
+            rope_parameters={
+                "full_attention": scaling | {"rope_theta": 2e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
+        )
+    )
+    for parsed in (old, new):
+        sliding, full = parsed.attention(0).rope, parsed.attention(5).rope
+        assert (sliding.kind, sliding.rope_theta) == ("default", 2e4)
+        assert (full.kind, full.rope_theta) == ("linear", 2e6)
+        assert full.model_dump()["factor"] == 8.0
+    plain = parse_hf_config(config(**GEMMA))
+    assert (plain.attention(0).rope.rope_theta, plain.attention(5).rope.rope_theta) == (1e4, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "gelu"}, "hidden_activation"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["chunked_attention"] * 6}, "layer_types"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),
+    ],
+)
+def test_a_gemma_that_is_not_computed_is_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hf_config(config(**GEMMA, **fields))
+    assert caught.value.field == f"config.json: {named}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model_type": "mistral", "sliding_window": 511}, "sliding_window"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "mlp_only_layers"),
+    ],
+)
+def test_what_sglang_computes_otherwise_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match="SGLang") as caught:
+        parse_hf_config(config(**fields)).check_served()
+    assert caught.value.field == f"config.json: {named}"
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_an_ordinary_model_of_each_family_is_served(model_type: str) -> None:
+    parse_hf_config(config(model_type=model_type)).check_served()
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_both_names_of_the_number_of_experts(name: str) -> None:
+    parsed = parse_hf_config(config(model_type="qwen3_moe", **{name: 12}))
+    assert parsed.experts is not None
+    assert parsed.experts.count == 12
 
 
 def test_a_window_that_is_not_used_is_none() -> None:

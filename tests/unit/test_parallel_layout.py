@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from family_models import make_family_model
 from tiny_model import make_tiny_model
 
 from invrl.errors import ConfigError
@@ -67,6 +68,13 @@ def test_a_layout_that_does_not_is_refused_with_the_numbers_that_would_fit(
     assert refused.value.value == tensor
     assert reason in refused.value.reason
     assert refused.value.fix == "--tensor-model-parallel-size may be 1, 2 or 4"
+
+
+def test_experts_are_not_divided_over_tensor_parallel_ranks(tmp_path: Path) -> None:
+    model = read_hf_config(make_family_model(tmp_path, "qwen3_moe", num_attention_heads=8))
+    ParallelLayout(data=2).check(model)
+    with pytest.raises(ConfigError, match="does not add up the experts' gradients"):
+        ParallelLayout(tensor=2).check(model)
 
 
 def test_a_model_that_nothing_divides(tmp_path: Path) -> None:

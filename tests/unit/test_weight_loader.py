@@ -27,6 +27,13 @@ SHAPES = {
     "model.layers.0.mlp.gate_proj.weight": (6, 4),
     "model.layers.0.mlp.up_proj.weight": (6, 4),
     "model.layers.0.mlp.down_proj.weight": (4, 6),
+    "model.layers.1.mlp.gate.weight": (2, 4),
+    "model.layers.1.mlp.experts.0.gate_proj.weight": (3, 4),
+    "model.layers.1.mlp.experts.0.up_proj.weight": (3, 4),
+    "model.layers.1.mlp.experts.0.down_proj.weight": (4, 3),
+    "model.layers.1.mlp.experts.1.gate_proj.weight": (3, 4),
+    "model.layers.1.mlp.experts.1.up_proj.weight": (3, 4),
+    "model.layers.1.mlp.experts.1.down_proj.weight": (4, 3),
     "model.norm.weight": (4,),
 }
 SPECS = [TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in SHAPES.items()]
@@ -41,6 +48,9 @@ def engine() -> dict[str, torch.Tensor]:
         "model.layers.0.self_attn.o_proj.weight": torch.zeros(4, 8),
         "model.layers.0.mlp.gate_up_proj.weight": torch.zeros(12, 4),
         "model.layers.0.mlp.down_proj.weight": torch.zeros(4, 6),
+        "model.layers.1.mlp.gate.weight": torch.zeros(2, 4),
+        "model.layers.1.mlp.experts.w13_weight": torch.zeros(2, 6, 4),
+        "model.layers.1.mlp.experts.w2_weight": torch.zeros(2, 4, 3),
         "model.norm.weight": torch.zeros(4),
     }
 
@@ -76,6 +86,13 @@ def test_load_puts_every_part_in_its_rows_and_digest_reads_them_back(tmp_path: P
     assert torch.equal(parameters["model.layers.0.self_attn.qkv_proj.bias"], torch.cat([q, k, v]))
     gate, up = (values()[f"model.layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up"))
     assert torch.equal(parameters["model.layers.0.mlp.gate_up_proj.weight"], torch.cat([gate, up]))
+    for expert in range(2):
+        gate, up, down = (
+            values()[f"model.layers.1.mlp.experts.{expert}.{n}_proj.weight"] for n in ("gate", "up", "down")
+        )
+        w13 = parameters["model.layers.1.mlp.experts.w13_weight"][expert]
+        assert torch.equal(w13, torch.cat([gate, up]))
+        assert torch.equal(parameters["model.layers.1.mlp.experts.w2_weight"][expert], down)
     assert torch.equal(parameters["model.embed_tokens.weight"][:10], values()["model.embed_tokens.weight"])
     reply = ask(parameters, tmp_path, digest=True)
     assert reply.checksums == {name: checksum(tensor) for name, tensor in values().items()}

@@ -41,25 +41,10 @@ def check_trainable(config: Config) -> str:
 
 
 def check_servable(config: Config) -> None:
-    """The engine computes the model that the trainer computes, as far as the model's family says."""
-    from invrl.train.families.registry import FAMILIES
+    """The engine computes the model that the trainer computes, as far as that is known of its family."""
     from invrl.train.hf_config import read_hf_config
 
-    shape = read_hf_config(config.model.folder)
-    windows = [shape.attention(layer).window for layer in range(shape.num_hidden_layers)]
-    shortest = min((window for window in windows if window is not None), default=None)
-    if FAMILIES[shape.model_type].engine_has_windows or shortest is None:
-        return
-    if shortest < shape.max_position_embeddings:
-        reason = (
-            f"a token attends to the last {shortest} only, and SGLang computes attention over all "
-            f"{shape.max_position_embeddings} positions of a {shape.model_type} model"
-        )
-        fix = (
-            f'write "max_position_embeddings": {shortest} into its config.json (or, if its authors say that '
-            'this model has no window, "sliding_window": null)'
-        )
-        raise ConfigError("config.json: sliding_window", shortest, reason, fix)
+    read_hf_config(config.model.folder).check_served()
 
 
 def check_template(config: Config) -> None:

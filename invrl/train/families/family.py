@@ -41,7 +41,17 @@ class Family:
     before: tuple[Parameter, ...]
     """Parameters before the decoder layers."""
     layer: tuple[Parameter, ...]
-    """Parameters of one decoder layer."""
+    """Parameters of one decoder layer, without its MLP and what follows here."""
+    qkv_biases: tuple[Parameter, ...]
+    """Of a layer, where the configuration has them."""
+    qk_norms: tuple[Parameter, ...]
+    """Of a layer, where the configuration has them."""
+    mlp: tuple[Parameter, ...]
+    """Parameters of the MLP of a layer without experts."""
+    router: tuple[Parameter, ...] = ()
+    """Parameters of the MLP of a layer with experts that belong to no single expert."""
+    expert: tuple[Parameter, ...] = ()
+    """Parameters of one expert."""
     after: tuple[Parameter, ...]
     """Parameters after the decoder layers."""
     head: Parameter
@@ -49,16 +59,31 @@ class Family:
 
     engine_fusions: EngineFusions = field(default_factory=lambda: _ENGINE_FUSIONS)
     """Parameters of SGLang's model that hold the rows of several Hugging Face tensors, in this order."""
-
-    engine_has_windows: bool = True
-    """Whether SGLang's class computes the windows of `config.attention`."""
+    engine_experts: EngineFusions = field(default_factory=dict)
+    """Parameters of SGLang's model that hold all experts of a layer: the rows of several tensors of the first
+    expert, in this order, then those of the next."""
 
     def parameters(self, config: HuggingFaceConfig) -> list[Parameter]:
         """All parameters of the model, in sending order."""
         table = list(self.before)
         for layer in range(config.num_hidden_layers):
-            table += [parameter.in_layer(layer) for parameter in self.layer]
+            table += [parameter.in_layer(layer) for parameter in self._of_layer(config, layer)]
         table += self.after
         if not config.tie_word_embeddings:
             table.append(self.head)
         return table
+
+    def _of_layer(self, config: HuggingFaceConfig, layer: int) -> list[Parameter]:
+        """The entries of the tables that the layer has."""
+        entries = list(self.layer)
+        if config.qkv_bias:
+            entries += self.qkv_biases
+        if config.qk_norm:
+            entries += self.qk_norms
+        if not config.has_experts(layer):
+            return [*entries, *self.mlp]
+        assert config.experts is not None
+        entries += self.router
+        for expert in range(config.experts.count):
+            entries += [parameter.in_expert(expert) for parameter in self.expert]
+        return entries

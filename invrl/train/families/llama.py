@@ -22,6 +22,22 @@ FAMILY = Family(
         ),
         layer_parameter("self_attention.linear_proj.weight", "self_attn.o_proj.weight", sharding="columns"),
         layer_parameter("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    ),
+    qkv_biases=(
+        layer_parameter(
+            "self_attention.linear_qkv.bias",
+            "self_attn.q_proj.bias",
+            "self_attn.k_proj.bias",
+            "self_attn.v_proj.bias",
+            fusion="qkv",
+            sharding="rows",
+        ),
+    ),
+    qk_norms=(
+        layer_parameter("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+        layer_parameter("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    ),
+    mlp=(
         layer_parameter(
             "mlp.linear_fc1.weight",
             "mlp.gate_proj.weight",

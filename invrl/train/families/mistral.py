@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from pydantic import PositiveInt
 
+from invrl.errors import ConfigError
 from invrl.train.families import llama
 from invrl.train.families.model_config import HuggingFaceConfig, LayerAttention
 
@@ -16,6 +17,21 @@ class MistralConfig(HuggingFaceConfig):
     def attention(self, layer: int) -> LayerAttention:
         return LayerAttention(self.rope, self.sliding_window)
 
+    def check_served(self) -> None:
+        """SGLang computes no window of this family."""
+        window = self.sliding_window
+        if window is None or window >= self.max_position_embeddings:
+            return
+        reason = (
+            f"a token attends to the last {window} only, and SGLang computes attention over all "
+            f"{self.max_position_embeddings} positions of a mistral model"
+        )
+        fix = (
+            f'write "max_position_embeddings": {window} into its config.json (or, if its authors say that '
+            'this model has no window, "sliding_window": null)'
+        )
+        raise ConfigError("config.json: sliding_window", window, reason, fix)
+
 
 FAMILY = replace(
     llama.FAMILY,
@@ -25,5 +41,4 @@ FAMILY = replace(
     sglang_module="mistral",
     gguf_architecture="llama",
     config=MistralConfig,
-    engine_has_windows=False,
 )

@@ -26,6 +26,18 @@ class LayerAttention:
     """A token attends to that many tokens, the last of which is itself. None: to all before it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of a layer that has them, and how its router chooses among them."""
+
+    count: int
+    chosen: int
+    """How many of them compute a token."""
+    intermediate_size: int
+    normalized: bool
+    """The weights of a token's chosen experts are divided by their sum."""
+
+
 class HuggingFaceConfig(BaseModel):
     """A decoder with grouped-query attention, rotary positions, RMS norms and gated MLPs.
 
@@ -58,10 +70,6 @@ class HuggingFaceConfig(BaseModel):
     rope: Rope
 
     # What a family's model computes beyond this. A family overrides them, as a constant or as a property.
-    qkv_bias: ClassVar[bool] = False
-    """q, k and v have biases."""
-    qk_norm: ClassVar[bool] = False
-    """Each head of q and k is normalised."""
     zero_centered_norms: ClassVar[bool] = False
     """A norm multiplies by 1 + weight."""
     post_norms: ClassVar[bool] = False
@@ -78,9 +86,31 @@ class HuggingFaceConfig(BaseModel):
         fields.update(partial_rotary(config))
         return cls.model_validate(fields)
 
+    def check_served(self) -> None:
+        """Raises ConfigError where the trainer computes what config.json says, and SGLang another model."""
+
     def attention(self, layer: int) -> LayerAttention:
         """The attention of the layer, counted from 0."""
         return LayerAttention(self.rope)
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases."""
+        return False
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head of q and k is normalised."""
+        return False
+
+    @property
+    def experts(self) -> Experts | None:
+        """None: no layer has experts."""
+        return None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer, counted from 0, has experts in place of one MLP."""
+        return False
 
     @property
     def attention_scale(self) -> float:

@@ -27,7 +27,8 @@ columns."""
 class Parameter:
     """One Megatron parameter and its Hugging Face tensors, by name.
 
-    In a table, `{layer}` in a name stands for the number of the layer in the whole model.
+    In a table, `{layer}` and `{expert}` in a name stand for the numbers of the layer and of the expert in the
+    whole model.
     """
 
     megatron: str
@@ -36,6 +37,8 @@ class Parameter:
     sharding: Sharding = "whole"
     layer: int | None = None
     """The number of its layer, counted from 0; None: it is in no layer, or in all (in a table)."""
+    expert: int | None = None
+    """The number of its expert, counted from 0; None: it is in no expert, or in all (in a table)."""
 
     @property
     def divided_dimension(self) -> int | None:
@@ -47,18 +50,24 @@ class Parameter:
 
     def in_layer(self, layer: int) -> Parameter:
         """The parameter of this layer, from that of a table."""
+        return replace(self._named("{layer}", layer), layer=layer)
+
+    def in_expert(self, expert: int) -> Parameter:
+        """The parameter of this expert, from that of a table."""
+        return replace(self._named("{expert}", expert), expert=expert)
+
+    def _named(self, placeholder: str, number: int) -> Parameter:
         return replace(
             self,
-            megatron=self.megatron.format(layer=layer),
-            hugging_face=tuple(name.format(layer=layer) for name in self.hugging_face),
-            layer=layer,
+            megatron=self.megatron.replace(placeholder, str(number)),
+            hugging_face=tuple(name.replace(placeholder, str(number)) for name in self.hugging_face),
         )
 
 
 def layer_parameter(
     megatron: str, *hugging_face: str, fusion: Fusion = "plain", sharding: Sharding = "whole"
 ) -> Parameter:
-    """A parameter of every decoder layer, by its names within the layer."""
+    """A parameter of decoder layers, by its names within the layer."""
     names = tuple(f"model.layers.{{layer}}.{name}" for name in hugging_face)
     return Parameter(f"decoder.layers.{{layer}}.{megatron}", names, fusion, sharding)
 

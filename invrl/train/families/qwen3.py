@@ -1,21 +1,17 @@
 """Qwen3: Llama's names, and a norm on each head of q and k."""
 
 from dataclasses import replace
-from typing import ClassVar
 
 from invrl.train.families import llama
 from invrl.train.families.model_config import HuggingFaceConfig
-from invrl.train.families.parameter import layer_parameter
 
 
 class Qwen3Config(HuggingFaceConfig):
-    qk_norm: ClassVar[bool] = True
+    @property
+    def qk_norm(self) -> bool:
+        return True
 
 
-QK_NORMS = (
-    layer_parameter("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-    layer_parameter("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
-)
 FAMILY = replace(
     llama.FAMILY,
     model_type="qwen3",
@@ -24,5 +20,4 @@ FAMILY = replace(
     sglang_module="qwen3",
     gguf_architecture="qwen3",
     config=Qwen3Config,
-    layer=(*llama.FAMILY.layer, *QK_NORMS),
 )

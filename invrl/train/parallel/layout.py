@@ -51,7 +51,15 @@ class ParallelLayout:
         return self.replica(data)[0]
 
     def check(self, model: HuggingFaceConfig) -> None:
-        """Raises ConfigError where the layout does not divide the model, with the numbers that would fit."""
+        """Raises ConfigError where the layout does not divide the model, with the numbers that would fit, and
+        where the installed Megatron would compute it wrongly."""
+        if model.experts is not None and self.tensor > 1:
+            raise ConfigError(
+                "train.tensor_model_parallel_size",
+                self.tensor,
+                "Megatron 0.16.1 does not add up the experts' gradients over tensor-parallel ranks",
+                "leave --tensor-model-parallel-size at 1 for a model with experts",
+            )
         divided = {
             "num_attention_heads": model.num_attention_heads,
             "num_key_value_heads": model.num_key_value_heads,
