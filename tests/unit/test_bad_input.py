@@ -26,6 +26,7 @@ from invrl.rollout.tasks import held_out_only
 from invrl.run import supervisor
 from invrl.run.config import resolve
 from invrl.run.folder import make_run_folder
+from invrl.train.families.registry import FAMILIES
 
 SOURCE = ("--task-source-path", "rollout_fns.calculator:task_source")
 AGENT = ("--rollout-function-path", "rollout_fns.calculator:rollout")
@@ -170,7 +171,7 @@ def test_a_model_that_a_hub_s_client_has_downloaded_is_found(
         (
             edited("config.json", model_type="mamba"),
             "model_type is 'mamba'",
-            "type llama, mistral, qwen2, qwen3",
+            f"type {', '.join(sorted(FAMILIES))}",
         ),
         (edited("config.json", quantization_config={"bits": 4}), "weights are quantized", "prepare-model"),
         (edited("config.json", hidden_act="gelu"), "does not support it", "another model"),

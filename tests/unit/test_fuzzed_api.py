@@ -184,9 +184,14 @@ JSON = st.recursive(
 
 @st.composite
 def fuzzed_request(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A route, and a rich request of its dialect with something wrong in it (or by luck nothing)."""
+    """A route, and a rich request of its dialect with something wrong in it. One in four bodies is left as it
+    is: Hypothesis prefers small numbers, so that even at odds of 1000 hardly a long body stays whole."""
     path = draw(st.sampled_from(sorted(RICH)))
-    raw = json.dumps(spoiled(draw, RICH[path], draw(st.sampled_from([10, 100, 1000])))).encode()
+    body = RICH[path]
+    odds = draw(st.sampled_from([0, 10, 100, 1000]))
+    if odds:
+        body = spoiled(draw, body, odds)
+    raw = json.dumps(body).encode()
     if draw(st.integers(1, 10)) == 1:
         at = draw(st.integers(0, len(raw)))
         raw = raw[:at] + draw(st.binary(max_size=3)) + raw[at + draw(st.integers(0, 3)) :]
