@@ -46,8 +46,10 @@ def fill_bins(lengths: Sequence[int], num_shared: Sequence[int], *, capacity: in
             subtree.bundles += ended
             ended = _combined(subtree, capacity)
         if open_subtrees[-1].depth < depth:
-            last = open_subtrees[-1].bundles.pop() if not ended else None
-            open_subtrees.append(_Subtree(depth=depth, bundles=[last] if last else []))
+            neighbours: list[_Bundle] = []
+            if not ended:  # the row before this one is alone at its depth
+                neighbours.append(open_subtrees[-1].bundles.pop())
+            open_subtrees.append(_Subtree(depth=depth, bundles=neighbours))
         open_subtrees[-1].bundles += ended
         open_subtrees[-1].bundles.append(_Bundle(length, [row]))
     ended = []

@@ -18,7 +18,7 @@ from invrl.types import TrainBatch
 _GOOD_BALANCE = 1.01
 """Work of the slowest rank over the mean at which no further group is split."""
 _VAIN_SPLITS = 32
-"""So many splits in a row without a better balance end the search."""
+"""The search ends after this many splits in a row without a better balance."""
 
 Shard = tuple[TrainBatch, ...]
 """One rank's work: its share of each mini-batch, in order; each mini-batch is one optimizer step. The share's
