@@ -21,6 +21,14 @@ class TrainConfig(Section):
         description="ranks that divide the heads, the MLPs and the vocabulary of one copy (and, between the "
         "layers, the tokens)",
     )
+    pipeline_model_parallel_size: PositiveInt = Field(
+        1, description="stages that divide the layers of one copy, each on ranks of its own"
+    )
+    virtual_pipeline_model_parallel_size: PositiveInt = Field(
+        1,
+        description="chunks of layers that each stage has, so that stages wait less for each other "
+        "(Megatron's interleaved schedule)",
+    )
     train_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="compute precision; master weights are float32 always"
     )
@@ -60,4 +68,9 @@ class TrainConfig(Section):
 
     @property
     def layout(self) -> ParallelLayout:
-        return ParallelLayout(tensor=self.tensor_model_parallel_size, data=self.data_parallel_size)
+        return ParallelLayout(
+            tensor=self.tensor_model_parallel_size,
+            data=self.data_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            virtual_pipeline=self.virtual_pipeline_model_parallel_size,
+        )

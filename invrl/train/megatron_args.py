@@ -37,9 +37,9 @@ _BY_FLAG = {
     "enable_autocast": "--train-dtype",
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
     "sequence_parallel": "--tensor-model-parallel-size",
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "virtual_pipeline_model_parallel_size": "--virtual-pipeline-model-parallel-size",
     # The sizes of layouts that the trainer does not have yet.
-    "pipeline_model_parallel_size": "--data-parallel-size",
-    "virtual_pipeline_model_parallel_size": "--data-parallel-size",
     "context_parallel_size": "--data-parallel-size",
     "expert_model_parallel_size": "--data-parallel-size",
     "expert_tensor_parallel_size": "--data-parallel-size",

@@ -2,8 +2,9 @@
 
 `PolicyModel.forward` gives log-probs of the wanted tokens. The vocabulary projection is computed at the
 positions that predict a wanted token, and nowhere else. Tensor-parallel ranks compute the same micro-batch
-together and get the same log-probs. Megatron's TransformerConfig is set in `transformer_config`, its DDP and
-optimizer configurations in `optimizer.py`. Imported after `device.prepare()`.
+together and get the same log-probs. With pipeline parallelism a model is one chunk of the layers, or several
+(virtual stages); only the last chunk projects. Megatron's TransformerConfig is set in `transformer_config`,
+its DDP and optimizer configurations in `optimizer.py`. Imported after `device.prepare()`.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +16,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from invrl.train import device
 from invrl.train.attention import PackedRow
@@ -25,7 +30,7 @@ from invrl.train.layer_specs import decoder_layer
 from invrl.train.logprobs import projected_logprobs
 from invrl.train.micro_batch import MicroBatch
 from invrl.train.norm import RmsNorm
-from invrl.train.parallel.partitions import note_partitions
+from invrl.train.parallel.partitions import note_partitions, parameters_of
 from invrl.train.rotary import frequencies
 from invrl.train.weights import load_weights, parameters
 
@@ -36,7 +41,7 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class PolicyModel(GPTModel):
-    """A decoder that returns log-probs, not logits."""
+    """A decoder, or a chunk of its layers, that returns log-probs, not logits."""
 
     shape: HuggingFaceConfig
 
@@ -48,8 +53,11 @@ class PolicyModel(GPTModel):
         ropes = {attention.rope for attention in attentions}
         self._frequencies = {rope: frequencies(rope, shape.head_dim) for rope in ropes}
 
-    def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore
-        """Log-probs and entropies of the wanted tokens, float32 [N] each."""
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, micro_batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """Log-probs and entropies of the wanted tokens, float32 [N] each; from a chunk that is not the last
+        the hidden states [P, 1, hidden], which Megatron's schedule hands to the next one."""
         target = device.device()
         micro_batch = micro_batch.padded(self.config.tensor_model_parallel_size)
         tokens_P = torch.from_numpy(micro_batch.tokens_P).to(target)
@@ -58,11 +66,13 @@ class PolicyModel(GPTModel):
         attention_dtype = device.attention_dtype(self.config.params_dtype)
         # [P, 1, hidden]: one row; the second axis is Megatron's batch axis. Each tensor-parallel rank
         # has an equal part of the tokens.
-        hidden = self._embed(tokens_P, positions_P)
+        hidden = self._embed(tokens_P, positions_P) if self.pre_process else None
         packed_row = PackedRow.of(
             micro_batch, target, attention_dtype, windows=self._windows, frequencies=self._frequencies
         )
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed_row)
+        if not self.post_process:
+            return hidden
         # The gradient of what is gathered is summed over the ranks: each projects onto its own part of the
         # vocabulary.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -102,29 +112,51 @@ def build_model(
     folder: str | Path,
     dtype: torch.dtype,
     options: Mapping[str, Any],
-) -> PolicyModel:
-    """The model with the folder's weights, on this rank's device.
+) -> list[PolicyModel]:
+    """This rank's chunks of the model with the folder's weights, on its device: one, or with virtual stages
+    several.
 
     `options`: TransformerConfig fields that the user set, checked by `megatron_args`.
     """
     transformer = transformer_config(config, dtype, options)
+    num_chunks = transformer.virtual_pipeline_model_parallel_size
+    if num_chunks is None:
+        chunks = [_build_chunk(config, transformer, None)]
+    else:
+        chunks = [_build_chunk(config, transformer, number) for number in range(num_chunks)]
+    own_parameters = parameters_of(chunks)
+    note_partitions(own_parameters, parameters(config))
+    load_weights(own_parameters, config, folder)
+    return [chunk.to(device.device()) for chunk in chunks]
+
+
+def _build_chunk(
+    config: HuggingFaceConfig, transformer: TransformerConfig, number: int | None
+) -> PolicyModel:
+    """`number`: of the chunk on this stage; None: the stage has one."""
+    first_layer = get_transformer_layer_offset(transformer, number)
+    num_layers = get_num_layers_to_build(transformer, number)
+    is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=number is None, vp_stage=number)
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=number is None, vp_stage=number)
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
             layer_specs=[
-                decoder_layer(config, transformer, layer) for layer in range(config.num_hidden_layers)
+                decoder_layer(config, transformer, layer)
+                for layer in range(first_layer, first_layer + num_layers)
             ],
             layer_norm=RmsNorm,  # pyright: ignore[reportArgumentType]
         ),
+        pre_process=is_first,
+        post_process=is_last,
+        vp_stage=number,
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         share_embeddings_and_output_weights=config.tie_word_embeddings,
         position_embedding_type="none",  # the packed row has the angles
     )
     model.describe(config)
-    note_partitions(model, parameters(config))
-    load_weights(model, config, folder)
-    return model.to(device.device())
+    return model
 
 
 def transformer_config(
@@ -136,9 +168,19 @@ def transformer_config(
     TransformerEngine or Apex. The user's `--megatron-*` options come last.
     """
     tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
+    pipeline_stages = parallel_state.get_pipeline_model_parallel_world_size()
+    num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": tensor_parallel,
         "sequence_parallel": tensor_parallel > 1,
+        "pipeline_model_parallel_size": pipeline_stages,
+        "virtual_pipeline_model_parallel_size": num_chunks,
+        "variable_seq_lengths": pipeline_stages > 1,  # micro-batches have different lengths
+        "moe_token_dispatcher_type": "alltoall",  # Megatron's default refuses them, for dense models too
+        # Two stages are each other's previous and next one. In the interleaved schedule Megatron's batched
+        # messages between them are then confused.
+        "batch_p2p_comm": num_chunks is None,
+        "overlap_p2p_comm": num_chunks is not None,
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
@@ -187,6 +229,5 @@ def _expert_fields(config: HuggingFaceConfig) -> dict[str, Any]:
         "moe_router_pre_softmax": not experts.normalized,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,
     }

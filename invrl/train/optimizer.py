@@ -5,8 +5,9 @@ after `device.prepare()`.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import (
@@ -18,7 +19,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from invrl.train import device
 from invrl.train.config import TrainConfig
@@ -27,13 +28,13 @@ from invrl.train.model import PolicyModel
 
 
 def distribute(
-    model: PolicyModel, config: TrainConfig, options: MegatronOptions
-) -> tuple[DistributedDataParallel, ChainedOptimizer]:
-    """The model behind DDP, whose gradients accumulate in float32, and its optimizer.
+    chunks: Sequence[PolicyModel], config: TrainConfig, options: MegatronOptions
+) -> tuple[list[DistributedDataParallel], ChainedOptimizer]:
+    """Each chunk of the model behind DDP, whose gradients accumulate in float32, and their optimizer.
 
     Here Megatron's DDP and optimizer configurations are set; the user's `--megatron-*` options come last.
     """
-    transformer = model.config
+    transformer = chunks[0].config
     ddp_fields: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": config.use_distributed_optimizer,
@@ -53,9 +54,14 @@ def distribute(
     }
     optimizer_fields |= options.optimizer
 
-    wrapped = Float16Module(transformer, model) if transformer.bf16 else model
-    distributed = DistributedDataParallel(transformer, DistributedDataParallelConfig(**ddp_fields), wrapped)
-    optimizer = get_megatron_optimizer(OptimizerConfig(**optimizer_fields), [distributed])
+    ddp_config = DistributedDataParallelConfig(**ddp_fields)
+    distributed: list[DistributedDataParallel] = []
+    for chunk in chunks:
+        wrapped = Float16Module(transformer, chunk) if transformer.bf16 else chunk
+        distributed.append(DistributedDataParallel(transformer, ddp_config, wrapped))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(**optimizer_fields), cast(list[MegatronModule], distributed)
+    )
     if not isinstance(optimizer, ChainedOptimizer):
         optimizer = ChainedOptimizer([optimizer])
     device.fuse_adam(optimizer)

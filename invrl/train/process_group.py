@@ -56,7 +56,12 @@ def join_process_group(settings: RankSettings, port: int, listener: socket.socke
         world_size=world_size,
         timeout=timeout,
     )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.layout.tensor)
+    layout = settings.layout
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+    )
     # On GPUs the store stays open, because communicators connect when they are first used.
     if listener is not None and not device.groups_connect_late():
         refuse_newcomers(listener)

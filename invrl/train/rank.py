@@ -46,7 +46,7 @@ class TrainRank:
         from invrl.train.process_group import join_process_group
         from invrl.train.step import TrainStep
         from invrl.train.trainer_state import TrainerState
-        from invrl.train.weights import weight_specs
+        from invrl.train.weights import ReplicaWeights, weight_specs
 
         join_process_group(settings, port, listener)
         train = settings.train
@@ -62,7 +62,8 @@ class TrainRank:
             self._train_dtype,
             options.transformer,
         )
-        self._model = build()
+        chunks = build()
+        self._weights = ReplicaWeights(chunks, self._config, settings.layout)
         # Read now, because the folder may be gone later.
         specs = partial(weight_specs, self._config, settings.model_path)
         self._trained_specs = specs(self._train_dtype)
@@ -70,8 +71,9 @@ class TrainRank:
         reference = None
         if settings.algorithm.kl_coef > 0:
             reference = build()
-            reference.requires_grad_(False)
-        distributed, optimizer = distribute(self._model, train, options)
+            for chunk in reference:
+                chunk.requires_grad_(False)
+        distributed, optimizer = distribute(chunks, train, options)
         schedule = make_schedule(optimizer, train)
         self._masks = GrammarMasks(settings.model_path, self._config.vocab_size)
         self._step = TrainStep(
@@ -79,11 +81,12 @@ class TrainRank:
             optimizer,
             schedule,
             reference,
+            layout=settings.layout,
             train=train,
             algorithm=settings.algorithm,
             masks=self._masks,
         )
-        self._state = TrainerState(self._model, optimizer, schedule)
+        self._state = TrainerState(chunks, optimizer, schedule)
 
     def train(self, shard: Shard) -> StepResult:
         """Trains one batch. If it raises TrainError, no weight has changed since the last mini-batch."""
@@ -115,26 +118,11 @@ class TrainRank:
     def stage(self, version: WeightVersion) -> StagedWeights | None:
         """Writes the current weights, under Hugging Face names, where the engines can read them. The weights
         staged before stay whole until the next call. None on the ranks that only give their parts."""
-        weights = self._weights(self._served_dtype)
-        if not self._collects_weights:
+        weights = self._weights.export(self._served_dtype)
+        if not self._weights.collects:
             _exhaust(weights)
             return None
         return self._transport.stage(version, weights)
-
-    def _weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        from invrl.train.weights import export_weights
-
-        return export_weights(self._model, self._config, self._replica, dtype)
-
-    @property
-    def _replica(self) -> Sequence[int]:
-        """The ranks that hold the same copy of the model as this one."""
-        layout = self._settings.layout
-        return layout.replica(layout.coordinates(self._settings.rank).data)
-
-    @property
-    def _collects_weights(self) -> bool:
-        return self._settings.rank == self._replica[0]
 
     @cached_property
     def _transport(self) -> ArenaWriter | BucketSender:
@@ -154,8 +142,8 @@ class TrainRank:
         that the run uses, and the other files as they came. One rank writes; the others give their parts."""
         from invrl.train.hf_export import export_hugging_face
 
-        weights = self._weights(self._train_dtype)
-        if not self._collects_weights:
+        weights = self._weights.export(self._train_dtype)
+        if not self._weights.collects:
             _exhaust(weights)
             return
         export_hugging_face(

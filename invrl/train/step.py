@@ -1,5 +1,8 @@
 """One training step: old and reference log-probs, then one optimizer step per mini-batch.
 
+Micro-batches go through the chunks of the model in Megatron's schedule, whatever the layout. Every rank of a
+replica packs the same micro-batches; only the last pipeline stage has log-probs, losses and their metrics.
+
 There are three policies: *rollout* (the engine's log-probs, in the batch), *old* (the proximal policy: this
 model before the batch's first optimizer step, or the engine's), and *current*. With one optimizer step per
 batch old and current are the same numbers, so no forward pass is spent on old. Imported after
@@ -9,7 +12,7 @@ batch old and current are the same numbers, so no forward pass is spent on old. 
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -31,10 +34,11 @@ from invrl.metrics import Max, Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.grammar_masks import GrammarMasks
-from invrl.train.micro_batch import MicroBatch, Row
+from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
 from invrl.train.model import PolicyModel
 from invrl.train.optimizer import apply_gradients
 from invrl.train.packing import pack
+from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.process_group import any_rank
 from invrl.train.sharding import Shard
 from invrl.types import TrainBatch
@@ -67,11 +71,13 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 class TrainStep:
     """Trains a batch with the model, the optimizer and the frozen reference of one rank."""
 
-    model: DistributedDataParallel
+    chunks: Sequence[DistributedDataParallel]
+    """This rank's part of the model: one chunk, or several with virtual pipeline stages."""
     optimizer: ChainedOptimizer
     schedule: OptimizerParamScheduler
-    reference: PolicyModel | None
+    reference: Sequence[PolicyModel] | None
     _: KW_ONLY
+    layout: ParallelLayout
     train: TrainConfig
     algorithm: AlgorithmConfig
     masks: GrammarMasks
@@ -156,23 +162,31 @@ class TrainStep:
             )
 
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        return pack(
+        micro_batches = pack(
             rows,
             max_tokens=self.train.max_tokens_per_microbatch,
             share_prefixes=self.train.share_prefixes,
         )
+        if self.layout.virtual_pipeline > 1:
+            # The interleaved schedule takes as many micro-batches at a time as there are stages.
+            num_more = -len(micro_batches) % self.layout.pipeline
+            micro_batches += [EMPTY_MICRO_BATCH] * num_more
+        return micro_batches
 
-    def logprobs(self, rows: list[Row], model: torch.nn.Module | None = None) -> list[NDArray[np.float32]]:
-        """Log-probs by a forward pass of `model` (None: the current one): one array [T] per row, 0 for tokens
-        that are not wanted."""
-        if model is None:
-            model = self.model
+    def logprobs(
+        self, rows: list[Row], chunks: Sequence[torch.nn.Module] | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Log-probs by a forward pass of a model (None: the current one): one array [T] per row, 0 for tokens
+        that are not wanted. All 0 on a pipeline stage that is not the last."""
         arrays = [np.zeros(len(row.tokens_T), np.float32) for row in rows]
+        micro_batches = self.pack(rows)
         with torch.no_grad():
-            for micro_batch in self.pack(rows):
-                if micro_batch.rows:
-                    logprobs_N, _ = model(micro_batch)
-                    micro_batch.place(logprobs_N.cpu().numpy(), arrays)
+            logprobs_by_micro_batch: list[torch.Tensor] = self._run_schedule(
+                chunks or self.chunks, _forward_only, micro_batches, forward_only=True
+            )
+        if logprobs_by_micro_batch:
+            for micro_batch, logprobs_N in zip(micro_batches, logprobs_by_micro_batch, strict=True):
+                micro_batch.place(logprobs_N.cpu().numpy(), arrays)
         return arrays
 
     def _old_logprobs(self, shard: Shard, seconds: dict[str, float]) -> Sequence[_SampleLogprobs | None]:
@@ -203,22 +217,39 @@ class TrainStep:
         Returns the metrics of each micro-batch.
         """
         self._bad_losses.clear()
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        return self._run_schedule(self.chunks, self._forward_step, work, forward_only=False)
+
+    def _run_schedule(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        forward_step: Callable[..., Any],
+        items: Sequence[Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Megatron's schedule over one item per micro-batch. Returns what the forward step's loss function
+        gives for each of them; nothing on a pipeline stage that is not the last."""
         return get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=iter(work),
-            model=self.model,
-            num_microbatches=len(work),
-            seq_length=0,
+            forward_step_func=forward_step,
+            data_iterator=[iter(items) for _ in chunks],
+            model=list(chunks),
+            num_microbatches=len(items),
+            seq_length=0,  # the stages tell each other the shapes
             micro_batch_size=1,
-            forward_only=False,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
         )
 
     def _forward_step(self, work: Iterator[_LossWork], model: torch.nn.Module) -> tuple[Any, Any]:
         """Megatron's forward step: the model's output, and the function that makes a loss of it."""
         item = next(work)
-        logprobs_N, entropy_N = model(item.micro_batch)
+        output = model(item.micro_batch)
+        if isinstance(output, torch.Tensor):
+            return output, None  # hidden states for the next chunk
+        logprobs_N, entropy_N = output
 
         def compute_loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
             """Returns (loss to sum, Megatron's token count, which we do not use, metrics)."""
@@ -230,6 +261,20 @@ class TrainStep:
             return outputs.loss, torch.tensor(1, dtype=torch.int), dict(outputs.metrics)
 
         return logprobs_N, compute_loss
+
+
+def _forward_only(micro_batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Any, Any]:
+    """Megatron's forward step where log-probs are all that is wanted."""
+    output = model(next(micro_batches))
+    if isinstance(output, torch.Tensor):
+        return output, None
+    logprobs_N, _ = output
+    return logprobs_N, _unchanged
+
+
+def _unchanged(logprobs_N: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
+    """What Megatron calls in the place of a loss function."""
+    return logprobs_N
 
 
 def _loss_work(

@@ -1,10 +1,11 @@
 """The trainer's own state on disk: a Megatron distributed checkpoint of model, optimizer and schedule, and
 each rank's random state.
 
-A checkpoint that some number of data-parallel ranks wrote can be loaded by any number of them. What a run's
+A checkpoint that one layout of ranks wrote can be loaded by any other. What a run's
 whole checkpoint consists of is in `run/checkpoints.py`.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ class TrainerState:
     """Saves and loads one rank's share of the model and its optimizer, and its random state."""
 
     def __init__(
-        self, model: PolicyModel, optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler
+        self, chunks: Sequence[PolicyModel], optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler
     ) -> None:
-        self._model = model
+        self._chunks = {f"model{number}": chunk for number, chunk in enumerate(chunks)}
         self._optimizer = optimizer
         self._schedule = schedule
         self._late = LateTensors()
@@ -61,7 +62,8 @@ class TrainerState:
         if not dist_checkpointing.check_is_distributed_checkpoint(path):
             raise TrainError(f"{path} holds no checkpoint")
         state: Any = dist_checkpointing.load(self._sharded_state(is_loading=True), path)
-        self._model.load_state_dict(state["model"])
+        for name, chunk in self._chunks.items():
+            chunk.load_state_dict(state[name])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         rng_file = _rng_file(Path(path))
@@ -75,9 +77,11 @@ class TrainerState:
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-        model = self._model.sharded_state_dict(metadata=metadata)
+        model: dict[str, Any] = {
+            name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in self._chunks.items()
+        }
         optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        return {"model": model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+        return {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
 
 
 def _rng_file(folder: Path) -> Path:

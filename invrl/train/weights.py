@@ -1,26 +1,33 @@
 """Weights between a Hugging Face folder, Megatron's parameters, and the engines.
 
-A rank reads only its own part of a tensor that tensor-parallel ranks divide. To export, the ranks of one
-replica send their parts to the writer, bucket by bucket, so that no process ever holds a second model.
+A rank reads only the layers of its pipeline stage, and its own part of a tensor that tensor-parallel ranks
+divide. To export, the ranks of one replica send their parts to its first rank, bucket by bucket, so that no
+process ever holds a second model.
 
 Invariant: what is exported right after loading is what was loaded, byte for byte, under the same names.
 Imported after `device.prepare()`.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from safetensors import safe_open
 
 from invrl.errors import TrainError
 from invrl.interfaces import WeightLayout
 from invrl.model_folder import tensor_files
+from invrl.train import device
 from invrl.train.families.model_config import HuggingFaceConfig
 from invrl.train.families.parameter import Parameter, join, split
 from invrl.train.families.registry import FAMILIES
+from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel.partitions import parameters_of
 from invrl.types import TensorSpec
 
 BUCKET_BYTES = 64 << 20
@@ -32,18 +39,18 @@ def parameters(config: HuggingFaceConfig) -> list[Parameter]:
     return FAMILIES[config.model_type].parameters(config)
 
 
-def load_weights(model: torch.nn.Module, config: HuggingFaceConfig, folder: str | Path) -> None:
-    """Fills every parameter of `model`, or this rank's part of it, from the folder's safetensors files, cast
-    to the parameter's dtype.
+def load_weights(
+    own_parameters: Mapping[str, torch.nn.Parameter], config: HuggingFaceConfig, folder: str | Path
+) -> None:
+    """Fills this rank's parameters, or its parts of them, from the folder's safetensors files, cast to the
+    parameter's dtype. `own_parameters`: by their names in the whole model.
 
     Raises TrainError unless names and shapes fit exactly, ConfigError for a folder without such files.
     """
-    model_parameters = dict(model.named_parameters())
     table = parameters(config)
-    mismatch = model_parameters.keys() ^ {parameter.megatron for parameter in table}
-    if mismatch:
-        names = sorted(mismatch)[:5]
-        raise TrainError(f"{config.model_type}: the family file and the model differ in {names}")
+    unknown = own_parameters.keys() - {parameter.megatron for parameter in table}
+    if unknown:
+        raise TrainError(f"{config.model_type}: the family file lacks {sorted(unknown)[:5]}")
     files = tensor_files(Path(folder))
     expected_names = {name for parameter in table for name in parameter.hugging_face}
     file_names = set(files)
@@ -55,7 +62,9 @@ def load_weights(model: torch.nn.Module, config: HuggingFaceConfig, folder: str 
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
     with torch.no_grad():
         for parameter in table:
-            target = model_parameters[parameter.megatron]
+            if parameter.megatron not in own_parameters:
+                continue  # on another pipeline stage
+            target = own_parameters[parameter.megatron]
             tensors = [
                 _own_part(opened[files[name]], name, parameter.divided_dimension)
                 for name in parameter.hugging_face
@@ -86,67 +95,106 @@ def _own_groups(config: HuggingFaceConfig) -> int:
     return config.num_key_value_heads // parallel_state.get_tensor_model_parallel_world_size()
 
 
-def export_weights(
-    model: torch.nn.Module,
-    config: HuggingFaceConfig,
-    ranks: Sequence[int],
-    dtype: torch.dtype,
-    values: Mapping[str, torch.Tensor] | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (Hugging Face name, contiguous tensor in `dtype`), in sending order, on the first of `ranks`.
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """Which ranks of a replica have a parameter."""
 
-    `ranks` are those that hold this copy of the model. The others yield nothing, and must be exhausted all
-    the same, because they send the first one their parts. `values`: what to export in the place of each
-    parameter, by its name (None: the parameters themselves). A tensor may be a view of the model's own
-    memory: use it before the next training step.
-    """
-    first, *others = ranks
-    is_first = torch.distributed.get_rank() == first
-    model_parameters = dict(model.named_parameters())
-    values = values or model_parameters
-    for bucket in _buckets(parameters(config), model_parameters, dtype):
-        own_parts = {name: values[name].detach().to(dtype) for name in bucket}
-        divided = [name for name, parameter in bucket.items() if parameter.divided_dimension is not None]
-        if not is_first:
-            if divided:
-                flat = torch.cat([own_parts[name].reshape(-1) for name in divided])
-                torch.distributed.send(flat, first)
-            continue
-        parts = {name: [own_part] for name, own_part in own_parts.items()}
-        for sender in others:
-            for name, part in _receive(sender, {name: own_parts[name] for name in divided}):
-                parts[name].append(part)
-        for name, parameter in bucket.items():
-            yield from _assemble(parameter, parts[name], config)
+    ranks: tuple[int, ...]
+    """In the order of their parts; one rank if it has all of it."""
+    shape: tuple[int, ...]
+    """Of one rank's part."""
 
 
-def _buckets(
-    table: Sequence[Parameter], model_parameters: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> Iterator[dict[str, Parameter]]:
-    """The parameters in order by their names, in buckets of at most `BUCKET_BYTES` of one rank's parts, or of
-    one parameter."""
-    bucket: dict[str, Parameter] = {}
-    bucket_bytes = 0
-    for parameter in table:
-        num_bytes = model_parameters[parameter.megatron].numel() * dtype.itemsize
-        if bucket and bucket_bytes + num_bytes > BUCKET_BYTES:
-            yield bucket
-            bucket = {}
-            bucket_bytes = 0
-        bucket[parameter.megatron] = parameter
-        bucket_bytes += num_bytes
-    yield bucket
+class ReplicaWeights:
+    """The weights of one copy of the model, which all its ranks offer together under Hugging Face names."""
 
+    def __init__(self, chunks: Sequence[GPTModel], config: HuggingFaceConfig, layout: ParallelLayout) -> None:
+        """Called on all ranks together. Raises TrainError for a parameter that no rank of the copy has."""
+        self._config = config
+        self._own_parameters = parameters_of(chunks)
+        self._rank = torch.distributed.get_rank()
+        self._ranks = layout.replica(layout.coordinates(self._rank).data)
+        self._holdings = self._exchange_holdings(layout)
 
-def _receive(sender: int, own_parts: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Another rank's parts of these parameters, which are like our own in shape and dtype."""
-    if not own_parts:
-        return
-    sizes = [own_part.numel() for own_part in own_parts.values()]
-    flat = next(iter(own_parts.values())).new_empty(sum(sizes))
-    torch.distributed.recv(flat, sender)
-    for (name, own_part), part in zip(own_parts.items(), flat.split(sizes), strict=True):
-        yield name, part.view(own_part.shape)
+    @property
+    def collects(self) -> bool:
+        """Whether this is the rank that the others send their parts to."""
+        return self._rank == self._ranks[0]
+
+    def export(
+        self, dtype: torch.dtype, values: Mapping[str, torch.Tensor] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (Hugging Face name, contiguous tensor in `dtype`), in sending order, on the rank that
+        collects. On the others it yields nothing, and must be exhausted all the same, for they send.
+
+        `values`: what to export in the place of each parameter, by its name (None: the parameters
+        themselves). A tensor may be a view of the model's own memory: use it before the next training step.
+        """
+        values = values or self._own_parameters
+        for bucket in self._buckets(dtype):
+            parts: dict[str, list[torch.Tensor]] = {name: [] for name in bucket}
+            for holder in self._ranks:
+                names = [name for name in bucket if holder in self._holdings[name].ranks]
+                for name, part in self._parts(holder, names, values, dtype):
+                    parts[name].append(part)
+            if self.collects:
+                for name, parameter in bucket.items():
+                    yield from _assemble(parameter, parts[name], self._config)
+
+    def _exchange_holdings(self, layout: ParallelLayout) -> dict[str, _Holding]:
+        """By the parameter's name."""
+        own_shapes = {name: tuple(parameter.shape) for name, parameter in self._own_parameters.items()}
+        shapes_by_rank: list[Any] = [None] * layout.world_size
+        torch.distributed.all_gather_object(shapes_by_rank, own_shapes)
+        holdings: dict[str, _Holding] = {}
+        for parameter in parameters(self._config):
+            name = parameter.megatron
+            holders = [rank for rank in self._ranks if name in shapes_by_rank[rank]]
+            if not holders:
+                raise TrainError(f"{self._config.model_type}: the family file has {name}, the model does not")
+            if parameter.divided_dimension is None:
+                ranks = holders[:1]
+            else:  # a tied embedding is on the last stage as well
+                stage = layout.coordinates(holders[0]).pipeline
+                ranks = [rank for rank in holders if layout.coordinates(rank).pipeline == stage]
+            holdings[name] = _Holding(tuple(ranks), shapes_by_rank[ranks[0]][name])
+        return holdings
+
+    def _buckets(self, dtype: torch.dtype) -> Iterator[dict[str, Parameter]]:
+        """All parameters in order, by their names, in buckets of at most `BUCKET_BYTES` of one rank's parts,
+        or of one parameter."""
+        bucket: dict[str, Parameter] = {}
+        bucket_bytes = 0
+        for parameter in parameters(self._config):
+            num_bytes = math.prod(self._holdings[parameter.megatron].shape) * dtype.itemsize
+            if bucket and bucket_bytes + num_bytes > BUCKET_BYTES:
+                yield bucket
+                bucket = {}
+                bucket_bytes = 0
+            bucket[parameter.megatron] = parameter
+            bucket_bytes += num_bytes
+        yield bucket
+
+    def _parts(
+        self, holder: int, names: Sequence[str], values: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """On the rank that collects: the holder's parts of these parameters. The holder sends them."""
+        if not names:
+            return
+        if holder == self._rank:
+            own_parts = {name: values[name].detach().to(dtype) for name in names}
+            if self.collects:
+                yield from own_parts.items()
+            else:
+                flat = torch.cat([part.reshape(-1) for part in own_parts.values()])
+                torch.distributed.send(flat, self._ranks[0])
+        elif self.collects:
+            shapes = [self._holdings[name].shape for name in names]
+            sizes = [math.prod(shape) for shape in shapes]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device.device())
+            torch.distributed.recv(flat, holder)
+            for name, shape, part in zip(names, shapes, flat.split(sizes), strict=True):
+                yield name, part.view(shape)
 
 
 def _assemble(
@@ -164,7 +212,7 @@ def _assemble(
 
 
 def weight_specs(config: HuggingFaceConfig, folder: str | Path, dtype: torch.dtype) -> WeightLayout:
-    """The names, shapes and dtypes that `export_weights` yields for a model that was loaded from `folder`."""
+    """The names, shapes and dtypes that `ReplicaWeights.export` yields for the model of this folder."""
     files = tensor_files(Path(folder))
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
     dtype_name = str(dtype).removeprefix("torch.")

@@ -223,41 +223,43 @@ class RankProcess:
         """By Hugging Face name, on the first rank of each replica; empty on the others."""
         import torch
 
-        from invrl.train.weights import export_weights
-
-        rank = self._rank
-        values = {name: of(parameter) for name, parameter in rank._model.named_parameters()}
-        tensors = export_weights(rank._model, rank._config, rank._replica, torch.float32, values)
+        weights = self._rank._weights
+        values = {name: of(parameter) for name, parameter in weights._own_parameters.items()}
+        tensors = weights.export(torch.float32, values)
         return {name: tensor.numpy().copy() for name, tensor in tensors}
 
     def _share_gradients(self) -> None:
         """The distributed optimizer leaves each data-parallel rank with its own share of the sums."""
         import torch
 
-        distributed = self._rank._step.model
-        if not distributed.ddp_config.use_distributed_optimizer:
+        if not self._is_sharded():
             return
-        for buffer in distributed.buffers:
+        for buffer in self._buffers():
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 shares = list(bucket.grad_data.chunk(group.size()))
                 torch.distributed.all_gather(shares, shares[group.rank()].clone(), group=group)
 
+    def _is_sharded(self) -> bool:
+        return self._rank._step.chunks[0].ddp_config.use_distributed_optimizer
+
+    def _buffers(self) -> list[Any]:
+        return [buffer for chunk in self._rank._step.chunks for buffer in chunk.buffers]
+
     def optimizer_state(self, name: str) -> Arrays:
         import torch
 
-        distributed = self._rank._step.model
         [part] = self._rank._step.optimizer.chained_optimizers
 
         def whole(parameter: Any) -> Any:
-            if not distributed.ddp_config.use_distributed_optimizer:
+            if not self._is_sharded():
                 return part.optimizer.state[parameter][name]
             state = torch.zeros(parameter.numel())
             if parameter in part.model_param_gbuf_map:
                 share = part._get_model_param_range_map(parameter)["param"]
                 own = part._get_main_param_and_optimizer_states(parameter)[name]
                 state[share.start : share.end] = own.view(-1)
-            [buffer] = [buffer for buffer in distributed.buffers if parameter in buffer.param_index_map]
+            [buffer] = [buffer for buffer in self._buffers() if parameter in buffer.param_index_map]
             torch.distributed.all_reduce(state, group=buffer.data_parallel_group)
             return state.view(parameter.shape)
 
@@ -270,18 +272,18 @@ class RankProcess:
         from invrl.train.weights import load_weights
 
         rank = self._rank
-        parameters = list(rank._model.parameters())
-        weights = [parameter.detach().clone() for parameter in parameters]
-        load_weights(rank._model, rank._config, folder)
+        parameters = rank._weights._own_parameters
+        weights = [parameter.detach().clone() for parameter in parameters.values()]
+        load_weights(parameters, rank._config, folder)
         with torch.no_grad():
-            for parameter, weight in zip(parameters, weights, strict=True):
+            for parameter, weight in zip(parameters.values(), weights, strict=True):
                 parameter.main_grad.copy_(parameter)
                 parameter.copy_(weight)
         return self._apply(rank._step.optimizer)
 
     def leave_unreduced(self, name: str) -> None:
         """Plants an error: the gradient of this parameter is not summed over tensor-parallel ranks."""
-        dict(self._rank._model.named_parameters())[name].sequence_parallel = False
+        self._rank._weights._own_parameters[name].sequence_parallel = False
 
     def bucket_bytes(self, size: int) -> None:
         from invrl.train import weights

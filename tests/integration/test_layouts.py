@@ -34,8 +34,23 @@ TP2 = ParallelLayout(tensor=2)
 TP4 = ParallelLayout(tensor=4)
 TP2_DP2 = ParallelLayout(tensor=2, data=2)
 DP2 = ParallelLayout(data=2)
-CASES = [(family, layout) for family in FAMILIES for layout in (TP2, TP2_DP2)]
-CASES.append(("qwen3_moe", DP2))  # experts are not divided over tensor-parallel ranks
+PP2 = ParallelLayout(pipeline=2)
+PP4 = ParallelLayout(pipeline=4)
+PP2_VPP2 = ParallelLayout(pipeline=2, virtual_pipeline=2)
+PP2_DP2 = ParallelLayout(pipeline=2, data=2)
+PP2_VPP2_DP2 = ParallelLayout(pipeline=2, virtual_pipeline=2, data=2)
+TP2_PP2 = ParallelLayout(tensor=2, pipeline=2)
+CASES = [
+    # Every family, on what divides its layers and on what divides their heads.
+    *[(family, layout) for family in FAMILIES for layout in (TP2, PP2)],
+    ("qwen3_moe", PP2),
+    # One dense model with tied embeddings and one without, and one with experts, on the others.
+    *[("gemma3_text", layout) for layout in (PP2_VPP2, TP2_PP2)],
+    *[("qwen3", layout) for layout in (TP4, PP4, PP2_VPP2, TP2_DP2, PP2_DP2, TP2_PP2, PP2_VPP2_DP2)],
+    ("qwen3", ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2)),
+    *[("qwen3_moe", layout) for layout in (DP2, PP2_VPP2, PP2_DP2)],
+]
+"""Tensor-parallel ranks do not divide experts. TP4 is as many ranks as the models have key-value heads."""
 ALGORITHM = AlgorithmConfig(kl_coef=0.05)
 BATCHES = [random_batch(seed, groups=2) for seed in range(3)]
 NUMBERS = (
@@ -48,13 +63,19 @@ NUMBERS = (
     "tokens",
     "row_tokens",
 )
-SMOOTH = {"adam_eps": 1e-3}
+SMOOTH = {"adam_eps": 1e-2}
 """With Adam's usual eps the first step is the sign of the gradient: where that is nearly 0 the last bit
 decides, and the weights would differ from then on."""
 
 
 def title(layout: ParallelLayout) -> str:
-    return f"tp{layout.tensor}dp{layout.data}"
+    axes = {
+        "tp": layout.tensor,
+        "pp": layout.pipeline,
+        "vpp": layout.virtual_pipeline,
+        "dp": layout.data,
+    }
+    return "".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "one"
 
 
 def settings(*, sharded: bool = True) -> TrainConfig:
@@ -82,12 +103,12 @@ def logprobs_by_place(trainer: Trainer, batch: TrainBatch) -> dict[int, NDArray[
 
 
 def train_all(trainer: Trainer) -> Record:
-    """Two mini-batches of each batch."""
+    """Two mini-batches of the first batch, one of each other."""
     logprobs = []
     numbers = []
-    for batch in BATCHES:
+    for index, batch in enumerate(BATCHES):
         logprobs.append(logprobs_by_place(trainer, batch))
-        numbers.append(resolve(trainer.train(batch, steps=2)))
+        numbers.append(resolve(trainer.train(batch, steps=2 if index == 0 else 1)))
     return Record(logprobs, numbers, trainer.steps())
 
 
@@ -110,24 +131,33 @@ def check_same_steps(found: list[Step], expected: list[Step]) -> None:
             assert gap < BOUND, f"{of} of step {index}: {name} is off by {gap:.1e}"
 
 
-Models = Callable[[str], Path]
-Alone = Callable[[str], Record]
+Models = Callable[[str, int], Path]
+Alone = Callable[[str, int], Record]
+
+
+def layers_for(layout: ParallelLayout) -> int:
+    return max(2, layout.pipeline * layout.virtual_pipeline)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """One model per family, half of them with tied embeddings. Every axis can divide it."""
+    """Models of so many layers, half of the families with tied embeddings."""
     folder = tmp_path_factory.mktemp("models")
 
     @cache
-    def model(family: str) -> Path:
+    def model(family: str, layers: int) -> Path:
+        windows: dict[str, object] = {}
+        if family == "gemma3_text":
+            windows["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
         return make_family_model(
-            folder / family,
+            folder / f"{family}-{layers}",
             family,
+            num_hidden_layers=layers,
             num_attention_heads=8,
             num_key_value_heads=4,
             head_dim=16,
             tie_word_embeddings=family in ("gemma3_text", "llama", "qwen2"),
+            **windows,
         )
 
     return model
@@ -138,9 +168,10 @@ def alone(pool: RankPool, models: Models) -> Alone:
     """The same steps in one process."""
 
     @cache
-    def record(family: str) -> Record:
+    def record(family: str, layers: int) -> Record:
         plain = settings(sharded=False)
-        return train_all(pool.build(models(family), train=plain, algorithm=ALGORITHM, megatron=SMOOTH))
+        model = models(family, layers)
+        return train_all(pool.build(model, train=plain, algorithm=ALGORITHM, megatron=SMOOTH))
 
     return record
 
@@ -152,11 +183,10 @@ def test_a_layout_takes_the_steps_of_one_process(
     pool: RankPool, models: Models, alone: Alone, tmp_path: Path, family: str, layout: ParallelLayout
 ) -> None:
     """And engines are sent what was loaded, then what is exported, byte for byte."""
-    expected = alone(family)
-    trainer = pool.build(
-        models(family), layout=layout, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH
-    )
-    source = load_file(models(family) / "model.safetensors")
+    expected = alone(family, layers_for(layout))
+    model = models(family, layers_for(layout))
+    trainer = pool.build(model, layout=layout, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH)
+    source = load_file(model / "model.safetensors")
     replica = pool_calls(trainer)
     assert replica("staged", 0) == {name: checksum(tensor) for name, tensor in source.items()}
     found = train_all(trainer)
@@ -175,17 +205,11 @@ def pool_calls(trainer: Trainer) -> Callable[[str, object], object]:
     return lambda method, argument: first_replica.each(method, argument)[0]
 
 
-def test_four_ranks_divide_every_layer(pool: RankPool, models: Models, alone: Alone) -> None:
-    """As many as there are key-value heads."""
-    trainer = pool.build(models("qwen3"), layout=TP4, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH)
-    check_equal(train_all(trainer), alone("qwen3"))
-
-
 def test_a_grammar_may_allow_tokens_of_any_ranks(pool: RankPool, models: Models) -> None:
     """Of all ranks, of the first or of the last alone; where its bits begin within a byte, too."""
     rng = np.random.default_rng(0)
     vocab = 520
-    model = make_tiny_model(models("qwen3").parent / "odd", heads=8, kv_heads=4, vocab_size=vocab)
+    model = make_tiny_model(models("qwen3", 2).parent / "odd", heads=8, kv_heads=4, vocab_size=vocab)
     rows = []
     for first, last in ((0, vocab), (0, 100), (400, vocab), (129, 131)):
         tokens_T = rng.integers(first, last, 9).astype(np.int32)
@@ -199,13 +223,23 @@ def test_a_grammar_may_allow_tokens_of_any_ranks(pool: RankPool, models: Models)
             assert relative(found_T, expected_T) < BOUND
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
-@pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=title)
+@pytest.mark.parametrize(
+    ("layout", "sharded"),
+    [
+        (TP2, True),
+        (TP2_DP2, True),
+        (TP2_DP2, False),
+        (TP2_PP2, True),
+        (PP2_VPP2, True),
+        (PP2_DP2, False),
+    ],
+    ids=lambda value: title(value) if isinstance(value, ParallelLayout) else f"sharded={value}",
+)
 def test_equal_gradients_give_equal_updates(
     pool: RankPool, models: Models, tmp_path: Path, layout: ParallelLayout, sharded: bool
 ) -> None:
     """Moments, clipping by the norm over all ranks, and weights, whatever computed the gradients."""
-    model = models("qwen2")
+    model = models("qwen2", 4)
     random = torch.Generator().manual_seed(1)
     gradients = [write_gradients(model, tmp_path / str(step), random) for step in range(3)]
     single = pool.build(model, train=settings(sharded=False))
@@ -234,23 +268,44 @@ def apply_all(trainer: Trainer, gradients: list[Path]) -> tuple[list[float], lis
     return norms, [trainer.weights(), *moments]
 
 
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=title)
+def test_a_loss_that_is_not_finite_is_skipped_on_all_ranks(
+    pool: RankPool, models: Models, layout: ParallelLayout
+) -> None:
+    """Only the last pipeline stage has the loss. The step after it is as if it had never been."""
+    model = models("qwen3", 2)
+    trainer = pool.build(model, layout=layout, train=settings())
+    start = trainer.weights()
+    bad = random_batch(5, groups=2)
+    bad.advantages[0][np.flatnonzero(bad.samples[0].loss_mask_T)[0]] = np.nan
+    assert resolve(trainer.train(bad))["nonfinite_steps"] == 1
+    assert worst(trainer.weights(), start)[0] == 0.0
+    trainer.train(BATCHES[0])
+    after = trainer.weights()
+    fresh = pool.build(model, layout=layout, train=settings())
+    fresh.train(BATCHES[0])
+    assert worst(after, fresh.weights())[0] == 0.0
+
+
 def test_a_gradient_that_is_not_reduced_is_found(pool: RankPool, models: Models, alone: Alone) -> None:
-    trainer = pool.build(models("qwen3"), layout=TP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH)
+    trainer = pool.build(
+        models("qwen3", 2), layout=TP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH
+    )
     trainer.each("leave_unreduced", "decoder.layers.1.input_layernorm.weight")
     trainer.train(BATCHES[0], steps=2)
     with pytest.raises(AssertionError, match=r"gradients of step 0: model.layers.1.input_layernorm.weight"):
-        check_same_steps(trainer.steps(), alone("qwen3").steps[:2])
+        check_same_steps(trainer.steps(), alone("qwen3", 2).steps[:2])
 
 
 def test_a_shard_that_is_skipped_is_found(pool: RankPool, models: Models, alone: Alone) -> None:
     trainer = pool.build(
-        models("qwen3"), layout=TP2_DP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH
+        models("qwen3", 2), layout=TP2_DP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH
     )
     first, second = shard_batch(BATCHES[0], ranks=2, steps=2)
     nothing = tuple(replace(mini_batch, samples=(), advantages=()) for mini_batch in second)
     trainer.train_shards([first, nothing])
     with pytest.raises(AssertionError, match="gradients of step 0"):
-        check_same_steps(trainer.steps(), alone("qwen3").steps[:2])
+        check_same_steps(trainer.steps(), alone("qwen3", 2).steps[:2])
 
 
 ONE = ParallelLayout()
@@ -263,8 +318,11 @@ ONE = ParallelLayout()
         (TP2, TP2, False),
         (TP2, DP2, True),
         (ONE, TP2_DP2, True),
-        (TP2_DP2, TP4, True),
         (TP2_DP2, ONE, False),
+        (PP2_VPP2, PP2_VPP2, True),
+        (PP2_VPP2, TP4, True),
+        (TP2_PP2, PP2_DP2, True),
+        (ONE, PP2_VPP2, False),
     ],
     ids=lambda value: title(value) if isinstance(value, ParallelLayout) else f"sharded={value}",
 )
@@ -278,23 +336,26 @@ def test_a_checkpoint_is_loaded_by_any_layout(
 ) -> None:
     """Bit for bit by the same one."""
     train = settings(sharded=sharded)
-    trainer = pool.build(models("qwen2"), layout=saving, train=train, megatron=SMOOTH)
+    trainer = pool.build(models("qwen2", 4), layout=saving, train=train, megatron=SMOOTH)
     trainer.train(BATCHES[0], steps=2)
     trainer.each("save", str(tmp_path / "saved"))
     trainer.train(BATCHES[1], steps=2)
     expected = trainer.weights()
-    resumed = pool.build(models("qwen2"), layout=loading, train=train, megatron=SMOOTH)
+    resumed = pool.build(models("qwen2", 4), layout=loading, train=train, megatron=SMOOTH)
     resumed.each("load", str(tmp_path / "saved"))
     resumed.train(BATCHES[1], steps=2)
     gap, name = worst(resumed.weights(), expected)
     assert gap < (BOUND if saving != loading else 1e-12), name
 
 
-def test_collecting_weights_takes_the_memory_of_a_bucket(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=title)
+def test_collecting_weights_takes_the_memory_of_a_bucket(
+    pool: RankPool, tmp_path: Path, layout: ParallelLayout
+) -> None:
     """On the rank that collects and on the one that sends."""
     model = make_tiny_model(tmp_path / "model", layers=12, hidden=256, heads=4, kv_heads=4)
     size = (model / "model.safetensors").stat().st_size
-    trainer = pool.build(model, layout=TP2, train=settings())
+    trainer = pool.build(model, layout=layout, train=settings())
     trainer.train(BATCHES[0])
     trainer.each("bucket_bytes", 1 << 20)
     grown = trainer.each("growth", ("export", str(tmp_path / "exported")))
@@ -303,4 +364,4 @@ def test_collecting_weights_takes_the_memory_of_a_bucket(pool: RankPool, tmp_pat
 
 def test_a_layout_that_does_not_divide_the_model_is_refused(pool: RankPool, models: Models) -> None:
     with pytest.raises(ConfigError, match=r"does not divide .*num_key_value_heads 4.* 1, 2 or 4"):
-        pool.build(models("qwen3"), layout=ParallelLayout(tensor=3))
+        pool.build(models("qwen3", 2), layout=ParallelLayout(tensor=3))

@@ -82,7 +82,11 @@ def rank_actors(model: Path, layout: ParallelLayout = DP2) -> list[ActorHandle[T
     ]
 
 
-@pytest.mark.parametrize("layout", [DP2, ParallelLayout(tensor=2)], ids=["data", "tensor"])
+@pytest.mark.parametrize(
+    "layout",
+    [DP2, ParallelLayout(tensor=2), ParallelLayout(pipeline=2)],
+    ids=["data", "tensor", "pipeline"],
+)
 async def test_two_ranks_train_and_the_death_of_one_is_an_error(
     pool: RankPool, tmp_path: Path, layout: ParallelLayout
 ) -> None:

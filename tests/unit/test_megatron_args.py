@@ -46,7 +46,7 @@ def test_values_take_the_fields_own_types() -> None:
         ("overlap_grad_reduce", True, "training step"),
         ("tensor_model_parallel_size", 2, "--tensor-model-parallel-size"),
         ("sequence_parallel", True, "--tensor-model-parallel-size"),
-        ("pipeline_model_parallel_size", 2, "--data-parallel-size"),
+        ("pipeline_model_parallel_size", 2, "--pipeline-model-parallel-size"),
         ("moe_router_topk", 2, "not built"),
         ("fp8", "hybrid", "not built"),
         ("optimizer", "muon", "not built"),

@@ -17,37 +17,43 @@ from invrl.train.parallel.layout import Coordinates, ParallelLayout
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceConfig:
-    """8 heads, 4 of them with keys and values, an MLP of 128, a vocabulary of 512."""
+    """6 layers, 8 heads, 4 of them with keys and values, an MLP of 128, a vocabulary of 512."""
     folder = tmp_path_factory.mktemp("model")
-    return read_hf_config(make_tiny_model(folder, heads=8, kv_heads=4, head_dim=16, vocab_size=512))
+    return read_hf_config(make_tiny_model(folder, layers=6, heads=8, kv_heads=4, head_dim=16, vocab_size=512))
 
 
 def test_the_settings_make_the_layout() -> None:
-    train = TrainConfig(tensor_model_parallel_size=4, data_parallel_size=3)
-    assert train.layout == ParallelLayout(tensor=4, data=3)
-    assert train.layout.world_size == 12
+    train = TrainConfig(
+        tensor_model_parallel_size=4,
+        data_parallel_size=3,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=5,
+    )
+    assert train.layout == ParallelLayout(tensor=4, data=3, pipeline=2, virtual_pipeline=5)
+    assert train.layout.world_size == 24
     assert TrainConfig().layout.world_size == 1
 
 
-def test_tensor_parallel_ranks_are_neighbours() -> None:
-    layout = ParallelLayout(tensor=2, data=3)
-    assert [layout.coordinates(rank) for rank in range(6)] == [
-        Coordinates(tensor=0, data=0),
-        Coordinates(tensor=1, data=0),
-        Coordinates(tensor=0, data=1),
-        Coordinates(tensor=1, data=1),
-        Coordinates(tensor=0, data=2),
-        Coordinates(tensor=1, data=2),
+def test_coordinates_count_tensor_then_data_then_pipeline() -> None:
+    layout = ParallelLayout(tensor=2, data=3, pipeline=2)
+    coordinates = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert coordinates == [
+        Coordinates(tensor=tensor, data=data, pipeline=pipeline)
+        for pipeline in range(2)
+        for data in range(3)
+        for tensor in range(2)
     ]
 
 
 def test_every_rank_is_in_the_replica_of_its_data_coordinate() -> None:
-    layout = ParallelLayout(tensor=2, data=3)
+    layout = ParallelLayout(tensor=2, data=3, pipeline=2)
     for data in range(3):
         ranks = layout.replica(data)
+        assert list(ranks) == sorted(ranks)
         assert {layout.coordinates(rank).data for rank in ranks} == {data}
         assert layout.reporter(data) in ranks
-    assert sorted(rank for data in range(3) for rank in layout.replica(data)) == list(range(6))
+        assert layout.coordinates(layout.reporter(data)).pipeline == 1
+    assert sorted(rank for data in range(3) for rank in layout.replica(data)) == list(range(12))
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -81,3 +87,36 @@ def test_a_model_that_nothing_divides(tmp_path: Path) -> None:
     odd = read_hf_config(make_tiny_model(tmp_path, heads=3, kv_heads=3, head_dim=16, vocab_size=513))
     with pytest.raises(ConfigError, match="may be only 1"):
         ParallelLayout(tensor=2).check(odd)
+
+
+@pytest.mark.parametrize(
+    ("layout", "field", "reason", "fix"),
+    [
+        (
+            ParallelLayout(pipeline=4),
+            "train.pipeline_model_parallel_size",
+            "6 layers",
+            "--pipeline-model-parallel-size may be 1, 2, 3 or 6",
+        ),
+        (
+            ParallelLayout(pipeline=2, virtual_pipeline=2),
+            "train.virtual_pipeline_model_parallel_size",
+            "the 3 layers of a pipeline stage",
+            "--virtual-pipeline-model-parallel-size may be 1 or 3",
+        ),
+        (
+            ParallelLayout(virtual_pipeline=2),
+            "train.virtual_pipeline_model_parallel_size",
+            "only one pipeline stage",
+            "set --pipeline-model-parallel-size",
+        ),
+    ],
+)
+def test_stages_that_do_not_divide_the_layers_are_refused(
+    model: HuggingFaceConfig, layout: ParallelLayout, field: str, reason: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        layout.check(model)
+    assert refused.value.field == field
+    assert reason in refused.value.reason
+    assert fix in refused.value.fix

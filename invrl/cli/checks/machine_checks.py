@@ -91,10 +91,14 @@ def check_processors(config: Config, machine: Machine) -> str:
     noun = "GPUs" if machine.gpus else "CPUs"
     if layout.world_size > available and not os.environ.get("RAY_ADDRESS"):
         reason = f"this machine has {available} {noun}, and every rank needs one of its own"
-        if layout.tensor > available:
-            fix = f"lower --tensor-model-parallel-size to {available} or less"
+        ranks_of_a_copy = layout.tensor * layout.pipeline
+        if ranks_of_a_copy > available:
+            fix = (
+                "lower --tensor-model-parallel-size or --pipeline-model-parallel-size, so that their product "
+                f"is {available} or less"
+            )
             raise ConfigError("train.tensor_model_parallel_size", layout.tensor, reason, fix)
-        fix = f"lower --data-parallel-size to {available // layout.tensor} or less"
+        fix = f"lower --data-parallel-size to {available // ranks_of_a_copy} or less"
         raise ConfigError("train.data_parallel_size", layout.data, reason, fix)
     if machine.cpus < 2:
         reason = "engine and trainer share one CPU, so deadlines may be missed"
@@ -136,9 +140,9 @@ def _needed_memory(config: Config, machine: Machine) -> float:
     A trainer rank takes 1 GB, and 20 bytes for each bfloat16 weight (10 times the model): the weight, the
     float32 gradient, the master weight, the moments, and what a step computes. Saving a checkpoint adds a
     tensor or two, as it is written tensor by tensor. Where several ranks share the optimizer's state, each
-    holds all of it once while it loads a checkpoint: 24 bytes (12 times the model). Tensor-parallel ranks
-    divide all of this. On a GPU engines and ranks hold theirs elsewhere, and their weights pass through
-    memory once."""
+    holds all of it once while it loads a checkpoint: 24 bytes (12 times the model). Tensor-parallel ranks and
+    pipeline stages divide all of this. On a GPU engines and ranks hold theirs elsewhere, and their weights
+    pass through memory once."""
     weights = _weight_bytes(config)
     engines = config.engine.num_engines
     layout = config.train.layout

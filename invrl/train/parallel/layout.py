@@ -1,6 +1,7 @@
 """How the trainer's ranks divide the model and the data: one type, from the settings to Megatron's groups.
 
-The order of ranks is Megatron's: tensor-parallel ranks are neighbours, then come data-parallel replicas.
+The order of ranks is Megatron's: tensor-parallel ranks are neighbours, then come data-parallel replicas, then
+pipeline stages.
 Imports neither torch nor Megatron, so that a run can be checked before any process starts.
 """
 
@@ -23,6 +24,7 @@ class Coordinates:
 
     tensor: int
     data: int
+    pipeline: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +36,32 @@ class ParallelLayout:
     tokens (Megatron's sequence parallelism)."""
     data: int = 1
     """Replicas of the model, each of which trains on its own shard of a batch."""
+    pipeline: int = 1
+    """Stages that divide the layers. The first has the embedding too, the last the projection onto the
+    vocabulary and the loss."""
+    virtual_pipeline: int = 1
+    """Chunks of neighbouring layers that each stage has. With more than one, a micro-batch passes all stages
+    as often, and stages wait less for each other (Megatron's interleaved schedule)."""
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.data * self.pipeline
 
     def coordinates(self, rank: int) -> Coordinates:
-        return Coordinates(tensor=rank % self.tensor, data=rank // self.tensor)
+        return Coordinates(
+            tensor=rank % self.tensor,
+            data=rank // self.tensor % self.data,
+            pipeline=rank // (self.tensor * self.data),
+        )
 
     def replica(self, data: int) -> Sequence[int]:
         """The ranks that hold one copy of the model, in ascending order. The first collects its weights."""
-        return range(data * self.tensor, (data + 1) * self.tensor)
+        ranks = range(self.world_size)
+        return tuple(rank for rank in ranks if self.coordinates(rank).data == data)
 
     def reporter(self, data: int) -> int:
-        """The rank that answers for a replica: it has the loss and the log-probs."""
-        return self.replica(data)[0]
+        """The rank that answers for a replica: one of its last stage, which has loss and log-probs."""
+        return self.replica(data)[-1]
 
     def check(self, model: HuggingFaceConfig) -> None:
         """Raises ConfigError where the layout does not divide the model, with the numbers that would fit, and
@@ -73,6 +86,31 @@ class ParallelLayout:
                 self.tensor,
                 f"it does not divide the model's {', '.join(undivided)}",
                 f"--tensor-model-parallel-size may be {_divisors(gcd(*divided.values()))}",
+            )
+        self._check_stages(model.num_hidden_layers)
+
+    def _check_stages(self, num_layers: int) -> None:
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ConfigError(
+                "train.virtual_pipeline_model_parallel_size",
+                self.virtual_pipeline,
+                "there is only one pipeline stage, which waits for no other",
+                "leave it out, or set --pipeline-model-parallel-size",
+            )
+        if num_layers % self.pipeline:
+            raise ConfigError(
+                "train.pipeline_model_parallel_size",
+                self.pipeline,
+                f"it does not divide the model's {num_layers} layers",
+                f"--pipeline-model-parallel-size may be {_divisors(num_layers)}",
+            )
+        layers_of_stage = num_layers // self.pipeline
+        if layers_of_stage % self.virtual_pipeline:
+            raise ConfigError(
+                "train.virtual_pipeline_model_parallel_size",
+                self.virtual_pipeline,
+                f"it does not divide the {layers_of_stage} layers of a pipeline stage",
+                f"--virtual-pipeline-model-parallel-size may be {_divisors(layers_of_stage)}",
             )
 
 
