@@ -115,7 +115,10 @@ def train_all(trainer: Trainer) -> Record:
 def check_equal(found: Record, expected: Record) -> None:
     for found_numbers, expected_numbers in zip(found.numbers, expected.numbers, strict=True):
         for name in NUMBERS:
-            assert found_numbers[name] == pytest.approx(expected_numbers[name], rel=1e-5, abs=1e-6), name
+            # The loss is the mean of terms of about 1 and of both signs, which cancel.
+            bound = 1e-5 if name == "loss" else 1e-6
+            expected_number = pytest.approx(expected_numbers[name], rel=1e-5, abs=bound)
+            assert found_numbers[name] == expected_number, name
     for found_batch, expected_batch in zip(found.logprobs, expected.logprobs, strict=True):
         for index, expected_T in expected_batch.items():
             if expected_T.any():
