@@ -29,6 +29,18 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": PAD_ID,
 }
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "glm4_moe": {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    },
     "gemma3_text": {
         "sliding_window": 7,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -66,7 +78,12 @@ def make_family_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _randomize(name, parameter)
-    model.to(getattr(torch, dtype)).save_pretrained(path)
+    model.to(getattr(torch, dtype))
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):  # float32 in every folder
+            bias = 0.1 * torch.randn(len(module.e_score_correction_bias))
+            module.e_score_correction_bias = bias
+    model.save_pretrained(path)
     write_tokenizer(path, config.vocab_size, config.max_position_embeddings)
     return path
 

@@ -11,11 +11,13 @@ from typing import Any, cast
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from invrl.train.attention import RotarySelfAttention, TreeAttention
+from invrl.train.expert_router import ExpertRouter
 from invrl.train.families.model_config import HuggingFaceConfig
 from invrl.train.norm import RmsNorm
 from invrl.train.rotary import attention_factor
@@ -30,6 +32,8 @@ def decoder_layer(config: HuggingFaceConfig, transformer: TransformerConfig, lay
         normalization="RMSNorm",
     )
     block = cast(TransformerLayerSubmodules, spec.submodules)
+    if experts is not None and config.has_experts(layer):
+        cast(MoESubmodules, cast(ModuleSpec, block.mlp).submodules).router = ExpertRouter
     block.input_layernorm = RmsNorm
     block.pre_mlp_layernorm = RmsNorm
     if config.post_norms:

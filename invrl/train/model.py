@@ -51,7 +51,7 @@ class PolicyModel(GPTModel):
         attentions = [shape.attention(layer) for layer in range(shape.num_hidden_layers)]
         self._windows = {attention.window for attention in attentions}
         ropes = {attention.rope for attention in attentions}
-        self._frequencies = {rope: frequencies(rope, shape.head_dim) for rope in ropes}
+        self._frequencies = {rope: frequencies(rope, shape.rotary_dim) for rope in ropes}
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, micro_batch: MicroBatch
@@ -226,7 +226,15 @@ def _expert_fields(config: HuggingFaceConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_layer_freq": [int(config.has_experts(layer)) for layer in range(config.num_hidden_layers)],
         # A softmax over the chosen experts is that over all of them, divided by the sum of the chosen.
-        "moe_router_pre_softmax": not experts.normalized,
+        "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalized,
+        "moe_router_score_function": experts.score,
+        "moe_router_enable_expert_bias": experts.has_bias,
+        "moe_router_bias_update_rate": 0.0,  # the bias is that of the folder
+        "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1.0 else None,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.chosen_groups if experts.groups > 1 else None,
+        "moe_router_dtype": "fp32" if experts.router_in_float32 else None,
+        "moe_shared_expert_intermediate_size": experts.shared_size,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": False,

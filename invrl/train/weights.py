@@ -40,7 +40,7 @@ def parameters(config: HuggingFaceConfig) -> list[Parameter]:
 
 
 def load_weights(
-    own_parameters: Mapping[str, torch.nn.Parameter], config: HuggingFaceConfig, folder: str | Path
+    own_parameters: Mapping[str, torch.Tensor], config: HuggingFaceConfig, folder: str | Path
 ) -> None:
     """Fills this rank's parameters, or its parts of them, from the folder's safetensors files, cast to the
     parameter's dtype. `own_parameters`: by their names in the whole model.
@@ -53,9 +53,7 @@ def load_weights(
         raise TrainError(f"{config.model_type}: the family file lacks {sorted(unknown)[:5]}")
     files = tensor_files(Path(folder))
     expected_names = {name for parameter in table for name in parameter.hugging_face}
-    file_names = set(files)
-    if config.tie_word_embeddings:
-        file_names.discard("lm_head.weight")
+    file_names = {name for name in files if not config.leaves_out(name)}
     mismatch = expected_names ^ file_names
     if mismatch:
         raise TrainError(f"{folder}: tensors missing from it or unknown to us: {sorted(mismatch)[:5]}")
@@ -127,15 +125,21 @@ class ReplicaWeights:
         """Yields (Hugging Face name, contiguous tensor in `dtype`), in sending order, on the rank that
         collects. On the others it yields nothing, and must be exhausted all the same, for they send.
 
-        `values`: what to export in the place of each parameter, by its name (None: the parameters
-        themselves). A tensor may be a view of the model's own memory: use it before the next training step.
+        `values`: what to export in the place of each parameter, by its name; what no optimizer trains is left
+        out then. None: all of them, as they are. A tensor may be a view of the model's own memory: use it
+        before the next training step.
         """
-        values = values or self._own_parameters
-        for bucket in self._buckets(dtype):
+        table = parameters(self._config)
+        if values is None:
+            values = self._own_parameters
+        else:
+            table = [parameter for parameter in table if parameter.is_trained]
+        for bucket in self._buckets(table, dtype):
+            bucket_dtype = _exported_dtype(next(iter(bucket.values())), dtype)
             parts: dict[str, list[torch.Tensor]] = {name: [] for name in bucket}
             for holder in self._ranks:
                 names = [name for name in bucket if holder in self._holdings[name].ranks]
-                for name, part in self._parts(holder, names, values, dtype):
+                for name, part in self._parts(holder, names, values, bucket_dtype):
                     parts[name].append(part)
             if self.collects:
                 for name, parameter in bucket.items():
@@ -160,19 +164,22 @@ class ReplicaWeights:
             holdings[name] = _Holding(tuple(ranks), shapes_by_rank[ranks[0]][name])
         return holdings
 
-    def _buckets(self, dtype: torch.dtype) -> Iterator[dict[str, Parameter]]:
-        """All parameters in order, by their names, in buckets of at most `BUCKET_BYTES` of one rank's parts,
-        or of one parameter."""
+    def _buckets(self, table: Sequence[Parameter], dtype: torch.dtype) -> Iterator[dict[str, Parameter]]:
+        """The parameters in order, by their names, in buckets of one dtype and of at most `BUCKET_BYTES` of
+        one rank's parts, or of one parameter."""
         bucket: dict[str, Parameter] = {}
         bucket_bytes = 0
-        for parameter in parameters(self._config):
-            num_bytes = math.prod(self._holdings[parameter.megatron].shape) * dtype.itemsize
-            if bucket and bucket_bytes + num_bytes > BUCKET_BYTES:
+        bucket_dtype = dtype
+        for parameter in table:
+            own_dtype = _exported_dtype(parameter, dtype)
+            num_bytes = math.prod(self._holdings[parameter.megatron].shape) * own_dtype.itemsize
+            if bucket and (own_dtype != bucket_dtype or bucket_bytes + num_bytes > BUCKET_BYTES):
                 yield bucket
                 bucket = {}
                 bucket_bytes = 0
             bucket[parameter.megatron] = parameter
             bucket_bytes += num_bytes
+            bucket_dtype = own_dtype
         yield bucket
 
     def _parts(
@@ -211,13 +218,20 @@ def _assemble(
             yield name, torch.cat(pieces, dim=parameter.divided_dimension)
 
 
+def _exported_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, unless the parameter has one of its own."""
+    if parameter.dtype is None:
+        return dtype
+    return getattr(torch, parameter.dtype)
+
+
 def weight_specs(config: HuggingFaceConfig, folder: str | Path, dtype: torch.dtype) -> WeightLayout:
     """The names, shapes and dtypes that `ReplicaWeights.export` yields for the model of this folder."""
     files = tensor_files(Path(folder))
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
-    dtype_name = str(dtype).removeprefix("torch.")
     specs: list[TensorSpec] = []
     for parameter in parameters(config):
+        dtype_name = str(_exported_dtype(parameter, dtype)).removeprefix("torch.")
         for name in parameter.hugging_face:
             shape = opened[files[name]].get_slice(name).get_shape()
             specs.append(TensorSpec(name=name, shape=tuple(shape), dtype=dtype_name))

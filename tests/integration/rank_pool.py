@@ -224,9 +224,16 @@ class RankProcess:
         import torch
 
         weights = self._rank._weights
-        values = {name: of(parameter) for name, parameter in weights._own_parameters.items()}
+        values = {name: of(parameter) for name, parameter in self._trained().items()}
         tensors = weights.export(torch.float32, values)
         return {name: tensor.numpy().copy() for name, tensor in tensors}
+
+    def _trained(self) -> dict[str, Any]:
+        """This rank's parameters without the buffers, by their names in the whole model."""
+        import torch
+
+        own = self._rank._weights._own_parameters
+        return {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.nn.Parameter)}
 
     def _share_gradients(self) -> None:
         """The distributed optimizer leaves each data-parallel rank with its own share of the sums."""
@@ -272,7 +279,7 @@ class RankProcess:
         from invrl.train.weights import load_weights
 
         rank = self._rank
-        parameters = rank._weights._own_parameters
+        parameters = self._trained()
         weights = [parameter.detach().clone() for parameter in parameters.values()]
         load_weights(parameters, rank._config, folder)
         with torch.no_grad():

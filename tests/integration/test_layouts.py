@@ -44,11 +44,13 @@ CASES = [
     # Every family, on what divides its layers and on what divides their heads.
     *[(family, layout) for family in FAMILIES for layout in (TP2, PP2)],
     ("qwen3_moe", PP2),
+    ("glm4_moe", PP2),
     # One dense model with tied embeddings and one without, and one with experts, on the others.
     *[("gemma3_text", layout) for layout in (PP2_VPP2, TP2_PP2)],
     *[("qwen3", layout) for layout in (TP4, PP4, PP2_VPP2, TP2_DP2, PP2_DP2, TP2_PP2, PP2_VPP2_DP2)],
     ("qwen3", ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2)),
     *[("qwen3_moe", layout) for layout in (DP2, PP2_VPP2, PP2_DP2)],
+    ("glm4_moe", DP2),
 ]
 """Tensor-parallel ranks do not divide experts. TP4 is as many ranks as the models have key-value heads."""
 ALGORITHM = AlgorithmConfig(kl_coef=0.05)

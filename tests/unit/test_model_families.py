@@ -225,6 +225,28 @@ def test_an_unsupported_family_is_refused_with_the_list_and_the_nearest(
     assert re.findall(r"the nearest is (\w+)", caught.value.fix) == ([nearest] if nearest else [])
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"n_group": 4, "topk_group": 3, "num_experts_per_tok": 8}, "topk_group"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
+    ],
+)
+def test_a_glm_that_megatron_would_compute_otherwise_is_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hf_config(config(model_type="glm4_moe", **fields))
+    assert caught.value.field == f"config.json: {named}"
+
+
+def test_layers_behind_the_model_s_own_are_left_out() -> None:
+    """GLM's folders have a layer more, which predicts further tokens."""
+    parsed = parse_hf_config(config(model_type="glm4_moe", num_hidden_layers=2))
+    assert parsed.leaves_out("model.layers.2.eh_proj.weight")
+    assert not parsed.leaves_out("model.layers.1.mlp.gate.weight")
+    assert not parsed.leaves_out("model.norm.weight")
+
+
 # ------------------------------------------------------------------ windows
 
 

@@ -36,6 +36,19 @@ class Experts:
     intermediate_size: int
     normalized: bool
     """The weights of a token's chosen experts are divided by their sum."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Of the router's logits; the chosen experts' scores are their weights."""
+    has_bias: bool = False
+    """A bias is added to the scores for the choice, not to the weights."""
+    scale: float = 1.0
+    """The factor of the weights."""
+    groups: int = 1
+    chosen_groups: int = 1
+    """Experts are chosen from the best groups only, which count by their best experts."""
+    shared_size: int | None = None
+    """Intermediate size of the experts that compute every token, together; None: there are none."""
+    router_in_float32: bool = False
+    """The router's logits are computed in float32, whatever dtype the model has."""
 
 
 class HuggingFaceConfig(BaseModel):
@@ -111,6 +124,15 @@ class HuggingFaceConfig(BaseModel):
     def has_experts(self, layer: int) -> bool:
         """Whether the layer, counted from 0, has experts in place of one MLP."""
         return False
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that rotary positions turn, the first ones."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether the model has no use for this tensor of its folder."""
+        return self.tie_word_embeddings and name == "lm_head.weight"
 
     @property
     def attention_scale(self) -> float:

@@ -35,10 +35,17 @@ class Parameter:
     hugging_face: tuple[str, ...]
     fusion: Fusion = "plain"
     sharding: Sharding = "whole"
+    dtype: Literal["float32"] | None = None
+    """The dtype that it has in every model and every export; None: that of the model. Only what no optimizer
+    trains has one: Megatron keeps it as a buffer."""
     layer: int | None = None
     """The number of its layer, counted from 0; None: it is in no layer, or in all (in a table)."""
     expert: int | None = None
     """The number of its expert, counted from 0; None: it is in no expert, or in all (in a table)."""
+
+    @property
+    def is_trained(self) -> bool:
+        return self.dtype is None
 
     @property
     def divided_dimension(self) -> int | None:
@@ -65,11 +72,15 @@ class Parameter:
 
 
 def layer_parameter(
-    megatron: str, *hugging_face: str, fusion: Fusion = "plain", sharding: Sharding = "whole"
+    megatron: str,
+    *hugging_face: str,
+    fusion: Fusion = "plain",
+    sharding: Sharding = "whole",
+    dtype: Literal["float32"] | None = None,
 ) -> Parameter:
     """A parameter of decoder layers, by its names within the layer."""
     names = tuple(f"model.layers.{{layer}}.{name}" for name in hugging_face)
-    return Parameter(f"decoder.layers.{{layer}}.{megatron}", names, fusion, sharding)
+    return Parameter(f"decoder.layers.{{layer}}.{megatron}", names, fusion, sharding, dtype)
 
 
 def join(fusion: Fusion, tensors: list[torch.Tensor], *, groups: int) -> torch.Tensor:

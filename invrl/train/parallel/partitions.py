@@ -18,26 +18,30 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
 
 
-def parameters_of(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter]:
-    """All parameters of a rank's chunks, by their names in a model without pipeline stages.
+def parameters_of(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
+    """All that is saved of a rank's chunks, parameters and buffers, by their names in a model without pipeline
+    stages.
 
     Megatron counts the layers of each chunk from 0. Where the embedding is also the head, the last stage has
     a copy of it, which has the embedding's name here.
     """
-    named: dict[str, torch.nn.Parameter] = {}
+    named: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         first_layer = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
-        for name, parameter in chunk.named_parameters():
+        saved = chunk.state_dict()
+        tensors: dict[str, torch.Tensor] = dict(chunk.named_parameters())
+        tensors |= {name: buffer for name, buffer in chunk.named_buffers() if name in saved}
+        for name, tensor in tensors.items():
             if name.startswith(_LAYERS):
                 number, _, rest = name.removeprefix(_LAYERS).partition(".")
                 name = f"{_LAYERS}{first_layer + int(number)}.{rest}"
             elif name == _HEAD and chunk.share_embeddings_and_output_weights:
                 name = _EMBEDDING
-            named[name] = parameter
+            named[name] = tensor
     return named
 
 
-def note_partitions(parameters: Mapping[str, torch.nn.Parameter], table: Sequence[Parameter]) -> None:
+def note_partitions(parameters: Mapping[str, torch.Tensor], table: Sequence[Parameter]) -> None:
     """Sets Megatron's attributes on every divided parameter that lacks them. Call it before the optimizer is
     built, which copies them.
 
