@@ -223,6 +223,8 @@ def _command(config: EngineConfig, model_path: Path, port: int) -> list[str]:
     # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.
     command.append("--incremental-streaming-output")
     command.append("--skip-server-warmup")
+    # Otherwise a GPU engine keeps a shared expert among the others, where weight updates do not look for it.
+    command.append("--disable-shared-experts-fusion")
     if on_cpu:
         command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
     if config.seeded_sampling:

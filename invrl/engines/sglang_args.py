@@ -43,6 +43,10 @@ SGLANG_OWNED = {
     "delete_ckpt_after_loading": "leave it out: it deletes the model folder",
     "incremental_streaming_output": "leave it out: the client needs it on",
     "skip_server_warmup": "leave it out: the engine is warmed by its first token",
+    **dict.fromkeys(
+        ("disable_shared_experts_fusion", "enforce_shared_experts_fusion"),
+        "leave it out: weight updates need shared experts apart from the others",
+    ),
     "sleep_on_idle": "leave it out: it is on where a waiting scheduler would spin on a core",
     "max_total_tokens": "use --engine-max-total-tokens",
     "dp_size": "use --num-engines",

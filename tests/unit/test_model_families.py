@@ -229,6 +229,7 @@ def test_an_unsupported_family_is_refused_with_the_list_and_the_nearest(
     ("fields", "named"),
     [
         ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok"),
         ({"n_group": 4, "topk_group": 3, "num_experts_per_tok": 8}, "topk_group"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
     ],
@@ -317,6 +318,7 @@ def test_a_gemma_that_is_not_computed_is_refused(fields: dict[str, Any], named: 
     ("fields", "named"),
     [
         ({"model_type": "mistral", "sliding_window": 511}, "sliding_window"),
+        ({"model_type": "qwen2", "head_dim": 24}, "head_dim"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "mlp_only_layers"),
     ],

@@ -22,7 +22,8 @@ class Glm4MoeConfig(HuggingFaceConfig):
     partial_rotary_factor: float = Field(0.5, gt=0, le=1)
     use_qk_norm: bool = False
     moe_intermediate_size: PositiveInt = 1408
-    num_experts_per_tok: PositiveInt = 8
+    num_experts_per_tok: int = Field(8, ge=2)
+    """Megatron does not divide the weight of a single expert by itself."""
     n_shared_experts: PositiveInt = 1
     n_routed_experts: PositiveInt = 128
     routed_scaling_factor: PositiveFloat = 1.0

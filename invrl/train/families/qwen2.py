@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from invrl.errors import ConfigError
 from invrl.train.families import llama
 from invrl.train.families.model_config import HuggingFaceConfig
 
@@ -10,6 +11,13 @@ class Qwen2Config(HuggingFaceConfig):
     @property
     def qkv_bias(self) -> bool:
         return True
+
+    def check_served(self) -> None:
+        """SGLang does not read head_dim of this family."""
+        computed = self.hidden_size // self.num_attention_heads
+        if self.head_dim != computed:
+            reason = f"SGLang takes hidden_size / num_attention_heads = {computed} for it in this family"
+            raise ConfigError("config.json: head_dim", self.head_dim, reason, "use another model")
 
 
 FAMILY = replace(
