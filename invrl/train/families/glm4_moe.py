@@ -17,7 +17,7 @@ from invrl.types import Json
 
 class Glm4MoeConfig(HuggingFaceConfig):
     rms_norm_eps: float = 1e-5
-    attention_bias: bool = False
+    attention_bias: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
     """Of q, k and v only."""
     partial_rotary_factor: float = Field(0.5, gt=0, le=1)
     use_qk_norm: bool = False

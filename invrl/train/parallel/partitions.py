@@ -19,7 +19,7 @@ _HEAD = "output_layer.weight"
 
 
 def parameters_of(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
-    """All that is saved of a rank's chunks, parameters and buffers, by their names in a model without pipeline
+    """What is saved of a rank's chunks, parameters and buffers, by their names in a model without pipeline
     stages.
 
     Megatron counts the layers of each chunk from 0. Where the embedding is also the head, the last stage has
