@@ -4,6 +4,8 @@ InvrlError
 ├── ConfigError            bad input: names the field, the value, the reason and the fix
 │   └── PluginError        user code that cannot be imported, is not callable, or has the wrong signature
 ├── DamagedFileError       a file that a run wrote is missing or was changed; names the file
+│   ├── NewerFormatError   a newer version of invrl wrote it
+│   └── OtherModelError    it is of another model than the run's
 ├── DeadlineError          a wait across a process ran out; says what it waited for
 │   └── ActorSilentError   a Ray actor did not answer a call in time
 ├── ServerError            an OS process that we started did not come up, died, or answered wrongly
@@ -59,6 +61,14 @@ class DamagedFileError(InvrlError):
         self.path = path
         self.reason = reason
         self.fix = fix
+
+
+class NewerFormatError(DamagedFileError):
+    """A newer version of invrl wrote the file, in a format that this one does not know."""
+
+
+class OtherModelError(DamagedFileError):
+    """The file is whole and belongs to another model than the run's."""
 
 
 class DeadlineError(InvrlError):

@@ -19,6 +19,7 @@ from invrl.types import (
     MAX_NAME_LENGTH,
     MAX_REWARD_COMPONENTS,
     DroppedGroup,
+    FileEntries,
     Group,
     GroupLease,
     Outcome,
@@ -209,9 +210,15 @@ class Trainer(Protocol):
 
     async def train(self, batch: TrainBatch) -> StepResult: ...
 
-    async def save_checkpoint(self, path: str) -> None: ...
+    async def save_checkpoint(self, path: str) -> FileEntries:
+        """Returns the entries of files that were written, below `path`; the small ones may be missing."""
+        ...
+
     async def load_checkpoint(self, path: str) -> None: ...
-    async def export_hugging_face(self, path: str) -> None: ...
+
+    async def export_hugging_face(self, path: str) -> FileEntries:
+        """As `save_checkpoint`."""
+        ...
 
 
 # ------------------------------------------------------------------ seams of the weight transaction

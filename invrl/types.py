@@ -469,6 +469,18 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """What was written into a file: its size, and the hexadecimal xxh3-128 of its bytes."""
+
+    bytes: int
+    checksum: str
+
+
+FileEntries = Mapping[str, FileEntry]
+"""Entries of files, by their path relative to the folder that they were written into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
     """What one committed weight update did. Gaps are in nats."""
 

@@ -17,51 +17,24 @@ import asyncio
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, Self, TypeVar
+from typing import ParamSpec, TypeVar
 
-from invrl.errors import ConfigError, DamagedFileError
+from invrl.errors import DamagedFileError, NewerFormatError, OtherModelError
 from invrl.host.disk import flush, flush_tree
 from invrl.interfaces import Trainer
-from invrl.store.manifest import MANIFEST_NAME, check_manifest, write_manifest
-from invrl.store.run_folder import Below
+from invrl.run.checkpoint import MODEL_PREFIX, STEP_PREFIX, Checkpoint, model_step
+from invrl.store.manifest import MANIFEST_NAME, read_entries, write_manifest
+from invrl.types import FileEntries
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PREFIX = "step-"
-_MODEL_PREFIX = "model-"
 _PARTIAL = ".partial"
 _DAMAGED = ".damaged"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """Paths of one checkpoint; `step` training steps had been made, so it holds weight version `step`."""
-
-    step: int
-    path: Path
-
-    megatron = Below("megatron")
-    hugging_face = Below("hugging_face")
-    buffer = Below("buffer.json")
-    """Absent where no buffer was in the run (`--debug-train-only`)."""
-
-    @classmethod
-    def at(cls, path: Path) -> Self | None:
-        """The checkpoint in this folder, not checked; None if the folder is not a checkpoint."""
-        step = _step_in(path, _PREFIX)
-        if step is None:
-            return None
-        return cls(step=step, path=path)
-
-    def check(self) -> None:
-        """Raises DamagedFileError if a file is not what was written."""
-        check_manifest(self.path)
-        if not self.megatron.is_dir():
-            raise DamagedFileError(self.megatron, "it is missing")
+_REFUSED = ".refused"
+"""Ends the name of a checkpoint that is whole and cannot be used: of another model, or of a newer format."""
 
 
 class Checkpoints:
@@ -76,7 +49,7 @@ class Checkpoints:
     def all(self) -> list[Checkpoint]:
         """Oldest first."""
         checkpoints: list[Checkpoint] = []
-        for path in self._folder.glob(f"{_PREFIX}*"):
+        for path in self._folder.glob(f"{STEP_PREFIX}*"):
             checkpoint = Checkpoint.at(path)
             if checkpoint is not None:
                 checkpoints.append(checkpoint)
@@ -88,26 +61,27 @@ class Checkpoints:
             return None
         return checkpoints[-1]
 
-    def newest_whole(self, report: Callable[[str], object]) -> Checkpoint | None:
-        """The newest checkpoint whose files are what was written; None if the run has made no checkpoint.
-        Damaged checkpoints are renamed; `report` receives which file was wrong and which steps are lost.
-        Raises DamagedFileError if there were checkpoints and none is whole."""
+    def newest_whole(self, report: Callable[[str], object], model_folder: Path) -> Checkpoint | None:
+        """The newest checkpoint that is of the model in `model_folder`, in a format that is known, and whose
+        files are what was written; None if the run has made no checkpoint. Other checkpoints are renamed;
+        `report` receives which file was wrong and which steps are lost. Raises DamagedFileError if there were
+        checkpoints and none can be used."""
+        refusals: list[tuple[Checkpoint, DamagedFileError]] = []
         for checkpoint in reversed(self.all()):
             try:
-                checkpoint.check()
+                checkpoint.check(model_folder)
+            except (NewerFormatError, OtherModelError) as error:
+                refusals.append((checkpoint, error))
             except DamagedFileError as error:
-                renamed = self._put_aside(checkpoint)
-                older = [other for other in self.all() if other.step < checkpoint.step]
-                lost_steps = "All its steps"
-                if older:
-                    lost_steps = f"Steps {older[-1].step + 1} to {checkpoint.step}"
-                report(
-                    f"the checkpoint of step {checkpoint.step} is damaged: {error.path.name}: "
-                    f"{error.reason}. It is kept as {renamed.name}. {lost_steps} are lost and made again"
-                )
-                continue
-            return checkpoint
-        damaged = sorted(path.name for path in self._folder.glob(f"{_PREFIX}*{_DAMAGED}*"))
+                report(self._put_aside(checkpoint, error))
+            else:
+                for refused, error in refusals:
+                    report(self._put_aside(refused, error))
+                return checkpoint
+        if refusals:  # the fault is the command's, so nothing is renamed
+            _, error = refusals[0]
+            raise error
+        damaged = sorted(path.name for path in self._folder.glob(f"{STEP_PREFIX}*{_DAMAGED}*"))
         if damaged:
             fix = (
                 "copy a whole checkpoint back to this folder, or begin a new run under another --run-name. "
@@ -117,30 +91,43 @@ class Checkpoints:
             raise DamagedFileError(self._folder, reason, fix)
         return None
 
-    def _put_aside(self, checkpoint: Checkpoint) -> Path:
-        """Renames it, to a name that no checkpoint has and that was not used before."""
-        renamed = checkpoint.path.with_name(f"{checkpoint.path.name}{_DAMAGED}")
+    def _put_aside(self, checkpoint: Checkpoint, error: DamagedFileError) -> str:
+        """Renames it, to a name that no checkpoint has and that was not used before. Returns a sentence for
+        the console."""
+        ending = _DAMAGED
+        finding = "is damaged"
+        if isinstance(error, NewerFormatError | OtherModelError):
+            ending = _REFUSED
+            finding = "cannot be used"
+        renamed = checkpoint.path.with_name(f"{checkpoint.path.name}{ending}")
         number = 1
         while renamed.exists():
             number += 1
-            renamed = checkpoint.path.with_name(f"{checkpoint.path.name}{_DAMAGED}-{number}")
+            renamed = checkpoint.path.with_name(f"{checkpoint.path.name}{ending}-{number}")
         checkpoint.path.rename(renamed)
         flush(self._folder)
-        return renamed
+        older = [other for other in self.all() if other.step < checkpoint.step]
+        lost_steps = "All its steps"
+        if older:
+            lost_steps = f"Steps {older[-1].step + 1} to {checkpoint.step}"
+        return (
+            f"the checkpoint of step {checkpoint.step} {finding}: {error.path.name}: {error.reason}. "
+            f"It is kept as {renamed.name}. {lost_steps} are lost and made again"
+        )
 
     def begin(self, step: int) -> Checkpoint:
         """An empty folder to fill. It becomes a checkpoint by `commit`."""
         self._clear_partial()
-        filling = Checkpoint(step=step, path=self._folder / f"{_PREFIX}{step:06d}{_PARTIAL}")
+        filling = Checkpoint(step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}{_PARTIAL}")
         filling.path.mkdir(parents=True)
         return filling
 
-    def commit(self, filled: Checkpoint) -> Checkpoint:
+    def commit(self, filled: Checkpoint, written: FileEntries) -> Checkpoint:
         """Writes the manifest, flushes everything and gives the folder its name. Then removes checkpoints
-        that are not kept, and saved models that are not newer."""
-        write_manifest(filled.path)
+        that are not kept, and saved models that are not newer. `written`: the entries that are known."""
+        write_manifest(filled.path, written)
         flush_tree(filled.path)
-        final = self._folder / f"{_PREFIX}{filled.step:06d}"
+        final = self._folder / f"{STEP_PREFIX}{filled.step:06d}"
         self._rename(filled.path, final)
         if self._keep:
             for old in self.all()[: -self._keep]:
@@ -154,31 +141,32 @@ class Checkpoints:
         processes meanwhile."""
         model = await self.save_model(trainer, step)
         filling = await _in_thread(self.begin, step)
-        await trainer.save_checkpoint(str(filling.megatron))
-        await _in_thread(_link_model, model, filling.hugging_face)
+        state = await trainer.save_checkpoint(str(filling.megatron))
+        linked = await _in_thread(_link_model, model, filling.hugging_face)
         if snapshot is not None:
             await _in_thread(filling.buffer.write_bytes, snapshot)
-        return await _in_thread(self.commit, filling)
+        written = {**_below(filling.megatron, state), **_below(filling.hugging_face, linked)}
+        return await _in_thread(self.commit, filling, written)
 
     async def save_model(self, trainer: Trainer, step: int) -> Path:
         """Saves the trainer's weights alone, as a Hugging Face folder, and removes older ones. Its path."""
-        final = self._folder / f"{_MODEL_PREFIX}{step:06d}"
+        final = self._folder / f"{MODEL_PREFIX}{step:06d}"
         unfinished = final.with_name(final.name + _PARTIAL)
         await _in_thread(self._clear_partial)
-        await trainer.export_hugging_face(str(unfinished))
-        await _in_thread(self._publish_model, unfinished, final, step)
+        written = await trainer.export_hugging_face(str(unfinished))
+        await _in_thread(self._publish_model, unfinished, final, step, written)
         return final
 
     def model_of(self, step: int) -> Path:
         """Where the weights of a saved step are: in its checkpoint, or by themselves."""
-        checkpoint = Checkpoint(step=step, path=self._folder / f"{_PREFIX}{step:06d}")
+        checkpoint = Checkpoint(step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}")
         if checkpoint.path.exists():
             return checkpoint.hugging_face
-        return self._folder / f"{_MODEL_PREFIX}{step:06d}"
+        return self._folder / f"{MODEL_PREFIX}{step:06d}"
 
     def models(self) -> list[Path]:
         """The models that were saved without a checkpoint, or whose checkpoint is not whole; oldest first."""
-        paths = self._folder.glob(f"{_MODEL_PREFIX}*")
+        paths = self._folder.glob(f"{MODEL_PREFIX}*")
         return sorted(path for path in paths if model_step(path) is not None)
 
     def newest_model(self) -> Path | None:
@@ -191,8 +179,8 @@ class Checkpoints:
             return models[-1]
         return checkpoint.hugging_face
 
-    def _publish_model(self, unfinished: Path, final: Path, step: int) -> None:
-        write_manifest(unfinished)
+    def _publish_model(self, unfinished: Path, final: Path, step: int, written: FileEntries) -> None:
+        write_manifest(unfinished, written)
         flush_tree(unfinished)
         self._rename(unfinished, final)
         self.saved_step = step
@@ -230,21 +218,14 @@ async def _in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs
         raise
 
 
-def model_step(path: Path) -> int | None:
-    """The step whose weights this folder holds by themselves; None for another folder."""
-    return _step_in(path, _MODEL_PREFIX)
+def _below(folder: Path, entries: FileEntries) -> FileEntries:
+    """The same entries relative to the folder that this one is in."""
+    return {f"{folder.name}/{name}": entry for name, entry in entries.items()}
 
 
-def _step_in(path: Path, prefix: str) -> int | None:
-    step = path.name.removeprefix(prefix)
-    if not path.name.startswith(prefix) or not step.isdecimal() or not path.is_dir():
-        return None
-    return int(step)
-
-
-def _link_model(model: Path, to: Path) -> None:
+def _link_model(model: Path, to: Path) -> FileEntries:
     """Hard links to the same files, or copies if the file system has no hard links. The manifest of the
-    checkpoint describes them."""
+    checkpoint describes them too. Returns their entries."""
     to.mkdir()
     for file in model.iterdir():
         if file.name == MANIFEST_NAME:
@@ -253,34 +234,4 @@ def _link_model(model: Path, to: Path) -> None:
             os.link(file, to / file.name)
         except OSError:
             shutil.copyfile(file, to / file.name)
-
-
-def first_checkpoint(setting: str) -> Checkpoint | None:
-    """The checkpoint that `--load-checkpoint` names, not checked yet. None if it names none: the model folder
-    is step 0. Raises ConfigError."""
-    if not setting:
-        return None
-    checkpoint = Checkpoint.at(Path(setting).expanduser().absolute())
-    if checkpoint is None or not checkpoint.megatron.is_dir():
-        fix = "give RUN/checkpoints/step-NNNNNN, with megatron/ in it"
-        raise ConfigError("run.load_checkpoint", setting, "not the folder of a checkpoint", fix)
-    return checkpoint
-
-
-def check_served(model_folder: Path) -> None:
-    """If a run has saved `model_folder`, in a checkpoint or by itself, its files are what was written. Raises
-    ConfigError. Any other model folder has no manifest of ours, so there is nothing to compare with."""
-    folder = model_folder
-    subfolder = ""
-    if model_folder.name == "hugging_face":  # within a checkpoint, whose manifest covers it
-        folder = model_folder.parent
-        subfolder = model_folder.name
-    elif model_step(model_folder) is None:
-        return
-    if not (folder / MANIFEST_NAME).exists():
-        return
-    try:
-        check_manifest(folder, below=subfolder)
-    except DamagedFileError as error:
-        fix = "give another checkpoint of the run"
-        raise ConfigError("model.model_path", str(model_folder), str(error), fix) from error
+    return read_entries(model)

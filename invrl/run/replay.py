@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from invrl.errors import ConfigError
-from invrl.run.checkpoints import Checkpoint, Checkpoints
+from invrl.run.checkpoint import Checkpoint
+from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import start_trainer
 from invrl.run.config import Config
 from invrl.run.loop import train_values
@@ -29,7 +30,7 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
     missing, DamagedFileError if the checkpoint is not what was written."""
     checkpoint = _checkpoint_before(step, Checkpoints(folder.checkpoints_path))
     if checkpoint is not None:
-        checkpoint.check()
+        checkpoint.check(config.model.folder)
     batch = load_batch(batch_path(folder.rollout_data_path, step))
     async with start_trainer(config, folder) as trainer:
         if checkpoint is not None:

@@ -14,8 +14,10 @@ What they did in the ledger counts as lost by itself (`buffer/ledger_store.py`).
 it starts, because the same words may begin a new run, resume one, or do nothing."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from invrl.run.checkpoints import Checkpoint, Checkpoints
+from invrl.run.checkpoint import Checkpoint
+from invrl.run.checkpoints import Checkpoints
 from invrl.run.store_check import check_store, check_store_of
 from invrl.store.batch_file import put_lost_aside
 from invrl.store.run_folder import RunFolder
@@ -43,11 +45,12 @@ class Start:
         return self.checkpoint.buffer.read_bytes()
 
 
-def find_start(folder: RunFolder, checkpoints: Checkpoints) -> Start:
-    """Chooses the newest checkpoint whose files are what was written, and sets aside what later steps left in
-    the folder. Raises DamagedFileError if there are checkpoints and none is whole."""
+def find_start(folder: RunFolder, checkpoints: Checkpoints, model_folder: Path) -> Start:
+    """Chooses the newest checkpoint whose files are what was written and that is of the model in
+    `model_folder`; sets aside what later steps left in the folder. Raises DamagedFileError if there are
+    checkpoints and none can be used."""
     findings: list[str] = []
-    checkpoint = checkpoints.newest_whole(findings.append)
+    checkpoint = checkpoints.newest_whole(findings.append, model_folder)
     step = Start(checkpoint=checkpoint).step
     metrics_finding = folder.rewind_metrics(step)
     if metrics_finding:

@@ -31,7 +31,8 @@ from invrl.observe.sinks import RunObserver, open_sinks
 from invrl.observe.wait_messages import CurrentPhase, Deadlines, report_waits
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.tasks import label_notes
-from invrl.run.checkpoints import Checkpoints, first_checkpoint
+from invrl.run.checkpoint import first_checkpoint
+from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import Cluster, start_cluster
 from invrl.run.config import Config
 from invrl.run.failed_rollouts import report_failures
@@ -57,7 +58,10 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     """Runs from the newest whole checkpoint to the end of the run. The caller holds the folder. Raises
     InvrlError with the cause of a failure; the supervisor then starts the next incarnation."""
     checkpoints = Checkpoints(folder.checkpoints_path, keep=config.run.keep_checkpoints)
-    start = start_at_zero(folder) if config.run.debug_train_only else find_start(folder, checkpoints)
+    if config.run.debug_train_only:
+        start = start_at_zero(folder)
+    else:
+        start = find_start(folder, checkpoints, config.model.folder)
     phase = CurrentPhase()
     display = open_progress(config.run.progress, config.run.num_steps)
     observer = RunObserver([*open_sinks(folder, config, done=start.step), phase, display])
@@ -66,7 +70,8 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         if config.run.debug_train_only:
             checkpoint = first_checkpoint(config.run.load_checkpoint)
             if checkpoint:
-                checkpoint.check()  # not within the event loop: here an interrupt ends it at once
+                # Not within the event loop: here an interrupt ends it at once.
+                checkpoint.check(config.model.folder)
             interrupts.run(train_on_saved_batches(config, folder, checkpoints, observer, checkpoint))
         else:
             run = _TrainingRun(config, folder, checkpoints, observer, phase, start)

@@ -6,7 +6,8 @@ from pathlib import Path
 from invrl.errors import ConfigError
 from invrl.host import interrupts
 from invrl.observe.sinks import RunObserver
-from invrl.run.checkpoints import Checkpoint, Checkpoints
+from invrl.run.checkpoint import Checkpoint
+from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import start_trainer
 from invrl.run.config import Config
 from invrl.run.loop import step_notes, train_values

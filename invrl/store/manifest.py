@@ -1,10 +1,12 @@
-"""The manifest of a folder: the size and the checksum of every file in it.
+"""The manifest of a folder: the size and the checksum of every file in it, and the format of the folder.
 
 PyTorch's and Megatron's readers check no contents, so they would load a file of a checkpoint that changed
 after it was written (a flipped bit, a lost block, a truncation) without an error. The checksum is xxh3 with
 128 bits: it protects against chance, not against forgery, and it reads 12 GB/s on one core where blake2b
-reads 0.44 GB/s, so that the disk is the limit. Files are read in parallel; xxhash releases the GIL meanwhile.
-An interrupt or the first damaged file ends the reading at once."""
+reads 0.44 GB/s, so that the disk is the limit. The checksum of a large file is that of the bytes that were
+written (`checksummed_file.py`); only small ones, which other libraries write, are read again. To check, files
+are read in parallel; xxhash releases the GIL meanwhile. An interrupt or the first damaged file ends the
+reading at once."""
 
 import json
 import os
@@ -17,45 +19,50 @@ from pathlib import Path
 
 import msgspec
 
-from invrl.errors import DamagedFileError
+from invrl.errors import DamagedFileError, NewerFormatError
+from invrl.types import FileEntries, FileEntry
 
 MANIFEST_NAME = "manifest.json"
+FORMAT = 1
+"""Of the folders that are written. A folder in a newer format is not read."""
 _ALGORITHM = "xxh3_128"
 _BLOCK_BYTES = 8 << 20
 _MAX_THREADS = 16
 
 
-class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What one file held when the manifest was written."""
-
-    bytes: int
-    checksum: str
-    """Hexadecimal."""
-
-
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What `manifest.json` holds."""
 
+    format: int = 1
+    """Manifests from before formats were numbered have none."""
     algorithm: str
     files: dict[str, FileEntry]
     """By path relative to the folder, with forward slashes."""
 
 
-def write_manifest(folder: Path) -> None:
-    """Writes the manifest of every file below `folder`. The caller flushes it to disk."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+def write_manifest(folder: Path, written: FileEntries) -> None:
+    """Writes the manifest of every file below `folder`. `written`: entries that are known from the writing;
+    the other files are read. The caller flushes the manifest to disk."""
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    unread = [name for name in names if name not in written]
     with _reader() as reader:
-        entries = list(reader.threads.map(reader.entry_of, paths))
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    files = dict(zip(names, entries, strict=True))
-    manifest = Manifest(algorithm=_ALGORITHM, files=files)
+        entries = list(reader.threads.map(reader.entry_of, [folder / name for name in unread]))
+    read = dict(zip(unread, entries, strict=True))
+    files = {name: read.get(name) or written[name] for name in names}
+    manifest = Manifest(format=FORMAT, algorithm=_ALGORITHM, files=files)
     (folder / MANIFEST_NAME).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1))
+
+
+def read_entries(folder: Path) -> FileEntries:
+    """What the folder's manifest says of its files. Raises DamagedFileError."""
+    return _read_manifest(folder).files
 
 
 def check_manifest(folder: Path, *, below: str = "") -> int:
     """Checks that every file that the manifest of `folder` names is what was written, and returns the number
     of bytes that were read. `below` limits the check to one subfolder. Raises DamagedFileError that names the
-    first damaged file. Files that the manifest does not name are not checked: nothing of ours reads them."""
+    first damaged file, NewerFormatError. Files that the manifest does not name are not checked: nothing of
+    ours reads them."""
     manifest = _read_manifest(folder)
     entries = manifest.files
     if below:
@@ -78,6 +85,9 @@ def _read_manifest(folder: Path) -> Manifest:
         raise DamagedFileError(path, "it is missing, so nothing in its folder can be checked") from None
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise DamagedFileError(path, f"it cannot be read: {error}") from error
+    if manifest.format > FORMAT:
+        reason = f"it is of format {manifest.format}, and this version of invrl reads formats up to {FORMAT}"
+        raise NewerFormatError(path, reason, "use the version of invrl that wrote it")
     if manifest.algorithm != _ALGORITHM:
         reason = f"its checksums are {manifest.algorithm!r}, not {_ALGORITHM!r}"
         raise DamagedFileError(path, reason)
@@ -118,7 +128,8 @@ class _Reader:
         if entry.bytes != expected.bytes:
             return DamagedFileError(path, f"it has {entry.bytes} bytes, and {expected.bytes} were written")
         if entry.checksum != expected.checksum:
-            return DamagedFileError(path, "its checksum is not that of what was written")
+            found = f"its checksum is {entry.checksum}"
+            return DamagedFileError(path, f"{found}, and {expected.checksum} was written")
         return None
 
 

@@ -35,6 +35,9 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, Serializatio
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from invrl.store.checksummed_file import ChecksummedFile
+from invrl.types import FileEntry
+
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 """The states of a parameter: its float32 master weight and Adam's moments."""
 
@@ -175,13 +178,15 @@ class TensorByTensor(TorchDistSaveShardedStrategy):
     def __init__(self, late: LateTensors) -> None:
         super().__init__("torch_dist", 1)
         self._late = late
+        self.written: dict[str, FileEntry] = {}
+        """The file that this rank has written, by its name."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         """Returns a request whose work is done in this process and thread when it is executed."""
         state_by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        writer = _Writer(checkpoint_dir, self._late)
+        writer = _Writer(checkpoint_dir, self._late, self.written)
         planner = MCoreSavePlanner(
             dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
         )
@@ -191,11 +196,12 @@ class TensorByTensor(TorchDistSaveShardedStrategy):
 
 
 class _Writer(FileSystemWriterAsync):
-    """Writes this rank's items into one file."""
+    """Writes this rank's items into one file, whose entry is added to `written`."""
 
-    def __init__(self, folder: Path, late: LateTensors) -> None:
+    def __init__(self, folder: Path, late: LateTensors, written: dict[str, FileEntry]) -> None:
         super().__init__(folder, thread_count=1)
         self._late = late
+        self._written = written
         self._results: list[WriteResult] = []
         self._failure: Exception | None = None
 
@@ -218,7 +224,7 @@ class _Writer(FileSystemWriterAsync):
         late_items: dict[int, list[tuple[WriteItem, torch.Tensor]]] = {}
         stream: Any = None
         with self._failure_recorded():
-            stream = (Path(self.checkpoint_dir) / name).open("wb")
+            stream = ChecksummedFile(Path(self.checkpoint_dir) / name)
         try:
             for item in self._plan.items:
                 data = self._planner.resolve_data(item)
@@ -237,6 +243,7 @@ class _Writer(FileSystemWriterAsync):
             if stream is not None:
                 with self._failure_recorded():
                     stream.close()  # a full disk may be noticed only here, when the buffer is flushed
+                    self._written[name] = stream.entry()
         assert not late_items, f"{len(late_items)} placeholders have no tensor"
 
     @contextmanager

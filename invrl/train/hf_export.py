@@ -11,6 +11,7 @@ from invrl.host.disk import flush, flush_tree
 from invrl.interfaces import WeightLayout
 from invrl.store.manifest import MANIFEST_NAME
 from invrl.train.safetensors_file import write_safetensors
+from invrl.types import FileEntries
 
 _NOT_COPIED = (
     ".safetensors",
@@ -33,13 +34,14 @@ def export_hugging_face(
     path: str,
     *,
     chat_template: str = "",
-) -> None:
+) -> FileEntries:
     """Writes the weights, which are those of `specs`; copies configuration, tokenizer and template from
     `source`.
 
     A `chat_template` replaces the source's own, so that whoever serves the model uses the template that
     it was trained with. The folder appears whole at `path` and replaces one that was there; its files are
-    on disk by then. The files get ordinary modes, whatever the modes of the source's files.
+    on disk by then. The files get ordinary modes, whatever the modes of the source's files. Returns the
+    entries of the files with weights.
     """
     folder = Path(path)
     new_folder = folder.with_name(folder.name + ".new")
@@ -52,11 +54,12 @@ def export_hugging_face(
         # transformers reads this file before the template in tokenizer_config.json.
         (new_folder / "chat_template.jinja").write_text(chat_template)
     _set_dtype(new_folder / "config.json", specs[0].dtype)
-    write_safetensors(new_folder / "model.safetensors", specs, weights)
+    entry = write_safetensors(new_folder / "model.safetensors", specs, weights)
     flush_tree(new_folder)
     shutil.rmtree(folder, ignore_errors=True)
     new_folder.rename(folder)
     flush(folder.parent)
+    return {"model.safetensors": entry}
 
 
 def _set_dtype(config_file: Path, dtype: str) -> None:

@@ -25,7 +25,7 @@ from invrl.train.megatron_args import parse_megatron_options
 from invrl.train.micro_batch import Row
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard
-from invrl.types import WeightVersion
+from invrl.types import FileEntries, WeightVersion
 from invrl.weights.arena import ArenaWriter
 from invrl.weights.buckets import BucketSender
 
@@ -129,24 +129,25 @@ class TrainRank:
         """Created at the first use, so that only the rank that sends allocates its memory."""
         return _TRANSPORTS[self._settings.transport](self.layout())
 
-    def save_checkpoint(self, path: str) -> None:
+    def save_checkpoint(self, path: str) -> FileEntries:
         """Saves model, optimizer, schedule and random state; all ranks together. The folder must be empty or
-        new."""
-        self._state.save(path)
+        new. Returns the entries of the files that this rank has written."""
+        return self._state.save(path)
 
     def load_checkpoint(self, path: str) -> None:
         self._state.load(path)
 
-    def export_hugging_face(self, path: str) -> None:
+    def export_hugging_face(self, path: str) -> FileEntries:
         """Writes a folder that plain transformers loads: weights in the training dtype, the chat template
-        that the run uses, and the other files as they came. One rank writes; the others give their parts."""
+        that the run uses, and the other files as they came. One rank writes; the others give their parts.
+        Returns the entries of the files with weights, on the rank that writes."""
         from invrl.train.hf_export import export_hugging_face
 
         weights = self._weights.export(self._train_dtype)
         if not self._weights.collects:
             _exhaust(weights)
-            return
-        export_hugging_face(
+            return {}
+        return export_hugging_face(
             weights,
             self._trained_specs,
             self._settings.model_path,

@@ -9,7 +9,6 @@ bytes in the header's order (see the section "Format" of the safetensors package
 """
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,6 +16,8 @@ import torch
 
 from invrl.errors import TrainError
 from invrl.interfaces import WeightLayout
+from invrl.store.checksummed_file import ChecksummedFile
+from invrl.types import FileEntry
 from invrl.weights.tensor_spec import num_bytes, spec_of
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -25,13 +26,16 @@ _ALIGNMENT = 8
 """Bytes. The first tensor begins at a multiple of it, as in the files of the reference implementation."""
 
 
-def write_safetensors(path: Path, layout: WeightLayout, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def write_safetensors(
+    path: Path, layout: WeightLayout, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> FileEntry:
     """Writes exactly the tensors of the layout, in its order, from any device. The file is on disk on return.
+    Returns what was written.
 
     Raises OSError, and TrainError where a tensor is not the one that the layout names.
     """
     header = _header(layout)
-    with path.open("wb") as file:
+    with ChecksummedFile(path) as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
         for spec, (name, tensor) in zip(layout, tensors, strict=True):
@@ -39,8 +43,8 @@ def write_safetensors(path: Path, layout: WeightLayout, tensors: Iterable[tuple[
                 raise TrainError(f"{spec_of(name, tensor)} is written where the layout has {spec}")
             flat = tensor.detach().cpu().contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+        file.sync()
+        return file.entry()
 
 
 def _header(layout: WeightLayout) -> bytes:

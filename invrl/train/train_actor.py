@@ -21,7 +21,7 @@ from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.rendezvous import listen
 from invrl.train.sharding import Shard
-from invrl.types import WeightVersion
+from invrl.types import FileEntries, WeightVersion
 
 if TYPE_CHECKING:
     from invrl.train.rank import TrainRank
@@ -72,8 +72,8 @@ class TrainActor:
     async def stage(self, version: WeightVersion) -> StagedWeights | None:
         return await self._in_worker(self._rank.stage, version)
 
-    async def save_checkpoint(self, path: str) -> None:
-        await self._in_worker(self._rank.save_checkpoint, path)
+    async def save_checkpoint(self, path: str) -> FileEntries:
+        return await self._in_worker(self._rank.save_checkpoint, path)
 
     async def load_checkpoint(self, path: str) -> None:
         await self._in_worker(self._rank.load_checkpoint, path)
@@ -81,8 +81,8 @@ class TrainActor:
     async def batches_trained(self) -> int:
         return await self._in_worker(self._rank.batches_trained)
 
-    async def export_hugging_face(self, path: str) -> None:
-        await self._in_worker(self._rank.export_hugging_face, path)
+    async def export_hugging_face(self, path: str) -> FileEntries:
+        return await self._in_worker(self._rank.export_hugging_face, path)
 
     async def _in_worker(
         self, work: Callable[Parameters, Answer], *args: Parameters.args, **kwargs: Parameters.kwargs

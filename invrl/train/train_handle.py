@@ -6,6 +6,7 @@ The ranks meet in collectives, so if one of them fails or dies the others would 
 
 import asyncio
 import contextlib
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,7 +23,7 @@ from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.sharding import Shard, shard_batch
 from invrl.train.train_actor import TrainActor
-from invrl.types import TrainBatch, WeightVersion
+from invrl.types import FileEntries, TrainBatch, WeightVersion
 
 Parameters = ParamSpec("Parameters")
 Argument = TypeVar("Argument")
@@ -112,8 +113,9 @@ class TrainHandle:
         assert staged is not None, "the first rank of a replica collects its weights"
         return staged
 
-    async def save_checkpoint(self, path: str) -> None:
-        await self._call_all(TrainActor.save_checkpoint, path)
+    async def save_checkpoint(self, path: str) -> FileEntries:
+        entries = await self._call_all(TrainActor.save_checkpoint, path)
+        return ChainMap(*map(dict, entries.values()))
 
     async def load_checkpoint(self, path: str) -> None:
         await self._call_all(TrainActor.load_checkpoint, path)
@@ -122,8 +124,9 @@ class TrainHandle:
         """Batches trained since the start. Answered after the batch that is under way."""
         return await self._call_first(TrainActor.batches_trained)
 
-    async def export_hugging_face(self, path: str) -> None:
-        await self._call_replica(TrainActor.export_hugging_face, path)
+    async def export_hugging_face(self, path: str) -> FileEntries:
+        entries = await self._call_replica(TrainActor.export_hugging_face, path)
+        return entries[self._layout.replica(0)[0]]
 
     def stop(self) -> None:
         for actor in self._actors:

@@ -7,7 +7,7 @@ whole checkpoint consists of is in `run/checkpoints.py`.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -17,9 +17,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from invrl.errors import TrainError
+from invrl.store.checksummed_file import ChecksummedFile
 from invrl.train import device
 from invrl.train.checkpoint_writer import LateTensors, TensorByTensor, gather_late
 from invrl.train.model import PolicyModel
+from invrl.types import FileEntries
 
 
 class TrainerState:
@@ -36,8 +38,9 @@ class TrainerState:
             if isinstance(part, DistributedOptimizer):
                 gather_late(part, self._late)
 
-    def save(self, path: str) -> None:
-        """Called on all ranks together. Raises TrainError if the folder is not empty or cannot be written."""
+    def save(self, path: str) -> FileEntries:
+        """Called on all ranks together. Returns the entries of the files that this rank has written. Raises
+        TrainError if the folder is not empty or cannot be written."""
         folder = Path(path)
         if torch.distributed.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -47,15 +50,18 @@ class TrainerState:
         torch.distributed.barrier()
         self._late.clear()
         state = self._sharded_state(is_loading=False)
+        tensors = TensorByTensor(self._late)
         try:
-            dist_checkpointing.save(state, str(folder), TensorByTensor(self._late))
+            dist_checkpointing.save(state, str(folder), tensors)
         except CheckpointException as error:  # a BaseException, and only rank 0's names the cause
             causes = [str(cause) for cause, _ in error.failures.values()] or ["another rank failed"]
             raise TrainError(f"the checkpoint {folder} could not be written: {causes[0]}") from error
         rng_file = _rng_file(folder)
         rng_file.parent.mkdir(exist_ok=True)
-        torch.save(device.random_state(), rng_file)
+        with ChecksummedFile(rng_file) as file:
+            torch.save(device.random_state(), cast(Any, file))
         torch.distributed.barrier()
+        return {**tensors.written, rng_file.relative_to(folder).as_posix(): file.entry()}
 
     def load(self, path: str) -> None:
         """Called on all ranks together. Raises TrainError if there is no checkpoint."""

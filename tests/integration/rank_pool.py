@@ -34,7 +34,7 @@ from invrl.train.micro_batch import Row
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard, shard_batch
-from invrl.types import TrainBatch, WeightVersion
+from invrl.types import FileEntries, TrainBatch, WeightVersion
 
 CALL_S = 200.0  # a busy machine imports Megatron and builds a rank in less
 
@@ -337,8 +337,8 @@ class RankProcess:
     def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
         return self._rank.token_logprobs(shard)
 
-    def export(self, path: str) -> None:
-        self._rank.export_hugging_face(path)
+    def export(self, path: str) -> FileEntries:
+        return self._rank.export_hugging_face(path)
 
     def layout(self, _: None) -> WeightLayout:
         return self._rank.layout()
@@ -351,8 +351,8 @@ class RankProcess:
         staged = self._rank.stage(version)
         return dict(staged.checksums) if staged else {}
 
-    def save(self, path: str) -> None:
-        self._rank.save_checkpoint(path)
+    def save(self, path: str) -> FileEntries:
+        return self._rank.save_checkpoint(path)
 
     def load(self, path: str) -> None:
         self._rank.load_checkpoint(path)

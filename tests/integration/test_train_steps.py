@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from train_reference import random_batch, worst
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import TrainError
 from invrl.metrics import resolve
+from invrl.store.manifest import read_entries, write_manifest
 from invrl.train.config import TrainConfig
 from invrl.train.sharding import mini_batches
 from invrl.types import TrainBatch
@@ -235,6 +237,23 @@ def test_saving_takes_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path
             folders = [str(tmp_path / f"{method}-{rank}") for rank in range(ranks)]
         grown = trainer.call("growth", [(method, folder) for folder in folders])
         assert max(grown) < state / 4, method
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checksums_of_what_was_written_are_those_of_the_files(
+    pool: RankPool, model: Path, tmp_path: Path, ranks: int
+) -> None:
+    """Every file whose size grows with the model is among them."""
+    trainer = pool.build(model, ranks=ranks)
+    for method in ("save", "export"):
+        folder = tmp_path / method
+        entries = dict(
+            ChainMap(*trainer.part(range(ranks if method == "save" else 1)).each(method, str(folder)))
+        )
+        write_manifest(folder, {})
+        assert entries.items() <= read_entries(folder).items()
+        large = {name for name, entry in read_entries(folder).items() if entry.bytes > 100_000}
+        assert large <= entries.keys() | {"tokenizer.json"}
 
 
 def test_a_checkpoint_is_never_written_over_another_nor_read_from_nothing(

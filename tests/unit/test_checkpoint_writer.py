@@ -33,7 +33,7 @@ def write(folder: Path) -> tuple[list[str], Any]:
 
     late = LateTensors()
     late.placeholder(4, gather)
-    writer = _Writer(folder, late)
+    writer = _Writer(folder, late, {})
     item = WriteItem(MetadataIndex("state"), WriteItemType.BYTE_IO)
     planner: Any = Planner()
     writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), planner)

@@ -15,10 +15,11 @@ from crash_at import CrashAt
 from test_run_folder import config
 
 from invrl.errors import ConfigError
-from invrl.run.checkpoints import Checkpoint, Checkpoints, first_checkpoint
+from invrl.run.checkpoint import Checkpoint, first_checkpoint
+from invrl.run.checkpoints import Checkpoints
 from invrl.run.folder import make_run_folder
 from invrl.store.batch_file import batch_path, load_batch, save_batch, saved_steps
-from invrl.types import TrainBatch, TrainSample, WeightVersion
+from invrl.types import FileEntries, TrainBatch, TrainSample, WeightVersion
 
 
 def fill(checkpoint: Checkpoint, text: str) -> None:
@@ -30,7 +31,7 @@ def fill(checkpoint: Checkpoint, text: str) -> None:
 def write(checkpoints: Checkpoints, step: int, text: str = "x") -> None:
     filling = checkpoints.begin(step)
     fill(filling, text)
-    checkpoints.commit(filling)
+    checkpoints.commit(filling, {})
 
 
 def test_the_newest_are_kept_in_order(tmp_path: Path) -> None:
@@ -91,11 +92,13 @@ async def test_a_save_leaves_the_disk_to_threads(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("os.fsync", noted("fsync", os.fsync))
 
     class Trainer:
-        async def save_checkpoint(self, path: str) -> None:
+        async def save_checkpoint(self, path: str) -> FileEntries:
             os.mkdir(path)
+            return {}
 
-        async def export_hugging_face(self, path: str) -> None:
+        async def export_hugging_face(self, path: str) -> FileEntries:
             os.mkdir(path)
+            return {}
 
     saved = await Checkpoints(tmp_path).save(cast(Any, Trainer()), 4, b"the buffer")
     assert saved.buffer.read_bytes() == b"the buffer"

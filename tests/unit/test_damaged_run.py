@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sqlite3
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from invrl.buffer.ledger_store import LedgerStore, read_incarnations, read_ledge
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.cli import main as cli
 from invrl.errors import ConfigError, DamagedFileError, RunStoreError
-from invrl.run.checkpoints import Checkpoint, Checkpoints, check_served
+from invrl.run.checkpoint import Checkpoint, check_served
+from invrl.run.checkpoints import Checkpoints
 from invrl.run.folder import make_run_folder
 from invrl.run.store_check import check_store, check_store_of
 from invrl.store.batch_file import batch_path, put_lost_aside, saved_steps
@@ -23,6 +25,9 @@ from invrl.store.manifest import MANIFEST_NAME, check_manifest
 from invrl.store.metrics_file import read_metrics
 from invrl.store.schema import connect
 from invrl.types import WeightVersion
+
+NO_MODEL = Path("/nowhere")
+"""Nothing is compared with it: the checkpoints have no config.json."""
 
 
 def write(checkpoints: Checkpoints, step: int) -> Checkpoint:
@@ -34,7 +39,7 @@ def write(checkpoints: Checkpoints, step: int) -> Checkpoint:
         (filling.megatron / name).write_bytes(draw.randbytes(5000))
     (filling.hugging_face / "model.safetensors").write_bytes(draw.randbytes(20_000_000))
     filling.buffer.write_bytes(draw.randbytes(100))
-    return checkpoints.commit(filling)
+    return checkpoints.commit(filling, {})
 
 
 def files_of(checkpoint: Checkpoint) -> list[str]:
@@ -80,7 +85,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path: Path, name: str,
     assert files_of(newer) == EVERY_FILE
     damage(newer.path / name)
     told: list[str] = []
-    assert checkpoints.newest_whole(told.append) == older
+    assert checkpoints.newest_whole(told.append, NO_MODEL) == older
     [line] = told
     assert "checkpoint of step 8 is damaged" in line
     assert "Steps 5 to 8 are lost" in line
@@ -89,15 +94,80 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path: Path, name: str,
     assert "step-000008.damaged" in line
     assert (tmp_path / "step-000008.damaged").is_dir(), "kept, not deleted"
     assert [one.step for one in checkpoints.all()] == [4]
-    assert checkpoints.newest_whole(told.append) == older
+    assert checkpoints.newest_whole(told.append, NO_MODEL) == older
     assert len(told) == 1
+
+
+def make_newer(checkpoint: Checkpoint) -> None:
+    """As a later version of invrl would write it."""
+    path = checkpoint.path / MANIFEST_NAME
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "format": 2, "unknown": "field"}))
+
+
+def save_config(checkpoints: Checkpoints, step: int, **changes: object) -> Checkpoint:
+    filling = checkpoints.begin(step)
+    filling.megatron.mkdir()
+    filling.hugging_face.mkdir()
+    write_config(filling.hugging_face, **changes)
+    return checkpoints.commit(filling, {})
+
+
+def write_config(folder: Path, **changes: object) -> None:
+    architecture = {
+        "model_type": "llama", "vocab_size": 8, "num_hidden_layers": 2, "hidden_size": 8,
+        "intermediate_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({**architecture, **changes}))
+
+
+def test_a_checkpoint_of_a_newer_format_is_put_aside_for_the_one_before(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    older, newer = write(checkpoints, 4), write(checkpoints, 8)
+    make_newer(newer)
+    told: list[str] = []
+    assert checkpoints.newest_whole(told.append, NO_MODEL) == older
+    [line] = told
+    assert "manifest.json: it is of format 2, and this version of invrl reads formats up to 1" in line
+    assert "kept as step-000008.refused" in line
+    make_newer(older)
+    with pytest.raises(DamagedFileError, match=r"step-000004/manifest.json: it is of format 2.*Fix: use the"):
+        checkpoints.newest_whole(told.append, NO_MODEL)
+    assert older.path.is_dir(), "the version that wrote it finds it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, and in .*model it is 2"),
+        ({"model_type": "qwen2"}, "model_type is 'qwen2', and in .*model it is 'llama'"),
+        ({"rope_theta": 5.0}, "rope is "),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_put_aside_for_the_one_before(
+    tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    write_config(model, dtype="bfloat16")
+    checkpoints = Checkpoints(tmp_path / "run")
+    older = save_config(checkpoints, 4, dtype="float32", eos_token_id=7)
+    save_config(checkpoints, 8, **changes)
+    told: list[str] = []
+    assert checkpoints.newest_whole(told.append, model) == older
+    [line] = told
+    assert re.search(f"step 8 cannot be used: config.json: it is of another model: {reason}", line)
+    write_config(model, num_hidden_layers=5)
+    with pytest.raises(DamagedFileError, match="another model: num_hidden_layers is 2"):
+        checkpoints.newest_whole(told.append, model)
+    assert older.path.is_dir(), "the right model finds it"
 
 
 def test_a_whole_one_is_taken_and_nothing_is_said(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.newest_whole(pytest.fail) is None
+    assert checkpoints.newest_whole(pytest.fail, NO_MODEL) is None
     newest = write(checkpoints, 8)
-    assert checkpoints.newest_whole(pytest.fail) == newest
+    assert checkpoints.newest_whole(pytest.fail, NO_MODEL) == newest
     size = sum((newest.path / name).stat().st_size for name in EVERY_FILE if name != MANIFEST_NAME)
     assert check_manifest(newest.path) == size, "every byte is read"
 
@@ -108,7 +178,7 @@ def test_with_none_whole_there_is_one_error_each_time(tmp_path: Path) -> None:
         flip_a_bit(write(checkpoints, step).buffer)
     for _ in range(2):
         with pytest.raises(DamagedFileError, match=r"step-000004.damaged, step-000008.damaged.*--run-name"):
-            checkpoints.newest_whole(lambda _: None)
+            checkpoints.newest_whole(lambda _: None, NO_MODEL)
 
 
 def test_a_second_damaged_one_of_the_same_step_replaces_none(tmp_path: Path) -> None:
@@ -116,7 +186,7 @@ def test_a_second_damaged_one_of_the_same_step_replaces_none(tmp_path: Path) -> 
     write(checkpoints, 4)
     for _ in range(3):
         remove(write(checkpoints, 8).buffer)
-        checkpoints.newest_whole(lambda _: None)
+        checkpoints.newest_whole(lambda _: None, NO_MODEL)
     names = sorted(path.name for path in tmp_path.iterdir())
     ends = ["", "8.damaged", "8.damaged-2", "8.damaged-3"]
     assert names == ["step-000004", *(f"step-00000{end}" for end in ends[1:])]
@@ -128,7 +198,7 @@ def test_an_unfinished_save_counts_no_damaged_one_away(tmp_path: Path) -> None:
     for step in (2, 4):
         write(checkpoints, step)
     remove(tmp_path / "step-000004" / "buffer.json")
-    checkpoints.newest_whole(lambda _: None)
+    checkpoints.newest_whole(lambda _: None, NO_MODEL)
     write(checkpoints, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-000002", "step-000004", "step-000004.damaged",
@@ -140,7 +210,9 @@ def test_a_served_checkpoint_is_checked_but_for_what_is_not_served(tmp_path: Pat
     flip_a_bit(newest.buffer)
     check_served(newest.hugging_face)
     flip_a_bit(newest.hugging_face / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"model\.safetensors: its checksum"):
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors: its checksum is [0-9a-f]{32}, and [0-9a-f]{32} was written"
+    ):
         check_served(newest.hugging_face)
     (tmp_path / "hugging_face").mkdir()
     check_served(tmp_path / "hugging_face")  # of no checkpoint

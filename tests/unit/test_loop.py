@@ -14,7 +14,7 @@ from invrl.observe.sinks import Sink
 from invrl.observe.step_metrics import time_metrics
 from invrl.run.loop import Learner, Parts, run_loop
 from invrl.run.save_schedule import SaveSchedule
-from invrl.types import GroupLease, Outcome, TakenBatch, TrainBatch, WeightUpdate, WeightVersion
+from invrl.types import FileEntries, GroupLease, Outcome, TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
 
 class Notes(Sink):
@@ -67,9 +67,13 @@ class FixedSteps:
             optimizer_steps=made, nonfinite_steps=0, metrics={"skipped_steps": Max(1 - made)}, seconds={}
         )
 
-    async def save_checkpoint(self, path: str) -> None: ...
+    async def save_checkpoint(self, path: str) -> FileEntries:
+        return {}
+
     async def load_checkpoint(self, path: str) -> None: ...
-    async def export_hugging_face(self, path: str) -> None: ...
+
+    async def export_hugging_face(self, path: str) -> FileEntries:
+        return {}
 
 
 @pytest.mark.parametrize("steps", [[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])

@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
     for number in range(200):
         (tmp_path / f"short-{number:03d}").write_bytes(b"x")
     (tmp_path / "long").write_bytes(b"")
-    write_manifest(tmp_path)
+    write_manifest(tmp_path, {})
     (tmp_path / "long").unlink()
     return tmp_path
 

@@ -12,8 +12,14 @@ from crash_at import CrashAt
 
 from invrl.errors import ConfigError, TrainError
 from invrl.interfaces import Trainer
-from invrl.run.checkpoints import Checkpoints, check_served, first_checkpoint
+from invrl.run.checkpoint import check_served, first_checkpoint
+from invrl.run.checkpoints import Checkpoints
+from invrl.store.checksummed_file import ChecksummedFile
 from invrl.store.manifest import check_manifest
+from invrl.types import FileEntries
+
+NO_MODEL = Path("/nowhere")
+"""Nothing is compared with it: the saved folders have no config.json."""
 
 
 class FolderTrainer:
@@ -24,20 +30,22 @@ class FolderTrainer:
         self._fails_in = fails_in
         self.calls: list[str] = []
 
-    async def export_hugging_face(self, path: str) -> None:
+    async def export_hugging_face(self, path: str) -> FileEntries:
         Path(path).mkdir()
-        self._write("export_hugging_face", Path(path) / "model.safetensors")
+        return self._write("export_hugging_face", Path(path) / "model.safetensors")
 
-    async def save_checkpoint(self, path: str) -> None:
+    async def save_checkpoint(self, path: str) -> FileEntries:
         Path(path).mkdir()
-        self._write("save_checkpoint", Path(path) / "state")
+        return self._write("save_checkpoint", Path(path) / "state")
 
-    def _write(self, call: str, file: Path) -> None:
+    def _write(self, call: str, file: Path) -> FileEntries:
         self.calls.append(call)
         if call == self._fails_in:
             file.write_text(self._weights[:3])
             raise TrainError("no memory is left")
-        file.write_text(self._weights)
+        with ChecksummedFile(file) as opened:
+            opened.write(self._weights.encode())
+        return {file.name: opened.entry()}
 
 
 def trainer(weights: str = "weights", *, fails_in: str = "") -> Trainer:
@@ -59,7 +67,7 @@ async def test_a_death_in_the_optimizers_state_leaves_the_model(tmp_path: Path) 
     again = Checkpoints(tmp_path)
     assert again.newest_model() == model
     assert again.latest() is None
-    assert again.newest_whole(print) is None
+    assert again.newest_whole(print, NO_MODEL) is None
     with pytest.raises(ConfigError, match="not the folder of a checkpoint"):
         first_checkpoint(str(model))
 
@@ -80,7 +88,7 @@ async def test_a_whole_checkpoint_takes_the_model_over(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000007"]
     assert names(saved.path) == ["buffer.json", "hugging_face", "manifest.json", "megatron"]
     assert names(saved.hugging_face) == ["model.safetensors"]
-    saved.check()
+    saved.check(NO_MODEL)
     check_served(saved.hugging_face)
     assert checkpoints.newest_model() == saved.hugging_face
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from invrl.run.checkpoints import Checkpoint
+from invrl.run.checkpoint import Checkpoint
 from invrl.run.resume import Start, describe_start, is_finished
 from invrl.store.run_folder import RunFolder
 

@@ -9,8 +9,10 @@ from typing import Any, cast
 import pytest
 
 from invrl.errors import TrainError
-from invrl.run.checkpoints import Checkpoints, check_served
+from invrl.run.checkpoint import check_served
+from invrl.run.checkpoints import Checkpoints
 from invrl.run.unsaved_weights import save_unsaved_weights
+from invrl.types import FileEntries
 
 
 class EndedTrainer:
@@ -28,13 +30,15 @@ class EndedTrainer:
             raise TrainError("trainer rank 0 died\nand a traceback")
         return self._batches
 
-    async def export_hugging_face(self, path: str) -> None:
+    async def export_hugging_face(self, path: str) -> FileEntries:
         Path(path).mkdir()
         (Path(path) / "model.safetensors").write_text(str(self._batches))
+        return {}
 
-    async def save_checkpoint(self, path: str) -> None:
+    async def save_checkpoint(self, path: str) -> FileEntries:
         Path(path).mkdir()
         (Path(path) / "state").write_text(str(self._batches))
+        return {}
 
 
 async def ended(
@@ -119,10 +123,10 @@ async def test_an_interrupt_during_the_commit_leaves_a_checkpoint(
     commit = checkpoints.commit
     saving: asyncio.Task[object] | None = None
 
-    def interrupted(filled: Any) -> Any:
+    def interrupted(filled: Any, written: FileEntries) -> Any:
         assert saving is not None
         loop.call_soon_threadsafe(saving.cancel)
-        return commit(filled)
+        return commit(filled, written)
 
     monkeypatch.setattr(checkpoints, "commit", interrupted)
     saving = asyncio.create_task(checkpoints.save(cast(Any, EndedTrainer(5)), 5, b""))

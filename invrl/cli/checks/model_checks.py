@@ -16,7 +16,7 @@ def check_model(config: Config) -> Path:
     """A model is given, its files are those of a model that can be served, and if a checkpoint of a run holds
     them, they are what was written."""
     from invrl.model_folder import check_is_folder, check_model_folder
-    from invrl.run.checkpoints import check_served
+    from invrl.run.checkpoint import check_served
     from invrl.train.families.registry import FAMILIES
 
     if not config.model.model_path:

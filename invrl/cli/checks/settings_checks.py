@@ -103,7 +103,7 @@ def check_trackers(config: Config) -> object:
 
 def check_saved_batches(config: Config) -> None:
     """The batches and the checkpoint that `--debug-train-only` begins with."""
-    from invrl.run.checkpoints import first_checkpoint
+    from invrl.run.checkpoint import first_checkpoint
     from invrl.store.batch_file import saved_steps
 
     if not config.run.debug_train_only:

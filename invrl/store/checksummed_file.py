@@ -1,0 +1,51 @@
+"""A file whose checksum is computed from the bytes that are written, while they are in memory.
+
+A file that is hashed by reading it again costs a second pass over the disk, and its checksum would be that of
+whatever the disk holds by then. The checksum is xxh3 with 128 bits (`manifest.py` says why)."""
+
+import os
+from pathlib import Path
+from typing import Self
+
+from invrl.types import FileEntry
+
+
+class ChecksummedFile:
+    """A new file, written from its beginning to its end. Raises OSError as `open` does."""
+
+    def __init__(self, path: Path) -> None:
+        import xxhash
+
+        self._file = path.open("wb")
+        self._digest = xxhash.xxh3_128()
+        self._size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, data: bytes | memoryview) -> int:
+        written = self._file.write(data)
+        self._digest.update(data)
+        self._size += written
+        return written
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Forces what was written to disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def entry(self) -> FileEntry:
+        """Of all that was written."""
+        return FileEntry(bytes=self._size, checksum=self._digest.hexdigest())
