@@ -116,7 +116,7 @@ if number == 2:
     checkpoints = Checkpoints(place / "checkpoints")
     filling = checkpoints.begin(number)
     filling.megatron.mkdir()
-    checkpoints.commit(filling)
+    checkpoints.commit(filling, {})
 say(number)
 lifeline.tell(NoteKind.REPORTED)
 sys.exit(1)"""
