@@ -30,7 +30,7 @@ def check(config: Config) -> None:
     for table, section in config:
         for name, value in dict(section).items():
             values[f"{table}.{name}"] = value
-    for subject in (_modes, _schedule, _batch, _evaluation, _engines, _deadlines):
+    for subject in (_modes, _schedule, _batch, _routing_replay, _evaluation, _engines, _deadlines):
         for field, reason, fix in subject(config):
             raise ConfigError(field, values[field], reason, fix)
     for field, reason, fix in _secrets(config):
@@ -84,6 +84,22 @@ def _batch(config: Config) -> Contradictions:
     if samples == 1 and algorithm.advantage in ("grpo", "dr_grpo"):
         reason = f"{algorithm.advantage} compares the rollouts of a group; with one, every advantage is 0"
         yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"
+
+
+def _routing_replay(config: Config) -> Contradictions:
+    replay = config.train.routing_replay
+    algorithm = config.algorithm
+    if replay == "trainer" and algorithm.old_logprobs == "engine":
+        reason = "with --old-logprobs engine the trainer makes no pass for them whose routing it could replay"
+        yield "train.routing_replay", reason, "use --old-logprobs recompute"
+    if replay == "trainer" and algorithm.num_minibatches == 1:
+        reason = "in the one optimizer step of a batch the current policy is the old one"
+        yield "train.routing_replay", reason, "set --num-minibatches to 2 or more"
+    modules = str(config.megatron.get("recompute_modules", ""))
+    if replay != "none" and "moe" in modules.split(","):
+        reason = "Megatron recomputes the experts' part of a layer without the routing of its micro-batch"
+        fix = "recompute whole layers (--megatron-recompute-granularity full), or leave moe out"
+        yield "megatron.recompute_modules", reason, fix
 
 
 def _evaluation(config: Config) -> Contradictions:

@@ -56,6 +56,7 @@ _FOREIGN_NAMES: dict[str, str] = {
     "data_parallel_size": "world_size dp_size nproc_per_node num_processes",
     "tensor_model_parallel_size": "tp tp_size train_tp",
     "pipeline_model_parallel_size": "pp pp_size train_pp",
+    "routing_replay": "router_replay r2 r3 use_routing_replay use_rollout_routing_replay",
     "train_dtype": "dtype bf16 fp16 precision mixed_precision",
     "run_name": "name exp_name experiment experiment_name run_id",
     "run_root": "output output_dir out_dir save_dir log_dir logdir default_root_dir ckpt_dir checkpoint_dir",

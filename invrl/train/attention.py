@@ -21,6 +21,7 @@ from invrl.train import device
 from invrl.train.families.rope import Rope
 from invrl.train.micro_batch import AttentionBlock, MicroBatch
 from invrl.train.rotary import angles
+from invrl.train.routing_replay import Routing
 from invrl.train.sliding_window import windowed
 
 
@@ -78,6 +79,8 @@ class PackedRow(PackedSeqParams):
     """By the window of a layer."""
     angles: Mapping[Rope, torch.Tensor] = field(default_factory=dict)
     """By the rotary positions of a layer: the angles [P, 1, 1, rotated dimensions] of each token."""
+    routing: Routing | None = None
+    """Which experts the tokens are sent to. None: nothing is replayed or recorded."""
 
     @staticmethod
     def of(
@@ -87,6 +90,7 @@ class PackedRow(PackedSeqParams):
         *,
         windows: Iterable[int | None],
         frequencies: Mapping[Rope, torch.Tensor],
+        routing: Routing | None,
     ) -> "PackedRow":
         """`windows`: those of the model's layers. `frequencies`: those of their rotary positions."""
         positions_P = torch.from_numpy(micro_batch.positions_P).to(target)
@@ -102,6 +106,7 @@ class PackedRow(PackedSeqParams):
             angles={
                 rope: angles(rope_frequencies, positions_P) for rope, rope_frequencies in frequencies.items()
             },
+            routing=routing,
         )
 
 

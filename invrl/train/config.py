@@ -1,11 +1,17 @@
 """Settings of the trainer: layout of its ranks, precision, optimizer, packing, deadlines."""
 
-from typing import Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from invrl.errors import ConfigError
 from invrl.section import Section
 from invrl.train.parallel.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from invrl.train.families.model_config import HuggingFaceConfig
 
 
 class TrainConfig(Section):
@@ -57,6 +63,11 @@ class TrainConfig(Section):
     share_prefixes: bool = Field(
         True, description="compute a prefix shared by rows of a micro-batch once (exact; with our attention)"
     )
+    routing_replay: Literal["none", "trainer"] = Field(
+        "none",
+        description="which earlier choice of experts an update repeats (models with experts): none; trainer: "
+        "that of the pass for the old log-probs (R2)",
+    )
     use_distributed_optimizer: bool = Field(True, description="shard optimizer state over all ranks")
     train_start_timeout_s: PositiveFloat = Field(600.0, description="deadline for all ranks to be ready")
     train_step_timeout_s: PositiveFloat = Field(1800.0, description="deadline of one training step")
@@ -65,6 +76,17 @@ class TrainConfig(Section):
     def longest_row(self) -> int:
         """Most tokens of a row. The last one is only predicted."""
         return self.max_tokens_per_microbatch + 1
+
+    def check_model(self, model: HuggingFaceConfig) -> None:
+        """Raises ConfigError where these settings do not fit the model: its layers, heads or experts."""
+        self.layout.check(model)
+        if self.routing_replay != "none" and model.experts is None:
+            raise ConfigError(
+                "train.routing_replay",
+                self.routing_replay,
+                f"a {model.model_type} model has no experts, so there is no routing to replay",
+                "leave --routing-replay out",
+            )
 
     @property
     def layout(self) -> ParallelLayout:

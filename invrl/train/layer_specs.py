@@ -21,6 +21,7 @@ from invrl.train.expert_router import ExpertRouter
 from invrl.train.families.model_config import HuggingFaceConfig
 from invrl.train.norm import RmsNorm
 from invrl.train.rotary import attention_factor
+from invrl.train.routing_replay import RoutedLayer
 
 
 def decoder_layer(config: HuggingFaceConfig, transformer: TransformerConfig, layer: int) -> ModuleSpec:
@@ -31,6 +32,8 @@ def decoder_layer(config: HuggingFaceConfig, transformer: TransformerConfig, lay
         qk_layernorm=config.qk_norm,
         normalization="RMSNorm",
     )
+    if config.has_experts(layer):
+        spec.module = RoutedLayer
     block = cast(TransformerLayerSubmodules, spec.submodules)
     if experts is not None and config.has_experts(layer):
         cast(MoESubmodules, cast(ModuleSpec, block.mlp).submodules).router = ExpertRouter

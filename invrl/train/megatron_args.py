@@ -39,6 +39,7 @@ _BY_FLAG = {
     "sequence_parallel": "--tensor-model-parallel-size",
     "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
     "virtual_pipeline_model_parallel_size": "--virtual-pipeline-model-parallel-size",
+    "moe_enable_routing_replay": "--routing-replay",
     # The sizes of layouts that the trainer does not have yet.
     "context_parallel_size": "--data-parallel-size",
     "expert_model_parallel_size": "--data-parallel-size",

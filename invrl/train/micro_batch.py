@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from invrl.types import TrainSample
 
+UNKNOWN_EXPERT = -1
+"""In the place of recorded experts: there is no record, and the router chooses."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
@@ -78,6 +81,9 @@ class MicroBatch:
     """Ids of the wanted tokens."""
     rows: tuple[tuple[int, NDArray[np.int64]], ...]
     """(index of the row, positions of its wanted tokens)."""
+    experts_PLK: NDArray[np.int16] | None = None
+    """The K experts that each token is sent to in each layer of the model, by an earlier pass's choice;
+    `UNKNOWN_EXPERT` where that is unknown. None: the routers choose."""
 
     def padded(self, multiple: int) -> "MicroBatch":
         """With so many tokens more that their number is a multiple of this. They are a tree of their own, of
@@ -87,11 +93,16 @@ class MicroBatch:
         if num_more == 0:
             return self
         block = AttentionBlock(start=start, end=start + num_more, prefix_K=_NO_PLACES, mask_QK=None)
+        experts_PLK = self.experts_PLK
+        if experts_PLK is not None:
+            more = ((0, num_more), (0, 0), (0, 0))
+            experts_PLK = np.pad(experts_PLK, more, constant_values=UNKNOWN_EXPERT)
         return replace(
             self,
             tokens_P=np.concatenate([self.tokens_P, np.zeros(num_more, np.int64)]),
             positions_P=np.concatenate([self.positions_P, np.arange(num_more)]),
             blocks=(*self.blocks, block),
+            experts_PLK=experts_PLK,
         )
 
     def pick(self, arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:

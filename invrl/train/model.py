@@ -32,6 +32,7 @@ from invrl.train.micro_batch import MicroBatch
 from invrl.train.norm import RmsNorm
 from invrl.train.parallel.partitions import note_partitions, parameters_of
 from invrl.train.rotary import frequencies
+from invrl.train.routing_replay import RoutingRecorder
 from invrl.train.weights import load_weights, parameters
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -44,6 +45,8 @@ class PolicyModel(GPTModel):
     """A decoder, or a chunk of its layers, that returns log-probs, not logits."""
 
     shape: HuggingFaceConfig
+    routing: RoutingRecorder | None = None
+    """Where routing is replayed. The model that is trained has one, its frozen reference has none."""
 
     def describe(self, shape: HuggingFaceConfig) -> None:
         """Completes the construction, whose arguments are Megatron's."""
@@ -67,8 +70,16 @@ class PolicyModel(GPTModel):
         # [P, 1, hidden]: one row; the second axis is Megatron's batch axis. Each tensor-parallel rank
         # has an equal part of the tokens.
         hidden = self._embed(tokens_P, positions_P) if self.pre_process else None
+        routing = None
+        if self.routing is not None:
+            routing = self.routing.begin(self.vp_stage or 0, micro_batch)
         packed_row = PackedRow.of(
-            micro_batch, target, attention_dtype, windows=self._windows, frequencies=self._frequencies
+            micro_batch,
+            target,
+            attention_dtype,
+            windows=self._windows,
+            frequencies=self._frequencies,
+            routing=routing,
         )
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed_row)
         if not self.post_process:

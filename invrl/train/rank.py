@@ -40,10 +40,12 @@ class TrainRank:
         """`port` is the port on which rank 0 listens; `listener` is rank 0's socket there, else None."""
         self._config = read_hf_config(settings.model_path)
         settings.layout.check(self._config)
+        settings.train.check_model(self._config)
         device.prepare()
         from invrl.train.model import build_model
         from invrl.train.optimizer import distribute, make_schedule
         from invrl.train.process_group import join_process_group
+        from invrl.train.routing_replay import RoutingRecorder
         from invrl.train.step import TrainStep
         from invrl.train.trainer_state import TrainerState
         from invrl.train.weights import ReplicaWeights, weight_specs
@@ -63,6 +65,11 @@ class TrainRank:
             options.transformer,
         )
         chunks = build()
+        routing = None
+        if train.routing_replay != "none":
+            routing = RoutingRecorder(self._config.num_hidden_layers)
+            for chunk in chunks:
+                chunk.routing = routing
         self._weights = ReplicaWeights(chunks, self._config, settings.layout)
         # Read now, because the folder may be gone later.
         specs = partial(weight_specs, self._config, settings.model_path)
@@ -85,6 +92,7 @@ class TrainRank:
             train=train,
             algorithm=settings.algorithm,
             masks=self._masks,
+            routing=routing,
         )
         self._state = TrainerState(chunks, optimizer, schedule)
 

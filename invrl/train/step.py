@@ -40,6 +40,7 @@ from invrl.train.optimizer import apply_gradients
 from invrl.train.packing import pack
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.process_group import any_rank
+from invrl.train.routing_replay import RoutingRecorder
 from invrl.train.sharding import Shard
 from invrl.types import TrainBatch
 
@@ -81,6 +82,8 @@ class TrainStep:
     train: TrainConfig
     algorithm: AlgorithmConfig
     masks: GrammarMasks
+    routing: RoutingRecorder | None
+    """Where the experts of the pass for the old log-probs are recorded. None: no routing is replayed."""
     _bad_losses: list[float] = field(default_factory=list, init=False)
     """Losses of the mini-batch on this rank that are not finite."""
     _nonfinite_in_a_row: int = field(default=0, init=False)
@@ -97,7 +100,7 @@ class TrainStep:
         start = time.monotonic()
         seconds: dict[str, float] = {}
         micro_batches_by_step = [self.pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
-        old_by_step = self._old_logprobs(shard, seconds)
+        old_by_step = self._old_logprobs(shard, micro_batches_by_step, seconds)
         reference_by_step = self._reference_logprobs(shard, seconds)
         metrics: dict[str, Metric] = {}
         optimizer_steps = 0
@@ -126,6 +129,7 @@ class TrainStep:
                 skipped_steps += 1
             step_metrics = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
             metrics = merge([metrics, *loss_metrics, step_metrics])
+        metrics |= self._routing_metrics()
         metrics |= _work_amounts(shard, micro_batches_by_step, time.monotonic() - start)
         # Max, because these are the same on every rank.
         metrics["optimizer_steps"] = Max(optimizer_steps)
@@ -178,8 +182,16 @@ class TrainStep:
     ) -> list[NDArray[np.float32]]:
         """Log-probs by a forward pass of a model (None: the current one): one array [T] per row, 0 for tokens
         that are not wanted. All 0 on a pipeline stage that is not the last."""
-        arrays = [np.zeros(len(row.tokens_T), np.float32) for row in rows]
-        micro_batches = self.pack(rows)
+        return self._packed_logprobs(self.pack(rows), [len(row.tokens_T) for row in rows], chunks)
+
+    def _packed_logprobs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        lengths: Sequence[int],
+        chunks: Sequence[torch.nn.Module] | None = None,
+    ) -> list[NDArray[np.float32]]:
+        """As `logprobs`, of rows that are packed already. `lengths`: of the rows."""
+        arrays = [np.zeros(length, np.float32) for length in lengths]
         with torch.no_grad():
             logprobs_by_micro_batch: list[torch.Tensor] = self._run_schedule(
                 chunks or self.chunks, _forward_only, micro_batches, forward_only=True
@@ -189,17 +201,39 @@ class TrainStep:
                 micro_batch.place(logprobs_N.cpu().numpy(), arrays)
         return arrays
 
-    def _old_logprobs(self, shard: Shard, seconds: dict[str, float]) -> Sequence[_SampleLogprobs | None]:
+    def _old_logprobs(
+        self, shard: Shard, micro_batches_by_step: list[list[MicroBatch]], seconds: dict[str, float]
+    ) -> Sequence[_SampleLogprobs | None]:
         """Log-probs under the old policy, per mini-batch; None where they equal the current ones.
 
-        All are computed before the first optimizer step changes the model.
+        All are computed before the first optimizer step changes the model. With routing replay of the
+        trainer, the micro-batches get the experts that this pass chooses.
         """
         if self.algorithm.old_logprobs == "engine":
             return [[sample.rollout_logprobs_T for sample in mini_batch.samples] for mini_batch in shard]
         if len(shard) < 2:
             return [None] * len(shard)
+        old_by_step: list[_SampleLogprobs] = []
         with _timed(seconds, "old_logprobs"):
-            return [self.logprobs(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
+            for index, (mini_batch, micro_batches) in enumerate(
+                zip(shard, micro_batches_by_step, strict=True)
+            ):
+                lengths = [len(sample.tokens_T) for sample in mini_batch.samples]
+                if self.routing is not None and self.train.routing_replay == "trainer":
+                    with self.routing.recording():
+                        old_by_step.append(self._packed_logprobs(micro_batches, lengths))
+                    micro_batches_by_step[index] = self.routing.with_recorded(micro_batches)
+                else:
+                    old_by_step.append(self._packed_logprobs(micro_batches, lengths))
+        return old_by_step
+
+    def _routing_metrics(self) -> dict[str, Metric]:
+        if self.routing is None:
+            return {}
+        agreement = self.routing.agreement.take()
+        if not agreement.weight:
+            return {}  # nothing was replayed
+        return {"routing_agreement": agreement}
 
     def _reference_logprobs(
         self, shard: Shard, seconds: dict[str, float]

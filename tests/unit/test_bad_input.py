@@ -348,6 +348,22 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
             "--rollout-batch",
         ),
         (["--num-minibatches", "5"], "algorithm.num_minibatches", "whole groups", "--rollout-batch-size"),
+        (["--routing-replay", "trainer"], "train.routing_replay", "is the old one", "--num-minibatches"),
+        (
+            ["--routing-replay", "trainer", "--num-minibatches", "2", "--old-logprobs", "engine"],
+            "train.routing_replay",
+            "makes no pass",
+            "--old-logprobs recompute",
+        ),
+        (
+            [
+                *("--routing-replay", "trainer", "--num-minibatches", "2"),
+                *("--megatron-recompute-granularity", "selective", "--megatron-recompute-modules", "moe"),
+            ],
+            "megatron.recompute_modules",
+            "without the routing",
+            "--megatron-recompute-granularity full",
+        ),
         # a world that does not fit
         (
             ["--data-parallel-size", "5000", "--rollout-batch-size", "5000"],

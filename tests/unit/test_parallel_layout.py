@@ -120,3 +120,10 @@ def test_stages_that_do_not_divide_the_layers_are_refused(
     assert refused.value.field == field
     assert reason in refused.value.reason
     assert fix in refused.value.fix
+
+
+def test_routing_is_replayed_in_models_with_experts_only(model: HuggingFaceConfig, tmp_path: Path) -> None:
+    train = TrainConfig(routing_replay="trainer")
+    with pytest.raises(ConfigError, match="no experts, so there is no routing to replay"):
+        train.check_model(model)
+    train.check_model(read_hf_config(make_family_model(tmp_path / "model", "qwen3_moe")))

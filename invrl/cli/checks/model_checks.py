@@ -36,7 +36,7 @@ def check_trainable(config: Config) -> str:
     from invrl.train.hf_config import read_hf_config
 
     shape = read_hf_config(config.model.folder)
-    config.train.layout.check(shape)
+    config.train.check_model(shape)
     return f"{shape.model_type} ({FAMILIES[shape.model_type].models})"
 
 

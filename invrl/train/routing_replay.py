@@ -1,0 +1,189 @@
+"""Routing replay: a forward pass sends tokens to the experts that an earlier pass chose for them.
+
+The earlier pass is the trainer's own for the old log-probs (GSPO, arXiv 2507.18071, section 5.3; "R2"). The
+recorded indices decide which experts compute a token. Their weights come from this model's router, so
+gradients flow through it.
+
+The indices travel with the micro-batch to each layer, so a layer that is recomputed in the backward pass is
+given the same ones. Imported after `device.prepare()`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from invrl.metrics import Mean
+from invrl.train import device
+from invrl.train.micro_batch import UNKNOWN_EXPERT, MicroBatch
+
+TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""Megatron's choice: (scores [P, E], k, groups) -> (the chosen scores, the chosen experts), [P, K] each."""
+
+
+@dataclass(slots=True, eq=False)
+class RoutingAgreement:
+    """How often the routers of this rank, left alone, would have chosen the experts that were replayed."""
+
+    equal: float | torch.Tensor = 0.0
+    """Pairs of a token and a layer for which they would."""
+    replayed: float | torch.Tensor = 0.0
+    """All pairs whose experts were replayed."""
+
+    def count(self, own_PK: torch.Tensor, replayed_PK: torch.Tensor, known_P: torch.Tensor) -> None:
+        """Both rows are sets: their order says nothing."""
+        equal_P = (own_PK.sort(-1).values == replayed_PK.sort(-1).values).all(-1)
+        self.equal = self.equal + (equal_P & known_P).sum()
+        self.replayed = self.replayed + known_P.sum()
+
+    def take(self) -> Mean:
+        """The share of the equal ones in all layers of the model; counting begins anew. All ranks that hold
+        one copy of the model take part."""
+        counts = torch.tensor([float(self.equal), float(self.replayed)], dtype=torch.float64)
+        counts = counts.to(device.device())
+        torch.distributed.all_reduce(counts, group=parallel_state.get_model_parallel_group())
+        self.equal = 0.0
+        self.replayed = 0.0
+        return Mean(float(counts[0]), float(counts[1]))
+
+
+@dataclass(slots=True, eq=False)
+class LayerRouting:
+    """The routing of one micro-batch in one layer. Stands in place of Megatron's `RouterReplay`."""
+
+    replayed_PK: torch.Tensor | None
+    """The experts of this rank's tokens; `UNKNOWN_EXPERT` where the router chooses. None: it always does."""
+    agreement: RoutingAgreement
+    chosen_PK: torch.Tensor | None = None
+    """The experts that computed the tokens, once the layer has run."""
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: TopK,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by Megatron's router: the scores [P, K] of the chosen experts, and the experts."""
+        own_scores, own_PK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.replayed_PK is None:
+            self.chosen_PK = own_PK
+            return own_scores, own_PK
+        known_P = self.replayed_PK[:, 0] != UNKNOWN_EXPERT
+        chosen_PK = torch.where(known_P[:, None], self.replayed_PK, own_PK)
+        if torch.is_grad_enabled():  # once in an update, also if the layer is recomputed
+            self.agreement.count(own_PK, self.replayed_PK, known_P)
+        self.chosen_PK = chosen_PK
+        return scores.gather(1, chosen_PK), chosen_PK
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """The routing of one micro-batch in all layers."""
+
+    experts_PLK: torch.Tensor | None
+    """Of this rank's tokens, by the layer's number in the whole model. None: the routers choose."""
+    agreement: RoutingAgreement
+    layers: dict[int, LayerRouting] = field(default_factory=dict)
+    """Those that have run."""
+
+    @staticmethod
+    def of(micro_batch: MicroBatch, agreement: RoutingAgreement) -> "Routing":
+        """`micro_batch`: padded to a multiple of the tensor-parallel ranks."""
+        experts = micro_batch.experts_PLK
+        if experts is None:
+            return Routing(None, agreement)
+        own_PLK = experts[_own_tokens(len(experts))]
+        return Routing(torch.from_numpy(own_PLK).to(device.device()), agreement)
+
+    def layer(self, number: int) -> LayerRouting:
+        """`number`: of the layer in the whole model, counted from 0."""
+        replayed_PK = None
+        if self.experts_PLK is not None:
+            replayed_PK = self.experts_PLK[:, number].long()
+        routing = LayerRouting(replayed_PK, self.agreement)
+        self.layers[number] = routing
+        return routing
+
+
+def _own_tokens(num_tokens: int) -> slice:
+    """The part of a micro-batch's tokens that this rank's routers see: tensor-parallel ranks divide the
+    tokens between layers."""
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return slice(rank * num_tokens // ranks, (rank + 1) * num_tokens // ranks)
+
+
+class RoutedLayer(TransformerLayer):
+    """A layer with experts. It hands its router the routing of the micro-batch."""
+
+    def forward(self, *args: Any, packed_seq_params: Any, **options: Any) -> Any:
+        experts: Any = self.mlp
+        routing: Routing | None = packed_seq_params.routing
+        layer_routing = None if routing is None else routing.layer(self.layer_number - 1)
+        experts.router.router_replay = layer_routing
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
+
+
+@dataclass(slots=True, eq=False)
+class RoutingRecorder:
+    """Keeps the experts that the chunks of one rank choose in the passes of a `recording` block."""
+
+    num_layers: int
+    """Of the whole model."""
+    agreement: RoutingAgreement = field(default_factory=RoutingAgreement)
+    _recorded: dict[int, list[Routing]] = field(default_factory=dict)
+    """By the chunk's number: one routing per micro-batch."""
+    _is_recording: bool = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._recorded.clear()
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+
+    def begin(self, chunk: int, micro_batch: MicroBatch) -> Routing:
+        """The routing of a forward pass that begins. `micro_batch`: as in `Routing.of`."""
+        routing = Routing.of(micro_batch, self.agreement)
+        if self._is_recording:
+            self._recorded.setdefault(chunk, []).append(routing)
+        return routing
+
+    def with_recorded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches of the passes that were recorded, with the experts that were chosen in them. Of
+        layers that other ranks hold, of tokens that other ranks route, and of layers without experts, the
+        experts are unknown."""
+        routed: list[MicroBatch] = []
+        for index, micro_batch in enumerate(micro_batches):
+            if not micro_batch.rows:  # one that stands in where there is no data
+                routed.append(micro_batch)
+                continue
+            layers: dict[int, torch.Tensor] = {}
+            for routings in self._recorded.values():
+                for number, layer in routings[index].layers.items():
+                    assert layer.chosen_PK is not None, f"layer {number} has run"
+                    layers[number] = layer.chosen_PK
+            routed.append(_with_experts(micro_batch, layers, self.num_layers))
+        self._recorded.clear()
+        return routed
+
+
+def _with_experts(micro_batch: MicroBatch, layers: dict[int, torch.Tensor], num_layers: int) -> MicroBatch:
+    if not layers:  # a stage whose layers have no experts
+        return micro_batch
+    [num_chosen] = {chosen_PK.shape[1] for chosen_PK in layers.values()}
+    padded = micro_batch.padded(parallel_state.get_tensor_model_parallel_world_size())
+    num_tokens = len(padded.tokens_P)
+    experts_PLK = np.full((num_tokens, num_layers, num_chosen), UNKNOWN_EXPERT, np.int16)
+    for number, chosen_PK in layers.items():
+        experts_PLK[_own_tokens(num_tokens), number] = chosen_PK.cpu().numpy()
+    return replace(micro_batch, experts_PLK=experts_PLK[: len(micro_batch.tokens_P)])
