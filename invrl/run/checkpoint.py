@@ -1,5 +1,6 @@
 """One checkpoint of a run, or one saved model: its paths, and whether its files are what was written."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -12,6 +13,8 @@ from invrl.train.hf_config import read_hf_config
 
 STEP_PREFIX = "step-"
 MODEL_PREFIX = "model-"
+KEEP_NAME = "keep-model"
+"""An empty file in a checkpoint or a saved model. Its weights are not removed: a user knows their path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,15 @@ class Checkpoint:
         step = step_in(path, STEP_PREFIX)
         if step is None:
             return None
-        return cls(step=step, path=path)
+        checkpoint = cls(step=step, path=path)
+        if checkpoint.keeps_model and not checkpoint.megatron.is_dir():
+            return None  # only its model was kept
+        return checkpoint
+
+    @property
+    def keeps_model(self) -> bool:
+        """Whether its model is not to be removed."""
+        return (self.path / KEEP_NAME).exists()
 
     def check(self, model_folder: Path) -> None:
         """Raises DamagedFileError if a file is not what was written; NewerFormatError; OtherModelError if the
@@ -42,6 +53,16 @@ class Checkpoint:
             raise DamagedFileError(self.megatron, "it is missing")
         if (self.hugging_face / "config.json").exists():
             _check_same_model(self.hugging_face, model_folder)
+
+
+def keep_model(model: Path) -> None:
+    """From now on no run removes this model, which is in a checkpoint or by itself. Called where a user is
+    told its path. A disk that is full or read-only is no error: the path is right all the same."""
+    folder = model
+    if model.name == "hugging_face":
+        folder = model.parent
+    with contextlib.suppress(OSError):
+        (folder / KEEP_NAME).touch()
 
 
 def model_step(path: Path) -> int | None:

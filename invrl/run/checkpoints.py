@@ -16,7 +16,7 @@ step is whole, `model-N` is removed."""
 import asyncio
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -24,7 +24,8 @@ from typing import ParamSpec, TypeVar
 from invrl.errors import DamagedFileError, NewerFormatError, OtherModelError
 from invrl.host.disk import flush, flush_tree
 from invrl.interfaces import Trainer
-from invrl.run.checkpoint import MODEL_PREFIX, STEP_PREFIX, Checkpoint, model_step
+from invrl.run.checkpoint import KEEP_NAME, MODEL_PREFIX, STEP_PREFIX, Checkpoint, model_step
+from invrl.run.checkpoint_scores import kept_steps
 from invrl.store.manifest import MANIFEST_NAME, read_entries, write_manifest
 from invrl.types import FileEntries
 
@@ -38,11 +39,21 @@ _REFUSED = ".refused"
 
 
 class Checkpoints:
-    """Those of one run, in `folder`. `keep`: how many of the newest stay; 0 keeps all."""
+    """Those of one run, in `folder`. `keep`: how many of the newest stay; 0 keeps all. `keep_best`: how many
+    of the older ones stay, by the scores that `read_scores` returns by step."""
 
-    def __init__(self, folder: Path, *, keep: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 0,
+        keep_best: int = 0,
+        read_scores: Callable[[], Mapping[int, float]] = dict,
+    ) -> None:
         self._folder = folder
         self._keep = keep
+        self._keep_best = keep_best
+        self._read_scores = read_scores
         self.saved_step: int | None = None
         """Of the newest weights that this object has saved, whatever became of their checkpoint."""
 
@@ -129,11 +140,35 @@ class Checkpoints:
         flush_tree(filled.path)
         final = self._folder / f"{STEP_PREFIX}{filled.step:06d}"
         self._rename(filled.path, final)
-        if self._keep:
-            for old in self.all()[: -self._keep]:
-                shutil.rmtree(old.path)
+        self._remove_old()
         self._remove_models(filled.step)
         return Checkpoint(step=filled.step, path=final)
+
+    def _remove_old(self) -> None:
+        """Removes the checkpoints that are not kept. The newest one always is, and it is whole."""
+        scores: Mapping[int, float] = {}
+        if self._keep_best:
+            scores = self._read_scores()
+        checkpoints = self.all()
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = kept_steps(steps, newest=self._keep, best=self._keep_best, scores=scores)
+        for checkpoint in checkpoints:
+            if checkpoint.step in kept:
+                continue
+            if checkpoint.keeps_model:
+                self._remove(checkpoint.megatron)
+                checkpoint.buffer.unlink(missing_ok=True)
+            else:
+                self._remove(checkpoint.path)
+
+    def _remove(self, folder: Path) -> None:
+        """A crash at any moment leaves the folder as it was, or no folder of this name: the next save removes
+        the rest."""
+        removed = self._folder / f"{folder.parent.name}-{folder.name}.removed{_PARTIAL}"
+        folder.rename(removed)
+        flush(folder.parent)
+        flush(self._folder)
+        shutil.rmtree(removed)
 
     async def save(self, trainer: Trainer, step: int, snapshot: bytes | None = None) -> Checkpoint:
         """Saves the trainer as it is, and the buffer's `snapshot` if there is one. The model comes first and
@@ -187,7 +222,10 @@ class Checkpoints:
         self._remove_models(step - 1)
 
     def _rename(self, unfinished: Path, final: Path) -> None:
-        """A folder that has the final name already belongs to a lost incarnation, and is replaced."""
+        """A folder that has the final name already belongs to a lost incarnation, and is replaced. A path
+        that a user was told stays valid."""
+        if (final / KEEP_NAME).exists():
+            (unfinished / KEEP_NAME).touch()
         if final.exists():
             final.rename(final.with_name(f"{final.name}.old{_PARTIAL}"))
         unfinished.rename(final)
@@ -195,11 +233,11 @@ class Checkpoints:
         self._clear_partial()
 
     def _remove_models(self, last: int) -> None:
-        """Removes those of step `last` and of earlier steps. A later one is of an incarnation that came
-        further."""
+        """Removes those of step `last` and of earlier steps, unless they are to be kept. A later one is of an
+        incarnation that came further."""
         for path in self.models():
-            if (model_step(path) or 0) <= last:
-                shutil.rmtree(path)
+            if (model_step(path) or 0) <= last and not (path / KEEP_NAME).exists():
+                self._remove(path)
 
     def _clear_partial(self) -> None:
         for path in self._folder.glob(f"*{_PARTIAL}*"):
@@ -228,7 +266,7 @@ def _link_model(model: Path, to: Path) -> FileEntries:
     checkpoint describes them too. Returns their entries."""
     to.mkdir()
     for file in model.iterdir():
-        if file.name == MANIFEST_NAME:
+        if file.name in (MANIFEST_NAME, KEEP_NAME):
             continue
         try:
             os.link(file, to / file.name)

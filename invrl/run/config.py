@@ -21,6 +21,7 @@ from invrl.engines.config import EngineConfig
 from invrl.errors import ConfigError
 from invrl.gateway.config import GatewayConfig
 from invrl.rollout.config import RolloutConfig
+from invrl.run.checkpoint_scores import ScoreKind
 from invrl.run.contradictions import check
 from invrl.run.name_suggestions import meant_setting, nearest_setting
 from invrl.section import Section
@@ -46,6 +47,14 @@ class RunConfig(Section):
         "before the last step",
     )
     keep_checkpoints: NonNegativeInt = Field(2, description="newest checkpoints that stay; 0: all")
+    keep_best: NonNegativeInt = Field(
+        0, description="best checkpoints that stay beside the newest, by --keep-best-by"
+    )
+    keep_best_by: Literal["auto", "held_out", "reward"] = Field(
+        "auto",
+        description="'held_out': mean held-out accuracy; 'reward': mean training reward of 8 steps; 'auto': "
+        "held_out where eval_interval is set, else reward",
+    )
     max_restarts: NonNegativeInt = Field(0, description="times in a row that a failed run resumes by itself")
     heartbeat_timeout_s: float = Field(
         30.0, gt=0, description="a process that has not answered for this long counts as dead"
@@ -122,6 +131,13 @@ class Config(Section):
     sglang: UpstreamOptions = Field(default_factory=dict)
     router: UpstreamOptions = Field(default_factory=dict)
     megatron: UpstreamOptions = Field(default_factory=dict)
+
+    @property
+    def best_checkpoints_by(self) -> ScoreKind:
+        """What `keep_best_by` stands for in this run."""
+        if self.run.keep_best_by != "auto":
+            return self.run.keep_best_by
+        return "held_out" if self.rollout.eval_interval else "reward"
 
     def to_toml(self) -> str:
         """The whole tree; `resolve` reads it back to an equal one."""

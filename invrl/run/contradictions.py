@@ -107,6 +107,9 @@ def _evaluation(config: Config) -> Contradictions:
     if rollout.eval_interval and not rollout.eval_tasks:
         reason = "there are no held-out tasks to evaluate on (eval_tasks is 0)"
         yield "rollout.eval_interval", reason, "set --eval-tasks, or --eval-interval 0"
+    if config.run.keep_best_by == "held_out" and not rollout.eval_interval:
+        reason = "no checkpoint is evaluated on held-out tasks (eval_interval is 0)"
+        yield "run.keep_best_by", reason, "set --eval-interval and --eval-tasks, or --keep-best-by reward"
     if rollout.eval_sets and rollout.eval_task_file:
         reason = "eval_sets is given, so eval_task_file would be ignored"
         yield "rollout.eval_task_file", reason, f"add it to --eval-sets as NAME={rollout.eval_task_file}"

@@ -110,6 +110,8 @@ _MAY_CHANGE = frozenset(
         "save_interval",
         "save_interval_s",
         "keep_checkpoints",
+        "keep_best",
+        "keep_best_by",
         "ray_start_attempts",
         "max_identical_failures",
         "max_failures_at_start",

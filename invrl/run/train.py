@@ -31,7 +31,8 @@ from invrl.observe.sinks import RunObserver, open_sinks
 from invrl.observe.wait_messages import CurrentPhase, Deadlines, report_waits
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.tasks import label_notes
-from invrl.run.checkpoint import first_checkpoint
+from invrl.run.checkpoint import first_checkpoint, keep_model
+from invrl.run.checkpoint_scores import read_scores
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import Cluster, start_cluster
 from invrl.run.config import Config
@@ -57,7 +58,12 @@ logger = logging.getLogger(__name__)
 def run_incarnation(config: Config, folder: RunFolder) -> None:
     """Runs from the newest whole checkpoint to the end of the run. The caller holds the folder. Raises
     InvrlError with the cause of a failure; the supervisor then starts the next incarnation."""
-    checkpoints = Checkpoints(folder.checkpoints_path, keep=config.run.keep_checkpoints)
+    checkpoints = Checkpoints(
+        folder.checkpoints_path,
+        keep=config.run.keep_checkpoints,
+        keep_best=config.run.keep_best,
+        read_scores=partial(read_scores, folder.metrics_path, config.best_checkpoints_by),
+    )
     if config.run.debug_train_only:
         start = start_at_zero(folder)
     else:
@@ -202,6 +208,7 @@ class _TrainingRun:
                 await asyncio.to_thread(held_out.report_gain, accuracy_before, accuracy_after)
         checkpoint = self.checkpoints.latest()
         if checkpoint:
+            keep_model(checkpoint.hugging_face)
             self.observer.note(f"model: {checkpoint.hugging_face}")
         return last_step
 

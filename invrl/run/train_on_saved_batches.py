@@ -6,7 +6,7 @@ from pathlib import Path
 from invrl.errors import ConfigError
 from invrl.host import interrupts
 from invrl.observe.sinks import RunObserver
-from invrl.run.checkpoint import Checkpoint
+from invrl.run.checkpoint import Checkpoint, keep_model
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import start_trainer
 from invrl.run.config import Config
@@ -58,6 +58,7 @@ async def train_on_saved_batches(
         last_step = steps[-1] if steps else first_step
         observer.phase("checkpoint", last_step)
         saved = await checkpoints.save(trainer, last_step)
+    keep_model(saved.hugging_face)
     observer.note(f"model: {saved.hugging_face}")
 
 

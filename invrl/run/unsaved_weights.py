@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from invrl.interfaces import Trainer
+from invrl.run.checkpoint import keep_model
 from invrl.run.checkpoints import Checkpoints
 
 SAVE_AFTER_INTERRUPT_S = 120.0
@@ -47,6 +48,7 @@ async def save_unsaved_weights(
         logger.warning("the newest weights could not be saved", exc_info=error)
         note(f"the newest weights could not be saved: {_reason(error, timeout_s)}")
     if checkpoints.saved_step is not None:
+        keep_model(checkpoints.model_of(checkpoints.saved_step))
         note(_describe_weights(checkpoints, checkpoints.saved_step))
 
 

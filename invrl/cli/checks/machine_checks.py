@@ -175,7 +175,7 @@ def check_disk(config: Config, machine: Machine) -> str:
         root = root.parent
     free = psutil.disk_usage(str(root)).free
     checkpoint = 8 * _weight_bytes(config)
-    checkpoints = (config.run.keep_checkpoints or 1) + 1
+    checkpoints = (config.run.keep_checkpoints or 1) + config.run.keep_best + 1
     needed = checkpoints * checkpoint + _GB
     value = (
         f"{free / _GB:.1f} GB free at {root}, about {checkpoint / _GB:.1f} GB per checkpoint and "
@@ -186,7 +186,7 @@ def check_disk(config: Config, machine: Machine) -> str:
         raise ConfigError("run.run_root", value, "the disk is too small for one checkpoint", fix)
     if free < needed:
         reason = "the disk may fill: a checkpoint is written beside those kept"
-        fix = "free some, give another --run-root, or lower --keep-checkpoints"
+        fix = "free some, give another --run-root, or lower --keep-checkpoints or --keep-best"
         raise Doubt("run.run_root", value, reason, fix)
     return value
 

@@ -8,6 +8,8 @@ from invrl.cli.command import CommandFailed
 from invrl.cli.next_commands import describe_next
 from invrl.cli.run_process import checked_configuration, driver_of, log_to_folder
 from invrl.run import supervisor
+from invrl.run.checkpoint import keep_model
+from invrl.run.checkpoints import Checkpoints
 from invrl.run.config import Config
 from invrl.run.driver_commands import USAGE_EXIT
 from invrl.run.folder import hold_run_folder
@@ -59,6 +61,9 @@ def run_incarnation_in_folder(arguments: Sequence[str]) -> None:
 
 def _print_next_commands(config: Config, folder: RunFolder, *, finished: bool) -> None:
     text = describe_next(config, folder, finished=finished)
+    model = Checkpoints(folder.checkpoints_path).newest_model()
+    if model is not None:
+        keep_model(model)  # the text names it
     if text:
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(text, flush=True)

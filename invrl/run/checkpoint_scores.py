@@ -1,0 +1,67 @@
+"""How good the weights of a step are, by what the run has measured, and which checkpoints stay because of it.
+
+The score is the held-out accuracy of the step's weights (the mean over sets and modes), or the mean training
+reward of the steps up to it. A checkpoint is judged when a later one is saved: the evaluation after its step
+has been made by then."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from invrl.store.metrics_file import MetricsRow, read_metrics
+
+ScoreKind = Literal["held_out", "reward"]
+
+_ACCURACY_PREFIX = "eval/"
+_ACCURACY_SUFFIX = "/accuracy"
+_REWARD = "rollout/reward_mean"
+_REWARD_STEPS = 8
+"""Steps whose rewards are averaged, because that of one batch says little."""
+
+
+def kept_steps(
+    steps: Iterable[int], *, newest: int, best: int = 0, scores: Mapping[int, float] | None = None
+) -> set[int]:
+    """Which of the saved steps stay: the `newest`, and of the older ones the `best` by score, the later one
+    where scores are equal. With `newest` 0 all stay. A step without a score is not among the best."""
+    ordered = sorted(steps)
+    if not newest:
+        return set(ordered)
+    known = scores or {}
+    older = [step for step in ordered[:-newest] if step in known]
+    by_score = sorted(older, key=lambda step: (known[step], step), reverse=True)
+    return {*ordered[-newest:], *by_score[:best]}
+
+
+def read_scores(metrics_path: Path, kind: ScoreKind) -> dict[int, float]:
+    """The scores of the steps that have one."""
+    rows = read_metrics(metrics_path)
+    if kind == "held_out":
+        return _accuracies(rows)
+    return _rewards(rows)
+
+
+def _accuracies(rows: Sequence[MetricsRow]) -> dict[int, float]:
+    scores: dict[int, float] = {}
+    for row in rows:
+        accuracies = [
+            value
+            for name, value in row.items()
+            if name.startswith(_ACCURACY_PREFIX) and name.endswith(_ACCURACY_SUFFIX) and value is not None
+        ]
+        if accuracies:
+            scores[int(row["step"] or 0)] = sum(accuracies) / len(accuracies)
+    return scores
+
+
+def _rewards(rows: Sequence[MetricsRow]) -> dict[int, float]:
+    rewards: dict[int, float] = {}
+    for row in rows:
+        reward = row.get(_REWARD)
+        if reward is not None:
+            rewards[int(row["step"] or 0)] = reward
+    scores: dict[int, float] = {}
+    for step in rewards:
+        recent = [rewards[other] for other in range(step - _REWARD_STEPS + 1, step + 1) if other in rewards]
+        scores[step] = sum(recent) / len(recent)
+    return scores

@@ -1,0 +1,161 @@
+"""Which checkpoints stay: the newest, the best, and every model whose path a user was told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from crash_at import CrashAt
+from hypothesis import given
+from hypothesis import strategies as st
+from test_saved_model import NO_MODEL, names, trainer
+
+from invrl.errors import ConfigError
+from invrl.run.checkpoint import Checkpoint, check_served, keep_model
+from invrl.run.checkpoint_scores import kept_steps, read_scores
+from invrl.run.checkpoints import Checkpoints
+from invrl.run.config import Source, resolve
+
+SCORES = {1: 0.2, 2: 0.9, 3: 0.5, 4: 0.9}
+
+
+@pytest.mark.parametrize(
+    ("newest", "best", "kept"),
+    [
+        (0, 1, {1, 2, 3, 4, 5}),
+        (1, 0, {5}),
+        (2, 1, {2, 4, 5}),
+        (1, 1, {4, 5}),
+        (1, 2, {2, 4, 5}),
+        (1, 9, {1, 2, 3, 4, 5}),
+        (9, 1, {1, 2, 3, 4, 5}),
+    ],
+)
+def test_the_newest_stay_and_the_best_of_the_others(newest: int, best: int, kept: set[int]) -> None:
+    assert kept_steps([3, 1, 5, 2, 4], newest=newest, best=best, scores=SCORES) == kept
+
+
+def test_a_checkpoint_without_a_score_is_not_among_the_best() -> None:
+    assert kept_steps([1, 2, 3], newest=1, best=2, scores={2: -1.0}) == {2, 3}
+
+
+@given(
+    st.sets(st.integers(0, 50), min_size=1),
+    st.integers(1, 5),
+    st.integers(0, 5),
+    st.dictionaries(st.integers(0, 50), st.floats(allow_nan=False)),
+)
+def test_what_a_resume_needs_always_stays(
+    steps: set[int], newest: int, best: int, scores: dict[int, float]
+) -> None:
+    kept = kept_steps(steps, newest=newest, best=best, scores=scores)
+    assert max(steps) in kept
+    assert kept <= steps
+    assert len(kept) <= newest + best
+    removed = {scores[step] for step in steps - kept if step in scores}
+    kept_for_their_scores = sorted(kept)[: -newest or None]
+    if best and removed and kept_for_their_scores:
+        assert min(scores[step] for step in kept_for_their_scores) >= max(removed)
+
+
+def test_scores_are_read_from_the_metrics(tmp_path: Path) -> None:
+    rows = [{"step": step, "rollout/reward_mean": float(step)} for step in range(1, 12)]
+    rows[3] |= {
+        "eval/sampled/accuracy": 0.2,
+        "eval/hard/greedy/accuracy": 0.6,
+        "eval/sampled/accuracy_low": 0,
+    }
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 12, "rollo')
+    assert read_scores(path, "held_out") == {4: pytest.approx(0.4)}
+    rewards = read_scores(path, "reward")
+    assert rewards[1] == 1.0
+    assert rewards[3] == 2.0
+    assert rewards[11] == sum(range(4, 12)) / 8
+    assert read_scores(tmp_path / "none", "reward") == {}
+
+
+def best_by(**tables: dict[str, str | int]) -> str:
+    return resolve(Source(name="test", tables=tables)).best_checkpoints_by
+
+
+def test_by_default_the_held_out_score_decides_where_there_is_one() -> None:
+    assert best_by() == "reward"
+    evaluated: dict[str, str | int] = {"eval_interval": 1, "eval_tasks": 2}
+    assert best_by(rollout=evaluated) == "held_out"
+    assert best_by(rollout=evaluated, run={"keep_best_by": "reward"}) == "reward"
+    with pytest.raises(ConfigError, match="no checkpoint is evaluated on held-out tasks"):
+        best_by(run={"keep_best_by": "held_out"})
+
+
+async def save(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        await checkpoints.save(trainer(f"weights {step}"), step, b"the buffer")
+
+
+async def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_best=1, read_scores=lambda: SCORES)
+    await save(checkpoints, 1, 2, 3)
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+    await save(checkpoints, 4, 5)
+    assert names(tmp_path) == ["step-000004", "step-000005"]
+
+
+async def test_a_model_whose_path_was_told_stays_without_its_optimizer(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    await save(checkpoints, 2)
+    told = Checkpoint(step=2, path=tmp_path / "step-000002")
+    keep_model(told.hugging_face)
+    assert checkpoints.latest() == told
+    await save(checkpoints, 4, 6)
+    assert names(tmp_path) == ["step-000002", "step-000006"]
+    assert names(told.path) == ["hugging_face", "keep-model", "manifest.json"]
+    assert (told.hugging_face / "model.safetensors").read_text() == "weights 2"
+    check_served(told.hugging_face)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [6]
+    newest = checkpoints.newest_whole(pytest.fail, NO_MODEL)
+    assert newest is not None
+    assert newest.step == 6
+
+
+async def test_a_saved_model_whose_path_was_told_is_passed_and_stays(tmp_path: Path) -> None:
+    """Also where a later incarnation saves that step again."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    model = await checkpoints.save_model(trainer("weights 3"), 3)
+    keep_model(model)
+    await save(checkpoints, 2, 3, 4)
+    assert names(tmp_path) == ["model-000003", "step-000004"]
+    check_served(model)
+    assert names(tmp_path / "step-000004" / "hugging_face") == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("crash_at", range(1, 30))
+async def test_a_crash_while_old_ones_are_removed_leaves_only_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
+) -> None:
+    """Steps 1 and 3 go when 5 is saved; the model of step 3 stays."""
+    await save(Checkpoints(tmp_path), 1, 2, 3)
+    keep_model(tmp_path / "step-000003" / "hugging_face")
+    crash = CrashAt(crash_at)
+    monkeypatch.setattr("os.fsync", crash.within(os.fsync))
+    monkeypatch.setattr("os.unlink", crash.within(os.unlink))
+    monkeypatch.setattr("os.rmdir", crash.within(os.rmdir))
+    monkeypatch.setattr(Path, "rename", crash.within(Path.rename))
+    monkeypatch.setattr("shutil.rmtree", crash.within(shutil.rmtree))
+    checkpoints = Checkpoints(tmp_path, keep=1, keep_best=1, read_scores=lambda: SCORES)
+    try:
+        await save(checkpoints, 5)
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert crash.calls < crash_at
+        assert names(tmp_path) == ["step-000002", "step-000003", "step-000005"]
+    monkeypatch.undo()
+    for checkpoint in Checkpoints(tmp_path).all():
+        checkpoint.check(NO_MODEL)
+    check_served(tmp_path / "step-000003" / "hugging_face")
+    await save(Checkpoints(tmp_path, keep=1), 6)
+    assert names(tmp_path) == ["step-000003", "step-000006"]
