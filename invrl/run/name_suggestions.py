@@ -55,6 +55,7 @@ _FOREIGN_NAMES: dict[str, str] = {
     "num_engines": "num_gpus n_gpus gpus tensor_parallel_size num_replicas replicas",
     "data_parallel_size": "world_size dp_size nproc_per_node num_processes",
     "tensor_model_parallel_size": "tp tp_size train_tp",
+    "context_parallel_size": "cp cp_size sequence_parallel_size ulysses_sequence_parallel_size",
     "pipeline_model_parallel_size": "pp pp_size train_pp",
     "routing_replay": "router_replay r2 r3 use_routing_replay use_rollout_routing_replay",
     "train_dtype": "dtype bf16 fp16 precision mixed_precision",

@@ -176,10 +176,10 @@ class _TrainingRun:
         longest = cluster.serving.settings.context_length
         possible = cluster.serving.fleet.limits.context_length
         if longest < possible:
-            budget = self.config.train.max_tokens_per_microbatch
+            budget = self.config.train.microbatch_tokens
             self.observer.note(
-                f"conversations are limited to {longest} tokens, because --max-tokens-per-microbatch is "
-                f"{budget}; the engines would take {possible}"
+                f"conversations are limited to {longest} tokens, because a micro-batch holds {budget} "
+                f"(--max-tokens-per-microbatch x --context-parallel-size); the engines would take {possible}"
             )
 
     def _note_where_rollouts_run(self, cluster: Cluster) -> None:

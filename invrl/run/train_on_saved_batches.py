@@ -1,6 +1,7 @@
 """`invrl train --debug-train-only`: the trainer alone, on batches that another run has saved."""
 
 import asyncio
+import math
 from pathlib import Path
 
 from invrl.errors import ConfigError
@@ -69,5 +70,6 @@ def _refuse_long_rows(batch: TrainBatch, config: Config) -> None:
     if longest > config.train.longest_row:
         budget = config.train.max_tokens_per_microbatch
         reason = f"a row of batch {batch.batch_id} in the saved batches has {longest} tokens"
-        fix = f"set --max-tokens-per-microbatch to {longest - 1} or more"
+        needed = math.ceil((longest - 1) / config.train.context_parallel_size)
+        fix = f"set --max-tokens-per-microbatch to {needed} or more"
         raise ConfigError("train.max_tokens_per_microbatch", budget, reason, fix)

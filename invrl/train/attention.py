@@ -1,5 +1,6 @@
 """Self-attention over a packed row of prefix trees, on torch SDPA.
 
+Under context parallelism a rank has the queries of its own tokens, and gathers the keys and values of all.
 Megatron's own local attention refuses packed sequences. This one takes a `PackedRow` where Megatron
 passes its PackedSeqParams, and runs one SDPA call per block of the row (see `packing.py`). Imported after
 `device.prepare()`.
@@ -15,11 +16,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 from invrl.train import device
+from invrl.train.context_parallel import gather_keys
+from invrl.train.context_share import ContextShare
 from invrl.train.families.rope import Rope
-from invrl.train.micro_batch import AttentionBlock, MicroBatch
+from invrl.train.micro_batch import AttentionBlock
 from invrl.train.rotary import angles
 from invrl.train.routing_replay import Routing
 from invrl.train.sliding_window import windowed
@@ -34,7 +38,7 @@ class AttentionCalls:
     """
 
     keys_K: torch.Tensor | None
-    """Places of the keys of all blocks, block by block; None: [0, P)."""
+    """Places of the keys of all blocks among the keys that the rank has, block by block; None: [0, P)."""
     num_queries: tuple[int, ...]
     """Number of queries of each block."""
     num_keys: tuple[int, ...]
@@ -43,13 +47,21 @@ class AttentionCalls:
     """For each block [queries, keys]: 0 where a query sees a key, else -inf; None: causal."""
 
     @staticmethod
-    def of(blocks: Sequence[AttentionBlock], target: torch.device, dtype: torch.dtype) -> "AttentionCalls":
-        """`dtype`: the dtype in which attention is computed; SDPA needs the bias in it."""
+    def of(
+        blocks: Sequence[AttentionBlock],
+        gathered_P: NDArray[np.int64] | None,
+        target: torch.device,
+        dtype: torch.dtype,
+    ) -> "AttentionCalls":
+        """`gathered_P`: as in `ContextShare`. `dtype`: the dtype in which attention is computed; SDPA needs
+        the bias in it."""
         keys_by_block = [
             np.concatenate([block.prefix_K, np.arange(block.start, block.end)]) for block in blocks
         ]
         keys_K = None
-        if any(len(block.prefix_K) for block in blocks):
+        if gathered_P is not None:
+            keys_K = torch.from_numpy(gathered_P[np.concatenate(keys_by_block)]).to(target)
+        elif any(len(block.prefix_K) for block in blocks):
             keys_K = torch.from_numpy(np.concatenate(keys_by_block)).to(target)
         return AttentionCalls(
             keys_K=keys_K,
@@ -69,7 +81,7 @@ def _bias(block: AttentionBlock, target: torch.device, dtype: torch.dtype) -> to
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """What the attention layers need to know of a packed row.
+    """What the attention layers need to know of a packed row, or of this rank's share of it.
 
     The format is [tokens, 1, ...] ("sbhd"), so that Megatron applies per-token rotary frequencies as they are
     given.
@@ -84,7 +96,7 @@ class PackedRow(PackedSeqParams):
 
     @staticmethod
     def of(
-        micro_batch: MicroBatch,
+        share: ContextShare,
         target: torch.device,
         dtype: torch.dtype,
         *,
@@ -93,13 +105,14 @@ class PackedRow(PackedSeqParams):
         routing: Routing | None,
     ) -> "PackedRow":
         """`windows`: those of the model's layers. `frequencies`: those of their rotary positions."""
-        positions_P = torch.from_numpy(micro_batch.positions_P).to(target)
+        positions_P = torch.from_numpy(share.positions_Q).to(target)
+        micro_batch = share.micro_batch
         calls: dict[int | None, AttentionCalls] = {}
         for window in windows:
             blocks: Sequence[AttentionBlock] = micro_batch.blocks
             if window is not None:
                 blocks = windowed(blocks, micro_batch.positions_P, window)
-            calls[window] = AttentionCalls.of(blocks, target, dtype)
+            calls[window] = AttentionCalls.of(share.own_blocks(blocks), share.gathered_P, target, dtype)
         return PackedRow(
             qkv_format="sbhd",
             calls=calls,
@@ -151,6 +164,7 @@ class TreeAttention(MegatronModule):
         assert isinstance(packed_seq_params, PackedRow)
         calls = packed_seq_params.calls[self._window]
         dtype = device.attention_dtype(query.dtype)
+        key, value = gather_keys(key, value)
         # Views [1, heads, P, head_dim].
         queries = query.permute(1, 2, 0, 3).to(dtype)
         keys = key.permute(1, 2, 0, 3).to(dtype)

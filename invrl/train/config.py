@@ -27,6 +27,11 @@ class TrainConfig(Section):
         description="ranks that divide the heads, the MLPs and the vocabulary of one copy (and, between the "
         "layers, the tokens)",
     )
+    context_parallel_size: PositiveInt = Field(
+        1,
+        description="ranks that divide the tokens of one micro-batch, which may hold as many times "
+        "max_tokens_per_microbatch",
+    )
     pipeline_model_parallel_size: PositiveInt = Field(
         1, description="stages that divide the layers of one copy, each on ranks of its own"
     )
@@ -58,7 +63,8 @@ class TrainConfig(Section):
     )
     max_tokens_per_microbatch: PositiveInt = Field(
         4096,
-        description="packed tokens of one micro-batch; no conversation of a training run is longer",
+        description="packed tokens of one micro-batch, on each context-parallel rank; no conversation of a "
+        "training run is longer than those of all of them",
     )
     share_prefixes: bool = Field(
         True, description="compute a prefix shared by rows of a micro-batch once (exact; with our attention)"
@@ -73,9 +79,14 @@ class TrainConfig(Section):
     train_step_timeout_s: PositiveFloat = Field(1800.0, description="deadline of one training step")
 
     @property
+    def microbatch_tokens(self) -> int:
+        """Most packed tokens of a micro-batch, on all context-parallel ranks together."""
+        return self.max_tokens_per_microbatch * self.context_parallel_size
+
+    @property
     def longest_row(self) -> int:
         """Most tokens of a row. The last one is only predicted."""
-        return self.max_tokens_per_microbatch + 1
+        return self.microbatch_tokens + 1
 
     def check_model(self, model: HuggingFaceConfig) -> None:
         """Raises ConfigError where these settings do not fit the model: its layers, heads or experts."""
@@ -92,6 +103,7 @@ class TrainConfig(Section):
     def layout(self) -> ParallelLayout:
         return ParallelLayout(
             tensor=self.tensor_model_parallel_size,
+            context=self.context_parallel_size,
             data=self.data_parallel_size,
             pipeline=self.pipeline_model_parallel_size,
             virtual_pipeline=self.virtual_pipeline_model_parallel_size,

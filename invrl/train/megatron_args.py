@@ -39,9 +39,9 @@ _BY_FLAG = {
     "sequence_parallel": "--tensor-model-parallel-size",
     "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
     "virtual_pipeline_model_parallel_size": "--virtual-pipeline-model-parallel-size",
+    "context_parallel_size": "--context-parallel-size",
     "moe_enable_routing_replay": "--routing-replay",
     # The sizes of layouts that the trainer does not have yet.
-    "context_parallel_size": "--data-parallel-size",
     "expert_model_parallel_size": "--data-parallel-size",
     "expert_tensor_parallel_size": "--data-parallel-size",
     "num_distributed_optimizer_instances": "--data-parallel-size",

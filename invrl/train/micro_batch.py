@@ -85,14 +85,14 @@ class MicroBatch:
     """The K experts that each token is sent to in each layer of the model, by an earlier pass's choice;
     `UNKNOWN_EXPERT` where that is unknown. None: the routers choose."""
 
-    def padded(self, multiple: int) -> "MicroBatch":
-        """With so many tokens more that their number is a multiple of this. They are a tree of their own, of
-        which nothing is wanted."""
+    def padded_to(self, num_tokens: int) -> "MicroBatch":
+        """With so many packed tokens in all. Those that are added are a tree of their own, of which nothing
+        is wanted."""
         start = len(self.tokens_P)
-        num_more = -start % multiple
+        num_more = num_tokens - start
         if num_more == 0:
             return self
-        block = AttentionBlock(start=start, end=start + num_more, prefix_K=_NO_PLACES, mask_QK=None)
+        block = AttentionBlock(start=start, end=num_tokens, prefix_K=_NO_PLACES, mask_QK=None)
         experts_PLK = self.experts_PLK
         if experts_PLK is not None:
             more = ((0, num_more), (0, 0), (0, 0))
@@ -103,6 +103,28 @@ class MicroBatch:
             positions_P=np.concatenate([self.positions_P, np.arange(num_more)]),
             blocks=(*self.blocks, block),
             experts_PLK=experts_PLK,
+        )
+
+    def with_projections(self, is_kept_U: NDArray[np.bool_]) -> "MicroBatch":
+        """With these rows of logits and no others, and the wanted tokens that they predict."""
+        number_U = np.cumsum(is_kept_U) - 1
+        is_kept_M = is_kept_U[self.restricted_M]
+        is_kept_N = is_kept_U[self.projection_N]
+        rows: list[tuple[int, NDArray[np.int64]]] = []
+        start = 0
+        for row_index, wanted_N in self.rows:
+            end = start + len(wanted_N)
+            rows.append((row_index, wanted_N[is_kept_N[start:end]]))
+            start = end
+        return replace(
+            self,
+            project_U=self.project_U[is_kept_U],
+            temperature_U=self.temperature_U[is_kept_U],
+            restricted_M=number_U[self.restricted_M[is_kept_M]],
+            allowed_MW=self.allowed_MW[is_kept_M],
+            projection_N=number_U[self.projection_N[is_kept_N]],
+            targets_N=self.targets_N[is_kept_N],
+            rows=tuple(rows),
         )
 
     def pick(self, arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:

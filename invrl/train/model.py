@@ -2,7 +2,8 @@
 
 `PolicyModel.forward` gives log-probs of the wanted tokens. The vocabulary projection is computed at the
 positions that predict a wanted token, and nowhere else. Tensor-parallel ranks compute the same micro-batch
-together and get the same log-probs. With pipeline parallelism a model is one chunk of the layers, or several
+together and get the same log-probs; context-parallel ranks each compute a part of its tokens, and get the
+log-probs of all. With pipeline parallelism a model is one chunk of the layers, or several
 (virtual stages); only the last chunk projects. Megatron's TransformerConfig is set in `transformer_config`,
 its DDP and optimizer configurations in `optimizer.py`. Imported after `device.prepare()`.
 """
@@ -25,6 +26,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from invrl.train import device
 from invrl.train.attention import PackedRow
+from invrl.train.context_parallel import gather_wanted, own_share
+from invrl.train.context_share import ContextShare
 from invrl.train.families.model_config import Activation, HuggingFaceConfig
 from invrl.train.layer_specs import decoder_layer
 from invrl.train.logprobs import projected_logprobs
@@ -60,21 +63,18 @@ class PolicyModel(GPTModel):
         self, micro_batch: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
         """Log-probs and entropies of the wanted tokens, float32 [N] each; from a chunk that is not the last
-        the hidden states [P, 1, hidden], which Megatron's schedule hands to the next one."""
+        the hidden states [Q, 1, hidden] of this rank's tokens, for Megatron's schedule to hand on."""
         target = device.device()
-        micro_batch = micro_batch.padded(self.config.tensor_model_parallel_size)
-        tokens_P = torch.from_numpy(micro_batch.tokens_P).to(target)
-        positions_P = torch.from_numpy(micro_batch.positions_P).to(target)
-        project_U = torch.from_numpy(micro_batch.project_U).to(target)
+        share = own_share(micro_batch)
         attention_dtype = device.attention_dtype(self.config.params_dtype)
-        # [P, 1, hidden]: one row; the second axis is Megatron's batch axis. Each tensor-parallel rank
-        # has an equal part of the tokens.
-        hidden = self._embed(tokens_P, positions_P) if self.pre_process else None
+        # [Q, 1, hidden]: one row; the second axis is Megatron's batch axis. Each tensor-parallel rank
+        # has an equal part of the share's tokens.
+        hidden = self._embed(share) if self.pre_process else None
         routing = None
         if self.routing is not None:
-            routing = self.routing.begin(self.vp_stage or 0, micro_batch)
+            routing = self.routing.begin(self.vp_stage or 0, share)
         packed_row = PackedRow.of(
-            micro_batch,
+            share,
             target,
             attention_dtype,
             windows=self._windows,
@@ -87,21 +87,26 @@ class PolicyModel(GPTModel):
         # The gradient of what is gathered is summed over the ranks: each projects onto its own part of the
         # vocabulary.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        projections, is_own_N = share.own_projections()
+        project_U = torch.from_numpy(share.indices_of(projections.project_U)).to(target)
         hidden_UH = hidden.squeeze(1).index_select(0, project_U)
         weight_VH = self._projection_weight()
         group = cast(torch.distributed.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
-        return projected_logprobs(
+        logprobs_N, entropy_N = projected_logprobs(
             hidden_UH,
             weight_VH,
-            micro_batch,
+            projections,
             start=group.rank() * len(weight_VH),
             group=group if group.size() > 1 else None,
             softcap=self.shape.logit_softcap,
         )
+        return gather_wanted(logprobs_N, entropy_N, torch.from_numpy(is_own_N).to(target))
 
-    def _embed(self, tokens_P: torch.Tensor, positions_P: torch.Tensor) -> torch.Tensor:
-        """Embeddings [P, 1, hidden] of this rank's part of the tokens."""
-        hidden = self.embedding(input_ids=tokens_P[None], position_ids=positions_P[None])
+    def _embed(self, share: ContextShare) -> torch.Tensor:
+        """Embeddings [Q, 1, hidden] of this rank's part of the tokens."""
+        tokens_Q = torch.from_numpy(share.tokens_Q).to(device.device())
+        positions_Q = torch.from_numpy(share.positions_Q).to(device.device())
+        hidden = self.embedding(input_ids=tokens_Q[None], position_ids=positions_Q[None])
         scale = self.shape.embedding_scale
         if scale is None:
             return hidden
@@ -184,6 +189,7 @@ def transformer_config(
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": tensor_parallel,
         "sequence_parallel": tensor_parallel > 1,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "pipeline_model_parallel_size": pipeline_stages,
         "virtual_pipeline_model_parallel_size": num_chunks,
         "variable_seq_lengths": pipeline_stages > 1,  # micro-batches have different lengths

@@ -59,6 +59,7 @@ def join_process_group(settings: RankSettings, port: int, listener: socket.socke
     layout = settings.layout
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
+        context_parallel_size=layout.context,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
     )

@@ -17,9 +17,12 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from numpy.typing import NDArray
 
 from invrl.metrics import Mean
 from invrl.train import device
+from invrl.train.context_parallel import own_share
+from invrl.train.context_share import ContextShare
 from invrl.train.micro_batch import UNKNOWN_EXPERT, MicroBatch
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -42,11 +45,12 @@ class RoutingAgreement:
         self.replayed = self.replayed + known_P.sum()
 
     def take(self) -> Mean:
-        """The share of the equal ones in all layers of the model; counting begins anew. All ranks that hold
-        one copy of the model take part."""
+        """The share of the equal ones in all layers of the model; counting begins anew. All ranks of a
+        replica take part."""
         counts = torch.tensor([float(self.equal), float(self.replayed)], dtype=torch.float64)
         counts = counts.to(device.device())
         torch.distributed.all_reduce(counts, group=parallel_state.get_model_parallel_group())
+        torch.distributed.all_reduce(counts, group=parallel_state.get_context_parallel_group())
         self.equal = 0.0
         self.replayed = 0.0
         return Mean(float(counts[0]), float(counts[1]))
@@ -94,12 +98,11 @@ class Routing:
     """Those that have run."""
 
     @staticmethod
-    def of(micro_batch: MicroBatch, agreement: RoutingAgreement) -> "Routing":
-        """`micro_batch`: padded to a multiple of the tensor-parallel ranks."""
-        experts = micro_batch.experts_PLK
+    def of(share: ContextShare, agreement: RoutingAgreement) -> "Routing":
+        experts = share.micro_batch.experts_PLK
         if experts is None:
             return Routing(None, agreement)
-        own_PLK = experts[_own_tokens(len(experts))]
+        own_PLK = experts[_routed_places(share)]
         return Routing(torch.from_numpy(own_PLK).to(device.device()), agreement)
 
     def layer(self, number: int) -> LayerRouting:
@@ -112,12 +115,12 @@ class Routing:
         return routing
 
 
-def _own_tokens(num_tokens: int) -> slice:
-    """The part of a micro-batch's tokens that this rank's routers see: tensor-parallel ranks divide the
-    tokens between layers."""
+def _routed_places(share: ContextShare) -> NDArray[np.int64]:
+    """Places in the micro-batch of the tokens that this rank's routers see: tensor-parallel ranks divide
+    those of a share between layers."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
-    return slice(rank * num_tokens // ranks, (rank + 1) * num_tokens // ranks)
+    return np.split(share.places_Q, ranks)[rank]
 
 
 class RoutedLayer(TransformerLayer):
@@ -151,9 +154,9 @@ class RoutingRecorder:
         finally:
             self._is_recording = False
 
-    def begin(self, chunk: int, micro_batch: MicroBatch) -> Routing:
-        """The routing of a forward pass that begins. `micro_batch`: as in `Routing.of`."""
-        routing = Routing.of(micro_batch, self.agreement)
+    def begin(self, chunk: int, share: ContextShare) -> Routing:
+        """The routing of a forward pass that begins."""
+        routing = Routing.of(share, self.agreement)
         if self._is_recording:
             self._recorded.setdefault(chunk, []).append(routing)
         return routing
@@ -181,9 +184,10 @@ def _with_experts(micro_batch: MicroBatch, layers: dict[int, torch.Tensor], num_
     if not layers:  # a stage whose layers have no experts
         return micro_batch
     [num_chosen] = {chosen_PK.shape[1] for chosen_PK in layers.values()}
-    padded = micro_batch.padded(parallel_state.get_tensor_model_parallel_world_size())
-    num_tokens = len(padded.tokens_P)
+    share = own_share(micro_batch)
+    routed_places = _routed_places(share)
+    num_tokens = len(share.micro_batch.tokens_P)
     experts_PLK = np.full((num_tokens, num_layers, num_chosen), UNKNOWN_EXPERT, np.int16)
     for number, chosen_PK in layers.items():
-        experts_PLK[_own_tokens(num_tokens), number] = chosen_PK.cpu().numpy()
+        experts_PLK[routed_places, number] = chosen_PK.cpu().numpy()
     return replace(micro_batch, experts_PLK=experts_PLK[: len(micro_batch.tokens_P)])

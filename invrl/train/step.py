@@ -168,7 +168,7 @@ class TrainStep:
     def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
         micro_batches = pack(
             rows,
-            max_tokens=self.train.max_tokens_per_microbatch,
+            max_tokens=self.train.microbatch_tokens,
             share_prefixes=self.train.share_prefixes,
         )
         if self.layout.virtual_pipeline > 1:

@@ -107,7 +107,7 @@ class ReplicaWeights:
     """The weights of one copy of the model, which all its ranks offer together under Hugging Face names."""
 
     def __init__(self, chunks: Sequence[GPTModel], config: HuggingFaceConfig, layout: ParallelLayout) -> None:
-        """Called on all ranks together. Raises TrainError for a parameter that no rank of the copy has."""
+        """Called on all ranks together. Raises TrainError for a parameter that no rank of the replica has."""
         self._config = config
         self._own_parameters = parameters_of(chunks)
         self._rank = torch.distributed.get_rank()
@@ -150,10 +150,12 @@ class ReplicaWeights:
         own_shapes = {name: tuple(parameter.shape) for name, parameter in self._own_parameters.items()}
         shapes_by_rank: list[Any] = [None] * layout.world_size
         torch.distributed.all_gather_object(shapes_by_rank, own_shapes)
+        # Context-parallel ranks have the same weights.
+        senders = [rank for rank in self._ranks if layout.coordinates(rank).context == 0]
         holdings: dict[str, _Holding] = {}
         for parameter in parameters(self._config):
             name = parameter.megatron
-            holders = [rank for rank in self._ranks if name in shapes_by_rank[rank]]
+            holders = [rank for rank in senders if name in shapes_by_rank[rank]]
             if not holders:
                 raise TrainError(f"{self._config.model_type}: the family file has {name}, the model does not")
             if parameter.divided_dimension is None:

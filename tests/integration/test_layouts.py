@@ -34,6 +34,7 @@ TP2 = ParallelLayout(tensor=2)
 TP4 = ParallelLayout(tensor=4)
 TP2_DP2 = ParallelLayout(tensor=2, data=2)
 DP2 = ParallelLayout(data=2)
+CP2 = ParallelLayout(context=2)
 PP2 = ParallelLayout(pipeline=2)
 PP4 = ParallelLayout(pipeline=4)
 PP2_VPP2 = ParallelLayout(pipeline=2, virtual_pipeline=2)
@@ -41,14 +42,14 @@ PP2_DP2 = ParallelLayout(pipeline=2, data=2)
 PP2_VPP2_DP2 = ParallelLayout(pipeline=2, virtual_pipeline=2, data=2)
 TP2_PP2 = ParallelLayout(tensor=2, pipeline=2)
 CASES = [
-    # Every family, on what divides its layers and on what divides their heads.
-    *[(family, layout) for family in FAMILIES for layout in (TP2, PP2)],
-    ("qwen3_moe", PP2),
-    ("glm4_moe", PP2),
+    # Every family, on what divides its layers, their heads, and a row.
+    *[(family, layout) for family in FAMILIES for layout in (TP2, PP2, CP2)],
+    *[(family, layout) for family in ("qwen3_moe", "glm4_moe") for layout in (PP2, CP2)],
     # One dense model with tied embeddings and one without, and one with experts, on the others.
     *[("gemma3_text", layout) for layout in (PP2_VPP2, TP2_PP2)],
     *[("qwen3", layout) for layout in (TP4, PP4, PP2_VPP2, TP2_DP2, PP2_DP2, TP2_PP2, PP2_VPP2_DP2)],
     ("qwen3", ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2)),
+    *[("qwen3", ParallelLayout(context=2, **{axis: 2})) for axis in ("tensor", "pipeline", "data")],
     *[("qwen3_moe", layout) for layout in (DP2, PP2_VPP2, PP2_DP2)],
     ("glm4_moe", DP2),
 ]
@@ -73,6 +74,7 @@ decides, and the weights would differ from then on."""
 def title(layout: ParallelLayout) -> str:
     axes = {
         "tp": layout.tensor,
+        "cp": layout.context,
         "pp": layout.pipeline,
         "vpp": layout.virtual_pipeline,
         "dp": layout.data,
@@ -293,6 +295,19 @@ def test_a_loss_that_is_not_finite_is_skipped_on_all_ranks(
     assert worst(after, fresh.weights())[0] == 0.0
 
 
+def test_a_row_may_be_longer_than_what_one_rank_takes(pool: RankPool, models: Models) -> None:
+    """77 tokens, where one rank takes 41 and two take 82."""
+    model = models("qwen3", 2)
+    batch = random_batch(10, groups=1, rollouts=2, prompt=60, answer=14)
+    assert max(len(sample.tokens_T) for sample in batch.samples) == 77
+    trainer = pool.build(model, layout=CP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH)
+    trainer.train(batch)
+    steps = trainer.steps()
+    single = pool.build(model, train=settings(sharded=False), algorithm=ALGORITHM, megatron=SMOOTH)
+    single.train(batch)
+    check_same_steps(steps, single.steps())
+
+
 def test_a_gradient_that_is_not_reduced_is_found(pool: RankPool, models: Models, alone: Alone) -> None:
     trainer = pool.build(
         models("qwen3", 2), layout=TP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH
@@ -329,6 +344,8 @@ ONE = ParallelLayout()
         (PP2_VPP2, TP4, True),
         (TP2_PP2, PP2_DP2, True),
         (ONE, PP2_VPP2, False),
+        (CP2, CP2, True),
+        (CP2, PP2_DP2, True),
     ],
     ids=lambda value: title(value) if isinstance(value, ParallelLayout) else f"sharded={value}",
 )

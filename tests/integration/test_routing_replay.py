@@ -137,6 +137,7 @@ def agreement(
 LAYOUTS = {
     "pp2": (ParallelLayout(pipeline=2), {}),
     "pp2vpp2": (ParallelLayout(pipeline=2, virtual_pipeline=2), {}),
+    "cp2": (ParallelLayout(context=2), {}),
     "dp2": (ParallelLayout(data=2), {}),
     "recompute": (ParallelLayout(), RECOMPUTE),
     "pp2 recompute": (ParallelLayout(pipeline=2), RECOMPUTE),

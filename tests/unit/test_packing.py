@@ -84,22 +84,6 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
     }
 
 
-@given(data=rows(), multiple=st.integers(1, 5))
-def test_padding_is_a_tree_of_its_own(data: list[Row], multiple: int) -> None:
-    (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
-    padded = micro_batch.padded(multiple)
-    num_tokens = len(micro_batch.tokens_P)
-    assert len(padded.tokens_P) % multiple == 0
-    assert len(padded.tokens_P) - num_tokens < multiple
-    attended = visible(padded)
-    for expected, found in zip(visible(micro_batch), attended[:num_tokens], strict=True):
-        assert (found == expected).all()
-    for places in attended[num_tokens:]:
-        assert places.min() >= num_tokens
-    assert padded.rows is micro_batch.rows
-    assert padded.project_U is micro_batch.project_U
-
-
 @given(data=rows())
 def test_a_shared_prefix_is_computed_once(data: list[Row]) -> None:
     prefixes = {tuple(row.tokens_T[:n]) for row in data for n in range(1, row.num_computed + 1)}

@@ -25,35 +25,43 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceConfig:
 def test_the_settings_make_the_layout() -> None:
     train = TrainConfig(
         tensor_model_parallel_size=4,
+        context_parallel_size=2,
         data_parallel_size=3,
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=5,
     )
-    assert train.layout == ParallelLayout(tensor=4, data=3, pipeline=2, virtual_pipeline=5)
-    assert train.layout.world_size == 24
+    assert train.layout == ParallelLayout(tensor=4, context=2, data=3, pipeline=2, virtual_pipeline=5)
+    assert train.layout.world_size == 48
     assert TrainConfig().layout.world_size == 1
 
 
-def test_coordinates_count_tensor_then_data_then_pipeline() -> None:
-    layout = ParallelLayout(tensor=2, data=3, pipeline=2)
+def test_context_parallel_ranks_share_a_micro_batch() -> None:
+    train = TrainConfig(max_tokens_per_microbatch=100, context_parallel_size=3)
+    assert train.microbatch_tokens == 300
+    assert train.longest_row == 301, "the last token is only predicted"
+
+
+def test_coordinates_count_tensor_then_context_then_data_then_pipeline() -> None:
+    layout = ParallelLayout(tensor=2, context=2, data=3, pipeline=2)
     coordinates = [layout.coordinates(rank) for rank in range(layout.world_size)]
     assert coordinates == [
-        Coordinates(tensor=tensor, data=data, pipeline=pipeline)
+        Coordinates(tensor=tensor, context=context, data=data, pipeline=pipeline)
         for pipeline in range(2)
         for data in range(3)
+        for context in range(2)
         for tensor in range(2)
     ]
 
 
 def test_every_rank_is_in_the_replica_of_its_data_coordinate() -> None:
-    layout = ParallelLayout(tensor=2, data=3, pipeline=2)
+    layout = ParallelLayout(tensor=2, context=2, data=3, pipeline=2)
     for data in range(3):
         ranks = layout.replica(data)
         assert list(ranks) == sorted(ranks)
         assert {layout.coordinates(rank).data for rank in ranks} == {data}
         assert layout.reporter(data) in ranks
         assert layout.coordinates(layout.reporter(data)).pipeline == 1
-    assert sorted(rank for data in range(3) for rank in layout.replica(data)) == list(range(12))
+    assert sorted(rank for data in range(3) for rank in layout.replica(data)) == list(range(24))
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])

@@ -91,11 +91,11 @@ def check_processors(config: Config, machine: Machine) -> str:
     noun = "GPUs" if machine.gpus else "CPUs"
     if layout.world_size > available and not os.environ.get("RAY_ADDRESS"):
         reason = f"this machine has {available} {noun}, and every rank needs one of its own"
-        ranks_of_a_copy = layout.tensor * layout.pipeline
+        ranks_of_a_copy = layout.tensor * layout.context * layout.pipeline
         if ranks_of_a_copy > available:
             fix = (
-                "lower --tensor-model-parallel-size or --pipeline-model-parallel-size, so that their product "
-                f"is {available} or less"
+                "lower --tensor-model-parallel-size, --context-parallel-size or "
+                f"--pipeline-model-parallel-size, so that their product is {available} or less"
             )
             raise ConfigError("train.tensor_model_parallel_size", layout.tensor, reason, fix)
         fix = f"lower --data-parallel-size to {available // ranks_of_a_copy} or less"

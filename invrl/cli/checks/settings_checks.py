@@ -51,11 +51,11 @@ def check_row_length(config: Config) -> str:
     longest = config.train.longest_row
     answer = config.rollout.max_new_tokens
     if answer >= longest:
-        budget = config.train.max_tokens_per_microbatch
         reason = (
-            f"a micro-batch holds {budget} tokens (max_tokens_per_microbatch), prompt and answer together"
+            f"a micro-batch holds {config.train.microbatch_tokens} tokens (max_tokens_per_microbatch x "
+            "context_parallel_size), prompt and answer together"
         )
-        fix = "lower --max-new-tokens or raise --max-tokens-per-microbatch"
+        fix = "lower --max-new-tokens, or raise --max-tokens-per-microbatch or --context-parallel-size"
         raise ConfigError("rollout.max_new_tokens", answer, reason, fix)
     return f"conversations of up to {longest} tokens, answers of up to {answer}"
 

@@ -1,7 +1,7 @@
 """How the trainer's ranks divide the model and the data: one type, from the settings to Megatron's groups.
 
-The order of ranks is Megatron's: tensor-parallel ranks are neighbours, then come data-parallel replicas, then
-pipeline stages.
+The order of ranks is Megatron's: tensor-parallel ranks are neighbours, then come context-parallel ranks, then
+data-parallel replicas, then pipeline stages.
 Imports neither torch nor Megatron, so that a run can be checked before any process starts.
 """
 
@@ -23,6 +23,7 @@ class Coordinates:
     """A rank's place on each axis of a layout."""
 
     tensor: int
+    context: int
     data: int
     pipeline: int
 
@@ -34,6 +35,9 @@ class ParallelLayout:
     tensor: int = 1
     """Ranks that divide every layer's heads, its MLP, and the vocabulary; between layers they divide the
     tokens (Megatron's sequence parallelism)."""
+    context: int = 1
+    """Ranks that divide the tokens of every micro-batch, so that a row may be as many times longer. Each has
+    the weights of its stage, and in attention the keys and values of all tokens."""
     data: int = 1
     """Replicas of the model, each of which trains on its own shard of a batch."""
     pipeline: int = 1
@@ -45,17 +49,20 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.data * self.pipeline
+        return self.tensor * self.context * self.data * self.pipeline
 
     def coordinates(self, rank: int) -> Coordinates:
         return Coordinates(
             tensor=rank % self.tensor,
-            data=rank // self.tensor % self.data,
-            pipeline=rank // (self.tensor * self.data),
+            context=rank // self.tensor % self.context,
+            data=rank // (self.tensor * self.context) % self.data,
+            pipeline=rank // (self.tensor * self.context * self.data),
         )
 
     def replica(self, data: int) -> Sequence[int]:
-        """The ranks that hold one copy of the model, in ascending order. The first collects its weights."""
+        """The ranks that compute a shard of a batch together, in ascending order. They hold one copy of the
+        model, or under context parallelism as many as have each a part of the tokens. The first collects the
+        weights."""
         ranks = range(self.world_size)
         return tuple(rank for rank in ranks if self.coordinates(rank).data == data)
 

@@ -1,0 +1,77 @@
+"""Context parallelism among the ranks: this rank's share of a micro-batch, and what the ranks gather.
+
+Imported after `device.prepare()`.
+"""
+
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch.distributed import ProcessGroup, all_reduce
+
+from invrl.train.context_share import ContextShare
+from invrl.train.micro_batch import MicroBatch
+
+
+def own_share(micro_batch: MicroBatch) -> ContextShare:
+    """This rank's, which tensor-parallel ranks can divide."""
+    group = _group()
+    return ContextShare.of(
+        micro_batch,
+        rank=group.rank(),
+        ranks=group.size(),
+        multiple=parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def gather_keys(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [P, 1, heads, dim] of all ranks, rank by rank, from those of each rank's own tokens.
+
+    The gradients of what is gathered are summed over the ranks, for each has its own queries.
+    """
+    group = _group()
+    if group.size() == 1:
+        return key, value
+    gathered = gather_from_sequence_parallel_region(
+        torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=group
+    )
+    gathered_key, gathered_value = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
+    return gathered_key, gathered_value
+
+
+def gather_wanted(
+    logprobs_S: torch.Tensor, entropy_S: torch.Tensor, is_own_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies [N] of all wanted tokens on every rank, from those of the S tokens that each
+    rank predicts (`is_own_N`; every token has one rank). The entropies have no gradient.
+
+    Every rank computes the same loss from them, so the gradient of its own log-probs is whole, and nothing is
+    summed over ranks on the way back.
+    """
+    group = _group()
+    if group.size() == 1:
+        return logprobs_S, entropy_S
+    logprobs_N = _Gather.apply(logprobs_S, is_own_N, group)
+    with torch.no_grad():
+        entropy_N = _Gather.apply(entropy_S, is_own_N, group)
+    return logprobs_N, entropy_N  # pyright: ignore[reportReturnType]
+
+
+def _group() -> ProcessGroup:
+    return cast(ProcessGroup, parallel_state.get_context_parallel_group())
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_S: torch.Tensor, is_own_N: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        gathered_N = own_S.new_zeros(len(is_own_N))
+        gathered_N[is_own_N] = own_S
+        all_reduce(gathered_N, group=group)
+        ctx.save_for_backward(is_own_N)
+        return gathered_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (is_own_N,) = ctx.saved_tensors
+        return grads[0][is_own_N], None, None
