@@ -64,11 +64,21 @@ class AlgorithmConfig(Section):
         description="optimizer steps (mini-batches) per batch; with 1 and recomputed old no ratio is clipped",
     )
 
+    @property
+    def current_is_old(self) -> bool:
+        """Whether the current policy of every optimizer step is the old one, so that nothing is computed for
+        old."""
+        return self.num_minibatches == 1 and self.old_logprobs == "recompute"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the objective has a term of the frozen reference."""
+        return self.kl_coef > 0
+
     def without_effect(self) -> list[str]:
         """One sentence for each setting that cannot act together with the rest of these settings."""
         sentences: list[str] = []
-        current_is_old = self.num_minibatches == 1 and self.old_logprobs == "recompute"
-        if current_is_old and self.policy_loss == "clip":
+        if self.current_is_old and self.policy_loss == "clip":
             sentences.append(
                 "the clip (eps_clip_low, eps_clip_high, dual_clip) never acts: in the one optimizer step of "
                 "a batch the current policy is the old one, so every ratio is 1. It acts with "

@@ -262,6 +262,7 @@ def _create_trainer(config: Config) -> TrainHandle:
             master_addr="127.0.0.1",  # all ranks are on this machine so far
             store_key=store_key,
             model_path=str(config.model.folder),
+            reference_path=str(config.model.reference_folder),
             chat_template=chat_template,
             train=config.train,
             algorithm=config.algorithm,

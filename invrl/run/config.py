@@ -82,14 +82,21 @@ class ModelConfig(Section):
 
     model_path: str = Field("", description="Hugging Face folder, or checkpoint of a run (its hugging_face)")
 
+    reference_model_path: str = Field(
+        default="",
+        description="folder or checkpoint with the weights of the frozen reference (kl_coef > 0), a model of "
+        "the same shape; empty: those of model_path",
+    )
+
     @property
     def folder(self) -> Path:
         """Absolute; meaningless without a `model_path`."""
-        path = Path(self.model_path).expanduser().absolute()
-        of_checkpoint = path / "hugging_face"
-        if of_checkpoint.is_dir():
-            return of_checkpoint
-        return path
+        return _model_folder(self.model_path)
+
+    @property
+    def reference_folder(self) -> Path:
+        """Of the frozen reference: absolute; meaningless without a `model_path`."""
+        return _model_folder(self.reference_model_path or self.model_path)
 
     @property
     def name(self) -> str:
@@ -102,6 +109,15 @@ class ModelConfig(Section):
         if checkpoint.parent.name == "checkpoints" and (run / "config.resolved.toml").is_file():
             return run.name
         return checkpoint.name
+
+
+def _model_folder(path: str) -> Path:
+    """The absolute folder of a model: of a checkpoint, its part for Hugging Face."""
+    folder = Path(path).expanduser().absolute()
+    of_checkpoint = folder / "hugging_face"
+    if of_checkpoint.is_dir():
+        return of_checkpoint
+    return folder
 
 
 class WeightSyncConfig(Section):

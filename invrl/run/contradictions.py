@@ -81,6 +81,9 @@ def _batch(config: Config) -> Contradictions:
     if algorithm.num_minibatches > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
         yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --rollout-batch-size"
+    if config.model.reference_model_path and not algorithm.needs_reference:
+        reason = "kl_coef is 0, so no reference is computed"
+        yield "model.reference_model_path", reason, "set --kl-coef, or leave --reference-model-path out"
     if samples == 1 and algorithm.advantage in ("grpo", "dr_grpo"):
         reason = f"{algorithm.advantage} compares the rollouts of a group; with one, every advantage is 0"
         yield "rollout.n_samples_per_prompt", reason, "set --n-samples-per-prompt to 2 or more"

@@ -58,6 +58,8 @@ _FOREIGN_NAMES: dict[str, str] = {
     "context_parallel_size": "cp cp_size sequence_parallel_size ulysses_sequence_parallel_size",
     "pipeline_model_parallel_size": "pp pp_size train_pp",
     "routing_replay": "router_replay r2 r3 use_routing_replay use_rollout_routing_replay",
+    "reference_model_path": "ref_model ref_model_path ref_model_name reference_model ref_load sft_model_path",
+    "reference_placement": "ref_offload ref_param_offload offload_ref ref_cpu_offload",
     "train_dtype": "dtype bf16 fp16 precision mixed_precision",
     "run_name": "name exp_name experiment experiment_name run_id",
     "run_root": "output output_dir out_dir save_dir log_dir logdir default_root_dir ckpt_dir checkpoint_dir",

@@ -66,6 +66,13 @@ class TrainConfig(Section):
         description="packed tokens of one micro-batch, on each context-parallel rank; no conversation of a "
         "training run is longer than those of all of them",
     )
+    reference_placement: Literal["cpu", "cpu_by_layer", "device"] = Field(
+        "cpu",
+        description="where a GPU rank keeps the weights of the frozen reference: 'cpu': in main memory, and "
+        "on the GPU for the reference's pass; 'cpu_by_layer': one layer at a time comes to the GPU, in every "
+        "micro-batch; 'device': always on the GPU. On a CPU there is one memory: 'cpu' and 'device' are the "
+        "same, and 'cpu_by_layer' keeps weights in 16 bits if the folder does, also under float32 training",
+    )
     share_prefixes: bool = Field(
         True, description="compute a prefix shared by rows of a micro-batch once (exact; with our attention)"
     )

@@ -45,6 +45,7 @@ class TrainRank:
         from invrl.train.model import build_model
         from invrl.train.optimizer import distribute, make_schedule
         from invrl.train.process_group import join_process_group
+        from invrl.train.reference import FrozenReference
         from invrl.train.routing_replay import RoutingRecorder
         from invrl.train.step import TrainStep
         from invrl.train.trainer_state import TrainerState
@@ -57,14 +58,7 @@ class TrainRank:
         self._num_batches = 0
         self._train_dtype: torch.dtype = getattr(torch, train.train_dtype)
         self._served_dtype: torch.dtype = getattr(torch, settings.weight_dtype)
-        build = partial(
-            build_model,
-            self._config,
-            settings.model_path,
-            self._train_dtype,
-            options.transformer,
-        )
-        chunks = build()
+        chunks = build_model(self._config, settings.model_path, self._train_dtype, options.transformer)
         routing = None
         if train.routing_replay != "none":
             routing = RoutingRecorder(self._config.num_hidden_layers)
@@ -76,10 +70,13 @@ class TrainRank:
         self._trained_specs = specs(self._train_dtype)
         self._served_specs = specs(self._served_dtype)
         reference = None
-        if settings.algorithm.kl_coef > 0:
-            reference = build()
-            for chunk in reference:
-                chunk.requires_grad_(False)
+        if settings.algorithm.needs_reference:
+            reference = FrozenReference(
+                chunks,
+                self._config,
+                settings.reference_path or settings.model_path,
+                placement=train.reference_placement,
+            )
         distributed, optimizer = distribute(chunks, train, options)
         schedule = make_schedule(optimizer, train)
         self._masks = GrammarMasks(settings.model_path, self._config.vocab_size)

@@ -19,6 +19,9 @@ class RankSettings:
     store_key: str = field(repr=False)
     """Prefix of every name in the ranks' common store: random, so that no other process can guess them."""
     model_path: str
+    reference_path: str = ""
+    """Folder with the weights of the frozen reference; "": those of `model_path`. They are read only if the
+    objective needs a reference."""
     chat_template: str = ""
     """Jinja text that the run uses instead of the model's own chat template; "" means the model's own."""
     train: TrainConfig

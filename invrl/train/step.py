@@ -4,9 +4,10 @@ Micro-batches go through the chunks of the model in Megatron's schedule, whateve
 replica packs the same micro-batches; only the last pipeline stage has log-probs, losses and their metrics.
 
 There are three policies: *rollout* (the engine's log-probs, in the batch), *old* (the proximal policy: this
-model before the batch's first optimizer step, or the engine's), and *current*. With one optimizer step per
-batch old and current are the same numbers, so no forward pass is spent on old. Imported after
-`device.prepare()`.
+model before the batch's first optimizer step, or the engine's), and *current*. In the first optimizer step of
+a batch old and current are the same numbers, so no forward pass is spent on old there. Old and reference
+log-probs are computed in the micro-batches that are then trained, each in one pass over all mini-batches.
+Imported after `device.prepare()`.
 """
 
 import logging
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -35,11 +37,11 @@ from invrl.train import device
 from invrl.train.config import TrainConfig
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
-from invrl.train.model import PolicyModel
 from invrl.train.optimizer import apply_gradients
 from invrl.train.packing import pack
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.process_group import any_rank
+from invrl.train.reference import FrozenReference
 from invrl.train.routing_replay import RoutingRecorder
 from invrl.train.sharding import Shard
 from invrl.types import TrainBatch
@@ -48,6 +50,14 @@ logger = logging.getLogger(__name__)
 
 _SampleLogprobs = list[NDArray[np.float32]]
 """One array [T] per sample of a mini-batch: log-probs of its trained tokens, 0 elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packed:
+    """Rows, and the micro-batches that they became."""
+
+    rows: Sequence[Row]
+    micro_batches: list[MicroBatch]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +86,7 @@ class TrainStep:
     """This rank's part of the model: one chunk, or several with virtual pipeline stages."""
     optimizer: ChainedOptimizer
     schedule: OptimizerParamScheduler
-    reference: Sequence[PolicyModel] | None
+    reference: FrozenReference | None
     _: KW_ONLY
     layout: ParallelLayout
     train: TrainConfig
@@ -99,17 +109,20 @@ class TrainStep:
         """
         start = time.monotonic()
         seconds: dict[str, float] = {}
-        micro_batches_by_step = [self.pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
-        old_by_step = self._old_logprobs(shard, micro_batches_by_step, seconds)
-        reference_by_step = self._reference_logprobs(shard, seconds)
+        packed = [self._pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
+        reference_by_step = self._reference_logprobs(packed, seconds)
+        old_by_step = self._old_logprobs(shard, packed, seconds)
         metrics: dict[str, Metric] = {}
         optimizer_steps = 0
         skipped_steps = 0
         nonfinite_steps = 0
-        for mini_batch, micro_batches, old, reference in zip(
-            shard, micro_batches_by_step, old_by_step, reference_by_step, strict=True
+        for mini_batch, packed_rows, old, reference in zip(
+            shard, packed, old_by_step, reference_by_step, strict=True
         ):
-            work = [_loss_work(mini_batch, micro_batch, old, reference) for micro_batch in micro_batches]
+            work = [
+                _loss_work(mini_batch, micro_batch, old, reference)
+                for micro_batch in packed_rows.micro_batches
+            ]
             with _timed(seconds, "forward_backward"):
                 loss_metrics = self._forward_backward(work)
             learning_rate = float(self.optimizer.param_groups[0]["lr"])
@@ -130,7 +143,7 @@ class TrainStep:
             step_metrics = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
             metrics = merge([metrics, *loss_metrics, step_metrics])
         metrics |= self._routing_metrics()
-        metrics |= _work_amounts(shard, micro_batches_by_step, time.monotonic() - start)
+        metrics |= _work_amounts(shard, packed, time.monotonic() - start)
         # Max, because these are the same on every rank.
         metrics["optimizer_steps"] = Max(optimizer_steps)
         metrics["skipped_steps"] = Max(skipped_steps)
@@ -165,7 +178,7 @@ class TrainStep:
                 "is the number that ends a run"
             )
 
-    def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
+    def _pack(self, rows: Sequence[Row]) -> _Packed:
         micro_batches = pack(
             rows,
             max_tokens=self.train.microbatch_tokens,
@@ -175,57 +188,62 @@ class TrainStep:
             # The interleaved schedule takes as many micro-batches at a time as there are stages.
             num_more = -len(micro_batches) % self.layout.pipeline
             micro_batches += [EMPTY_MICRO_BATCH] * num_more
-        return micro_batches
+        return _Packed(rows, micro_batches)
 
-    def logprobs(
-        self, rows: list[Row], chunks: Sequence[torch.nn.Module] | None = None
-    ) -> list[NDArray[np.float32]]:
-        """Log-probs by a forward pass of a model (None: the current one): one array [T] per row, 0 for tokens
-        that are not wanted. All 0 on a pipeline stage that is not the last."""
-        return self._packed_logprobs(self.pack(rows), [len(row.tokens_T) for row in rows], chunks)
+    def logprobs(self, rows: Sequence[Row]) -> _SampleLogprobs:
+        """Log-probs under the current policy: one array [T] per row, 0 for tokens that are not wanted. All 0
+        on a pipeline stage that is not the last."""
+        [logprobs] = self._forward([self._pack(rows)])
+        return logprobs
 
-    def _packed_logprobs(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        lengths: Sequence[int],
-        chunks: Sequence[torch.nn.Module] | None = None,
-    ) -> list[NDArray[np.float32]]:
-        """As `logprobs`, of rows that are packed already. `lengths`: of the rows."""
-        arrays = [np.zeros(length, np.float32) for length in lengths]
+    def _forward(self, packed: Sequence[_Packed]) -> list[_SampleLogprobs]:
+        """One forward pass of the model over all these rows, as it is now: what `logprobs` returns, for each
+        part."""
+        micro_batches = _micro_batches(packed)
         with torch.no_grad():
-            logprobs_by_micro_batch: list[torch.Tensor] = self._run_schedule(
-                chunks or self.chunks, _forward_only, micro_batches, forward_only=True
-            )
-        if logprobs_by_micro_batch:
-            for micro_batch, logprobs_N in zip(micro_batches, logprobs_by_micro_batch, strict=True):
-                micro_batch.place(logprobs_N.cpu().numpy(), arrays)
-        return arrays
+            outputs: list[torch.Tensor] = self._run_schedule(_forward_only, micro_batches, forward_only=True)
+        logprobs_by_micro_batch = iter(outputs)
+        by_part: list[_SampleLogprobs] = []
+        for part in packed:
+            arrays = [np.zeros(len(row.tokens_T), np.float32) for row in part.rows]
+            if outputs:  # the last pipeline stage has them
+                for micro_batch in part.micro_batches:
+                    micro_batch.place(next(logprobs_by_micro_batch).cpu().numpy(), arrays)
+            by_part.append(arrays)
+        return by_part
 
     def _old_logprobs(
-        self, shard: Shard, micro_batches_by_step: list[list[MicroBatch]], seconds: dict[str, float]
+        self, shard: Shard, packed: list[_Packed], seconds: dict[str, float]
     ) -> Sequence[_SampleLogprobs | None]:
-        """Log-probs under the old policy, per mini-batch; None where they equal the current ones.
+        """Log-probs under the old policy, per mini-batch, computed before the first optimizer step changes
+        the model. None for the first mini-batch, where they equal the current ones.
 
-        All are computed before the first optimizer step changes the model. With routing replay of the
-        trainer, the micro-batches get the experts that this pass chooses.
+        With routing replay of the trainer, the micro-batches of `packed` get the experts that this pass
+        chooses.
         """
         if self.algorithm.old_logprobs == "engine":
             return [[sample.rollout_logprobs_T for sample in mini_batch.samples] for mini_batch in shard]
         if len(shard) < 2:
             return [None] * len(shard)
-        old_by_step: list[_SampleLogprobs] = []
         with _timed(seconds, "old_logprobs"):
-            for index, (mini_batch, micro_batches) in enumerate(
-                zip(shard, micro_batches_by_step, strict=True)
-            ):
-                lengths = [len(sample.tokens_T) for sample in mini_batch.samples]
-                if self.routing is not None and self.train.routing_replay == "trainer":
-                    with self.routing.recording():
-                        old_by_step.append(self._packed_logprobs(micro_batches, lengths))
-                    micro_batches_by_step[index] = self.routing.with_recorded(micro_batches)
-                else:
-                    old_by_step.append(self._packed_logprobs(micro_batches, lengths))
-        return old_by_step
+            if self.routing is None or self.train.routing_replay != "trainer":
+                return [None, *self._forward(packed[1:])]
+            with self.routing.recording():
+                old_by_step = self._forward(packed[1:])
+            routed = iter(self.routing.with_recorded(_micro_batches(packed[1:])))
+            for index in range(1, len(packed)):
+                part = packed[index]
+                packed[index] = _Packed(part.rows, list(islice(routed, len(part.micro_batches))))
+            return [None, *old_by_step]
+
+    def _reference_logprobs(
+        self, packed: Sequence[_Packed], seconds: dict[str, float]
+    ) -> Sequence[_SampleLogprobs | None]:
+        """Log-probs under the frozen reference, per mini-batch; None without a reference."""
+        if self.reference is None or not packed:
+            return [None] * len(packed)
+        with _timed(seconds, "reference"), self.reference.in_place():
+            return [*self._forward(packed)]
 
     def _routing_metrics(self) -> dict[str, Metric]:
         if self.routing is None:
@@ -234,16 +252,6 @@ class TrainStep:
         if not agreement.weight:
             return {}  # nothing was replayed
         return {"routing_agreement": agreement}
-
-    def _reference_logprobs(
-        self, shard: Shard, seconds: dict[str, float]
-    ) -> Sequence[_SampleLogprobs | None]:
-        """Log-probs under the frozen reference, per mini-batch; None without a reference."""
-        reference = self.reference
-        if reference is None:
-            return [None] * len(shard)
-        with _timed(seconds, "reference"):
-            return [self.logprobs(self.masks.rows(mini_batch.samples), reference) for mini_batch in shard]
 
     def _forward_backward(self, work: list[_LossWork]) -> list[dict[str, Metric]]:
         """Computes the gradients of a mini-batch, summed over its micro-batches and reduced over ranks.
@@ -254,11 +262,10 @@ class TrainStep:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run_schedule(self.chunks, self._forward_step, work, forward_only=False)
+        return self._run_schedule(self._forward_step, work, forward_only=False)
 
     def _run_schedule(
         self,
-        chunks: Sequence[torch.nn.Module],
         forward_step: Callable[..., Any],
         items: Sequence[Any],
         *,
@@ -268,8 +275,8 @@ class TrainStep:
         gives for each of them; nothing on a pipeline stage that is not the last."""
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter(items) for _ in chunks],
-            model=list(chunks),
+            data_iterator=[iter(items) for _ in self.chunks],
+            model=list(self.chunks),
             num_microbatches=len(items),
             seq_length=0,  # the stages tell each other the shapes
             micro_batch_size=1,
@@ -295,6 +302,11 @@ class TrainStep:
             return outputs.loss, torch.tensor(1, dtype=torch.int), dict(outputs.metrics)
 
         return logprobs_N, compute_loss
+
+
+def _micro_batches(packed: Sequence[_Packed]) -> list[MicroBatch]:
+    """Of all parts, one after the other."""
+    return [micro_batch for part in packed for micro_batch in part.micro_batches]
 
 
 def _forward_only(micro_batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -333,9 +345,7 @@ def _loss_work(
     return _LossWork(micro_batch, loss_inputs)
 
 
-def _work_amounts(
-    shard: Shard, micro_batches_by_step: list[list[MicroBatch]], seconds: float
-) -> dict[str, Metric]:
+def _work_amounts(shard: Shard, packed: Sequence[_Packed], seconds: float) -> dict[str, Metric]:
     """How much this rank computed. Merging the ranks' metrics adds these up."""
     trained_tokens = 0
     row_tokens = 0
@@ -343,7 +353,7 @@ def _work_amounts(
         for sample in mini_batch.samples:
             trained_tokens += int(sample.loss_mask_T.sum())
             row_tokens += len(sample.tokens_T)
-    micro_batches = [micro_batch for step in micro_batches_by_step for micro_batch in step]
+    micro_batches = _micro_batches(packed)
     return {
         "tokens": Sum(trained_tokens),
         "computed_tokens": Sum(sum(len(micro_batch.tokens_P) for micro_batch in micro_batches)),

@@ -43,7 +43,18 @@ def load_weights(
     own_parameters: Mapping[str, torch.Tensor], config: HuggingFaceConfig, folder: str | Path
 ) -> None:
     """Fills this rank's parameters, or its parts of them, from the folder's safetensors files, cast to the
-    parameter's dtype. `own_parameters`: by their names in the whole model.
+    parameter's dtype. Arguments and errors are those of `read_weights`."""
+    with torch.no_grad():
+        for name, tensor in read_weights(own_parameters, config, folder):
+            own_parameters[name].copy_(tensor)
+
+
+def read_weights(
+    own_parameters: Mapping[str, torch.Tensor], config: HuggingFaceConfig, folder: str | Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what the folder's safetensors files have for each of this rank's parameters, or for its part of
+    it, in the dtype of the files. `own_parameters`: by their names in the whole model. A tensor may be a view
+    of the file.
 
     Raises TrainError unless names and shapes fit exactly, ConfigError for a folder without such files.
     """
@@ -58,22 +69,21 @@ def load_weights(
     if mismatch:
         raise TrainError(f"{folder}: tensors missing from it or unknown to us: {sorted(mismatch)[:5]}")
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
-    with torch.no_grad():
-        for parameter in table:
-            if parameter.megatron not in own_parameters:
-                continue  # on another pipeline stage
-            target = own_parameters[parameter.megatron]
-            tensors = [
-                _own_part(opened[files[name]], name, parameter.divided_dimension)
-                for name in parameter.hugging_face
-            ]
-            joined = join(parameter.fusion, tensors, groups=_own_groups(config))
-            if target.shape != joined.shape:
-                raise TrainError(
-                    f"{folder}: {parameter.hugging_face} give {tuple(joined.shape)}, "
-                    f"{parameter.megatron} is {tuple(target.shape)}"
-                )
-            target.copy_(joined)
+    for parameter in table:
+        if parameter.megatron not in own_parameters:
+            continue  # on another pipeline stage
+        shape = own_parameters[parameter.megatron].shape
+        tensors = [
+            _own_part(opened[files[name]], name, parameter.divided_dimension)
+            for name in parameter.hugging_face
+        ]
+        joined = join(parameter.fusion, tensors, groups=_own_groups(config))
+        if joined.shape != shape:
+            raise TrainError(
+                f"{folder}: {parameter.hugging_face} give {tuple(joined.shape)}, "
+                f"{parameter.megatron} is {tuple(shape)}"
+            )
+        yield parameter.megatron, joined
 
 
 def _own_part(file: Any, name: str, dimension: int | None) -> torch.Tensor:

@@ -69,6 +69,7 @@ class RankPool:
         algorithm: AlgorithmConfig | None = None,
         megatron: dict[str, Any] | None = None,
         chat_template: str = "",
+        reference: Path | None = None,
     ) -> Trainer:
         """Trainer ranks over `model`; those built before them are gone. Without a layout all `ranks` are
         data-parallel."""
@@ -93,6 +94,7 @@ class RankPool:
                         master_addr="127.0.0.1",
                         store_key=store_key,
                         model_path=str(model),
+                        reference_path=str(reference or ""),
                         chat_template=chat_template,
                         train=train,
                         algorithm=algorithm or AlgorithmConfig(),
@@ -292,6 +294,42 @@ class RankProcess:
         """Plants an error: the gradient of this parameter is not summed over tensor-parallel ranks."""
         self._rank._weights._own_parameters[name].sequence_parallel = False
 
+    def weights_in_reference(self, _: None) -> Arrays:
+        """The model's weights between two layers of the reference's pass."""
+        with self._rank._step.reference.in_place():
+            return self.weights()
+
+    def fail_in_reference(self, layer: str) -> bool:
+        """Whether the reference's pass failed in this module, which is made to."""
+        [chunk] = self._rank._step.chunks
+        module = chunk.module.get_submodule(layer)
+        handle = module.register_forward_pre_hook(_raise)
+        try:
+            with self._rank._step.reference.in_place():
+                self._rank.logprobs([[1, 2, 3]])
+        except ZeroDivisionError:
+            return True
+        finally:
+            handle.remove()
+        return False
+
+    def reference_bytes(self, _: None) -> int:
+        """Of all tensors that the reference keeps."""
+        reference = self._rank._step.reference
+        exchanges = [reference._rest, *(exchange for _, exchange in reference._layers)]
+        return sum(weight.nbytes for exchange in exchanges for weight in exchange._weights.values())
+
+    def forward_passes(self, shard: Shard) -> int:
+        """Of the decoder in one training step."""
+        passes: list[None] = []
+        [chunk] = self._rank._step.chunks
+        handle = chunk.module.decoder.register_forward_hook(lambda *_: passes.append(None))
+        try:
+            self._rank.train(shard)
+        finally:
+            handle.remove()
+        return len(passes)
+
     def bucket_bytes(self, size: int) -> None:
         from invrl.train import weights
 
@@ -367,6 +405,10 @@ class RankProcess:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         assert ended == children, f"{method} started a process"
         return resident("VmHWM") - before
+
+
+def _raise(*_: object) -> None:
+    raise ZeroDivisionError
 
 
 def resident(name: str) -> int:

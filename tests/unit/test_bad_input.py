@@ -209,6 +209,46 @@ def test_a_model_folder_that_cannot_be_used(
     assert fix in block["fix"]
 
 
+def swapped_tokens(model: Path) -> None:
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[100:102]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason", "fix"),
+    [
+        (shutil.rmtree, "no such folder", "prepare-model"),
+        (truncated, "model.safetensors is damaged", "prepare-model"),
+        (edited("config.json", num_attention_heads=8, head_dim=8), "differs from", "the same model"),
+        (
+            edited("config.json", rope_theta=5e5, rope_parameters=None),
+            "differs from the model of --model-path in rope",
+            "the same model",
+        ),
+        (edited("config.json", model_type="llama"), "in model_type", "the same model"),
+        (swapped_tokens, "token 1", "the same model"),
+    ],
+)
+def test_a_reference_that_is_not_the_same_model_with_other_weights(
+    refused: Refused, model: Path, spoil: Edit, reason: str, fix: str
+) -> None:
+    spoil(model)
+    block = refused("--reference-model-path", str(model), "--kl-coef", "0.1")
+    assert (block["where"], block["value"]) == ("model.reference_model_path", repr(str(model)))
+    assert reason in block["reason"]
+    assert fix in block["fix"]
+
+
+def test_a_reference_that_nothing_asks_for(refused: Refused, model: Path) -> None:
+    block = refused("--reference-model-path", str(model))
+    assert "kl_coef is 0" in block["reason"]
+    assert "set --kl-coef" in block["fix"]
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [

@@ -69,6 +69,9 @@ CHECKS = (
     _of_settings(
         _TRAINABLE_MODEL, model_checks.check_trainable, TRAIN, trainer_alone=True, needs=_MODEL_FOLDER
     ),
+    _of_settings(
+        "reference model", model_checks.check_reference, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL
+    ),
     _of_settings("servable model", model_checks.check_servable, TRAIN, needs=_TRAINABLE_MODEL),
     _of_settings("rollout function", settings_checks.check_rollout_function, ROLLOUTS),
     _of_settings("reward function", settings_checks.check_reward_function, ROLLOUTS),

@@ -40,6 +40,42 @@ def check_trainable(config: Config) -> str:
     return f"{shape.model_type} ({FAMILIES[shape.model_type].models})"
 
 
+def check_reference(config: Config) -> str:
+    """The frozen reference is another set of weights for the same model: its folder is sound, it has the same
+    shape, and its tokens mean the same."""
+    from invrl.model_folder import check_is_folder, check_model_folder, read_tokenizer
+    from invrl.run.checkpoint import check_served
+    from invrl.train.families.registry import FAMILIES
+    from invrl.train.hf_config import read_hf_config
+
+    field = "model.reference_model_path"
+    given = config.model.reference_model_path
+    if not config.algorithm.needs_reference:
+        return "none: kl_coef is 0"
+    if not given:
+        return "the weights of model_path"
+    folder = config.model.reference_folder
+    check_is_folder(field, given, folder)
+    try:
+        check_model_folder(folder, families=FAMILIES)
+        check_served(folder)
+    except ConfigError as error:
+        raise ConfigError(field, given, error.reason, error.fix) from error
+    policy_folder = config.model.folder
+    fix = "give a folder of the same model as --model-path, for example the one that it was trained from"
+    differences = read_hf_config(policy_folder).differences(read_hf_config(folder))
+    if differences:
+        reason = f"it differs from the model of --model-path in {', '.join(differences)}"
+        raise ConfigError(field, given, reason, fix)
+    text_by_id = {token_id: text for text, token_id in read_tokenizer(policy_folder).get_vocab().items()}
+    for text, token_id in read_tokenizer(folder).get_vocab().items():
+        expected = text_by_id.get(token_id, text)
+        if text != expected:
+            reason = f"token {token_id} is {text!r} there and {expected!r} in the model of --model-path"
+            raise ConfigError(field, given, reason, fix)
+    return f"the weights of {folder}"
+
+
 def check_servable(config: Config) -> None:
     """The engine computes the model that the trainer computes, as far as that is known of its family."""
     from invrl.train.hf_config import read_hf_config

@@ -99,6 +99,14 @@ class HuggingFaceConfig(BaseModel):
         fields.update(partial_rotary(config))
         return cls.model_validate(fields)
 
+    def differences(self, other: "HuggingFaceConfig") -> list[str]:
+        """The fields in which another model computes something else with its weights than this one.
+        (`max_position_embeddings` alone changes nothing, and base models often have another one.)"""
+        if self.model_type != other.model_type:
+            return ["model_type"]
+        names = type(self).model_fields.keys() - {"max_position_embeddings"}
+        return sorted(name for name in names if getattr(self, name) != getattr(other, name))
+
     def check_served(self) -> None:
         """Raises ConfigError where the trainer computes what config.json says, and SGLang another model."""
 

@@ -1,0 +1,183 @@
+"""The frozen reference: other weights in the one model, in every layout; and which forward passes a step
+makes for old and reference log-probs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from family_models import make_family_model
+from rank_pool import RankPool, Trainer
+from train_reference import Reference, random_batch, worst
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.errors import TrainError
+from invrl.metrics import resolve
+from invrl.train.config import TrainConfig
+from invrl.train.micro_batch import rows_of
+from invrl.train.packing import pack
+from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.sharding import mini_batches
+
+BOUND = 1e-5  # norm-relative, per tensor
+ALGORITHM = AlgorithmConfig(kl_coef=0.3, kl_clamp=0.0)
+BATCH = random_batch(1)
+MAX_TOKENS = 25
+PLACEMENTS = ("cpu", "cpu_by_layer", "device")
+LAYOUTS = {
+    "tp2": ParallelLayout(tensor=2),
+    "dp2": ParallelLayout(data=2),
+    "pp2": ParallelLayout(pipeline=2),
+    "pp2vpp2": ParallelLayout(pipeline=2, virtual_pipeline=2),
+}
+
+
+def settings(**fields: object) -> TrainConfig:
+    values: dict[str, object] = {
+        "train_dtype": "float32",
+        "lr": 5e-3,
+        "max_tokens_per_microbatch": MAX_TOKENS,
+    }
+    return TrainConfig.model_validate(values | fields)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family_model(tmp_path_factory.mktemp("policy"), "llama", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the same shape, near enough for a divergence that is not all in one token."""
+    folder = tmp_path_factory.mktemp("other")
+    return make_family_model(folder, "llama", num_hidden_layers=4, seed=1, initializer_range=0.05)
+
+
+def train_checked(trainer: Trainer, policy: Path, other: Path) -> dict[str, float]:
+    """Trains two mini-batches, whose gradients are those of the formula in float64. Returns the metrics."""
+    metrics = resolve(trainer.train(BATCH, steps=2))
+    initial = Reference(policy)
+    reference = Reference(other)
+    first, second = trainer.steps()
+    for index, (mini_batch, step) in enumerate(zip(mini_batches(BATCH, 2), (first, second), strict=True)):
+        current = Reference(policy, first.weights) if index else initial
+        expected = current.gradients(
+            mini_batch,
+            ALGORITHM,
+            old=initial.frozen_logprobs(mini_batch.samples),
+            reference=reference.frozen_logprobs(mini_batch.samples),
+        )
+        gap, name = worst(step.gradients, expected)
+        assert gap < BOUND, f"step {index}: {name} is off by {gap:.1e}"
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("family", "placement"), [("llama", "cpu"), ("llama", "device"), ("glm4_moe", "cpu_by_layer")]
+)
+def test_weights_of_another_folder_are_the_reference(
+    pool: RankPool, tmp_path: Path, family: str, placement: str
+) -> None:
+    """Experts have a router's bias, which is no parameter."""
+    policy = make_family_model(tmp_path / "policy", family)
+    other = make_family_model(tmp_path / "other", family, seed=1, initializer_range=0.05)
+    train = settings(reference_placement=placement)
+    trainer = pool.build(policy, train=train, algorithm=ALGORITHM, reference=other)
+    metrics = train_checked(trainer, policy, other)
+    assert metrics["kl_reference"] > 0.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_layout_has_its_parts_of_the_reference(
+    pool: RankPool, policy: Path, other: Path, layout: ParallelLayout
+) -> None:
+    train = settings(reference_placement="cpu_by_layer")
+    trainer = pool.build(policy, layout=layout, train=train, algorithm=ALGORITHM, reference=other)
+    train_checked(trainer, policy, other)
+
+
+def test_the_reference_stays_what_it_was_and_a_failure_leaves_the_trained_weights(
+    pool: RankPool, policy: Path
+) -> None:
+    """Without a folder of its own it has the weights that the run began with."""
+    for placement in PLACEMENTS:
+        train = settings(reference_placement=placement)
+        trainer = pool.build(policy, train=train, algorithm=ALGORITHM)
+        initial = trainer.weights()
+        trainer.train(BATCH, steps=2)
+        trained = trainer.weights()
+        assert all((trained[name] != initial[name]).any() for name in initial)
+        [during] = trainer.each("weights_in_reference")
+        brought_in = {name for name in initial if np.array_equal(during[name], initial[name])}
+        if placement == "cpu_by_layer":
+            assert brought_in == {name for name in initial if ".layers." not in name}
+        else:
+            assert brought_in == initial.keys()
+        [failed] = trainer.each("fail_in_reference", "decoder.layers.2")
+        assert failed
+        assert all(np.array_equal(weight, trained[name]) for name, weight in trainer.weights().items())
+
+
+def test_only_a_reference_that_is_needed_is_loaded(pool: RankPool, policy: Path, tmp_path: Path) -> None:
+    pool.build(policy, train=settings(), reference=tmp_path / "none")
+    with pytest.raises(Exception, match="none"):
+        pool.build(policy, train=settings(), algorithm=ALGORITHM, reference=tmp_path / "none")
+
+
+def test_a_reference_of_another_shape_is_refused(pool: RankPool, policy: Path, tmp_path: Path) -> None:
+    """Also where nobody has looked at the folder before the rank was started."""
+    wide = make_family_model(tmp_path / "wide", "llama", num_hidden_layers=4, intermediate_size=192)
+    with pytest.raises(TrainError, match=r"gate_proj.*384, 64"):
+        pool.build(policy, train=settings(), algorithm=ALGORITHM, reference=wide)
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps", "has_old", "has_reference"),
+    [
+        ({}, 1, False, False),
+        ({}, 2, True, False),
+        ({"old_logprobs": "engine"}, 2, False, False),
+        ({"kl_coef": 0.1}, 1, False, True),
+        ({"kl_coef": 0.1}, 2, True, True),
+    ],
+    ids=["one_step", "two_steps", "engine", "kl", "two_steps_and_kl"],
+)
+def test_no_forward_pass_is_made_that_the_objective_does_not_need(
+    pool: RankPool, policy: Path, fields: dict[str, object], steps: int, has_old: bool, has_reference: bool
+) -> None:
+    """In the first mini-batch the current policy is the old one, so old is computed for the second alone."""
+    algorithm = AlgorithmConfig.model_validate({"num_minibatches": steps, **fields})
+    trainer = pool.build(policy, train=settings(), algorithm=algorithm)
+    parts = mini_batches(BATCH, steps)
+    counts = [len(pack(rows_of(part.samples), max_tokens=MAX_TOKENS, share_prefixes=True)) for part in parts]
+    expected = sum(counts)
+    if has_old:
+        expected += counts[1]
+    if has_reference:
+        expected += sum(counts)
+    assert trainer.call("forward_passes", [tuple(parts)]) == [expected]
+
+
+def test_by_layer_a_bfloat16_reference_is_kept_as_it_is(pool: RankPool, tmp_path: Path) -> None:
+    """Under float32 training it takes half the memory of the weights, and computes the same."""
+    model = make_family_model(
+        tmp_path / "model",
+        "llama",
+        dtype="bfloat16",
+        num_hidden_layers=8,
+        hidden_size=256,
+        intermediate_size=1024,
+    )
+    float32_bytes = 2 * (model / "model.safetensors").stat().st_size
+    kept: dict[str, int] = {}
+    divergence: dict[str, float] = {}
+    for placement in ("cpu", "cpu_by_layer"):
+        train = settings(reference_placement=placement)
+        trainer = pool.build(model, train=train, algorithm=ALGORITHM)
+        [kept[placement]] = trainer.each("reference_bytes")
+        trainer.train(BATCH)
+        divergence[placement] = resolve(trainer.train(BATCH))["kl_reference"]
+    assert kept["cpu"] == pytest.approx(float32_bytes, rel=0.01)
+    assert kept["cpu_by_layer"] == pytest.approx(float32_bytes / 2, rel=0.01)
+    assert divergence["cpu"] == divergence["cpu_by_layer"] > 0
