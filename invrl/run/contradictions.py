@@ -30,7 +30,17 @@ def check(config: Config) -> None:
     for table, section in config:
         for name, value in dict(section).items():
             values[f"{table}.{name}"] = value
-    for subject in (_modes, _schedule, _batch, _routing_replay, _evaluation, _engines, _deadlines):
+    subjects = (
+        _modes,
+        _schedule,
+        _batch,
+        _routing_replay,
+        _evaluation,
+        _engines,
+        _deadlines,
+        _determinism,
+    )
+    for subject in subjects:
         for field, reason, fix in subject(config):
             raise ConfigError(field, values[field], reason, fix)
     for field, reason, fix in _secrets(config):
@@ -201,6 +211,32 @@ def _external_deadlines(config: Config) -> Contradictions:
             f"most batch_timeout_s = {batch_timeout_s:g} s for a batch"
         )
         yield "gateway.session_ttl_s", reason, "lower --session-ttl-s or raise --batch-timeout-s"
+
+
+def _determinism(config: Config) -> Contradictions:
+    """Where the trainer is deterministic, what it trains on must be so too."""
+    if not config.train.deterministic or config.run.debug_train_only:
+        return
+    rollout = config.rollout
+    sglang = {name.replace("-", "_"): value for name, value in config.sglang.items()}
+    needed = {
+        "--seeded-sampling": config.engine.seeded_sampling,
+        "--engine-dtype float32": config.engine.engine_dtype == "float32",
+        "--num-engines 1": config.engine.num_engines == 1,
+        "--max-staleness 0": config.buffer.max_staleness == 0,
+        "--rollout-concurrency 1": rollout.rollout_concurrency == 1,
+        "--rollout-workers 1": rollout.rollout_workers == 1,
+        "--sglang-max-running-requests 1": str(sglang.get("max_running_requests")) == "1",
+        "--sglang-disable-radix-cache": bool(sglang.get("disable_radix_cache")),
+        "--no-external-environments": not rollout.external_environments,
+    }
+    missing = [flag for flag, is_set in needed.items() if not is_set]
+    if missing:
+        reason = (
+            "the sampled tokens or their log-probs would differ between two runs: they depend on what an "
+            "engine computes at the same time and on the order in which rollouts end"
+        )
+        yield "train.deterministic", reason, f"add {' '.join(missing)}; or leave --deterministic out"
 
 
 def _secrets(config: Config) -> Contradictions:

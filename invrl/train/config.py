@@ -81,6 +81,11 @@ class TrainConfig(Section):
         description="which earlier choice of experts an update repeats (models with experts): none; trainer: "
         "that of the pass for the old log-probs (R2)",
     )
+    deterministic: bool = Field(
+        False,
+        description="two runs of the same seed give the same weights, bit for bit; settings under which they "
+        "would not are refused",
+    )
     use_distributed_optimizer: bool = Field(True, description="shard optimizer state over all ranks")
     train_start_timeout_s: PositiveFloat = Field(600.0, description="deadline for all ranks to be ready")
     train_step_timeout_s: PositiveFloat = Field(1800.0, description="deadline of one training step")

@@ -8,6 +8,7 @@ distributed optimizer loads torch's AdamW (`adamw_steps.py`), and the router of 
 from __future__ import annotations
 
 import functools
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +62,20 @@ def prepare() -> None:
         replace_cuda()
     repair_distributed_optimizer()
     repair_router_gemm()
+
+
+def make_deterministic() -> None:
+    """Makes every operation give the same bits each time. Call it before the first operation on a GPU. torch
+    then raises where an operation has no deterministic form.
+
+    On CPU the operations of the trainer are so anyway. On a GPU cuBLAS needs a workspace of its own per
+    stream, and NCCL one algorithm whatever the size of what it reduces.
+    """
+    if on_cuda():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
 
 
 def fuse_adam(optimizer: ChainedOptimizer) -> None:

@@ -42,6 +42,8 @@ class TrainRank:
         settings.layout.check(self._config)
         settings.train.check_model(self._config)
         device.prepare()
+        if settings.train.deterministic:
+            device.make_deterministic()
         from invrl.train.model import build_model
         from invrl.train.optimizer import distribute, make_schedule
         from invrl.train.process_group import join_process_group

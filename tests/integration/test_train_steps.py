@@ -283,6 +283,21 @@ def test_steps_too_small_for_bf16_add_up(pool: RankPool, model: Path) -> None:
     assert (norms() != before).mean() > 0.5
 
 
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "float32")])
+def test_ten_steps_repeat_bit_for_bit(pool: RankPool, model: Path, ranks: int, dtype: str) -> None:
+    """From two builds of the same seed, under torch's deterministic algorithms."""
+    runs: list[Arrays] = []
+    for _ in range(2):
+        train = settings(deterministic=True, train_dtype=dtype)
+        trainer = pool.build(model, ranks=ranks, train=train, algorithm=ALGORITHM)
+        for step in range(10):
+            numbers = resolve(trainer.train(BATCHES[step % 3]))
+            assert numbers["optimizer_steps"] == 1
+        runs.append(trainer.weights())
+    first, second = runs
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
 def with_advantage(batch: TrainBatch, value: float) -> TrainBatch:
     """One trained token, of one rollout, has this advantage."""
     advantages = [advantages_T.copy() for advantages_T in batch.advantages]

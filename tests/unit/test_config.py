@@ -330,6 +330,25 @@ def test_seeded_sampling_goes_with_the_backends_that_it_needs() -> None:
     assert not from_flags("--sglang-attention-backend", "flex_attention").engine.seeded_sampling
 
 
+DETERMINISTIC = (
+    "--deterministic --seeded-sampling --engine-dtype float32 --max-staleness 0 --rollout-concurrency 1 "
+    "--rollout-workers 1 --sglang-max-running-requests 1 --sglang-disable-radix-cache"
+).split()
+
+
+def test_a_deterministic_run_samples_one_request_at_a_time() -> None:
+    assert from_flags(*DETERMINISTIC).train.deterministic
+    with pytest.raises(ConfigError) as error:
+        from_flags("--deterministic", "--seeded-sampling", "--max-staleness", "2", "--num-engines", "2")
+    for flag in ("--max-staleness 0", "--num-engines 1", "--rollout-concurrency 1", "--engine-dtype float32"):
+        assert flag in error.value.fix
+    assert "--seeded-sampling" not in error.value.fix
+    with pytest.raises(ConfigError, match="add --no-external-environments; or leave"):
+        from_flags(*DETERMINISTIC, "--external-environments")
+    trainer_alone = ["--debug-train-only", "--load-rollout-data", "folder"]
+    assert from_flags("--deterministic", *trainer_alone).train.deterministic
+
+
 def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
     from invrl.run.cluster import _gateway_settings  # slow to import, and only needed here
 
