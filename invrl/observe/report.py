@@ -22,6 +22,8 @@ REWARD = "rollout/reward_mean"
 REWARD_STD = "rollout/reward_std"
 REWARD_MIN = "rollout/reward_min"
 REWARD_MAX = "rollout/reward_max"
+PEAK_MEMORY = "train/peak_memory_gb"
+ESTIMATED_MEMORY = "train/estimated_memory_gb"
 EVAL_PREFIX = "eval/"
 EVAL_SUFFIX = "/accuracy"
 """Held-out results: `eval/[<set>/]<mode>/accuracy`, with its 95 % interval in `..._low` and `..._high`."""
@@ -151,6 +153,17 @@ def _shorten(text: str, characters: int) -> str:
     head = (characters - 1) // 2
     tail = characters - 1 - head
     return f"{text[:head]}…{text[-tail:]}"
+
+
+def trainer_memory(run_folder: Path) -> str:
+    """A sentence that compares the memory of the trainer's largest rank with its estimate; "" for a run that
+    has not measured it."""
+    rows = read_metrics(run_folder / "metrics.jsonl")
+    _, measured = curve(rows, PEAK_MEMORY)
+    _, estimated = curve(rows, ESTIMATED_MEMORY)
+    if not measured or not estimated:
+        return ""
+    return f"trainer memory: {max(measured):.2f} GB measured, {estimated[-1]:.2f} GB estimated"
 
 
 def write_report(run_folder: Path) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +63,13 @@ def prepare() -> None:
         replace_cuda()
     repair_distributed_optimizer()
     repair_router_gemm()
+
+
+def peak_memory() -> int:
+    """Bytes that this rank has used at most since it started: of the GPU by torch, on a CPU resident."""
+    if on_cuda():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def make_deterministic() -> None:

@@ -24,8 +24,11 @@ class ModelSize:
     total: int
     vocabulary: int
     """Of one matrix [vocabulary, hidden]: the embedding, and the projection to logits."""
+    vocabulary_size: int
     layers: int
     """Everything but embedding and projection."""
+    active: float
+    """Those of `layers` that compute one token: of a layer's experts, the share that is chosen."""
 
     @staticmethod
     def of(folder: Path, config: HuggingFaceConfig) -> "ModelSize":
@@ -34,10 +37,17 @@ class ModelSize:
             shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
         counts = {name: prod(shape) for name, shape in shapes.items()}
         of_vocabulary = ("embed_tokens.weight", "lm_head.weight")
+        in_layers = {name: count for name, count in counts.items() if not name.endswith(of_vocabulary)}
+        active = float(sum(in_layers.values()))
+        if config.experts is not None:
+            of_experts = sum(count for name, count in in_layers.items() if ".experts." in name)
+            active -= of_experts * (1 - config.experts.chosen / config.experts.count)
         return ModelSize(
             total=sum(counts.values()),
             vocabulary=config.vocab_size * config.hidden_size,
-            layers=sum(count for name, count in counts.items() if not name.endswith(of_vocabulary)),
+            vocabulary_size=config.vocab_size,
+            layers=sum(in_layers.values()),
+            active=active,
         )
 
 
@@ -63,7 +73,7 @@ class ComputeCost:
             config.attention(layer).window for layer in range(config.num_hidden_layers)
         )
         pairs = tuple((window, pair * count) for window, count in layers_by_window.items())
-        return ComputeCost(token=2.0 * size.layers, pairs=pairs, projection=2.0 * size.vocabulary)
+        return ComputeCost(token=2.0 * size.active, pairs=pairs, projection=2.0 * size.vocabulary)
 
     def tokens(self, start: int, end: int) -> float:
         """Of the tokens [start, end) of a row, given those before them."""

@@ -11,17 +11,21 @@ functions.
 
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
+from invrl.metrics import Max
 from invrl.train import device
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import parse_megatron_options
+from invrl.train.memory import estimate_memory
 from invrl.train.micro_batch import Row
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard
@@ -69,6 +73,14 @@ class TrainRank:
         self._weights = ReplicaWeights(chunks, self._config, settings.layout)
         # Read now, because the folder may be gone later.
         specs = partial(weight_specs, self._config, settings.model_path)
+        self._estimated_memory = estimate_memory(
+            train,
+            Path(settings.model_path),
+            has_reference=settings.algorithm.kl_coef > 0,
+            served_dtype=settings.weight_dtype,
+            megatron=settings.megatron,
+            on_cuda=device.on_cuda(),
+        )
         self._trained_specs = specs(self._train_dtype)
         self._served_specs = specs(self._served_dtype)
         reference = None
@@ -99,7 +111,11 @@ class TrainRank:
         """Trains one batch. If it raises TrainError, no weight has changed since the last mini-batch."""
         result = self._step.run(shard)
         self._num_batches += 1
-        return result
+        memory = {
+            "peak_memory_gb": Max(device.peak_memory() / 1e9),
+            "estimated_memory_gb": Max(self._estimated_memory.total / 1e9),
+        }
+        return replace(result, metrics={**result.metrics, **memory})
 
     def batches_trained(self) -> int:
         """Whole batches trained since the start. Calls run one at a time, so none is under way."""

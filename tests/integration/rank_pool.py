@@ -395,6 +395,29 @@ class RankProcess:
     def load(self, path: str) -> None:
         self._rank.load_checkpoint(path)
 
+    def saved_bytes(self, num_tokens: int) -> int:
+        """Bytes that a forward pass of one row keeps for its backward pass, without parameters."""
+        import torch
+
+        from invrl.train.micro_batch import Row
+        from invrl.train.packing import pack
+
+        tokens_T = np.random.default_rng(0).integers(10, 500, num_tokens + 1).astype(np.int32)
+        row = Row(tokens_T=tokens_T, wanted_N=np.array([num_tokens]), temperature=1.0)
+        [micro_batch] = pack([row], max_tokens=num_tokens, share_prefixes=True)
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in self._rank._model.parameters()}
+        storages: dict[int, Any] = {}
+
+        def record(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                storages[storage.data_ptr()] = storage  # kept, so that no other takes its address
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+            self._rank._step.model(micro_batch)
+        return sum(storage.nbytes() for storage in storages.values())
+
     def growth(self, given: tuple[str, str]) -> int:
         """Bytes by which this process and its children were larger than before, at most, during a call."""
         method, argument = given

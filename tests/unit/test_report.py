@@ -21,6 +21,7 @@ from invrl.observe.report import (
     has_curve,
     reward_band,
     titles,
+    trainer_memory,
     write_report,
 )
 from invrl.observe.sinks import JsonlSink
@@ -64,6 +65,16 @@ def test_a_step_written_twice_counts_once_and_null_not_at_all(tmp_path: Path) ->
     rows = [{"step": 2, "a": 1.0}, {"step": 1, "a": None}, {"step": 2, "a": 3.0}, {"step": 3, "b": 1.0}]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert curve(read_metrics(tmp_path / "m.jsonl"), "a") == ([2], [3.0])
+
+
+def test_memory_is_compared_with_its_estimate(tmp_path: Path) -> None:
+    folder = dead_run(tmp_path)
+    assert trainer_memory(folder) == ""
+    sink = JsonlSink(folder / "metrics.jsonl")
+    for step, peak in ((8, 2.1), (9, 2.345)):
+        sink.step(step, {"train/peak_memory_gb": peak, "train/estimated_memory_gb": 2.5})
+    sink.close()
+    assert trainer_memory(folder) == "trainer memory: 2.35 GB measured, 2.50 GB estimated"
 
 
 def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ CHECKS = (
     _of_settings("run folder", check_run_folder, DOCTOR, trainer_alone=True),
     _of_machine("gpu", machine_checks.check_gpu),
     _of_machine("cpus", machine_checks.check_processors, TRAIN),
+    _of_machine("trainer memory", machine_checks.check_trainer_memory, TRAIN),
     _of_machine("memory", machine_checks.check_memory, TRAIN),
     _of_machine("disk", machine_checks.check_disk),
     _of_machine("shared memory", machine_checks.check_shared_memory),

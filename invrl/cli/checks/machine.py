@@ -20,6 +20,8 @@ class Machine:
     cpus: int
     gpus: int
     """Those that torch can use."""
+    gpu_memory_bytes: int = 0
+    """Of the smallest of them; 0: there is none."""
     nvidia: bool
     """A driver is loaded, whether the installed torch can use it or not."""
     torch: str
@@ -43,11 +45,23 @@ def look_at_machine() -> Machine:
         python=sys.version_info[:2],
         cpus=len(os.sched_getaffinity(0)),
         gpus=count_gpus(),
+        gpu_memory_bytes=_smallest_gpu(),
         nvidia=Path("/proc/driver/nvidia/version").exists(),
         torch=installed_version("torch") or "(none)",
         memory_bytes=memory_free,
         memory_total_bytes=memory_total,
         shared_memory_bytes=shared_memory,
+    )
+
+
+def _smallest_gpu() -> int:
+    """Bytes of memory; 0 without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    return min(
+        torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
     )
 
 

@@ -17,6 +17,7 @@ from invrl.cli.installation import REQUIREMENTS, install_command
 from invrl.errors import ConfigError
 from invrl.host import ray_memory
 from invrl.run.config import Config
+from invrl.train.memory import MemoryEstimate, estimate_memory
 
 _GB = 1e9
 _RAY_DEADLINE_S = 5.0
@@ -133,27 +134,60 @@ def check_memory(config: Config, machine: Machine) -> str:
     return value
 
 
-def _needed_memory(config: Config, machine: Machine) -> float:
-    """An estimate in bytes. An engine takes 1.5 GB and its weights twice; the weight arena has two slots; the
-    rest of the run takes 2 GB.
+def check_trainer_memory(config: Config, machine: Machine) -> str:
+    """What each rank of the trainer needs. On a GPU it is compared with the GPU's memory; a CPU's is compared
+    for all processes of the run together (`check_memory`). The run measures the same
+    (`train/peak_memory_gb`)."""
+    estimate = _trainer_memory(config, machine)
+    if estimate is None:
+        return "not estimated: no model is given"
+    value = str(estimate)
+    if machine.gpus and machine.gpu_memory_bytes:
+        available = machine.gpu_memory_bytes
+        value += f", of {available / _GB:.1f} GB of a GPU"
+        fix = (
+            "lower --max-tokens-per-microbatch, add --megatron-recompute-granularity full "
+            "--megatron-recompute-method uniform --megatron-recompute-num-layers 1, or divide the model with "
+            "--tensor-model-parallel-size"
+        )
+        if estimate.total > 1.3 * available:
+            raise LikelyFailure("train.max_tokens_per_microbatch", value, "a step would not fit", fix)
+        if estimate.total > 0.9 * available:
+            raise Doubt("train.max_tokens_per_microbatch", value, "a step may not fit", fix)
+    return value
 
-    A trainer rank takes 1 GB, and 20 bytes for each bfloat16 weight (10 times the model): the weight, the
-    float32 gradient, the master weight, the moments, and what a step computes. Saving a checkpoint adds a
-    tensor or two, as it is written tensor by tensor. Where several ranks share the optimizer's state, each
-    holds all of it once while it loads a checkpoint: 24 bytes (12 times the model). Tensor-parallel ranks and
-    pipeline stages divide all of this. On a GPU engines and ranks hold theirs elsewhere, and their weights
-    pass through memory once."""
+
+def _trainer_memory(config: Config, machine: Machine) -> MemoryEstimate | None:
+    """Of one rank. None without a model that the trainer computes; another check says why."""
+    if not config.model.model_path:
+        return None
+    try:
+        return estimate_memory(
+            config.train,
+            config.model.folder,
+            has_reference=config.algorithm.kl_coef > 0,
+            served_dtype=config.engine.engine_dtype,
+            megatron=config.megatron,
+            on_cuda=machine.gpus > 0,
+        )
+    except (ConfigError, LookupError, OSError, ValueError):
+        return None
+
+
+def _needed_memory(config: Config, machine: Machine) -> float:
+    """An estimate in bytes. An engine takes 1.5 GB and its weights twice, a trainer rank what
+    `estimate_memory` says, the rest of the run 2 GB. One rank stages weights. On a GPU engines and ranks hold
+    theirs elsewhere, and their weights pass through memory once."""
     weights = _weight_bytes(config)
     engines = config.engine.num_engines
     layout = config.train.layout
-    base = 2 * _GB + 2 * weights
     if machine.gpus:
-        return base + weights * (engines + layout.data)
-    per_engine = 1.5 * _GB + 2 * weights
-    per_replica = 10 * weights
-    if layout.data > 1:
-        per_replica = 12 * weights
-    return base + engines * per_engine + layout.world_size * _GB + layout.data * per_replica
+        return 2 * _GB + 2 * weights + weights * (engines + layout.data)
+    needed = 2 * _GB + engines * (1.5 * _GB + 2 * weights)
+    estimate = _trainer_memory(config, machine)
+    if estimate is None:
+        return needed + layout.world_size * _GB
+    return needed + layout.world_size * (estimate.total - estimate.staging) + estimate.staging
 
 
 def _weight_bytes(config: Config) -> int:

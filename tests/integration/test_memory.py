@@ -1,0 +1,48 @@
+"""What the trainer is estimated to need, beside what it was seen to take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from family_models import make_family_model
+from rank_pool import RankPool
+from tiny_model import make_tiny_model
+from train_reference import random_batch
+
+from invrl.metrics import resolve
+from invrl.train.config import TrainConfig
+from invrl.train.hf_config import read_hf_config
+from invrl.train.memory import saved_bytes
+
+TOKENS = 256
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["gemma3_text", "llama", "qwen3", "qwen3_moe"])
+def test_a_layer_saves_what_is_estimated(pool: RankPool, tmp_path: Path, family: str, dtype: str) -> None:
+    """From models of two and of six layers, so that embedding and projection drop out."""
+    measured: dict[int, int] = {}
+    for layers in (2, 6):
+        fields: dict[str, object] = {
+            "num_hidden_layers": layers,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+        }
+        if family == "gemma3_text":
+            fields["layer_types"] = ["full_attention"] * layers
+        model = make_family_model(tmp_path / str(layers), family, **fields)
+        train = TrainConfig.model_validate({"train_dtype": dtype})
+        (measured[layers],) = pool.build(model, train=train).each("saved_bytes", TOKENS)
+    config = read_hf_config(tmp_path / "6")
+    item = 2 if dtype == "bfloat16" else 4
+    expected = sum(saved_bytes(config, layer, item, on_cuda=False) for layer in range(2, 6)) * TOKENS
+    assert expected == pytest.approx(measured[6] - measured[2], rel=0.2)
+
+
+def test_a_step_reports_what_it_took(pool: RankPool, tmp_path: Path) -> None:
+    """A rank of the pool is a fork of a larger process, so only the order of magnitude is compared."""
+    model = make_tiny_model(tmp_path / "model")
+    numbers = resolve(pool.build(model).train(random_batch(0)))
+    assert 0.3 < numbers["peak_memory_gb"] < 3
+    assert 0.8 < numbers["estimated_memory_gb"] < 2
