@@ -27,6 +27,8 @@ class ModelSize:
     vocabulary_size: int
     layers: int
     """Everything but embedding and projection."""
+    by_layer: tuple[int, ...]
+    """Of each decoder layer."""
     active: float
     """Those of `layers` that compute one token: of a layer's experts, the share that is chosen."""
 
@@ -47,6 +49,10 @@ class ModelSize:
             vocabulary=config.vocab_size * config.hidden_size,
             vocabulary_size=config.vocab_size,
             layers=sum(in_layers.values()),
+            by_layer=tuple(
+                sum(count for name, count in in_layers.items() if f".layers.{layer}." in name)
+                for layer in range(config.num_hidden_layers)
+            ),
             active=active,
         )
 

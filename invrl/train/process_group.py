@@ -25,9 +25,14 @@ from invrl.train.rendezvous import (
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank. All ranks call it together."""
-    flags = torch.tensor(float(flag), device=device.device())
-    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
-    return bool(flags)
+    return bool(largest_of_ranks(float(flag)))
+
+
+def largest_of_ranks(value: float) -> float:
+    """All ranks call it together."""
+    values = torch.tensor(value, dtype=torch.float64, device=device.device())
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    return float(values)
 
 
 def join_process_group(settings: RankSettings, port: int, listener: socket.socket | None) -> None:

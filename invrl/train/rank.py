@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
-from invrl.metrics import Max
+from invrl.metrics import Max, Metric
 from invrl.train import device
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import parse_megatron_options
-from invrl.train.memory import estimate_memory
+from invrl.train.memory import MemoryBudget
 from invrl.train.micro_batch import Row
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard
@@ -62,6 +62,7 @@ class TrainRank:
         options = parse_megatron_options(settings.megatron)
         self._settings = settings
         self._num_batches = 0
+        self._largest_micro_batch = 0
         self._train_dtype: torch.dtype = getattr(torch, train.train_dtype)
         self._served_dtype: torch.dtype = getattr(torch, settings.weight_dtype)
         chunks = build_model(self._config, settings.model_path, self._train_dtype, options.transformer)
@@ -73,7 +74,7 @@ class TrainRank:
         self._weights = ReplicaWeights(chunks, self._config, settings.layout)
         # Read now, because the folder may be gone later.
         specs = partial(weight_specs, self._config, settings.model_path)
-        self._estimated_memory = estimate_memory(
+        self._memory_budget = MemoryBudget.of(
             train,
             Path(settings.model_path),
             has_reference=settings.algorithm.kl_coef > 0,
@@ -111,11 +112,18 @@ class TrainRank:
         """Trains one batch. If it raises TrainError, no weight has changed since the last mini-batch."""
         result = self._step.run(shard)
         self._num_batches += 1
-        memory = {
-            "peak_memory_gb": Max(device.peak_memory() / 1e9),
-            "estimated_memory_gb": Max(self._estimated_memory.total / 1e9),
+        return replace(result, metrics={**result.metrics, **self._memory_metrics(result)})
+
+    def _memory_metrics(self, result: StepResult) -> dict[str, Metric]:
+        """Memory of the rank that has used most, beside the estimate for the largest micro-batch so far."""
+        from invrl.train.process_group import largest_of_ranks
+
+        largest_micro_batch = int(largest_of_ranks(result.metrics["largest_micro_batch"].value()))
+        self._largest_micro_batch = max(self._largest_micro_batch, largest_micro_batch)
+        return {
+            "peak_memory_gb": Max(largest_of_ranks(device.peak_memory()) / 1e9),
+            "estimated_memory_gb": Max(self._memory_budget.largest(self._largest_micro_batch).total / 1e9),
         }
-        return replace(result, metrics={**result.metrics, **memory})
 
     def batches_trained(self) -> int:
         """Whole batches trained since the start. Calls run one at a time, so none is under way."""

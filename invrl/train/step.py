@@ -360,5 +360,8 @@ def _work_amounts(shard: Shard, packed: Sequence[_Packed], seconds: float) -> di
         "row_tokens": Sum(row_tokens),
         "projected_tokens": Sum(sum(len(micro_batch.project_U) for micro_batch in micro_batches)),
         "micro_batches": Sum(len(micro_batches)),
+        "largest_micro_batch": Max(
+            max((len(micro_batch.tokens_P) for micro_batch in micro_batches), default=0)
+        ),
         "tokens_per_s": Sum(row_tokens / seconds if seconds else 0.0),
     }

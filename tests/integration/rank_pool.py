@@ -405,7 +405,7 @@ class RankProcess:
         tokens_T = np.random.default_rng(0).integers(10, 500, num_tokens + 1).astype(np.int32)
         row = Row(tokens_T=tokens_T, wanted_N=np.array([num_tokens]), temperature=1.0)
         [micro_batch] = pack([row], max_tokens=num_tokens, share_prefixes=True)
-        parameters = {parameter.untyped_storage().data_ptr() for parameter in self._rank._model.parameters()}
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in self._rank._step.chunks[0].parameters()}
         storages: dict[int, Any] = {}
 
         def record(tensor: torch.Tensor) -> torch.Tensor:
@@ -415,8 +415,12 @@ class RankProcess:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-            self._rank._step.model(micro_batch)
+            self._rank._step.chunks[0](micro_batch)
         return sum(storage.nbytes() for storage in storages.values())
+
+    def hold(self, num_bytes: int) -> None:
+        """Makes the process larger."""
+        self._held = np.ones(num_bytes, np.uint8)
 
     def growth(self, given: tuple[str, str]) -> int:
         """Bytes by which this process and its children were larger than before, at most, during a call."""

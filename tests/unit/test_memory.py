@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_model import make_tiny_model
@@ -10,7 +11,7 @@ from tiny_model import make_tiny_model
 from invrl.train import device, logprobs, memory
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
-from invrl.train.memory import MemoryEstimate, estimate_memory
+from invrl.train.memory import MemoryBudget, MemoryEstimate, saved_bytes
 from invrl.train.model_size import ModelSize
 
 
@@ -19,10 +20,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "qwen3", tie_embeddings=False)
 
 
-def estimated(
+def budget(
     model: Path, *, on_cuda: bool = False, has_reference: bool = False, recompute: str = "", **train: object
-) -> MemoryEstimate:
-    return estimate_memory(
+) -> MemoryBudget:
+    return MemoryBudget.of(
         TrainConfig.model_validate(train),
         model,
         has_reference=has_reference,
@@ -30,6 +31,10 @@ def estimated(
         megatron={"recompute-granularity": recompute} if recompute else {},
         on_cuda=on_cuda,
     )
+
+
+def estimated(model: Path, **settings: Any) -> MemoryEstimate:
+    return budget(model, **settings).largest()
 
 
 def test_weights_gradients_and_optimizer_follow_from_the_parameters(model: Path) -> None:
@@ -43,7 +48,7 @@ def test_weights_gradients_and_optimizer_follow_from_the_parameters(model: Path)
     assert whole.weights == 4 * size.total
     assert whole.optimizer == 8 * size.total
     assert estimated(model, has_reference=True).weights == 2 * half.weights
-    parts = (half.weights, half.gradients, half.optimizer, half.step, half.staging, half.process)
+    parts = (half.weights, half.gradients, half.optimizer, half.step, half.heap, half.staging, half.process)
     assert half.total == pytest.approx(sum(parts))
     assert str(half).startswith(f"{half.total / 1e9:.2f} GB a rank (weights ")
 
@@ -75,8 +80,54 @@ def test_a_step_follows_its_tokens(model: Path) -> None:
     assert estimated(model, recompute="selective").step == estimated(model).step
 
 
+def test_the_estimate_of_a_run_is_for_its_largest_micro_batch(model: Path) -> None:
+    full = budget(model, max_tokens_per_microbatch=4000)
+    assert full.largest(1000).total == estimated(model, max_tokens_per_microbatch=1000).total
+    assert full.largest().total == full.largest(4000).total
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_stages_divide_the_layers(tmp_path: Path, tied: bool) -> None:
+    """The first has the embedding, the last the projection: of a tied one a copy."""
+    folder = make_tiny_model(tmp_path / "model", layers=8, tie_embeddings=tied)
+    size = ModelSize.of(folder, read_hf_config(folder))
+    assert len(set(size.by_layer)) == 1
+    layer = size.by_layer[0]
+    norm = size.total - 8 * layer - size.vocabulary * (1 if tied else 2)
+    stages = budget(folder, pipeline_model_parallel_size=4).stages()
+    numbers = [2 * layer] * 4
+    numbers[0] += size.vocabulary
+    numbers[3] += size.vocabulary + norm
+    assert [stage.weights for stage in stages] == [2 * number for number in numbers]
+    vocabulary_gradients = [2 * size.vocabulary, 0, 0, 2 * size.vocabulary]
+    for stage, number, of_vocabulary in zip(stages, numbers, vocabulary_gradients, strict=True):
+        assert stage.gradients == 4 * number + of_vocabulary
+        assert stage.optimizer == 12 * number
+    assert [stage.staging > 0 for stage in stages] == [True, False, False, False]
+
+
+def test_a_stage_keeps_the_micro_batches_that_are_under_way(tmp_path: Path) -> None:
+    """Stage s of 4 has sent 4 - s on before the first comes back; with two chunks a stage, the first stage
+    keeps 2 * 3 + 4 + 1 chunks of one layer."""
+    folder = make_tiny_model(tmp_path / "model", layers=8)
+    config = read_hf_config(folder)
+    layer = saved_bytes(config, 0, 2, on_cuda=False)
+    tokens = 1000
+    plain = budget(folder, pipeline_model_parallel_size=4, max_tokens_per_microbatch=tokens).stages()
+    for stage, in_flight in enumerate((4, 3, 2)):
+        assert plain[stage].step == pytest.approx(tokens * layer * (2 * in_flight + 1))
+    virtual = budget(
+        folder,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=2,
+        max_tokens_per_microbatch=tokens,
+    )
+    assert virtual.stages()[0].step == pytest.approx(tokens * layer * (2 * 3 + 4 + 1 + 1))
+
+
 def test_a_gpu_stages_nothing_and_computes_attention_in_half(model: Path) -> None:
     assert estimated(model, on_cuda=True).staging == 0
+    assert estimated(model, on_cuda=True).heap == 0
     config = read_hf_config(model)
     assert memory.saved_bytes(config, 0, 2, on_cuda=True) < memory.saved_bytes(config, 0, 2, on_cuda=False)
     assert memory.saved_bytes(config, 0, 4, on_cuda=True) == memory.saved_bytes(config, 0, 4, on_cuda=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from family_models import make_family_model
 from tiny_model import make_tiny_model
 
@@ -62,6 +63,33 @@ def test_every_rank_is_in_the_replica_of_its_data_coordinate() -> None:
         assert layout.reporter(data) in ranks
         assert layout.coordinates(layout.reporter(data)).pipeline == 1
     assert sorted(rank for data in range(3) for rank in layout.replica(data)) == list(range(24))
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (3, 1), (2, 3), (3, 2)])
+def test_stages_have_the_layers_that_megatron_gives_them(stages: int, chunks: int) -> None:
+    from invrl.train import device
+
+    device.prepare()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    config = TransformerConfig(
+        num_layers=12,
+        hidden_size=64,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+    )
+    layout = ParallelLayout(pipeline=stages, virtual_pipeline=chunks)
+    for stage in range(stages):
+        offsets = [
+            get_transformer_layer_offset(config, chunk if chunks > 1 else None, stage)
+            for chunk in range(chunks)
+        ]
+        layers = layout.layers_of(stage, 12)
+        assert [chunk_layers.start for chunk_layers in layers] == offsets
+        assert {len(chunk_layers) for chunk_layers in layers} == {12 // (stages * chunks)}
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])

@@ -17,7 +17,7 @@ from invrl.cli.installation import REQUIREMENTS, install_command
 from invrl.errors import ConfigError
 from invrl.host import ray_memory
 from invrl.run.config import Config
-from invrl.train.memory import MemoryEstimate, estimate_memory
+from invrl.train.memory import MemoryBudget
 
 _GB = 1e9
 _RAY_DEADLINE_S = 5.0
@@ -138,9 +138,10 @@ def check_trainer_memory(config: Config, machine: Machine) -> str:
     """What each rank of the trainer needs. On a GPU it is compared with the GPU's memory; a CPU's is compared
     for all processes of the run together (`check_memory`). The run measures the same
     (`train/peak_memory_gb`)."""
-    estimate = _trainer_memory(config, machine)
-    if estimate is None:
+    budget = _trainer_memory(config, machine)
+    if budget is None:
         return "not estimated: no model is given"
+    estimate = budget.largest()
     value = str(estimate)
     if machine.gpus and machine.gpu_memory_bytes:
         available = machine.gpu_memory_bytes
@@ -148,7 +149,7 @@ def check_trainer_memory(config: Config, machine: Machine) -> str:
         fix = (
             "lower --max-tokens-per-microbatch, add --megatron-recompute-granularity full "
             "--megatron-recompute-method uniform --megatron-recompute-num-layers 1, or divide the model with "
-            "--tensor-model-parallel-size"
+            "--tensor-model-parallel-size or --pipeline-model-parallel-size"
         )
         if estimate.total > 1.3 * available:
             raise LikelyFailure("train.max_tokens_per_microbatch", value, "a step would not fit", fix)
@@ -157,12 +158,12 @@ def check_trainer_memory(config: Config, machine: Machine) -> str:
     return value
 
 
-def _trainer_memory(config: Config, machine: Machine) -> MemoryEstimate | None:
-    """Of one rank. None without a model that the trainer computes; another check says why."""
+def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
+    """None without a model that the trainer computes; another check says why."""
     if not config.model.model_path:
         return None
     try:
-        return estimate_memory(
+        return MemoryBudget.of(
             config.train,
             config.model.folder,
             has_reference=config.algorithm.kl_coef > 0,
@@ -176,7 +177,7 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryEstimate | None:
 
 def _needed_memory(config: Config, machine: Machine) -> float:
     """An estimate in bytes. An engine takes 1.5 GB and its weights twice, a trainer rank what
-    `estimate_memory` says, the rest of the run 2 GB. One rank stages weights. On a GPU engines and ranks hold
+    `MemoryBudget` says, the rest of the run 2 GB. One rank stages weights. On a GPU engines and ranks hold
     theirs elsewhere, and their weights pass through memory once."""
     weights = _weight_bytes(config)
     engines = config.engine.num_engines
@@ -184,10 +185,13 @@ def _needed_memory(config: Config, machine: Machine) -> float:
     if machine.gpus:
         return 2 * _GB + 2 * weights + weights * (engines + layout.data)
     needed = 2 * _GB + engines * (1.5 * _GB + 2 * weights)
-    estimate = _trainer_memory(config, machine)
-    if estimate is None:
+    budget = _trainer_memory(config, machine)
+    if budget is None:
         return needed + layout.world_size * _GB
-    return needed + layout.world_size * (estimate.total - estimate.staging) + estimate.staging
+    ranks_of_stage = layout.world_size // layout.pipeline
+    for estimate in budget.stages():
+        needed += ranks_of_stage * (estimate.total - estimate.staging) + estimate.staging
+    return needed
 
 
 def _weight_bytes(config: Config) -> int:

@@ -70,6 +70,15 @@ class ParallelLayout:
         """The rank that answers for a replica: one of its last stage, which has loss and log-probs."""
         return self.replica(data)[-1]
 
+    def layers_of(self, pipeline: int, num_layers: int) -> Sequence[range]:
+        """The layers of each chunk of a pipeline stage."""
+        layers_of_chunk = num_layers // (self.pipeline * self.virtual_pipeline)
+        chunks: list[range] = []
+        for chunk in range(self.virtual_pipeline):
+            first = (chunk * self.pipeline + pipeline) * layers_of_chunk
+            chunks.append(range(first, first + layers_of_chunk))
+        return chunks
+
     def check(self, model: HuggingFaceConfig) -> None:
         """Raises ConfigError where the layout does not divide the model, with the numbers that would fit, and
         where the installed Megatron would compute it wrongly."""
