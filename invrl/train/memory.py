@@ -218,5 +218,6 @@ def saved_bytes(config: HuggingFaceConfig, layer: int, item: int, *, on_cuda: bo
     experts = config.experts
     if experts is not None and config.has_experts(layer):
         an_expert = item * (4 * experts.intermediate_size + 2 * hidden)
-        return saved + experts.chosen * an_expert + 8 * experts.count
+        saved += experts.chosen * an_expert + 8 * experts.count
+        return saved + 4 * item * (experts.shared_size or 0)
     return saved + 4 * item * config.intermediate_size

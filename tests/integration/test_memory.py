@@ -20,7 +20,7 @@ TOKENS = 256
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["gemma3_text", "llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3_text", "glm4_moe", "llama", "qwen3", "qwen3_moe"])
 def test_a_layer_saves_what_is_estimated(pool: RankPool, tmp_path: Path, family: str, dtype: str) -> None:
     """From models of two and of six layers, so that embedding and projection drop out."""
     measured: dict[int, int] = {}
