@@ -39,7 +39,7 @@ class MemoryEstimate:
     gradients: float
     """Float32 sums, and the gradient of the vocabulary's weight before it is added."""
     optimizer: float
-    """Float32 master weights and two moments. With several replicas each rank holds a part of them."""
+    """Float32 master weights and two moments. Ranks with equal weights may hold a part each."""
     step: float
     """What a step adds: activations and logits; or, if that is more, what loading a checkpoint adds."""
     heap: float
@@ -99,7 +99,7 @@ class MemoryBudget:
 
     def stages(self, num_tokens: int | None = None) -> list[MemoryEstimate]:
         """Of a rank of each pipeline stage."""
-        num_tokens = num_tokens or self.train.max_tokens_per_microbatch
+        num_tokens = num_tokens or self.train.microbatch_tokens
         return [self._stage(stage, num_tokens) for stage in range(self.train.layout.pipeline)]
 
     def _stage(self, stage: int, num_tokens: int) -> MemoryEstimate:
@@ -111,9 +111,10 @@ class MemoryBudget:
         # In float32 the weights are their own master weights.
         optimizer = parameters * (12 if self._item == 2 else 8)
         loading = 0.0
-        if self.train.use_distributed_optimizer and layout.data > 1:
+        copies = layout.data * layout.context
+        if self.train.use_distributed_optimizer and copies > 1:
             loading = optimizer  # held whole once while a checkpoint is loaded
-            optimizer /= layout.data
+            optimizer /= copies
         step = self._activations(stage, num_tokens)
         gradients = parameters * 4
         if is_last:
@@ -162,7 +163,8 @@ class MemoryBudget:
         layout = self.train.layout
         hidden = self.config.hidden_size
         by_layer = [
-            saved_bytes(self.config, layer, self._item, on_cuda=self.on_cuda) for layer in self._layers(stage)
+            saved_bytes(self.config, layer, self._item, on_cuda=self.on_cuda, context_ranks=layout.context)
+            for layer in self._layers(stage)
         ]
         if self.recomputes:
             kept = len(by_layer) * hidden * self._item
@@ -173,12 +175,13 @@ class MemoryBudget:
         a_token = kept * _in_flight(layout, stage) + backward
         if stage == layout.pipeline - 1:
             a_token += (8 + self._item) * hidden  # the final norm
-        return a_token * num_tokens / layout.tensor
+        return a_token * num_tokens / (layout.tensor * layout.context)
 
-    def _logits(self, num_tokens: int) -> float:
+    def _logits(self, num_tokens: float) -> float:
         """Of a micro-batch whose tokens are all projected: the logits that are kept, the block of the moment,
         and the projected hidden states with their gradient in float32."""
         size = self.size
+        num_tokens /= self.train.layout.context
         vocabulary = size.vocabulary_size / self.train.layout.tensor
         kept = min(_KEPT_LOGITS_BYTES, num_tokens * vocabulary * self._item / 2)
         block = min(_BLOCK_BYTES["cuda" if self.on_cuda else "cpu"], num_tokens * vocabulary * 4)
@@ -201,9 +204,11 @@ def _recomputes(megatron: Mapping[str, object]) -> bool:
     return options.get("recompute_granularity") == "full"
 
 
-def saved_bytes(config: HuggingFaceConfig, layer: int, item: int, *, on_cuda: bool) -> float:
+def saved_bytes(
+    config: HuggingFaceConfig, layer: int, item: int, *, on_cuda: bool, context_ranks: int = 1
+) -> float:
     """Bytes that a layer saves of each token for its backward pass. `item`: bytes of a number in the dtype of
-    the model."""
+    the model. `context_ranks`: each has the keys and values of all of them."""
     hidden = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -212,7 +217,7 @@ def saved_bytes(config: HuggingFaceConfig, layer: int, item: int, *, on_cuda: bo
     saved += item * hidden  # input of the output projection's residual
     saved += item * (queries + 2 * keys) + 4 * item * config.head_dim  # q, k, v and rotary factors
     attention_item = item if on_cuda else 4  # `device.attention_dtype`
-    saved += attention_item * (2 * queries + 2 * keys) + 4 * config.num_attention_heads
+    saved += attention_item * (2 * queries + 2 * keys * context_ranks) + 4 * config.num_attention_heads
     if config.qk_norm:
         saved += 8 * (queries + keys)
     experts = config.experts

@@ -405,7 +405,9 @@ class RankProcess:
         tokens_T = np.random.default_rng(0).integers(10, 500, num_tokens + 1).astype(np.int32)
         row = Row(tokens_T=tokens_T, wanted_N=np.array([num_tokens]), temperature=1.0)
         [micro_batch] = pack([row], max_tokens=num_tokens, share_prefixes=True)
-        parameters = {parameter.untyped_storage().data_ptr() for parameter in self._rank._step.chunks[0].parameters()}
+        parameters = {
+            parameter.untyped_storage().data_ptr() for parameter in self._rank._step.chunks[0].parameters()
+        }
         storages: dict[int, Any] = {}
 
         def record(tensor: torch.Tensor) -> torch.Tensor:

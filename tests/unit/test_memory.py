@@ -65,6 +65,17 @@ def test_ranks_divide_what_they_share(model: Path) -> None:
     assert tensor.step < one.step
 
 
+def test_context_ranks_divide_the_tokens_but_not_the_keys(model: Path) -> None:
+    """A micro-batch then has as many tokens for each of them. (qwen3: two heads of keys, 16 wide.)"""
+    one = estimated(model, max_tokens_per_microbatch=1000)
+    context = estimated(model, max_tokens_per_microbatch=1000, context_parallel_size=4)
+    assert context.weights == one.weights
+    assert context.optimizer == one.optimizer / 4
+    more_keys = 4 * 2 * (2 * 16) * 3 * 1000
+    layers_and_backward = 2 + 1
+    assert context.step - one.step == pytest.approx(more_keys * layers_and_backward)
+
+
 def test_loading_a_checkpoint_counts_where_it_takes_more_than_a_step(model: Path) -> None:
     """Each of several replicas then holds the whole optimizer's state once."""
     one = estimated(model, max_tokens_per_microbatch=1)

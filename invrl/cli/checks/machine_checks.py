@@ -149,7 +149,7 @@ def check_trainer_memory(config: Config, machine: Machine) -> str:
         fix = (
             "lower --max-tokens-per-microbatch, add --megatron-recompute-granularity full "
             "--megatron-recompute-method uniform --megatron-recompute-num-layers 1, or divide the model with "
-            "--tensor-model-parallel-size or --pipeline-model-parallel-size"
+            "--tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size"
         )
         if estimate.total > 1.3 * available:
             raise LikelyFailure("train.max_tokens_per_microbatch", value, "a step would not fit", fix)
