@@ -31,6 +31,7 @@ COMMANDS = {
         "serve", "serve", "serve a model through the gateway, without a trainer", takes_settings=True
     ),
     "eval": Command("evaluate", "evaluate", "measure a model on held-out tasks", takes_settings=True),
+    "export": Command("export", "export", "write the model of a run's step into a folder of its own"),
     "doctor": Command(
         "doctor", "doctor", "check this machine and these settings, start nothing", takes_settings=True
     ),

@@ -7,14 +7,12 @@ from typing import Self
 
 from invrl.errors import ConfigError, DamagedFileError, OtherModelError
 from invrl.model_folder import read_model_type
-from invrl.store.manifest import MANIFEST_NAME, check_manifest
-from invrl.store.run_folder import Below
+from invrl.store.manifest import MANIFEST_NAME, check_manifest, is_manifest
+from invrl.store.run_folder import KEEP_NAME, Below
 from invrl.train.hf_config import read_hf_config
 
 STEP_PREFIX = "step-"
 MODEL_PREFIX = "model-"
-KEEP_NAME = "keep-model"
-"""An empty file in a checkpoint or a saved model. Its weights are not removed: a user knows their path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,19 +107,20 @@ def first_checkpoint(setting: str) -> Checkpoint | None:
 
 
 def check_served(model_folder: Path) -> None:
-    """If a run has saved `model_folder`, in a checkpoint or by itself, its files are what was written. Raises
-    ConfigError. Any other model folder has no manifest of ours, so there is nothing to compare with."""
+    """If invrl has written `model_folder` (in a checkpoint, by itself, or by `invrl export`), its files are
+    what was written. Raises ConfigError. Any other model folder has no manifest of ours, so there is nothing
+    to compare with."""
     folder = model_folder
     subfolder = ""
     if model_folder.name == "hugging_face":  # within a checkpoint, whose manifest covers it
         folder = model_folder.parent
         subfolder = model_folder.name
-    elif model_step(model_folder) is None:
-        return
-    if not (folder / MANIFEST_NAME).exists():
+    manifest = folder / MANIFEST_NAME
+    saved_by_run = subfolder != "" or model_step(model_folder) is not None
+    if not manifest.exists() or not (saved_by_run or is_manifest(manifest)):
         return
     try:
         check_manifest(folder, below=subfolder)
     except DamagedFileError as error:
-        fix = "give another checkpoint of the run"
+        fix = f"give another checkpoint; if you changed the file yourself, remove {manifest}"
         raise ConfigError("model.model_path", str(model_folder), str(error), fix) from error

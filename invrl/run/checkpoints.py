@@ -24,9 +24,10 @@ from typing import ParamSpec, TypeVar
 from invrl.errors import DamagedFileError, NewerFormatError, OtherModelError
 from invrl.host.disk import flush, flush_tree
 from invrl.interfaces import Trainer
-from invrl.run.checkpoint import KEEP_NAME, MODEL_PREFIX, STEP_PREFIX, Checkpoint, model_step
+from invrl.run.checkpoint import MODEL_PREFIX, STEP_PREFIX, Checkpoint, model_step, step_in
 from invrl.run.checkpoint_scores import kept_steps
 from invrl.store.manifest import MANIFEST_NAME, read_entries, write_manifest
+from invrl.store.run_folder import KEEP_NAME
 from invrl.types import FileEntries
 
 P = ParamSpec("P")
@@ -203,6 +204,15 @@ class Checkpoints:
         """The models that were saved without a checkpoint, or whose checkpoint is not whole; oldest first."""
         paths = self._folder.glob(f"{MODEL_PREFIX}*")
         return sorted(path for path in paths if model_step(path) is not None)
+
+    def models_by_step(self) -> dict[int, Path]:
+        """The folders of all saved weights, within checkpoints and by themselves."""
+        models = {model_step(path) or 0: path for path in self.models()}
+        for path in self._folder.glob(f"{STEP_PREFIX}*"):
+            step = step_in(path, STEP_PREFIX)
+            if step is not None and (path / "hugging_face").is_dir():
+                models[step] = path / "hugging_face"
+        return models
 
     def newest_model(self) -> Path | None:
         """The folder of the newest weights, within a checkpoint or by itself. None before the first save."""

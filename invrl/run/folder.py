@@ -112,6 +112,7 @@ _MAY_CHANGE = frozenset(
         "keep_checkpoints",
         "keep_best",
         "keep_best_by",
+        "max_shard_gb",
         "ray_start_attempts",
         "max_identical_failures",
         "max_failures_at_start",

@@ -65,6 +65,7 @@ _FOREIGN_NAMES: dict[str, str] = {
     "run_root": "output output_dir out_dir save_dir log_dir logdir default_root_dir ckpt_dir checkpoint_dir",
     "save_interval": "save_steps save_freq save_every checkpoint_interval ckpt_interval",
     "keep_checkpoints": "save_total_limit max_ckpt_num max_checkpoints",
+    "max_shard_gb": "max_shard_size shard_size",
     "keep_best": "load_best_model_at_end save_best save_top_k",
     "keep_best_by": "metric_for_best_model best_metric monitor",
     "eval_interval": "eval_steps eval_freq eval_every test_freq val_interval",

@@ -53,6 +53,15 @@ def write_manifest(folder: Path, written: FileEntries) -> None:
     (folder / MANIFEST_NAME).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1))
 
 
+def is_manifest(path: Path) -> bool:
+    """Whether this file is a manifest of ours, and not another file of that name."""
+    try:
+        msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
+        return False
+    return True
+
+
 def read_entries(folder: Path) -> FileEntries:
     """What the folder's manifest says of its files. Raises DamagedFileError."""
     return _read_manifest(folder).files

@@ -23,6 +23,10 @@ LOCK_NAME = "run.lock"
 """Names the process that holds the folder, for as long as that process has locked this file."""
 
 
+KEEP_NAME = "keep-model"
+"""An empty file in a checkpoint or a saved model. Its weights are not removed: a user knows their path."""
+
+
 class Below:
     """A class attribute that is the path of this name below the owner's `path`."""
 

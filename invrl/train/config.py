@@ -87,6 +87,9 @@ class TrainConfig(Section):
         "would not are refused",
     )
     use_distributed_optimizer: bool = Field(True, description="shard optimizer state over all ranks")
+    max_shard_gb: PositiveFloat = Field(
+        50.0, description="largest file of weights in an exported model, in GB (10^9 bytes)"
+    )
     train_start_timeout_s: PositiveFloat = Field(600.0, description="deadline for all ranks to be ready")
     train_step_timeout_s: PositiveFloat = Field(1800.0, description="deadline of one training step")
 

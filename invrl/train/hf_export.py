@@ -10,7 +10,8 @@ import torch
 from invrl.host.disk import flush, flush_tree
 from invrl.interfaces import WeightLayout
 from invrl.store.manifest import MANIFEST_NAME
-from invrl.train.safetensors_file import write_safetensors
+from invrl.store.run_folder import KEEP_NAME
+from invrl.train.safetensors_file import INDEX_NAME, write_weights
 from invrl.types import FileEntries
 
 _NOT_COPIED = (
@@ -21,10 +22,11 @@ _NOT_COPIED = (
     ".pth",
     ".msgpack",
     ".h5",
-    "model.safetensors.index.json",
+    INDEX_NAME,
     MANIFEST_NAME,
+    KEEP_NAME,
 )
-"""Ends of file names: the source's weights, and the checksums of its files."""
+"""Ends of file names: the source's weights, and what a run adds to a folder."""
 
 
 def export_hugging_face(
@@ -34,6 +36,7 @@ def export_hugging_face(
     path: str,
     *,
     chat_template: str = "",
+    max_shard_bytes: float,
 ) -> FileEntries:
     """Writes the weights, which are those of `specs`; copies configuration, tokenizer and template from
     `source`.
@@ -47,19 +50,24 @@ def export_hugging_face(
     new_folder = folder.with_name(folder.name + ".new")
     shutil.rmtree(new_folder, ignore_errors=True)
     new_folder.mkdir(parents=True)
-    for file in Path(source).iterdir():
-        if file.is_file() and not file.name.endswith(_NOT_COPIED):
-            shutil.copyfile(file, new_folder / file.name)
+    copy_other_files(Path(source), new_folder)
     if chat_template:
         # transformers reads this file before the template in tokenizer_config.json.
         (new_folder / "chat_template.jinja").write_text(chat_template)
     _set_dtype(new_folder / "config.json", specs[0].dtype)
-    entry = write_safetensors(new_folder / "model.safetensors", specs, weights)
+    entries = write_weights(new_folder, specs, weights, max_shard_bytes=max_shard_bytes)
     flush_tree(new_folder)
     shutil.rmtree(folder, ignore_errors=True)
     new_folder.rename(folder)
     flush(folder.parent)
-    return {"model.safetensors": entry}
+    return entries
+
+
+def copy_other_files(source: Path, to: Path) -> None:
+    """Copies configuration, tokenizer and template of a Hugging Face folder: all but its weights."""
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(_NOT_COPIED):
+            shutil.copyfile(file, to / file.name)
 
 
 def _set_dtype(config_file: Path, dtype: str) -> None:

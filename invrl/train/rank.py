@@ -184,6 +184,7 @@ class TrainRank:
             self._settings.model_path,
             path,
             chat_template=self._settings.chat_template,
+            max_shard_bytes=self._settings.train.max_shard_gb * 1e9,
         )
 
 
