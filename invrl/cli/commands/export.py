@@ -13,9 +13,9 @@ def export(arguments: Sequence[str]) -> None:
       --step N          the step whose model is written (default: the newest checkpoint)
       --out FOLDER      where to; a new folder or an empty one (default: NAME-step-N in the current one)
       --max-shard-gb GB largest file of weights (default: that of the run, 50)
-    Writes a Hugging Face folder that transformers, SGLang and `invrl serve` load. Its tensors are those of
-    the step byte for byte. Needs no engine and no trainer, and changes nothing in the run's folder, so
-    the run may still be running."""
+    Writes a Hugging Face folder that transformers, SGLang and `invrl serve` load. Its tensors are
+    those of the step byte for byte. Needs no engine and no trainer, and changes nothing in the run's
+    folder, so the run may still be running."""
     from invrl.run.export import export_model
 
     folder = read_run_folder(arguments)
