@@ -56,6 +56,12 @@ class TrainConfig(Section):
     adam_beta2: float = Field(0.99, ge=0, lt=1, description="AdamW beta 2")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm bound; 0: none")
+    moe_router_bias_update_rate: NonNegativeFloat = Field(
+        0.0,
+        description="load balancing without an auxiliary loss: after each optimizer step the router's bias "
+        "of an expert with fewer tokens than the mean grows by this, that of one with more shrinks "
+        "(DeepSeek-V3 was pre-trained with 0.001); 0: the biases stay; only for models that have them",
+    )
     max_nonfinite_steps: PositiveInt = Field(
         3,
         description="optimizer steps in a row that may be skipped because the loss or the gradient is NaN or "
@@ -113,6 +119,22 @@ class TrainConfig(Section):
                 f"a {model.model_type} model has no experts, so there is no routing to replay",
                 "leave --routing-replay out",
             )
+        self._check_bias_rate(model)
+
+    def _check_bias_rate(self, model: HuggingFaceConfig) -> None:
+        rate = self.moe_router_bias_update_rate
+        if rate == 0.0 or (model.experts is not None and model.experts.has_bias):
+            return
+        if model.experts is None:
+            reason = f"a model of the family {model.model_type} has no experts"
+        else:
+            reason = (
+                f"the router of the family {model.model_type} has no bias, so the engine could not follow "
+                "one that the trainer moves"
+            )
+        raise ConfigError(
+            "train.moe_router_bias_update_rate", rate, reason, "leave out --moe-router-bias-update-rate"
+        )
 
     @property
     def layout(self) -> ParallelLayout:

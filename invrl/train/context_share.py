@@ -52,6 +52,10 @@ class ContextShare:
     def positions_Q(self) -> NDArray[np.int64]:
         return self.micro_batch.positions_P[self.places_Q]
 
+    @property
+    def rows_Q(self) -> NDArray[np.int64]:
+        return self.micro_batch.rows_P[self.places_Q]
+
     def own_blocks(self, blocks: Sequence[AttentionBlock]) -> Sequence[AttentionBlock]:
         """The attention of this rank's queries, in their order. Places are those in the whole micro-batch."""
         if self.gathered_P is None:

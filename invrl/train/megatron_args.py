@@ -41,6 +41,7 @@ _BY_FLAG = {
     "virtual_pipeline_model_parallel_size": "--virtual-pipeline-model-parallel-size",
     "context_parallel_size": "--context-parallel-size",
     "moe_enable_routing_replay": "--routing-replay",
+    "moe_router_bias_update_rate": "--moe-router-bias-update-rate",
     # The sizes of layouts that the trainer does not have yet.
     "expert_model_parallel_size": "--data-parallel-size",
     "expert_tensor_parallel_size": "--data-parallel-size",

@@ -67,6 +67,8 @@ class MicroBatch:
     tokens_P: NDArray[np.int64]
     positions_P: NDArray[np.int64]
     blocks: tuple[AttentionBlock, ...]
+    rows_P: NDArray[np.int64]
+    """How many rows have the packed token: more than one in a shared prefix, none in what only fills up."""
     project_U: NDArray[np.int64]
     """Places of the packed tokens whose output is projected to logits, ascending. A place is there once per
     temperature and set of allowed tokens."""
@@ -101,6 +103,7 @@ class MicroBatch:
             self,
             tokens_P=np.concatenate([self.tokens_P, np.zeros(num_more, np.int64)]),
             positions_P=np.concatenate([self.positions_P, np.arange(num_more)]),
+            rows_P=np.concatenate([self.rows_P, np.zeros(num_more, np.int64)]),
             blocks=(*self.blocks, block),
             experts_PLK=experts_PLK,
         )
@@ -147,6 +150,7 @@ _NO_PLACES = np.empty(0, np.int64)
 EMPTY_MICRO_BATCH = MicroBatch(
     tokens_P=np.zeros(1, np.int64),
     positions_P=np.zeros(1, np.int64),
+    rows_P=np.zeros(1, np.int64),
     blocks=(AttentionBlock(start=0, end=1, prefix_K=_NO_PLACES, mask_QK=None),),
     project_U=_NO_PLACES,
     restricted_M=_NO_PLACES,

@@ -8,7 +8,8 @@ log-probs of all. With pipeline parallelism a model is one chunk of the layers, 
 its DDP and optimizer configurations in `optimizer.py`. Imported after `device.prepare()`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from invrl.train import device
 from invrl.train.attention import PackedRow
 from invrl.train.context_parallel import gather_wanted, own_share
 from invrl.train.context_share import ContextShare
+from invrl.train.expert_router import counting, routers_of
 from invrl.train.families.model_config import Activation, HuggingFaceConfig
 from invrl.train.layer_specs import decoder_layer
 from invrl.train.logprobs import projected_logprobs
@@ -54,6 +56,7 @@ class PolicyModel(GPTModel):
     def describe(self, shape: HuggingFaceConfig) -> None:
         """Completes the construction, whose arguments are Megatron's."""
         self.shape = shape
+        self._routers = routers_of(self)
         attentions = [shape.attention(layer) for layer in range(shape.num_hidden_layers)]
         self._windows = {attention.window for attention in attentions}
         ropes = {attention.rope for attention in attentions}
@@ -81,7 +84,8 @@ class PolicyModel(GPTModel):
             frequencies=self._frequencies,
             routing=routing,
         )
-        hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed_row)
+        with self._counted_experts(share):
+            hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed_row)
         if not self.post_process:
             return hidden
         # The gradient of what is gathered is summed over the ranks: each projects onto its own part of the
@@ -101,6 +105,17 @@ class PolicyModel(GPTModel):
             softcap=self.shape.logit_softcap,
         )
         return gather_wanted(logprobs_N, entropy_N, torch.from_numpy(is_own_N).to(target))
+
+    @contextmanager
+    def _counted_experts(self, share: ContextShare) -> Iterator[None]:
+        """In a forward pass that is trained, the routers count the experts that they choose."""
+        if not self._routers or not torch.is_grad_enabled():
+            yield
+            return
+        rows_Q = torch.from_numpy(share.rows_Q).to(device.device())
+        parts = rows_Q.chunk(parallel_state.get_tensor_model_parallel_world_size())
+        with counting(self._routers, parts[parallel_state.get_tensor_model_parallel_rank()]):
+            yield
 
     def _embed(self, share: ContextShare) -> torch.Tensor:
         """Embeddings [Q, 1, hidden] of this rank's part of the tokens."""

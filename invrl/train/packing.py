@@ -151,6 +151,7 @@ class _Layout:
         return MicroBatch(
             tokens_P=np.concatenate(tokens, dtype=np.int64),
             positions_P=np.concatenate(positions),
+            rows_P=np.bincount(np.concatenate([placed.places_T for placed in self._rows])),
             blocks=tuple(block for tree in self._trees for block in _attention_blocks(tree)),
             project_U=predict_from_N[first_U],
             temperature_U=temperatures.repeat(num_wanted)[first_U],

@@ -48,6 +48,7 @@ class TrainRank:
         device.prepare()
         if settings.train.deterministic:
             device.make_deterministic()
+        from invrl.train.expert_load import ExpertRouters
         from invrl.train.model import build_model
         from invrl.train.optimizer import distribute, make_schedule
         from invrl.train.process_group import join_process_group
@@ -95,6 +96,11 @@ class TrainRank:
         distributed, optimizer = distribute(chunks, train, options)
         schedule = make_schedule(optimizer, train)
         self._masks = GrammarMasks(settings.model_path, self._config.vocab_size)
+        expert_routers = None
+        if self._config.experts is not None:
+            expert_routers = ExpertRouters(
+                chunks, self._config, bias_update_rate=train.moe_router_bias_update_rate
+            )
         self._step = TrainStep(
             distributed,
             optimizer,
@@ -105,6 +111,7 @@ class TrainRank:
             algorithm=settings.algorithm,
             masks=self._masks,
             routing=routing,
+            expert_routers=expert_routers,
         )
         self._state = TrainerState(chunks, optimizer, schedule)
 

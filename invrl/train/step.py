@@ -35,6 +35,7 @@ from invrl.interfaces import StepResult
 from invrl.metrics import Max, Mean, Metric, Sum, merge, timed
 from invrl.train import device
 from invrl.train.config import TrainConfig
+from invrl.train.expert_load import ExpertRouters
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
 from invrl.train.optimizer import apply_gradients
@@ -94,6 +95,8 @@ class TrainStep:
     masks: GrammarMasks
     routing: RoutingRecorder | None
     """Where the experts of the pass for the old log-probs are recorded. None: no routing is replayed."""
+    expert_routers: ExpertRouters | None
+    """None: no layer has experts."""
     _bad_losses: list[float] = field(default_factory=list, init=False)
     """Losses of the mini-batch on this rank that are not finite."""
     _nonfinite_in_a_row: int = field(default=0, init=False)
@@ -141,7 +144,8 @@ class TrainStep:
             else:
                 skipped_steps += 1
             step_metrics = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
-            metrics = merge([metrics, *loss_metrics, step_metrics])
+            expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
+            metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
         metrics |= self._routing_metrics()
         metrics |= _work_amounts(shard, packed, time.monotonic() - start)
         # Max, because these are the same on every rank.
@@ -154,6 +158,16 @@ class TrainStep:
             metrics=metrics,
             seconds=seconds,
         )
+
+    def _expert_metrics(self, *, balance: bool) -> dict[str, Metric]:
+        """How the mini-batch's tokens were spread over the experts. `balance`: then the routers' biases make
+        their step, too."""
+        if self.expert_routers is None:
+            return {}
+        load = self.expert_routers.load()
+        if balance:
+            self.expert_routers.balance(load)
+        return load.metrics()
 
     def _count_nonfinite(self, mini_batch: TrainBatch, grad_norm: float) -> None:
         """Logs a step that was skipped, and raises TrainError if it was one too many."""
@@ -262,6 +276,8 @@ class TrainStep:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.expert_routers is not None:
+            self.expert_routers.clear()
         return self._run_schedule(self._forward_step, work, forward_only=False)
 
     def _run_schedule(

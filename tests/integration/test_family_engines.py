@@ -68,8 +68,17 @@ async def test_an_engine_computes_what_the_trainer_computes(
     """The engine starts from the trainer's export in several files. SGLang on CPU pads the experts' sizes to
     a multiple of 64, so they have one here."""
     model = make_family_model(tmp_path / "model", family, **fields)  # pyright: ignore[reportArgumentType]
-    read_hf_config(model).check_served()
-    trainer = pool.build(model, train=TrainConfig(train_dtype="float32", lr=5e-3, max_shard_gb=2e-4))
+    shape = read_hf_config(model)
+    shape.check_served()
+    experts = shape.experts
+    moves_bias = experts is not None and experts.has_bias
+    train = TrainConfig(
+        train_dtype="float32",
+        lr=5e-3,
+        moe_router_bias_update_rate=0.05 if moves_bias else 0.0,
+        max_shard_gb=2e-4,
+    )
+    trainer = pool.build(model, train=train)
     trainer.train(random_batch(0))
     exported = tmp_path / "exported"
     trainer.each("export", str(exported))

@@ -23,6 +23,7 @@ from tiny_model import Family, tensor_shapes
 from invrl.errors import ConfigError
 from invrl.model_folder import check_model_folder
 from invrl.train import families
+from invrl.train.config import TrainConfig
 from invrl.train.families.parameter import Fusion, join, split
 from invrl.train.families.registry import FAMILIES
 from invrl.train.hf_config import parse_hf_config
@@ -238,6 +239,16 @@ def test_a_glm_that_megatron_would_compute_otherwise_is_refused(fields: dict[str
     with pytest.raises(ConfigError) as caught:
         parse_hf_config(config(model_type="glm4_moe", **fields))
     assert caught.value.field == f"config.json: {named}"
+
+
+@pytest.mark.parametrize(("family", "reason"), [("qwen3", "no experts"), ("qwen3_moe", "no bias")])
+def test_a_rate_for_a_bias_that_a_family_lacks_is_refused(family: str, reason: str) -> None:
+    balanced = TrainConfig(moe_router_bias_update_rate=0.001)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        balanced.check_model(parse_hf_config(config(model_type=family)))
+    assert caught.value.field == "train.moe_router_bias_update_rate"
+    TrainConfig().check_model(parse_hf_config(config(model_type=family)))
+    balanced.check_model(parse_hf_config(config(model_type="glm4_moe")))
 
 
 def test_layers_behind_the_model_s_own_are_left_out() -> None:

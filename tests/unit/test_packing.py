@@ -84,6 +84,22 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
     }
 
 
+@given(data=rows(), max_tokens=st.sampled_from([5, 1000]), more=st.integers(0, 4))
+def test_a_packed_token_knows_how_many_rows_have_it(data: list[Row], max_tokens: int, more: int) -> None:
+    for packed in pack(data, max_tokens=max_tokens, share_prefixes=True):
+        micro_batch = packed.padded_to(len(packed.tokens_P) + more)
+        computed = [
+            data[index].tokens_T[: data[index].num_computed].tolist() for index, _ in micro_batch.rows
+        ]
+        for place, places in enumerate(visible(micro_batch)):
+            history = micro_batch.tokens_P[places].tolist()
+            is_filling = place >= len(packed.tokens_P) or not packed.rows
+            expected = 0 if is_filling else sum(row[: len(history)] == history for row in computed)
+            assert micro_batch.rows_P[place] == expected
+    for micro_batch in pack(data, max_tokens=max_tokens, share_prefixes=False):
+        assert micro_batch.rows_P.tolist() == [bool(micro_batch.rows)] * len(micro_batch.tokens_P)
+
+
 @given(data=rows())
 def test_a_shared_prefix_is_computed_once(data: list[Row]) -> None:
     prefixes = {tuple(row.tokens_T[:n]) for row in data for n in range(1, row.num_computed + 1)}
