@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -191,6 +192,34 @@ def test_few_groups_are_split_where_that_balances(groups: int, members: int, ran
     assert max(by_rank) <= 1.02 * sum(by_rank) / ranks
     alone = work(rows_of(batch.samples), SMOLLM2) + (ranks - 1) * SMOLLM2.tokens(0, system)
     assert sum(by_rank) < 1.06 * alone
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("groups", "members", "ranks"), [(16, 8, 4), (8, 8, 4), (4, 8, 2), (32, 8, 8)])
+def test_rollouts_are_exchanged_until_the_ranks_are_even(
+    seed: int, groups: int, members: int, ranks: int
+) -> None:
+    batch = long_tailed_batch(np.random.default_rng(seed), groups, members, longest=4096)
+    by_rank = work_by_rank(batch, ranks, SMOLLM2)
+    assert max(by_rank) <= 1.02 * sum(by_rank) / ranks
+    assert sum(by_rank) < 1.06 * work(rows_of(batch.samples), SMOLLM2)
+
+
+def test_every_sample_is_on_one_rank_with_its_whole_rollout() -> None:
+    """Rollouts of one to three rows."""
+    batch = long_tailed_batch(np.random.default_rng(4), 6, 12, longest=4096)
+    samples = tuple(
+        replace(sample, rollout_id=f"{sample.group_id}r{index % 12 // (1 + index % 3)}")
+        for index, sample in enumerate(batch.samples)
+    )
+    shards = shard_batch(replace(batch, samples=samples), ranks=4, steps=1, cost=SMOLLM2)
+    placed = [id(sample) for shard in shards for sample in shard[0].samples]
+    assert sorted(placed) == sorted(id(sample) for sample in samples)
+    ranks_of: dict[str, set[int]] = {}
+    for rank, shard in enumerate(shards):
+        for sample in shard[0].samples:
+            ranks_of.setdefault(sample.rollout_id, set()).add(rank)
+    assert {len(ranks) for ranks in ranks_of.values()} == {1}
 
 
 def test_attention_counts() -> None:
