@@ -200,7 +200,7 @@ async def start_cluster(config: Config, folder: RunFolder, snapshot: bytes | Non
     checkpoint that the run resumes from. Raises InvrlError naming what failed."""
     async with CleanUp() as stack:
         serving = await stack.enter_async_context(
-            start_serving(config, folder, longest_row=config.train.longest_row)
+            start_serving(config, folder, longest_row=config.train.max_row_tokens or None)
         )
         stack.enter_context(start_ray(config, folder.ray_logs_path))
         trainer = None

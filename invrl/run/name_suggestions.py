@@ -34,6 +34,7 @@ _FOREIGN_NAMES: dict[str, str] = {
     "max_tokens_per_microbatch": (
         "micro_batch_size per_device_batch_size gradient_accumulation_steps max_tokens_per_gpu"
     ),
+    "max_row_tokens": "max_seq_length_train max_row_length train_max_length max_sequence_length cutoff_len",
     "num_steps": (
         "epochs num_epochs num_train_epochs total_epochs max_steps steps total_steps train_steps"
         " total_training_steps num_rollout iterations"

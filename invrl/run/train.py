@@ -140,7 +140,6 @@ class _TrainingRun:
             learner = await self._load_learner(cluster)
             await cluster.serving.fleet.admit()
             self.observer.note(f"everything is up after {time.monotonic() - started_at:.0f} s")
-            self._note_longest_row(cluster)
             self._note_where_rollouts_run(cluster)
             try:
                 last_step = await cluster.guard(self._train(cluster, learner))
@@ -171,16 +170,6 @@ class _TrainingRun:
             save=partial(self.checkpoints.save, trainer),
             schedule=SaveSchedule(steps=run.save_interval, seconds=run.save_interval_s),
         )
-
-    def _note_longest_row(self, cluster: Cluster) -> None:
-        longest = cluster.serving.settings.context_length
-        possible = cluster.serving.fleet.limits.context_length
-        if longest < possible:
-            budget = self.config.train.microbatch_tokens
-            self.observer.note(
-                f"conversations are limited to {longest} tokens, because a micro-batch holds {budget} "
-                f"(--max-tokens-per-microbatch x --context-parallel-size); the engines would take {possible}"
-            )
 
     def _note_where_rollouts_run(self, cluster: Cluster) -> None:
         if self.config.rollout.external_environments:

@@ -1,7 +1,6 @@
 """`invrl train --debug-train-only`: the trainer alone, on batches that another run has saved."""
 
 import asyncio
-import math
 from pathlib import Path
 
 from invrl.errors import ConfigError
@@ -64,12 +63,11 @@ async def train_on_saved_batches(
 
 
 def _refuse_long_rows(batch: TrainBatch, config: Config) -> None:
-    """Raises ConfigError for a row that does not fit a micro-batch. A run that samples refuses it earlier, at
+    """Raises ConfigError for a row of more than `max_row_tokens`. A run that samples refuses it earlier, at
     the gateway."""
+    limit = config.train.max_row_tokens
     longest = max((len(sample.tokens_T) for sample in batch.samples), default=0)
-    if longest > config.train.longest_row:
-        budget = config.train.max_tokens_per_microbatch
+    if limit and longest > limit:
         reason = f"a row of batch {batch.batch_id} in the saved batches has {longest} tokens"
-        needed = math.ceil((longest - 1) / config.train.context_parallel_size)
-        fix = f"set --max-tokens-per-microbatch to {needed} or more"
-        raise ConfigError("train.max_tokens_per_microbatch", budget, reason, fix)
+        fix = f"set --max-row-tokens to {longest} or more, or leave it out"
+        raise ConfigError("train.max_row_tokens", limit, reason, fix)

@@ -69,8 +69,13 @@ class TrainConfig(Section):
     )
     max_tokens_per_microbatch: PositiveInt = Field(
         4096,
-        description="packed tokens of one micro-batch, on each context-parallel rank; no conversation of a "
-        "training run is longer than those of all of them",
+        description="packed tokens of one micro-batch, on each context-parallel rank; a longer conversation "
+        "is a micro-batch alone",
+    )
+    max_row_tokens: NonNegativeInt = Field(
+        0,
+        description="tokens of a conversation in a training run: a longer one is refused while it is "
+        "sampled; 0: as many as the engines take",
     )
     reference_placement: Literal["cpu", "cpu_by_layer", "device"] = Field(
         "cpu",
@@ -101,13 +106,8 @@ class TrainConfig(Section):
 
     @property
     def microbatch_tokens(self) -> int:
-        """Most packed tokens of a micro-batch, on all context-parallel ranks together."""
+        """Most packed tokens of a micro-batch of several rows, on all context-parallel ranks together."""
         return self.max_tokens_per_microbatch * self.context_parallel_size
-
-    @property
-    def longest_row(self) -> int:
-        """Most tokens of a row. The last one is only predicted."""
-        return self.microbatch_tokens + 1
 
     def check_model(self, model: HuggingFaceConfig) -> None:
         """Raises ConfigError where these settings do not fit the model: its layers, heads or experts."""

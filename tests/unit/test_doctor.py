@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -25,6 +26,8 @@ from invrl.cli.flags import parse_flags
 from invrl.run import supervisor
 from invrl.run.config import resolve
 from invrl.run.folder import make_run_folder
+from invrl.train.config import TrainConfig
+from invrl.train.memory import MemoryBudget
 
 CHECKS = ["configuration", *(check.name for check in checks_of("doctor", resolve()))]
 HEALTHY = Machine(
@@ -194,11 +197,11 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ("ranks", flag(data_parallel_size="9"), "cpus", FAILED, "8 CPUs", "lower --data-parallel-size to 8"),
     (
         "long answers",
-        flag(max_new_tokens="600", max_tokens_per_microbatch="500"),
+        flag(max_new_tokens="600", max_row_tokens="500"),
         "row length",
         FAILED,
-        "a micro-batch holds 500 tokens",
-        "raise --max-tokens-per-microbatch",
+        "a conversation holds 500 tokens",
+        "raise --max-row-tokens",
     ),
     ("one CPU", fact(cpus=1), "cpus", WARNING, "share one CPU", "2 or more"),
     (
@@ -359,8 +362,8 @@ def test_what_needs_the_model_folder_is_not_checked_where_that_is_broken(
     findings = by_check(diagnose(plot.arguments, plot.machine))
     assert findings["model folder"][0].status is FAILED
     skipped = [check for check, [finding] in findings.items() if finding.status is Status.SKIPPED]
-    needing = ["trainable model", "reference model", "servable model", "megatron options"]
-    assert skipped == ["chat template", *needing]
+    needing = ["trainable model", "reference model", "servable model", "row length", "megatron options"]
+    assert skipped == ["chat template", *needing, "longest conversation"]
     assert cli.main(["doctor", *plot.arguments]) == 1
     assert (
         "skipped  chat template: not checked: the check of the model folder failed\n"
@@ -389,6 +392,34 @@ def test_a_template_that_is_given_takes_the_place_of_one_that_is_missing(
             assert cli.main(["check-template", model]) == 2
         case _:
             check_before_start(command, config, plot.machine)
+
+
+def test_the_longest_conversation_that_fits_is_named(plot: Plot) -> None:
+    """A conversation that is longer than a micro-batch is one alone."""
+    plot.flags |= {"--max-tokens-per-microbatch": "100", "--max-new-tokens": "50"}
+    budget = MemoryBudget.of(
+        TrainConfig(max_tokens_per_microbatch=100),
+        plot.model,
+        has_reference=False,
+        served_dtype="bfloat16",
+        megatron={},
+        on_cuda=True,
+    )
+    full = budget.largest(100).total
+    longest = budget.largest(2048).total
+    machine = replace(plot.machine, gpus=1, gpu_memory_bytes=int((full + longest) / 2 / 0.9))
+    [finding] = by_check(diagnose(plot.arguments, machine))["longest conversation"]
+    assert finding.status is WARNING
+    assert "2048 tokens: " in finding.value
+    named = re.search(r"set --max-row-tokens (\d+),", finding.fix)
+    assert named is not None
+    fitting = int(named[1])
+    assert 100 < fitting < 2048
+    assert budget.largest(fitting).total <= 0.9 * machine.gpu_memory_bytes < budget.largest(fitting + 1).total
+
+    plot.flags["--max-row-tokens"] = str(fitting)
+    [finding] = by_check(diagnose(plot.arguments, machine))["longest conversation"]
+    assert finding.status is Status.OK
 
 
 def test_a_trainer_alone_needs_no_template(plot: Plot) -> None:

@@ -1,28 +1,65 @@
-"""Rows that do not fit a micro-batch are refused before the trainer: by the gateway while they are sampled
-(`test_config.py`, `test_large_prompts.py`), and where saved batches are read."""
+"""How long a row may be: `max_row_tokens`, or what the engines take.
+
+A longer one is refused before the trainer: by the gateway while it is sampled (`test_config.py`,
+`test_large_prompts.py`), and where saved batches are read."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from test_packing import batch_of, sample
+from tiny_model import make_tiny_model
 
+from invrl.cli.checks.settings_checks import check_row_length, longest_conversation
 from invrl.errors import ConfigError
-from invrl.run.config import Source, resolve
+from invrl.run.config import Config, Source, resolve
 from invrl.run.train_on_saved_batches import _refuse_long_rows
 
 
-def test_a_saved_row_is_as_long_as_a_micro_batch_at_most() -> None:
-    """The last token of a row is only predicted, so a row may have one token more than a micro-batch."""
-    config = resolve(Source(name="test", tables={"train": {"max_tokens_per_microbatch": 20}}))
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), max_positions=2048)
+
+
+def configuration(model: Path | str, **train: int) -> Config:
+    return resolve(Source(name="test", tables={"model": {"model_path": str(model)}, "train": train}))
+
+
+def test_a_conversation_is_as_long_as_the_engines_take_it(model: Path) -> None:
+    config = configuration(model, max_tokens_per_microbatch=100)
+    assert longest_conversation(config) == 2048
+    assert check_row_length(config).endswith("one of more than 100 is a micro-batch alone")
+
+
+def test_a_conversation_may_be_limited(model: Path) -> None:
+    config = configuration(model, max_row_tokens=600)
+    assert longest_conversation(config) == 600
+    assert "up to 600 tokens" in check_row_length(config)
+    assert "alone" not in check_row_length(config)
+    assert longest_conversation(configuration(model, max_row_tokens=5000)) == 2048
+
+
+def test_an_answer_leaves_room_for_its_prompt(model: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_row_length(configuration(model, max_row_tokens=200))
+    assert error.value.field == "rollout.max_new_tokens"
+    assert error.value.fix == "lower --max-new-tokens, or raise --max-row-tokens"
+
+
+def test_a_saved_row_is_as_long_as_the_limit_at_most() -> None:
+    config = configuration("", max_row_tokens=21)
     batch = batch_of([sample(0, 0, 21, 5), sample(0, 1, 3, 1)])
     _refuse_long_rows(batch, config)
+    longer = batch_of([sample(0, 0, 3, 1), sample(0, 1, 22, 5)])
     with pytest.raises(ConfigError) as error:
-        _refuse_long_rows(batch_of([sample(0, 0, 3, 1), sample(0, 1, 22, 5)]), config)
-    assert error.value.field == "train.max_tokens_per_microbatch"
-    assert error.value.value == 20
+        _refuse_long_rows(longer, config)
+    assert error.value.field == "train.max_row_tokens"
+    assert error.value.value == 21
     assert "22 tokens" in error.value.reason
-    assert error.value.fix == "set --max-tokens-per-microbatch to 21 or more"
+    assert error.value.fix == "set --max-row-tokens to 22 or more, or leave it out"
+    _refuse_long_rows(longer, configuration("", max_tokens_per_microbatch=5))
 
 
 def test_a_batch_without_rows_is_not_refused() -> None:
-    _refuse_long_rows(batch_of([]), resolve())
+    _refuse_long_rows(batch_of([]), configuration("", max_row_tokens=1))

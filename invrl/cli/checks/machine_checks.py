@@ -4,8 +4,10 @@ A check takes the configuration and the `Machine`, and returns what it saw. It r
 would stop a run, and `Doubt` for what may."""
 
 import importlib.metadata
+import math
 import os
 import socket
+from bisect import bisect_right
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,6 +15,7 @@ import psutil
 
 from invrl.cli.checks.doubts import Doubt, LikelyFailure
 from invrl.cli.checks.machine import Machine, installed_version
+from invrl.cli.checks.settings_checks import longest_conversation
 from invrl.cli.installation import REQUIREMENTS, install_command
 from invrl.errors import ConfigError
 from invrl.host import ray_memory
@@ -156,6 +159,42 @@ def check_trainer_memory(config: Config, machine: Machine) -> str:
         if estimate.total > 0.9 * available:
             raise Doubt("train.max_tokens_per_microbatch", value, "a step may not fit", fix)
     return value
+
+
+def check_longest_row(config: Config, machine: Machine) -> str:
+    """What a step needs with the longest conversation that may come. One that is longer than a micro-batch is
+    trained alone, beyond the memory of `check_trainer_memory`."""
+    budget = _trainer_memory(config, machine)
+    if budget is None:
+        return "not estimated: no model is given"
+    longest = longest_conversation(config)
+    full = config.train.microbatch_tokens
+    if longest <= full:
+        return f"{longest} tokens, no more than a micro-batch"
+    value = f"{longest} tokens: {budget.largest(longest).total / _GB:.2f} GB a rank"
+    if os.environ.get("RAY_ADDRESS"):
+        return value
+    limit = _rank_memory(config, machine, budget)
+    fitting = bisect_right(range(full, longest + 1), limit, key=lambda tokens: budget.largest(tokens).total)
+    most = full + max(0, fitting - 1)
+    if most < longest:
+        reason = f"a conversation of more than about {most} tokens may not fit into memory"
+        fix = (
+            f"set --max-row-tokens {most}, so that a longer one is refused while it is sampled; or divide it "
+            "with --context-parallel-size"
+        )
+        raise Doubt("train.max_row_tokens", value, reason, fix)
+    return value
+
+
+def _rank_memory(config: Config, machine: Machine, budget: MemoryBudget) -> float:
+    """Bytes that a rank may use: of its GPU, or of this machine's memory while the rest of the run needs what
+    it needs."""
+    if machine.gpus:
+        return 0.9 * machine.gpu_memory_bytes if machine.gpu_memory_bytes else math.inf
+    margin = (1 - ray_memory.threshold()) * machine.memory_total_bytes
+    spare = machine.memory_bytes - margin - _needed_memory(config, machine)
+    return budget.largest().total + spare / config.train.layout.world_size
 
 
 def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:

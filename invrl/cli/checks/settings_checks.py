@@ -47,17 +47,30 @@ def check_reward_function(config: Config) -> object:
 
 
 def check_row_length(config: Config) -> str:
-    """A prompt and the longest answer fit a micro-batch."""
-    longest = config.train.longest_row
+    """A prompt and the longest answer fit a conversation. Says how long that may be, and what the trainer
+    does with a long one."""
+    longest = longest_conversation(config)
     answer = config.rollout.max_new_tokens
     if answer >= longest:
-        reason = (
-            f"a micro-batch holds {config.train.microbatch_tokens} tokens (max_tokens_per_microbatch x "
-            "context_parallel_size), prompt and answer together"
-        )
-        fix = "lower --max-new-tokens, or raise --max-tokens-per-microbatch or --context-parallel-size"
+        reason = f"a conversation holds {longest} tokens, prompt and answer together"
+        fix = "lower --max-new-tokens"
+        if longest == config.train.max_row_tokens:
+            fix += ", or raise --max-row-tokens"
         raise ConfigError("rollout.max_new_tokens", answer, reason, fix)
-    return f"conversations of up to {longest} tokens, answers of up to {answer}"
+    text = f"conversations of up to {longest} tokens, answers of up to {answer}"
+    budget = config.train.microbatch_tokens
+    if longest > budget:
+        text += f"; one of more than {budget} is a micro-batch alone"
+    return text
+
+
+def longest_conversation(config: Config) -> int:
+    """Most tokens of a conversation in a training run: what the engines take of this model, or less if the
+    settings say so."""
+    from invrl.engines.sglang_client import EngineLimits
+
+    limits = EngineLimits.of(config.model.folder, max_total_tokens=config.engine.engine_max_total_tokens)
+    return min(limits.context_length, config.train.max_row_tokens or limits.context_length)
 
 
 def check_eval_sets(config: Config) -> None:
