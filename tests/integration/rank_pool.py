@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -392,6 +393,41 @@ class RankProcess:
     def save(self, path: str) -> FileEntries:
         return self._rank.save_checkpoint(path)
 
+    def write_imaged(self, given: tuple[str, str, str, str, Sequence[int]]) -> FileEntries:
+        """Calls `save` or `export`. Whenever a file that it writes has one of these lengths, and when it is
+        complete, the folder of checkpoints is copied as it is then."""
+        from invrl.store.checksummed_file import ChecksummedFile
+
+        method, path, folder, images, lengths = given
+        write = ChecksummedFile.write
+        close = ChecksummedFile.close
+
+        def write_to_lengths(file: ChecksummedFile, data: Any) -> int:
+            rest = memoryview(data).cast("B")
+            num_bytes = len(rest)
+            begin = file.tell()
+            for length in lengths:
+                if begin <= length < begin + num_bytes:
+                    count = length - file.tell()
+                    write(file, rest[:count])
+                    rest = rest[count:]
+                    file.flush()
+                    take_image(Path(folder), Path(images), f"{method}-{length}")
+            write(file, rest)
+            return num_bytes
+
+        def close_imaged(file: ChecksummedFile) -> None:
+            close(file)
+            take_image(Path(folder), Path(images), f"{method}-whole-file")
+
+        ChecksummedFile.write = write_to_lengths
+        ChecksummedFile.close = close_imaged
+        try:
+            return getattr(self, method)(path)
+        finally:
+            ChecksummedFile.write = write
+            ChecksummedFile.close = close
+
     def load(self, path: str) -> None:
         self._rank.load_checkpoint(path)
 
@@ -438,6 +474,11 @@ class RankProcess:
 
 def _raise(*_: object) -> None:
     raise ZeroDivisionError
+
+
+def take_image(folder: Path, images: Path, cut: str) -> None:
+    """Copies the folder as kill -9 of its writer would leave it now. Images are numbered in their order."""
+    shutil.copytree(folder, images / f"{len(list(images.iterdir())):03d}-{cut}")
 
 
 def resident(name: str) -> int:
