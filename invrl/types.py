@@ -28,6 +28,21 @@ Purpose = Literal["train", "eval", "serve"]
 FinishReason = Literal["stop", "length", "abort"]
 """Why a generation ended: by itself, at its token limit, or because it was cancelled."""
 
+RoutedExperts = NDArray[np.unsignedinteger[Any]]
+"""[T, layers, K]: for each token the K experts that computed it in each layer of the model; zeros for a layer
+without experts. The largest number of the dtype stands for experts that are unknown."""
+
+
+def experts_dtype(num_experts: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The smallest dtype that has a number for each expert of a layer, and one for unknown experts."""
+    return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
+
+
+def unknown_expert(dtype: np.dtype[np.unsignedinteger[Any]]) -> int:
+    """What stands for unknown experts."""
+    return int(np.iinfo(dtype).max)
+
+
 MAX_REWARD = 1e9
 """Largest absolute reward. Group statistics square rewards: above it float32 advantages would overflow."""
 MAX_REWARD_COMPONENTS = 256
@@ -332,6 +347,9 @@ class Rollout:
 
     summary: RolloutSummary
     trajectories: tuple[Trajectory, ...]
+    routed_experts: Mapping[str, RoutedExperts] = field(default_factory=dict)
+    """By turn id, where the run records them: one row for each of the turn's tokens, the experts of the pass
+    that predicted it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,8 +443,12 @@ class TrainSample:
     attempt: int
     turn_ids: tuple[str, ...]
     grammars: tuple[GrammarSpan, ...] = ()
+    experts_TLK: RoutedExperts | None = None
+    """The experts that computed token t in the engine; None: they were not recorded."""
 
     def __post_init__(self) -> None:
+        if self.experts_TLK is not None:
+            _same_length(tokens_T=self.tokens_T, experts_TLK=self.experts_TLK)
         length = _same_length(
             tokens_T=self.tokens_T,
             loss_mask_T=self.loss_mask_T,

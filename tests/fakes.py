@@ -9,12 +9,17 @@ that the engine has when it sends them.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
+
+from invrl.engines.experts_by_label import EXPERTS_LABEL
 
 Script = Callable[[Sequence[int]], Sequence[int]]
 """Prompt ids to reply ids; a reply ends where the script ends it, at a stop token or out of tokens."""
@@ -40,6 +45,13 @@ def random_reply(
         return [source.randrange(*vocab) for _ in range(tokens)] + [end]
 
     return reply
+
+
+def fake_experts(ids: Sequence[int]) -> NDArray[np.int32]:
+    """[T, 3, 2], of 8: those of a token depend on it, on all before it, and on the layer."""
+    sums = np.cumsum(np.asarray(ids, np.int64) * np.arange(1, len(ids) + 1))
+    first_TL = (sums[:, None] // np.array([1, 3, 7])) % 8
+    return np.stack([first_TL, (first_TL + 1 + sums[:, None] % 7) % 8], -1).astype(np.int32)
 
 
 class FakeEngine:
@@ -139,6 +151,9 @@ class FakeEngine:
             }
             if count == len(reply):
                 out["meta_info"]["weight_versions"] = spans
+                if (first := (body.get("custom_labels") or {}).get(EXPERTS_LABEL)) is not None:
+                    experts = fake_experts([*prompt, *reply])[int(first) : -1]
+                    out["meta_info"]["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
             if top := body.get("top_logprobs_num"):
                 out["meta_info"]["output_top_logprobs"] = [
                     [[fake_logprob(token) - rank / 2, (token + rank) % 512, None] for rank in range(top)]

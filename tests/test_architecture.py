@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"host", "store", "weights", "algorithms"},
     "buffer": {"host", "store", "algorithms"},
     "rollout": {"host", "store"},
-    "gateway": {"host", "store", "engines.sglang_client"},
+    "gateway": {"host", "store", "engines.sglang_client", "engines.routed_experts"},
     "observe": {"host", "store", "buffer", "gateway.types"},
 }
 MAY_IMPORT["run"] = set(MAY_IMPORT)

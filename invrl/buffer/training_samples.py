@@ -26,10 +26,12 @@ from invrl.types import (
     Group,
     Rollout,
     RolloutSummary,
+    RoutedExperts,
     TakenBatch,
     TrainBatch,
     TrainSample,
     Turn,
+    unknown_expert,
 )
 
 
@@ -177,7 +179,27 @@ def _training_sample(rollout: Rollout, branch: _Branch, trained_ids: set[str]) -
         attempt=summary.attempt,
         turn_ids=tuple(turn.id for turn in branch.row_turns),
         grammars=tuple(grammars),
+        experts_TLK=_experts(rollout, branch.row_turns),
     )
+
+
+def _experts(rollout: Rollout, turns: Sequence[Turn]) -> RoutedExperts | None:
+    """The experts that computed each token of a row: those of the pass that predicted the token after it.
+    Unknown for turns without a record, and for the last token."""
+    recorded = [rollout.routed_experts[turn.id] for turn in turns if turn.id in rollout.routed_experts]
+    if not recorded:
+        return None
+    _, *sizes = recorded[0].shape
+    dtype = recorded[0].dtype
+    predicting: list[RoutedExperts] = []
+    for turn in turns:
+        num_tokens = len(turn.context_ids_T) + len(turn.sampled_ids_T)
+        experts_TLK = rollout.routed_experts.get(turn.id)
+        if experts_TLK is None:
+            experts_TLK = np.full((num_tokens, *sizes), unknown_expert(dtype), dtype)
+        predicting.append(experts_TLK)
+    predicting.append(np.full((1, *sizes), unknown_expert(dtype), dtype))
+    return np.concatenate(predicting)[1:]
 
 
 def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:

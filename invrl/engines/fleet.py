@@ -66,13 +66,14 @@ class Fleet:
         transport: str = "arena",
         heartbeat_timeout_s: float = 30.0,
         weight_sync_timeout_s: float = 300.0,
+        record_experts: bool = False,
     ) -> None:
         """Starts the router's process. Raises ConfigError.
 
         `sglang` and `router` are passed through, by upstream's field names. `transport` is a key of
         `RECEIVERS`. An engine or a router that is silent for longer than `heartbeat_timeout_s` is dead. The
         exception is one call of an update in which an engine copies or hashes its weights: that may take
-        `weight_sync_timeout_s`.
+        `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed each token.
         """
         self._config = engine
         self._model_path = model_path
@@ -81,6 +82,8 @@ class Fleet:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._weight_sync_timeout_s = weight_sync_timeout_s
         self._sglang_flags = sglang_flags(sglang or {})
+        if record_experts:
+            self._sglang_flags = [*self._sglang_flags, "--enable-return-routed-experts"]
         self._router_flags = router_flags(router or {})
         self.limits = EngineLimits.of(model_path, max_total_tokens=engine.engine_max_total_tokens)
         self.engines: dict[str, Engine] = {}

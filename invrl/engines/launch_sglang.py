@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from invrl.engines.experts_by_label import answer_with_experts
 from invrl.engines.masked_logs import mask_keys_in_logs
 from invrl.host import sglang_on_cpu
 
@@ -64,6 +65,9 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "invrl.engines.sglang_models")
     if "--enable-deterministic-inference" in argv:
         sglang_on_cpu.support_seeds()
+    if "--enable-return-routed-experts" in argv:
+        sglang_on_cpu.support_routed_experts()
+        answer_with_experts()
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server  # noqa: F401
     from sglang.srt.server_args import prepare_server_args

@@ -34,6 +34,8 @@ class MetaInfo(msgspec.Struct):
     output_top_logprobs: list[list[TopLogprob] | None] | None = None
     finish_reason: Finish | None = None
     weight_versions: list[EngineSpan] | None = None
+    routed_experts: str | None = None
+    """Only at the end of an answer."""
 
 
 class GenerateEvent(msgspec.Struct):

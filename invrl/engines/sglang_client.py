@@ -24,11 +24,13 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from invrl.engines.experts_by_label import EXPERTS_LABEL
 from invrl.engines.http_connection import HttpConnection, HttpConnections, HttpError
+from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
 from invrl.engines.sglang_answers import GenerateEvent, MetaInfo, decode_event, events_of
 from invrl.engines.version_spans import VersionTracker
 from invrl.errors import DeadlineError, ServerError, SessionError
-from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
+from invrl.types import FinishReason, Json, RoutedExperts, Sampling, VersionSpan, WeightVersion
 
 _CONTROL_DEADLINE_S = 60.0
 _IDLE_CONNECTION_S = 2.0
@@ -96,6 +98,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     routing_key: str = ""
     top_logprobs: int = 0
     """How many of the likeliest tokens are wanted for each sampled token."""
+    path_tokens: int = 0
+    """How many of the prompt's tokens belong to earlier turns. Their experts were recorded then."""
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -121,6 +125,9 @@ class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The token id or the string that ended it."""
     prompt_tokens: int
     cached_tokens: int
+    experts_TLK: RoutedExperts | None = None
+    """Of the turn's tokens: those of the prompt that no earlier turn has, then the sampled ones. None if they
+    are not recorded, or are missing."""
 
 
 class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
@@ -131,8 +138,8 @@ class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
 
 
-def generate_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
-    """The body of `POST /generate`."""
+def generate_json(request: GenerateRequest, *, stream: bool, with_experts: bool = False) -> dict[str, Json]:
+    """The body of `POST /generate`. `with_experts`: the answer has the experts that computed the tokens."""
     sampling_params: dict[str, Json] = {
         **NEUTRAL_SAMPLING,
         **request.extra_sampling,
@@ -156,6 +163,8 @@ def generate_json(request: GenerateRequest, *, stream: bool) -> dict[str, Json]:
     }
     if request.top_logprobs:
         body["top_logprobs_num"] = request.top_logprobs
+    if with_experts:
+        body["custom_labels"] = {EXPERTS_LABEL: str(first_row(request.path_tokens))}
     return body
 
 
@@ -171,14 +180,17 @@ class SglangClient:
         admin_key: str = "",
         name: str = "",
         generate_deadline_s: float = 3600.0,
+        experts: ExpertsShape | None = None,
     ) -> None:
-        """`name` is how errors call the server."""
+        """`name` is how errors call the server. `experts`: those of the model, if generations record which of
+        them computed a token."""
         self.base_url = base_url.rstrip("/")
         self.name = name or self.base_url
         self.limits = limits
         self._api_key = api_key
         self._admin_key = admin_key
         self._generate_deadline_s = generate_deadline_s
+        self._experts = experts
         self._http = HttpConnections(self.base_url, idle_s=_IDLE_CONNECTION_S)
 
     async def __aenter__(self) -> Self:
@@ -200,11 +212,11 @@ class SglangClient:
         self.validate(request.input_ids_T, request.sampling.max_new_tokens)
         answer = await self._ask(
             "/generate",
-            generate_json(request, stream=False),
+            generate_json(request, stream=False, with_experts=self._experts is not None),
             deadline_s=self._generate_deadline_s,
             routing_key=request.routing_key,
         )
-        reader = _GenerationReader(request)
+        reader = _GenerationReader(request, self._experts)
         chunk = reader.add(decode_event(answer))
         end = reader.end()
         return GenerateResult(
@@ -218,8 +230,8 @@ class SglangClient:
         0.1 s.
         """
         self.validate(request.input_ids_T, request.sampling.max_new_tokens)
-        body = generate_json(request, stream=True)
-        reader = _GenerationReader(request)
+        body = generate_json(request, stream=True, with_experts=self._experts is not None)
+        reader = _GenerationReader(request, self._experts)
         try:
             async with (
                 asyncio.timeout(self._generate_deadline_s),
@@ -389,8 +401,10 @@ class SglangClient:
 class _GenerationReader:
     """Reads one generation: its disjoint events (`--incremental-streaming-output`), or one whole answer."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, experts: ExpertsShape | None) -> None:
         self._rid = request.rid
+        self._path_tokens = request.path_tokens
+        self._experts = experts
         self._top_logprobs = request.top_logprobs
         self._meta: MetaInfo | None = None
         self._versions = VersionTracker()
@@ -440,4 +454,17 @@ class _GenerationReader:
             matched_stop=matched_stop,
             prompt_tokens=meta.prompt_tokens,
             cached_tokens=meta.cached_tokens,
+            experts_TLK=self._turn_experts(meta, finish.type),
+        )
+
+    def _turn_experts(self, meta: MetaInfo, finish_reason: FinishReason) -> RoutedExperts | None:
+        """What was aborted is never trained."""
+        if self._experts is None or finish_reason == "abort":
+            return None
+        return turn_experts(
+            meta.routed_experts,
+            self._experts,
+            path_tokens=self._path_tokens,
+            prompt_tokens=meta.prompt_tokens,
+            spans=self._versions.spans,
         )

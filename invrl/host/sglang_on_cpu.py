@@ -85,6 +85,19 @@ def support_seeds() -> None:
     torch.library.impl(operator, "CPU", seeded_noise)
 
 
+def support_routed_experts() -> None:
+    """Let SGLang keep which experts computed each token (`--enable-return-routed-experts`): it would register
+    the memory for them with CUDA. Does nothing on CUDA."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.mem_cache.pool_host import common
+
+    common._cuda_host_register = lambda *args, **kwargs: None
+    common._cuda_host_unregister = lambda *args, **kwargs: None
+
+
 def seeded_noise(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Random numbers for SGLang's sampler to compare with log-probs, in place of its hash of the same.
 

@@ -105,6 +105,7 @@ async def start_serving(
             transport=config.weight_sync.weight_transport,
             heartbeat_timeout_s=config.run.heartbeat_timeout_s,
             weight_sync_timeout_s=config.weight_sync.weight_sync_timeout_s,
+            record_experts=config.train.records_experts,
         )
         stack.push_async_callback(fleet.stop)
         fleet_start = asyncio.create_task(fleet.start())
@@ -165,6 +166,7 @@ def _gateway_settings(
         "store_path": str(folder.store_path),
         "leases": config.rollout.external_environments,
         "sampling_seed": sampling_seed,
+        "record_experts": config.train.records_experts,
     }
     return GatewaySettings.model_validate(values)
 

@@ -1,7 +1,7 @@
 """A training batch as a file: what `--save-rollout-data` writes and `--load-rollout-data` reads.
 
-There is one file per step: compressed MessagePack, in which an array is its dtype and its bytes. A batch that
-is loaded equals the batch that was saved, bit for bit."""
+There is one file per step: compressed MessagePack, in which an array is its dtype, its bytes and its shape. A
+batch that is loaded equals the batch that was saved, bit for bit."""
 
 import os
 import zlib
@@ -38,14 +38,15 @@ def load_batch(path: Path) -> TrainBatch:
         raise ConfigError("run.load_rollout_data", str(path), reason, fix) from error
 
 
-def _encode_array(array: np.ndarray) -> tuple[str, bytes]:
-    assert array.ndim == 1, "every array of a batch has one axis"
-    return array.dtype.str, array.tobytes()
+def _encode_array(array: np.ndarray) -> tuple[str, bytes, *tuple[int, ...]]:
+    """Dtype, content, and the sizes of all axes but the first."""
+    return array.dtype.str, array.tobytes(), *array.shape[1:]
 
 
-def _decode_array(_: type, encoded: tuple[str, bytes]) -> np.ndarray:
-    dtype, content = encoded
-    return np.frombuffer(bytearray(content), dtype)  # a copy: torch needs arrays that can be written
+def _decode_array(_: type, encoded: tuple[str, bytes, *tuple[int, ...]]) -> np.ndarray:
+    dtype, content, *later_axes = encoded
+    flat = np.frombuffer(bytearray(content), dtype)  # a copy: torch needs arrays that can be written
+    return flat.reshape(-1, *later_axes)
 
 
 def saved_steps(folder: Path, *, after_step: int) -> list[int]:

@@ -12,6 +12,7 @@ from invrl.types import (
     Outcome,
     Reward,
     RolloutSummary,
+    RoutedExperts,
     Sampling,
     Session,
     SessionLimits,
@@ -23,6 +24,8 @@ _TURN_FIELDS = tuple(turn_field.name for turn_field in fields(Turn))
 _TURN_ARRAYS = {"context_ids_T": np.int32, "sampled_ids_T": np.int32, "logprobs_T": np.float32}
 TURN_COLUMNS = ", ".join(name.removesuffix("_T") for name in _TURN_FIELDS)
 """The columns of a turn, in the order of the fields of `Turn`."""
+EXPERTS_COLUMNS = "turn_id, bytes_each, layers, chosen, experts"
+"""The columns of the experts that computed a turn's tokens."""
 _SESSION_FIELDS = (
     "id",
     "task_id",
@@ -86,6 +89,18 @@ def turn_from_row(row: Sequence[Any]) -> Turn:
     values["delivered"] = bool(values["delivered"])
     values["constrained"] = bool(values["constrained"])
     return Turn(**values)
+
+
+def experts_values(turn_id: str, experts_TLK: RoutedExperts) -> tuple[object, ...]:
+    """The values of `EXPERTS_COLUMNS`."""
+    _, layers, chosen = experts_TLK.shape
+    return (turn_id, experts_TLK.itemsize, layers, chosen, experts_TLK.tobytes())
+
+
+def experts_from_row(row: Sequence[Any]) -> RoutedExperts:
+    """`row`: the values of `EXPERTS_COLUMNS`."""
+    _, bytes_each, layers, chosen, content = row
+    return np.frombuffer(content, f"u{bytes_each}").reshape(-1, layers, chosen)
 
 
 def opened_values(record: StoredSession) -> tuple[object, ...]:

@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 
 from invrl.store.rows import (
+    EXPERTS_COLUMNS,
     SESSION_COLUMNS,
     TURN_COLUMNS,
     StoredSession,
+    experts_from_row,
     outcome_from_json,
     session_from_row,
     turn_from_row,
@@ -27,6 +29,7 @@ from invrl.types import (
     Place,
     Rollout,
     RolloutSummary,
+    RoutedExperts,
     SampledSoFar,
     Session,
     TakenBatch,
@@ -65,6 +68,10 @@ _FAMILY = """
 _TOOLS_OF_SESSION = """
     SELECT digest, tools FROM tool_lists
     WHERE digest IN (SELECT tools FROM turns WHERE session_id = ?)
+"""
+_ROUTED_EXPERTS = f"""
+    SELECT {EXPERTS_COLUMNS} FROM routed_experts
+    WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
 """
 _SILENT_SESSIONS = """
     -- id and time of the last sign of each open session of a group, the most silent first
@@ -183,7 +190,17 @@ class RunStore:
         """The rollouts of a batch with their tokens, in the order of its groups. Each has the summary that
         the batch holds, whose reward the buffer may have given. Raises KeyError as `rollout` does."""
         summaries = [summary for group in taken.groups for summary in group.rollouts_G]
-        return [replace(self.rollout(summary.session_id), summary=summary) for summary in summaries]
+        rollouts: list[Rollout] = []
+        for summary in summaries:
+            rollout = self.rollout(summary.session_id)
+            experts = self._routed_experts([summary.session_id, *summary.child_rewards])
+            rollouts.append(replace(rollout, summary=summary, routed_experts=experts))
+        return rollouts
+
+    def _routed_experts(self, session_ids: Sequence[str]) -> dict[str, RoutedExperts]:
+        """By turn id, as far as they were recorded."""
+        rows = self._db.execute(_ROUTED_EXPERTS, (json.dumps(list(session_ids)),))
+        return {row[0]: experts_from_row(row) for row in rows}
 
     def without_tokens(self, summaries: Sequence[RolloutSummary]) -> set[str]:
         """Ids of the sessions that `rollout` could not return whole: the store does not have the session as

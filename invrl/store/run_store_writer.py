@@ -20,9 +20,17 @@ from pathlib import Path
 
 import msgspec
 
-from invrl.store.rows import OPENED_COLUMNS, TURN_COLUMNS, StoredSession, opened_values, turn_values
+from invrl.store.rows import (
+    EXPERTS_COLUMNS,
+    OPENED_COLUMNS,
+    TURN_COLUMNS,
+    StoredSession,
+    experts_values,
+    opened_values,
+    turn_values,
+)
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, busy_timeout_s, connect
-from invrl.types import FailedRollout, Outcome, Reward, Turn
+from invrl.types import FailedRollout, Outcome, Reward, RoutedExperts, Turn
 
 _encode = msgspec.json.encode
 _Statement = tuple[str, tuple[object, ...]]
@@ -93,16 +101,23 @@ class RunStoreWriter:
                 statements.append((f"DELETE {lease}", claim))
         return self._submit(statements)
 
-    def add_turn(self, turn: Turn, messages: bytes, tools: bytes = b"[]") -> Future[None]:
+    def add_turn(
+        self, turn: Turn, messages: bytes, tools: bytes = b"[]", *, experts_TLK: RoutedExperts | None = None
+    ) -> Future[None]:
         """`messages`: JSON of the messages that the turn's tokens stand for, the reply last. `tools`: JSON of
         the tools that its conversation was rendered with. Equal tools are stored once, in `tool_lists`, and
-        the turn's row has their digest: agents send the same 50 KB with every request."""
+        the turn's row has their digest: agents send the same 50 KB with every request. `experts_TLK`: as in
+        `Rollout.routed_experts`."""
         digest = hashlib.blake2b(tools, digest_size=16).digest()
         values = (*turn_values(turn), messages, digest)
         marks = ",".join("?" * len(values))
         add_tools = "INSERT OR IGNORE INTO tool_lists VALUES (?,?)"
         add_turn = f"INSERT INTO turns ({TURN_COLUMNS}, messages, tools) VALUES ({marks})"
-        return self._submit([(add_tools, (digest, tools)), (add_turn, values)])
+        statements: list[_Statement] = [(add_tools, (digest, tools)), (add_turn, values)]
+        if experts_TLK is not None:
+            add_experts = f"INSERT INTO routed_experts ({EXPERTS_COLUMNS}) VALUES (?,?,?,?,?)"
+            statements.append((add_experts, experts_values(turn.id, experts_TLK)))
+        return self._submit(statements)
 
     def mark_delivered(self, turn_id: str) -> Future[None]:
         return self._submit([("UPDATE turns SET delivered=1 WHERE id=?", (turn_id,))])

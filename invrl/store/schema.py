@@ -11,7 +11,7 @@ from invrl.host.private_file import make_private, restrict
 
 HEARTBEAT_TIMEOUT_S = 30.0
 """The default of `run.heartbeat_timeout_s`, for stores whose processes nobody watches."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Stored in the file as `PRAGMA user_version`. Files from before there was a version have 0."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -36,6 +36,9 @@ CREATE TABLE IF NOT EXISTS turns (
   constrained INTEGER NOT NULL, grammar TEXT NOT NULL, messages BLOB NOT NULL, tools BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS turns_of_session ON turns (session_id, seq);
 CREATE TABLE IF NOT EXISTS tool_lists (digest BLOB PRIMARY KEY, tools BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS routed_experts (
+  turn_id TEXT PRIMARY KEY, bytes_each INTEGER NOT NULL, layers INTEGER NOT NULL, chosen INTEGER NOT NULL,
+  experts BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS outbox (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE, failed INTEGER NOT NULL,
   outcome BLOB NOT NULL);

@@ -87,10 +87,10 @@ class TrainConfig(Section):
     share_prefixes: bool = Field(
         True, description="compute a prefix shared by rows of a micro-batch once (exact; with our attention)"
     )
-    routing_replay: Literal["none", "trainer"] = Field(
+    routing_replay: Literal["none", "trainer", "engine"] = Field(
         "none",
         description="which earlier choice of experts an update repeats (models with experts): none; trainer: "
-        "that of the pass for the old log-probs (R2)",
+        "that of the pass for the old log-probs (R2); engine: that of the engine which sampled (R3)",
     )
     deterministic: bool = Field(
         False,
@@ -108,6 +108,11 @@ class TrainConfig(Section):
     def microbatch_tokens(self) -> int:
         """Most packed tokens of a micro-batch of several rows, on all context-parallel ranks together."""
         return self.max_tokens_per_microbatch * self.context_parallel_size
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether engines report which experts computed the tokens that they sampled."""
+        return self.routing_replay == "engine"
 
     def check_model(self, model: HuggingFaceConfig) -> None:
         """Raises ConfigError where these settings do not fit the model: its layers, heads or experts."""

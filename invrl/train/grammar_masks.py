@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import TrainError
-from invrl.train.micro_batch import Row
+from invrl.train.micro_batch import Row, replayed_experts
 from invrl.types import GrammarSpan, TrainSample
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class GrammarMasks:
                 wanted_N=wanted_N,
                 temperature=sample.temperature,
                 allowed_N=allowed_N,
+                experts_TLK=replayed_experts(sample),
             )
             rows.append(row)
         return rows

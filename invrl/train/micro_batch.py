@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.types import TrainSample
+from invrl.types import TrainSample, unknown_expert
 
 UNKNOWN_EXPERT = -1
 """In the place of recorded experts: there is no record, and the router chooses."""
@@ -27,6 +27,8 @@ class Row:
     allowed_N: tuple[bytes | None, ...] = ()
     """For each wanted token, the tokens that its grammar allowed: one bit per token of the vocabulary, the
     lowest bit first; None means the whole vocabulary. Empty: the whole vocabulary for all of them."""
+    experts_TLK: NDArray[np.int16] | None = None
+    """The experts that each token is sent to, `UNKNOWN_EXPERT` where that is not known. None: of no token."""
 
     @property
     def num_computed(self) -> int:
@@ -43,6 +45,15 @@ def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
         wanted_N = np.flatnonzero(sample.loss_mask_T)
         rows.append(Row(tokens_T=sample.tokens_T, wanted_N=wanted_N, temperature=sample.temperature))
     return rows
+
+
+def replayed_experts(sample: TrainSample) -> NDArray[np.int16] | None:
+    """The experts of a sample's tokens, as in `Row`."""
+    recorded_TLK = sample.experts_TLK
+    if recorded_TLK is None:
+        return None
+    is_unknown = recorded_TLK == unknown_expert(recorded_TLK.dtype)
+    return np.where(is_unknown, UNKNOWN_EXPERT, recorded_TLK.astype(np.int16))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,6 +97,13 @@ class MicroBatch:
     experts_PLK: NDArray[np.int16] | None = None
     """The K experts that each token is sent to in each layer of the model, by an earlier pass's choice;
     `UNKNOWN_EXPERT` where that is unknown. None: the routers choose."""
+
+    @property
+    def num_unrecorded(self) -> int:
+        """Tokens whose experts are unknown in all layers."""
+        if self.experts_PLK is None:
+            return len(self.tokens_P)
+        return int((self.experts_PLK == UNKNOWN_EXPERT).all(axis=(1, 2)).sum())
 
     def padded_to(self, num_tokens: int) -> "MicroBatch":
         """With so many packed tokens in all. Those that are added are a tree of their own, of which nothing

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.train.bins import fill_bins
-from invrl.train.micro_batch import EMPTY_MICRO_BATCH, AttentionBlock, MicroBatch, Row
+from invrl.train.micro_batch import EMPTY_MICRO_BATCH, UNKNOWN_EXPERT, AttentionBlock, MicroBatch, Row
 
 DENSE_TREE_TOKENS = 256
 """A branching tree of at most this many tokens is one attention call under a mask of tokens^2. A larger
@@ -160,7 +160,23 @@ class _Layout:
             projection_N=projection_N,
             targets_N=np.concatenate([row.tokens_T[row.wanted_N] for row in rows], dtype=np.int64),
             rows=tuple((placed.index, placed.row.wanted_N) for placed in self._rows),
+            experts_PLK=self._experts(),
         )
+
+    def _experts(self) -> NDArray[np.int16] | None:
+        """The experts of the packed tokens. Rows that share a prefix were computed apart in the engine, and
+        may have been sent to other experts there. The first row that knows a token's experts decides."""
+        experts_PLK = None
+        for placed in reversed(self._rows):
+            experts_TLK = placed.row.experts_TLK
+            if experts_TLK is None:
+                continue
+            if experts_PLK is None:
+                experts_PLK = np.full((self._num_tokens, *experts_TLK.shape[1:]), UNKNOWN_EXPERT, np.int16)
+            computed_TLK = experts_TLK[: placed.row.num_computed]
+            known_T = computed_TLK[:, 0, 0] != UNKNOWN_EXPERT
+            experts_PLK[placed.places_T[known_T]] = computed_TLK[known_T]
+        return experts_PLK
 
 
 def _numbered_masks(rows: Sequence[Row]) -> tuple[list[bytes | None], NDArray[np.int64]]:

@@ -68,8 +68,8 @@ class TrainRank:
         self._served_dtype: torch.dtype = getattr(torch, settings.weight_dtype)
         chunks = build_model(self._config, settings.model_path, self._train_dtype, options.transformer)
         routing = None
-        if train.routing_replay != "none":
-            routing = RoutingRecorder(self._config.num_hidden_layers)
+        if self._config.experts is not None and train.routing_replay != "none":
+            routing = RoutingRecorder(self._config.num_hidden_layers, self._config.experts)
             for chunk in chunks:
                 chunk.routing = routing
         self._weights = ReplicaWeights(chunks, self._config, settings.layout)

@@ -1,14 +1,14 @@
 """Routing replay: a forward pass sends tokens to the experts that an earlier pass chose for them.
 
-The earlier pass is the trainer's own for the old log-probs (GSPO, arXiv 2507.18071, section 5.3; "R2"). The
-recorded indices decide which experts compute a token. Their weights come from this model's router, so
-gradients flow through it.
+The earlier pass is the trainer's own for the old log-probs (GSPO, arXiv 2507.18071, section 5.3; "R2"), or
+the engine's that sampled the tokens (arXiv 2510.11370; "R3"). The recorded indices decide which experts
+compute a token. Their weights come from this model's router, so gradients flow through it.
 
 The indices travel with the micro-batch to each layer, so a layer that is recomputed in the backward pass is
 given the same ones. Imported after `device.prepare()`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,11 +19,13 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from numpy.typing import NDArray
 
+from invrl.errors import TrainError
 from invrl.metrics import Mean
 from invrl.train import device
 from invrl.train.context_parallel import own_share
 from invrl.train.context_share import ContextShare
-from invrl.train.micro_batch import UNKNOWN_EXPERT, MicroBatch
+from invrl.train.families.model_config import Experts
+from invrl.train.micro_batch import UNKNOWN_EXPERT, MicroBatch, Row
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """Megatron's choice: (scores [P, E], k, groups) -> (the chosen scores, the chosen experts), [P, K] each."""
@@ -140,10 +142,26 @@ class RoutingRecorder:
 
     num_layers: int
     """Of the whole model."""
+    experts: Experts
     agreement: RoutingAgreement = field(default_factory=RoutingAgreement)
     _recorded: dict[int, list[Routing]] = field(default_factory=dict)
     """By the chunk's number: one routing per micro-batch."""
     _is_recording: bool = False
+
+    def check(self, rows: Iterable[Row]) -> None:
+        """Raises TrainError if the experts of a row are not those of such a model."""
+        expected = (self.num_layers, self.experts.chosen)
+        for row in rows:
+            if row.experts_TLK is None:
+                continue
+            found = row.experts_TLK.shape[1:]
+            highest = int(row.experts_TLK.max(initial=UNKNOWN_EXPERT))
+            if found != expected or highest >= self.experts.count:
+                raise TrainError(
+                    f"the batch has experts of another model: {found[1]} of at least {highest + 1} in each "
+                    f"of {found[0]} layers, where this one has {self.experts.chosen} of {self.experts.count} "
+                    f"in each of {self.num_layers}. Train it with --routing-replay none"
+                )
 
     @contextmanager
     def recording(self) -> Iterator[None]:

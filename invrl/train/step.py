@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -146,7 +146,7 @@ class TrainStep:
             step_metrics = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
             expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
             metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
-        metrics |= self._routing_metrics()
+        metrics |= self._routing_metrics(packed)
         metrics |= _work_amounts(shard, packed, time.monotonic() - start)
         # Max, because these are the same on every rank.
         metrics["optimizer_steps"] = Max(optimizer_steps)
@@ -193,6 +193,11 @@ class TrainStep:
             )
 
     def _pack(self, rows: Sequence[Row]) -> _Packed:
+        """Raises TrainError for rows whose experts are to be replayed and are not those of this model."""
+        if self.routing is not None and self.train.routing_replay == "engine":
+            self.routing.check(rows)
+        else:
+            rows = [replace(row, experts_TLK=None) for row in rows]
         micro_batches = pack(
             rows,
             max_tokens=self.train.microbatch_tokens,
@@ -253,19 +258,33 @@ class TrainStep:
     def _reference_logprobs(
         self, packed: Sequence[_Packed], seconds: dict[str, float]
     ) -> Sequence[_SampleLogprobs | None]:
-        """Log-probs under the frozen reference, per mini-batch; None without a reference."""
+        """Log-probs under the frozen reference, per mini-batch; None without a reference. Its routers choose
+        the experts."""
         if self.reference is None or not packed:
             return [None] * len(packed)
+        unrouted: list[_Packed] = []
+        for part in packed:
+            micro_batches = [replace(micro_batch, experts_PLK=None) for micro_batch in part.micro_batches]
+            unrouted.append(_Packed(part.rows, micro_batches))
         with _timed(seconds, "reference"), self.reference.in_place():
-            return [*self._forward(packed)]
+            return [*self._forward(unrouted)]
 
-    def _routing_metrics(self) -> dict[str, Metric]:
+    def _routing_metrics(self, packed: Sequence[_Packed]) -> dict[str, Metric]:
         if self.routing is None:
             return {}
+        metrics: dict[str, Metric] = {}
         agreement = self.routing.agreement.take()
-        if not agreement.weight:
-            return {}  # nothing was replayed
-        return {"routing_agreement": agreement}
+        if agreement.weight:  # something was replayed
+            metrics["routing_agreement"] = agreement
+        if self.train.routing_replay == "engine":
+            num_tokens = 0
+            num_unknown = 0
+            for micro_batch in _micro_batches(packed):
+                if micro_batch.rows:
+                    num_tokens += len(micro_batch.tokens_P)
+                    num_unknown += micro_batch.num_unrecorded
+            metrics["routing_unknown"] = Mean(num_unknown, num_tokens)
+        return metrics
 
     def _forward_backward(self, work: list[_LossWork]) -> list[dict[str, Metric]]:
         """Computes the gradients of a mini-batch, summed over its micro-batches and reduced over ranks.

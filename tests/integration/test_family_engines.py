@@ -3,24 +3,28 @@ every family but Llama and Qwen3, which other tests of engines use."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from family_models import make_family_model
 from numpy.typing import NDArray
 from rank_pool import RankPool, Trainer
 from safetensors.torch import load_file
 from train_reference import random_batch
+from transformers import AutoModelForCausalLM
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
+from invrl.engines.routed_experts import ExpertsShape
+from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.model_folder import tensor_files
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
-from invrl.types import WeightVersion
+from invrl.types import Sampling, WeightVersion
 from invrl.weights.tensor_spec import checksum
 from invrl.weights.transaction import CanaryBound, WeightTransaction
 
@@ -87,10 +91,13 @@ async def test_an_engine_computes_what_the_trainer_computes(
     config = EngineConfig(
         engine_dtype="float32", engine_start_timeout_s=500.0, engine_health_interval_s=86_400.0
     )
-    fleet = Fleet(config, exported, tmp_path / "fleet")
+    has_experts = read_hf_config(model).experts is not None
+    fleet = Fleet(config, exported, tmp_path / "fleet", record_experts=has_experts)
     await fleet.start()
     try:
         await fleet.admit()
+        if has_experts:
+            await check_recorded_experts(fleet, exported)
         found = await fleet.engines["engine-0"].client.prompt_logprobs(PROMPTS)
         for found_T, expected_T in zip(found, expected, strict=True):
             assert np.abs(found_T - expected_T).max() <= 1e-4
@@ -107,3 +114,51 @@ async def test_an_engine_computes_what_the_trainer_computes(
             assert update.canary_max_gap <= 1e-4
     finally:
         await fleet.stop()
+
+
+async def check_recorded_experts(fleet: Fleet, model: Path) -> None:
+    """Through the router, of a first turn and of one that continues it: those that transformers' routers
+    choose for the same tokens. The engine has the tokens of the first turn in its cache."""
+    shape = ExpertsShape.of(model)
+    router = fleet.router
+    client = SglangClient(router.url, limits=fleet.limits, api_key=router.api_key, experts=shape)
+    path: list[int] = []
+    records: list[NDArray[np.int64]] = []
+    async with client:
+        for number, context in enumerate(PROMPTS):
+            request = GenerateRequest(
+                rid=f"experts-{number}",
+                input_ids_T=np.array([*path, *context], np.int32),
+                sampling=Sampling(max_new_tokens=12),
+                ignore_eos=True,
+                path_tokens=len(path),
+            )
+            result = await client.generate(request)
+            assert result.experts_TLK is not None
+            assert len(result.experts_TLK) == len(context) + 12
+            records.append(result.experts_TLK.astype(np.int64))
+            path += [*context, *result.ids_T.tolist()]
+    recorded_TLK = np.concatenate(records)[1:]  # nothing predicted the first token
+    for layer, chosen_TK in transformers_choices(model, path).items():
+        assert np.array_equal(np.sort(recorded_TLK[:, layer], -1), np.sort(chosen_TK[:-1], -1)), layer
+
+
+def transformers_choices(model: Path, ids: Sequence[int]) -> dict[int, NDArray[np.int64]]:
+    """Layer -> the experts [T, K] of each token, of the layers that have experts."""
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = read_hf_config(model)
+    chosen: dict[int, NDArray[np.int64]] = {}
+
+    def keep(layer: int) -> Callable[..., None]:
+        def hook(_: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+            _hidden, experts_TK, _weights = arguments
+            chosen[layer] = experts_TK.numpy()
+
+        return hook
+
+    for layer in range(config.num_hidden_layers):
+        if config.has_experts(layer):
+            hf.model.layers[layer].mlp.experts.register_forward_pre_hook(keep(layer))
+    with torch.no_grad():
+        hf(torch.tensor([ids]))
+    return chosen

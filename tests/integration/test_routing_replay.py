@@ -1,9 +1,10 @@
 """Routing replay in the trainer, against Hugging Face's model in float64 whose routers are given the same
-experts."""
+experts: those of an earlier pass of the trainer, and those that the engine recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,20 @@ from rank_pool import RankPool
 from train_reference import Arrays, Reference, random_batch, relative, worst
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.errors import TrainError
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.sharding import mini_batches
-from invrl.types import TrainSample
+from invrl.types import TrainBatch, TrainSample
 
 BOUND = 1e-5  # norm-relative, per tensor
 LAYERS = 4
 EXPERTS = 8
 CHOSEN = 2
 DENSE_LAYERS = (0, 2)
+ROUTED_LAYERS = [1, 3]
+UNKNOWN = 255
 ALGORITHM = AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.15)
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SMOOTH = {"adam_eps": 1e-2}
@@ -130,6 +134,81 @@ def agreement(samples: Sequence[TrainSample], initial: RoutedReference, updated:
     return float(np.concatenate(equal).mean())
 
 
+# ------------------------------------------------------------------ the engine's experts
+
+
+def recorded_batch(seed: int, *, layer_order: Sequence[int] = range(LAYERS)) -> TrainBatch:
+    """As `random_batch`, with experts as an engine may have recorded them: equal after equal tokens, zeros in
+    dense layers, unknown for a third of the tokens. `layer_order`: the layers in whose place each is put."""
+    batch = random_batch(seed)
+    samples: list[TrainSample] = []
+    for sample in batch.samples:
+        experts_TLK = np.zeros((len(sample.tokens_T), LAYERS, CHOSEN), np.uint8)
+        for position in range(len(sample.tokens_T)):
+            rng = np.random.default_rng(sample.tokens_T[: position + 1].astype(np.int64).tolist())
+            if rng.random() < 1 / 3:
+                experts_TLK[position] = UNKNOWN
+                continue
+            for layer in ROUTED_LAYERS:
+                experts_TLK[position, layer] = rng.permutation(EXPERTS)[:CHOSEN]
+        samples.append(replace(sample, experts_TLK=experts_TLK[:, list(layer_order)]))
+    return replace(batch, samples=tuple(samples))
+
+
+def choices(sample: TrainSample) -> Choices:
+    assert sample.experts_TLK is not None
+    given = sample.experts_TLK.astype(np.int64)
+    return np.where(given == UNKNOWN, -1, given)
+
+
+def test_an_update_takes_the_experts_of_the_engine(pool: RankPool, model: Path) -> None:
+    """Also in the pass for the old log-probs, and not in the reference's. Where they are unknown the router
+    chooses. With two layers in each other's place the gradient is another one."""
+    algorithm = AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.15, kl_coef=0.1)
+    batch = recorded_batch(1)
+    trainer = pool.build(model, train=settings("engine"), algorithm=algorithm)
+    metrics = resolve(trainer.train(batch, steps=2))
+    assert 0.25 < metrics["routing_unknown"] < 0.4
+    assert metrics["routing_agreement"] < 0.2  # random experts are seldom the router's
+    first, second = trainer.steps()
+
+    initial = RoutedReference(model)
+    for index, (mini, step) in enumerate(zip(mini_batches(batch, 2), (first, second), strict=True)):
+        initial.choices = {}
+        reference = initial.frozen_logprobs(mini.samples)
+        initial.choices = {sample.tokens_T.tobytes(): choices(sample) for sample in mini.samples}
+        old = initial.frozen_logprobs(mini.samples)
+        policy = RoutedReference(model, first.weights) if index else RoutedReference(model)
+        policy.choices = initial.choices
+        expected = policy.gradients(mini, algorithm, old=old, reference=reference)
+        gap, name = worst(step.gradients, expected)
+        assert gap < BOUND, f"step {index}: {name}"
+
+    swapped = recorded_batch(1, layer_order=[0, 3, 2, 1])
+    trainer = pool.build(model, train=settings("engine"), algorithm=algorithm)
+    trainer.train(swapped, steps=2)
+    gap, _ = worst(trainer.steps()[0].gradients, {n: torch.from_numpy(g) for n, g in first.gradients.items()})
+    assert gap > 100 * BOUND
+
+
+def test_experts_of_another_model_are_refused(pool: RankPool, model: Path) -> None:
+    batch = recorded_batch(1)
+    trainer = pool.build(model, train=settings("engine"))
+    fewer_layers = [
+        replace(sample, experts_TLK=sample.experts_TLK[:, 1:])
+        for sample in batch.samples
+        if sample.experts_TLK is not None
+    ]
+    with pytest.raises(TrainError, match="in each of 3 layers, where this one has 2 of 8 in each of 4"):
+        trainer.train(replace(batch, samples=tuple(fewer_layers)))
+    too_many = [replace(sample, experts_TLK=np.full_like(sample.experts_TLK, 8)) for sample in batch.samples]
+    with pytest.raises(TrainError, match="2 of at least 9 in each"):
+        trainer.train(replace(batch, samples=tuple(too_many)))
+
+
+# ------------------------------------------------------------------ layouts
+
+
 LAYOUTS = {
     "pp2": (ParallelLayout(pipeline=2), {}),
     "pp2vpp2": (ParallelLayout(pipeline=2, virtual_pipeline=2), {}),
@@ -140,30 +219,41 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def alone(pool: RankPool, model: Path) -> tuple[list[Arrays], float]:
-    return updates(pool, model, ParallelLayout(), {})
+@dataclass(frozen=True)
+class Updates:
+    gradients: list[Arrays]
+    agreement: float
 
 
 def updates(
-    pool: RankPool, model: Path, layout: ParallelLayout, megatron: dict[str, object]
-) -> tuple[list[Arrays], float]:
+    pool: RankPool, model: Path, replay: str, layout: ParallelLayout, megatron: dict[str, object]
+) -> Updates:
+    """Of a batch in two mini-batches."""
     trainer = pool.build(
-        model, layout=layout, train=settings("trainer"), algorithm=ALGORITHM, megatron=megatron | SMOOTH
+        model, layout=layout, train=settings(replay), algorithm=ALGORITHM, megatron=megatron | SMOOTH
     )
-    metrics = resolve(trainer.train(random_batch(1), steps=2))
-    return [step.gradients for step in trainer.steps()], metrics["routing_agreement"]
+    metrics = resolve(trainer.train(recorded_batch(1), steps=2))
+    gradients = [step.gradients for step in trainer.steps()]
+    return Updates(gradients=gradients, agreement=metrics["routing_agreement"])
 
 
+@pytest.fixture(scope="module")
+def alone(pool: RankPool, model: Path) -> dict[str, Updates]:
+    """In one process, by the setting."""
+    return {replay: updates(pool, model, replay, ParallelLayout(), {}) for replay in ("trainer", "engine")}
+
+
+@pytest.mark.parametrize("replay", ["trainer", "engine"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_replays_what_one_process_does(
-    pool: RankPool, model: Path, alone: tuple[list[Arrays], float], name: str
+    pool: RankPool, model: Path, alone: dict[str, Updates], name: str, replay: str
 ) -> None:
     layout, megatron = LAYOUTS[name]
-    gradients, share = updates(pool, model, layout, megatron)
-    for found, expected in zip(gradients, alone[0], strict=True):
-        for tensor, values in expected.items():
-            assert relative(found[tensor], values) < BOUND, tensor
-    assert 0 < alone[1] < 0.98
+    found = updates(pool, model, replay, layout, megatron)
+    expected = alone[replay]
+    for found_step, expected_step in zip(found.gradients, expected.gradients, strict=True):
+        for tensor, values in expected_step.items():
+            assert relative(found_step[tensor], values) < BOUND, tensor
+    assert 0 < expected.agreement < 0.98
     if layout.data == 1:  # ranks of several replicas compute shared prefixes again
-        assert share == alone[1]
+        assert found.agreement == expected.agreement

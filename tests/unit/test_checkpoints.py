@@ -130,6 +130,7 @@ def random_training_batch(seed: int) -> TrainBatch:
             rollout_id="r",
             attempt=1,
             turn_ids=("a", "b"),
+            experts_TLK=draw.integers(0, 255, (length, 3, 2)).astype(np.uint8) if length % 2 else None,
         )
 
     samples = tuple(sample(length) for length in draw.integers(1, 9, 4))
@@ -153,7 +154,7 @@ def test_a_saved_batch_is_read_back_bit_for_bit(tmp_path: Path, seed: int) -> No
         for field in TrainSample.__slots__:
             mine, read = getattr(one, field), getattr(other, field)
             if isinstance(mine, np.ndarray):
-                assert mine.dtype == read.dtype
+                assert (mine.dtype, mine.shape) == (read.dtype, read.shape)
                 assert mine.tobytes() == read.tobytes()
             else:
                 assert mine == read

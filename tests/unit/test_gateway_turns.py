@@ -18,6 +18,7 @@ import uvicorn
 from fakes import FakeEngine, fake_logprob, random_reply, reply_by_prompt
 from tiny_model import make_tiny_model
 
+from invrl.engines.routed_experts import ExpertsShape
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.loading import load_renderer
@@ -93,6 +94,7 @@ async def running(
     parsers: Parsers | None = None,
     place: WorkerPlace | None = None,
     run_ended: Callable[[], bool] = lambda: False,
+    experts: ExpertsShape | None = None,
     **changes,
 ) -> AsyncIterator[Running]:
     parsers = parsers or Parsers()
@@ -117,7 +119,10 @@ async def running(
         store = RunStoreWriter(Path(settings.store_path))
         limits = EngineLimits(vocab_size=512, context_length=settings.context_length)
         client = SglangClient(
-            settings.router_url, limits=limits, generate_deadline_s=settings.generate_timeout_s
+            settings.router_url,
+            limits=limits,
+            generate_deadline_s=settings.generate_timeout_s,
+            experts=experts,
         )
         app = make_app(
             settings,

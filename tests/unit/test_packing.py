@@ -264,3 +264,35 @@ def test_one_big_group_is_split_over_ranks() -> None:
     batch = batch_of([sample(0, r, 60, 50) for r in range(8)])
     shards = shard_batch(batch, ranks=2, steps=1)
     assert [len(shard[0].samples) for shard in shards] == [4, 4]
+
+
+def routed_row(tokens: list[int], experts: list[int]) -> Row:
+    """The last token is wanted. `experts`: of each token; -1 is unknown."""
+    return Row(
+        tokens_T=np.array(tokens, np.int32),
+        wanted_N=np.array([len(tokens) - 1]),
+        temperature=1.0,
+        experts_TLK=np.array(experts, np.int16)[:, None, None],
+    )
+
+
+def test_shared_tokens_take_the_experts_of_the_first_row_that_knows_them() -> None:
+    rows = [
+        routed_row([1, 1, 1, 2], [3, -1, 5, -1]),
+        routed_row([1, 1, 2, 2], [4, 6, 7, -1]),
+        Row(tokens_T=np.array([2, 2], np.int32), wanted_N=np.array([1]), temperature=1.0),
+    ]
+    [micro_batch] = pack(rows, max_tokens=100, share_prefixes=True)
+    assert micro_batch.tokens_P.tolist() == [1, 1, 1, 2, 2]
+    assert micro_batch.experts_PLK is not None
+    assert micro_batch.experts_PLK.ravel().tolist() == [3, 6, 5, 7, -1]
+    assert micro_batch.num_unrecorded == 1
+    padded = micro_batch.padded_to(8)
+    assert padded.experts_PLK is not None
+    assert padded.experts_PLK.ravel().tolist() == [3, 6, 5, 7, -1, -1, -1, -1]
+
+
+def test_rows_without_experts_make_micro_batches_without() -> None:
+    [micro_batch] = pack(equal_rows(3, 5, 4), max_tokens=10_000, share_prefixes=True)
+    assert micro_batch.experts_PLK is None
+    assert micro_batch.num_unrecorded == len(micro_batch.tokens_P)

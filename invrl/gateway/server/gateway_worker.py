@@ -12,6 +12,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from invrl.engines.routed_experts import ExpertsShape
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.parsers import Parsers
@@ -93,10 +94,12 @@ def _fleet_client(settings: GatewaySettings) -> SglangClient:
     api_key = ""
     if settings.router_api_key is not None:
         api_key = settings.router_api_key.get_secret_value()
+    experts = ExpertsShape.of(settings.model_path) if settings.record_experts else None
     return SglangClient(
         settings.router_url,
         limits=EngineLimits(vocab_size=settings.vocab_size, context_length=settings.context_length),
         api_key=api_key,
         name="the fleet",
         generate_deadline_s=settings.generate_timeout_s,
+        experts=experts,
     )

@@ -29,6 +29,7 @@ class GatewaySettings(GatewayConfig):
     )
     context_length: PositiveInt
     vocab_size: PositiveInt
+    record_experts: bool = Field(False, description="record which experts computed the tokens of a turn")
     leases: bool = Field(False, description="training sessions are opened on leased tasks only")
     max_body_bytes: PositiveInt = 16 * 2**20
     body_timeout_s: PositiveFloat = 30.0

@@ -24,7 +24,7 @@ from invrl.errors import InvrlError, ServerError, SessionError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
 from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Node, Piece, Tool
-from invrl.types import FinishReason, Turn, VersionSpan
+from invrl.types import FinishReason, RoutedExperts, Turn, VersionSpan
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +51,9 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """As in `Turn`."""
 
 
-Commit = Callable[[Turn, Proposal, Message], "asyncio.Future[None]"]
-"""Records a turn with its reply. The future is done when the turn is durable."""
+Commit = Callable[[Turn, Proposal, Message, RoutedExperts | None], "asyncio.Future[None]"]
+"""Records a turn with its reply, and with the experts that computed its tokens if they are known. The future
+is done when the turn is durable."""
 
 
 class Sampler(Protocol):
@@ -218,11 +219,11 @@ class Generation:
             for delta in (self._parser.push(last_text), *self._parser.finish()):
                 self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
         except (asyncio.CancelledError, Exception):
-            self._commit(self._turn("abort"), self.proposal, self._reply())
+            self._commit(self._turn("abort"), self.proposal, self._reply(), None)
             raise
         message = self._reply()
         turn = self._turn(result.finish_reason, result.cached_tokens)
-        await asyncio.shield(self._commit(turn, self.proposal, message))
+        await asyncio.shield(self._commit(turn, self.proposal, message, result.experts_TLK))
         if result.finish_reason == "abort":
             raise ServerError("the engine aborted this generation")
         stop = ""

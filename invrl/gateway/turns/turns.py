@@ -37,7 +37,7 @@ from invrl.gateway.turns.sampling import TurnSampling, resolve, sampling_seed
 from invrl.gateway.types import MatchLevel, Message, Node, TurnRequest
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import Json, Turn
+from invrl.types import Json, RoutedExperts, Turn
 
 _log = logging.getLogger(__name__)
 _PROMPT_END_TOKENS = 8
@@ -227,6 +227,7 @@ class Turns:
             extra_sampling={**seed, **turn_sampling.extra, **constraint},
             routing_key=conversation.record.session.id,
             top_logprobs=request.top_logprobs,
+            path_tokens=num_path_ids,
         )
         fork_reason = ""
         if placement.fork is not None:
@@ -389,7 +390,12 @@ class Turns:
         return {"sampling_seed": seed}
 
     def _commit(
-        self, conversation: Conversation, turn: Turn, proposal: Proposal, reply: Message
+        self,
+        conversation: Conversation,
+        turn: Turn,
+        proposal: Proposal,
+        reply: Message,
+        experts_TLK: RoutedExperts | None,
     ) -> asyncio.Future[None]:
         """Stores a turn. Once it is durable, it joins the forest, unless it was aborted."""
         num_sampled = len(turn.sampled_ids_T)
@@ -404,7 +410,12 @@ class Turns:
             return nothing_to_store
         messages = (*proposal.messages, reply)
         conversation.turns.append(turn)
-        stored = self.store.add_turn(turn, msgspec.json.encode(messages), msgspec.json.encode(proposal.tools))
+        stored = self.store.add_turn(
+            turn,
+            msgspec.json.encode(messages),
+            msgspec.json.encode(proposal.tools),
+            experts_TLK=experts_TLK,
+        )
         durable = _in_loop(stored, loop)
         if turn.finish_reason == "abort":
             return durable

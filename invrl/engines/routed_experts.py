@@ -1,0 +1,103 @@
+"""Which experts of a model computed each token of a turn, from what SGLang reports.
+
+SGLang keeps them with the keys and values of a token and returns them when an answer ends. A turn's record
+has one row for each of its tokens: the experts of the pass that predicted the token, which is the pass at the
+position before. So the records of the turns of a path follow each other without gap or overlap, whichever
+engines answered. Pure.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.types import RoutedExperts, VersionSpan, experts_dtype, unknown_expert
+
+_log = logging.getLogger(__name__)
+_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What families call the number of experts of a layer in config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape:
+    """How many choices a model makes for a token."""
+
+    layers: int
+    """All layers. SGLang reports zeros for those without experts."""
+    chosen: int
+    """Experts that compute a token in one layer."""
+    count: int
+    """Experts of a layer."""
+
+    @classmethod
+    def of(cls, model_path: Path | str) -> ExpertsShape:
+        """Raises KeyError for a model without experts."""
+        config = json.loads((Path(model_path) / "config.json").read_text())
+        [count, *_] = [config[name] for name in _COUNT_NAMES if name in config] or [None]
+        if count is None:
+            raise KeyError(f"{model_path}: config.json has none of {', '.join(_COUNT_NAMES)}")
+        return cls(
+            layers=int(config["num_hidden_layers"]),
+            chosen=int(config["num_experts_per_tok"]),
+            count=int(count),
+        )
+
+
+def first_row(path_tokens: int) -> int:
+    """The first position whose experts a turn records. `path_tokens`: tokens of the turns before it."""
+    return max(0, path_tokens - 1)
+
+
+def turn_experts(
+    encoded: str | None,
+    shape: ExpertsShape,
+    *,
+    path_tokens: int,
+    prompt_tokens: int,
+    spans: Sequence[VersionSpan],
+) -> RoutedExperts | None:
+    """The record of a turn, or None if the engine's report is missing or is not one of this turn.
+
+    `encoded`: base64 of int32 [positions, layers, chosen], of all positions but the last one from `first_row`
+    on. `path_tokens`: how many of the prompt's tokens belong to earlier turns. `spans`: the versions of the
+    sampled tokens.
+
+    Before weights change, engines drop the keys and values of running requests, and compute them again under
+    the new weights, experts included. The experts that sampled the tokens before the change are lost then, so
+    those are unknown. So are those of the first token of a path, which nothing predicted.
+    """
+    if encoded is None:
+        _log.warning("an engine answered without the experts of its tokens: the turn has no record of them")
+        return None
+    num_sampled = spans[-1].end if spans else 0
+    num_rows = prompt_tokens + num_sampled - 1 - first_row(path_tokens)
+    try:
+        flat = np.frombuffer(base64.b64decode(encoded, validate=True), np.int32)
+        reported_PLK = flat.reshape(num_rows, shape.layers, shape.chosen)
+    except (binascii.Error, ValueError) as error:
+        _log.warning("an engine's report of experts is not one of %d tokens: %s", num_rows, error)
+        return None
+    if num_rows and not 0 <= int(reported_PLK.min()) <= int(reported_PLK.max()) < shape.count:
+        _log.warning("an engine reports experts that the model does not have")
+        return None
+    dtype = experts_dtype(shape.count)
+    experts_TLK = reported_PLK.astype(dtype)
+    if path_tokens == 0:
+        experts_TLK = np.concatenate([_unknown(1, shape), experts_TLK])
+    num_context = prompt_tokens - path_tokens
+    num_lost = spans[-1].start if spans else 0
+    experts_TLK[num_context : num_context + num_lost] = unknown_expert(dtype)
+    return experts_TLK
+
+
+def _unknown(num_tokens: int, shape: ExpertsShape) -> NDArray[np.unsignedinteger]:
+    dtype = experts_dtype(shape.count)
+    return np.full((num_tokens, shape.layers, shape.chosen), unknown_expert(dtype), dtype)

@@ -1,0 +1,211 @@
+"""The experts that computed each token: from the engine's report to the row of a training batch."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import fake_experts
+from numpy.typing import NDArray
+from test_gateway_turns import (
+    ASK,
+    MORE,
+    Running,
+    model,  # noqa: F401 - a fixture
+    renderer,  # noqa: F401 - a fixture
+    running,
+)
+
+from invrl.algorithms.advantages import grpo
+from invrl.buffer.training_samples import build_batch
+from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
+from invrl.gateway.rendering.renderer import Renderer
+from invrl.types import (
+    Group,
+    RolloutSummary,
+    RoutedExperts,
+    Session,
+    TakenBatch,
+    TrainSample,
+    VersionSpan,
+    WeightVersion,
+    experts_dtype,
+    unknown_expert,
+)
+
+SHAPE = ExpertsShape(layers=3, chosen=2, count=8)
+PATH = 5
+PROMPT = 9
+SAMPLED = 4
+UNKNOWN = 255
+
+
+def report(first: int, end: int) -> str:
+    """The engine's, of positions [first, end)."""
+    return base64.b64encode(fake_experts(range(20, 20 + end))[first:].tobytes()).decode()
+
+
+def spans(*ends: int) -> tuple[VersionSpan, ...]:
+    starts = (0, *ends)
+    return tuple(
+        VersionSpan(version=WeightVersion(number), start=start, end=end)
+        for number, (start, end) in enumerate(zip(starts, ends, strict=False))
+    )
+
+
+def read(encoded: str | None, *, path: int = PATH, sampled: tuple[int, ...] = (SAMPLED,)):
+    return turn_experts(encoded, SHAPE, path_tokens=path, prompt_tokens=PROMPT, spans=spans(*sampled))
+
+
+def test_a_turn_has_the_experts_of_the_passes_that_predicted_its_tokens() -> None:
+    every_PLK = fake_experts(range(20, 20 + PROMPT + SAMPLED))
+    experts_TLK = read(report(first_row(PATH), PROMPT + SAMPLED - 1))
+    assert experts_TLK is not None
+    assert experts_TLK.dtype == np.uint8
+    assert np.array_equal(experts_TLK, every_PLK[PATH - 1 : -1])
+
+
+def test_nothing_predicted_the_first_token_of_a_path() -> None:
+    experts_TLK = read(report(0, PROMPT + SAMPLED - 1), path=0)
+    assert experts_TLK is not None
+    assert len(experts_TLK) == PROMPT + SAMPLED
+    assert (experts_TLK[0] == UNKNOWN).all()
+    assert np.array_equal(experts_TLK[1:], fake_experts(range(20, 20 + PROMPT + SAMPLED - 1)))
+
+
+def test_experts_from_before_an_update_are_unknown() -> None:
+    """The engine has computed those positions again, under the new weights."""
+    whole = report(first_row(PATH), PROMPT + SAMPLED - 1)
+    experts_TLK = read(whole, sampled=(1, 3, SAMPLED))
+    kept_TLK = read(whole)
+    assert experts_TLK is not None
+    assert kept_TLK is not None
+    num_context = PROMPT - PATH
+    assert (experts_TLK[num_context : num_context + 3] == UNKNOWN).all()
+    assert np.array_equal(experts_TLK[:num_context], kept_TLK[:num_context])
+    assert np.array_equal(experts_TLK[num_context + 3 :], kept_TLK[num_context + 3 :])
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        None,
+        "no base64!",
+        report(first_row(PATH), PROMPT + SAMPLED),  # a position too many
+        report(first_row(PATH) + 1, PROMPT + SAMPLED - 1),
+        base64.b64encode(np.full((8, 3, 2), 8, np.int32).tobytes()).decode(),  # there are 8 experts
+        base64.b64encode(np.full((8, 3, 2), -1, np.int32).tobytes()).decode(),
+    ],
+)
+def test_what_is_no_report_of_the_turn_is_not_recorded(encoded: str | None) -> None:
+    assert read(encoded) is None
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16)])
+def test_there_is_a_number_for_unknown_experts(count: int, dtype: type) -> None:
+    assert experts_dtype(count) == dtype
+    assert unknown_expert(experts_dtype(count)) >= count
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_the_shape_is_read_from_the_model(tmp_path: Path, name: str) -> None:
+    config = {"num_hidden_layers": 3, "num_experts_per_tok": 2, name: 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ExpertsShape.of(tmp_path) == SHAPE
+
+
+# ------------------------------------------------------------------ through the gateway and the store
+
+
+async def conversation(gateway: Running, session: Session, *, stream: bool) -> None:
+    """Three turns, then one that replaces the second question."""
+    client = gateway.client(session)
+    messages: list = [ASK]
+    for _ in range(3):
+        answer = await client.chat.completions.create(model="tiny", messages=messages, stream=stream)
+        text = ""
+        if stream:
+            async for event in answer:
+                text += event.choices[0].delta.content or "" if event.choices else ""
+        else:
+            text = answer.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, MORE]
+    other = [*messages[:2], {"role": "user", "content": "another question"}]
+    await client.chat.completions.create(model="tiny", messages=other)
+
+
+def rows(gateway: Running, summary: RolloutSummary) -> list[TrainSample]:
+    """Of a group that has this rollout twice."""
+    group = Group(id="g", task_id="t", rollouts_G=(summary,))
+    taken = TakenBatch(batch_id=1, version=WeightVersion(0), groups=(group,))
+    batch = build_batch(taken, gateway.store.taken_rollouts(taken), grpo, 1e-4)
+    return list(batch.samples)
+
+
+def expected(sample: TrainSample) -> NDArray[np.int32]:
+    """Of all tokens but the last one, which no pass has computed."""
+    return fake_experts(sample.tokens_T.tolist())[:-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_row_has_the_experts_of_all_its_turns(
+    tmp_path: Path,
+    model: Path,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+    stream: bool,
+) -> None:
+    async with running(tmp_path, model, renderer, experts=SHAPE) as gateway:
+        [session] = await gateway.open()
+        await conversation(gateway, session, stream=stream)
+        summary = await gateway.finish(session)
+        assert isinstance(summary, RolloutSummary)
+        samples = rows(gateway, summary)
+        assert len(samples) == 2
+        for sample in samples:
+            experts_TLK = sample.experts_TLK
+            assert experts_TLK is not None
+            assert np.array_equal(experts_TLK[:-1], expected(sample))
+            assert (experts_TLK[-1] == UNKNOWN).all()
+
+
+async def test_a_turn_without_a_record_leaves_its_tokens_unknown(
+    tmp_path: Path,
+    model: Path,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+) -> None:
+    async with running(tmp_path, model, renderer, experts=SHAPE) as gateway:
+        [session] = await gateway.open()
+        await conversation(gateway, session, stream=False)
+        summary = await gateway.finish(session)
+        assert isinstance(summary, RolloutSummary)
+        [sample, _] = rows(gateway, summary)
+        [first, second, *_] = gateway.turns(session)
+        gateway.store._db.execute("PRAGMA query_only=0")
+        gateway.store._db.execute("DELETE FROM routed_experts WHERE turn_id=?", (second.id,))
+        [without, _] = rows(gateway, summary)
+    known: list[RoutedExperts | None] = [sample.experts_TLK, without.experts_TLK]
+    assert known[0] is not None
+    assert known[1] is not None
+    # Its tokens are predicted from the token before its first one to the one before its last one.
+    start = len(first.context_ids_T) + len(first.sampled_ids_T) - 1
+    end = start + len(second.context_ids_T) + len(second.sampled_ids_T)
+    assert (known[1][start:end] == UNKNOWN).all()
+    assert np.array_equal(known[1][:start], known[0][:start])
+    assert np.array_equal(known[1][end:], known[0][end:])
+
+
+async def test_nothing_is_asked_for_or_recorded_unless_the_run_replays_it(
+    tmp_path: Path,
+    model: Path,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+) -> None:
+    async with running(tmp_path, model, renderer) as gateway:
+        [session] = await gateway.open()
+        await conversation(gateway, session, stream=False)
+        summary = await gateway.finish(session)
+        assert isinstance(summary, RolloutSummary)
+        assert all("custom_labels" not in request for request in gateway.engine.requests)
+        assert [sample.experts_TLK for sample in rows(gateway, summary)] == [None, None]
