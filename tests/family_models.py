@@ -29,6 +29,31 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": PAD_ID,
 }
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": 16,  # transformers' name for the next one too
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 28,
+        "rms_norm_eps": 1e-3,  # that of the norms within attention is another
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 2.0,
+            "mscale_all_dim": 1.0,
+        },
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+    },
     "glm4_moe": {
         "attention_bias": True,
         "use_qk_norm": True,

@@ -2,7 +2,7 @@
 
 `prepare()` must run before any module of Megatron is imported. On CUDA it changes nothing in torch. On a
 CPU it makes Megatron run (`megatron_on_cpu.py`). Where TransformerEngine is absent, it repairs how the
-distributed optimizer loads torch's AdamW (`adamw_steps.py`), and the router of experts (`router_gemm.py`).
+distributed optimizer loads torch's AdamW (`adamw_steps.py`). Other repairs are in `megatron_repairs.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from invrl.train.adamw_steps import repair_distributed_optimizer
 from invrl.train.megatron_on_cpu import replace_cuda
-from invrl.train.router_gemm import repair_router_gemm
+from invrl.train.megatron_repairs import repair_megatron
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -62,7 +62,7 @@ def prepare() -> None:
     if not on_cuda():
         replace_cuda()
     repair_distributed_optimizer()
-    repair_router_gemm()
+    repair_megatron()
 
 
 def peak_memory() -> int:

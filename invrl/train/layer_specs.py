@@ -12,15 +12,17 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from invrl.train.attention import RotarySelfAttention, TreeAttention
 from invrl.train.expert_router import ExpertRouter
-from invrl.train.families.model_config import HuggingFaceConfig
+from invrl.train.families.model_config import HuggingFaceConfig, LatentAttention
+from invrl.train.families.rope import attention_factor
+from invrl.train.latent_attention import LatentSelfAttention
 from invrl.train.norm import RmsNorm
-from invrl.train.rotary import attention_factor
 from invrl.train.routing_replay import RoutedLayer
 
 
@@ -30,6 +32,7 @@ def decoder_layer(config: HuggingFaceConfig, transformer: TransformerConfig, lay
     spec = get_gpt_layer_local_spec(
         num_experts=experts.count if experts is not None and config.has_experts(layer) else None,
         qk_layernorm=config.qk_norm,
+        multi_latent_attention=config.latent_attention is not None,
         normalization="RMSNorm",
     )
     if config.has_experts(layer):
@@ -43,7 +46,11 @@ def decoder_layer(config: HuggingFaceConfig, transformer: TransformerConfig, lay
         normed_residual = ModuleSpec(module=NormedResidual, params={"config": transformer})
         block.self_attn_bda = normed_residual
         block.mlp_bda = normed_residual
-    _specify_attention(cast(ModuleSpec, block.self_attention), config, layer)
+    self_attention = cast(ModuleSpec, block.self_attention)
+    if config.latent_attention is None:
+        _specify_attention(self_attention, config, layer)
+    else:
+        _specify_latent_attention(self_attention, config, config.latent_attention)
     return spec
 
 
@@ -58,6 +65,19 @@ def _specify_attention(spec: ModuleSpec, config: HuggingFaceConfig, layer: int) 
     # The factor belongs to queries and keys alike, so their products have it twice.
     scale = config.attention_scale * attention_factor(attention.rope) ** 2
     submodules.core_attention = partial(TreeAttention, scale=scale, window=attention.window)
+
+
+def _specify_latent_attention(spec: ModuleSpec, config: HuggingFaceConfig, shape: LatentAttention) -> None:
+    spec.module = LatentSelfAttention
+    # YaRN's factor is of the dimensions that positions turn, not of all: the scale does not have it.
+    spec.params = spec.params | {
+        "shape": shape,
+        "rope": config.rope,
+        "scale": config.attention_scale,
+        "rotary_factor": attention_factor(config.rope),
+    }
+    submodules = cast(MLASelfAttentionSubmodules, spec.submodules)
+    submodules.core_attention = torch.nn.Identity  # Megatron builds it twice; the module sets its own
 
 
 class NormedResidual(RmsNorm):

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from invrl.train import device
@@ -30,7 +30,7 @@ from invrl.train.attention import PackedRow
 from invrl.train.context_parallel import gather_wanted, own_share
 from invrl.train.context_share import ContextShare
 from invrl.train.expert_router import counting, routers_of
-from invrl.train.families.model_config import Activation, HuggingFaceConfig
+from invrl.train.families.model_config import Activation, HuggingFaceConfig, LatentAttention
 from invrl.train.layer_specs import decoder_layer
 from invrl.train.logprobs import projected_logprobs
 from invrl.train.micro_batch import MicroBatch
@@ -244,7 +244,23 @@ def transformer_config(
         "calculate_per_token_loss": True,
     }
     fields |= _expert_fields(config)
+    if config.latent_attention is not None:
+        latent_fields = _latent_fields(config.latent_attention)
+        return MLATransformerConfig(**fields | latent_fields | dict(options))
     return TransformerConfig(**fields | dict(options))
+
+
+def _latent_fields(shape: LatentAttention) -> dict[str, Any]:
+    """What Megatron's description says of latent attention."""
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": shape.query_rank,
+        "kv_lora_rank": shape.key_value_rank,
+        "qk_head_dim": shape.plain_dim,
+        "qk_pos_emb_head_dim": shape.rotary_dim,
+        "v_head_dim": shape.value_dim,
+        "rope_type": "rope",  # not used: the packed row has the angles
+    }
 
 
 def _expert_fields(config: HuggingFaceConfig) -> dict[str, Any]:

@@ -35,9 +35,7 @@ class ModelSize:
     @staticmethod
     def of(folder: Path, config: HuggingFaceConfig) -> "ModelSize":
         shapes = tensor_shapes(folder)
-        if config.tie_word_embeddings:
-            shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
-        counts = {name: prod(shape) for name, shape in shapes.items()}
+        counts = {name: prod(shape) for name, shape in shapes.items() if not config.leaves_out(name)}
         of_vocabulary = ("embed_tokens.weight", "lm_head.weight")
         in_layers = {name: count for name, count in counts.items() if not name.endswith(of_vocabulary)}
         active = float(sum(in_layers.values()))

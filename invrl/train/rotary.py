@@ -24,24 +24,6 @@ def frequencies(rope: Rope, dim: int) -> torch.Tensor:
     return plain
 
 
-def attention_factor(rope: Rope) -> float:
-    """The factor of queries and of keys that comes with the scaling; 1 for all but YaRN."""
-    if not isinstance(rope, YarnRope):
-        return 1.0
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return yarn_magnitude(rope.factor, rope.mscale) / yarn_magnitude(rope.factor, rope.mscale_all_dim)
-    return yarn_magnitude(rope.factor)
-
-
-def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """How much YaRN sharpens attention over a context that is `factor` times as long."""
-    if factor <= 1:
-        return 1.0
-    return 0.1 * mscale * math.log(factor) + 1.0
-
-
 def angles(frequencies_D: torch.Tensor, positions_P: torch.Tensor) -> torch.Tensor:
     """Radians [P, 1, 1, 2 D] of each token's own position, in Megatron's order: D, then D again."""
     angles_PD = torch.outer(positions_P.float(), frequencies_D.to(positions_P.device))

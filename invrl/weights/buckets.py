@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
+from invrl.weights.in_engine import in_one_call
 from invrl.weights.tensor_spec import checksum, num_bytes, spec_of
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BucketSender:
-    """Serialises handles of buckets; a bucket holds at most `bucket_bytes` and one tensor more.
+    """Serialises handles of buckets; a bucket holds at most `bucket_bytes` and a few tensors more.
 
     Keeps the version that was staged last and the one before it alive. On a CPU the shared memory is a file,
     which only a killed trainer leaves behind (the arena leaves nothing).
@@ -58,13 +59,14 @@ class BucketSender:
         self._buckets = {staged: self._buckets[staged] for staged in others[-1:]}
 
     def _bucket_names(self) -> list[list[str]]:
-        """The tensors of each bucket, in layout order: those that begin within the same `bucket_bytes`."""
+        """The tensors of each bucket, in layout order: those that begin within the same `bucket_bytes`, and
+        what the engine fuses with the last of them."""
         buckets: list[list[str]] = []
         last_index = -1
         start = 0
         for spec in self._layout:
             index = start // self._bucket_bytes
-            if index != last_index:
+            if index != last_index and not (buckets and in_one_call(buckets[-1][-1], spec.name)):
                 buckets.append([])
                 last_index = index
             buckets[-1].append(spec.name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,6 +107,15 @@ def _parts_of(name: str) -> list[str]:
     return [name]
 
 
+def in_one_call(name: str, next_name: str) -> bool:
+    """Whether SGLang's own loader needs both tensors in the same call, because it fuses them."""
+    return any(
+        f".{part}." in name and next_name == name.replace(f".{part}.", f".{next_part}.")
+        for parts in FUSED.values()
+        for part, next_part in pairwise(parts)
+    )
+
+
 def _check_fits(spec: TensorSpec, name: str, parameter: torch.Tensor, first_row: int, end_row: int) -> None:
     """Raises LayoutError unless the tensor has the shape and dtype of these rows of the parameter."""
     fits = (
@@ -137,6 +147,9 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
         views = slots[arena.slot]
         for name, place in places.items():
             place.copy_(views[name])
+        compute_derived = getattr(model, "post_load_weights", None)
+        if compute_derived is not None:
+            compute_derived()  # latent attention computes with matrices that SGLang makes of a parameter
     if not request.digest:
         return LoaderReply()
     checksums = {name: checksum(place) for name, place in places.items()}

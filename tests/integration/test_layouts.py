@@ -41,17 +41,19 @@ PP2_VPP2 = ParallelLayout(pipeline=2, virtual_pipeline=2)
 PP2_DP2 = ParallelLayout(pipeline=2, data=2)
 PP2_VPP2_DP2 = ParallelLayout(pipeline=2, virtual_pipeline=2, data=2)
 TP2_PP2 = ParallelLayout(tensor=2, pipeline=2)
+DENSE_DEEPSEEK = "deepseek_v3 without experts"
 CASES = [
     # Every family, on what divides its layers, their heads, and a row.
     *[(family, layout) for family in FAMILIES for layout in (TP2, PP2, CP2)],
-    *[(family, layout) for family in ("qwen3_moe", "glm4_moe") for layout in (PP2, CP2)],
+    *[(family, layout) for family in ("qwen3_moe", "glm4_moe", "deepseek_v3") for layout in (PP2, CP2)],
+    (DENSE_DEEPSEEK, TP2),
     # One dense model with tied embeddings and one without, and one with experts, on the others.
     *[("gemma3_text", layout) for layout in (PP2_VPP2, TP2_PP2)],
     *[("qwen3", layout) for layout in (TP4, PP4, PP2_VPP2, TP2_DP2, PP2_DP2, TP2_PP2, PP2_VPP2_DP2)],
     ("qwen3", ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2)),
     *[("qwen3", ParallelLayout(context=2, **{axis: 2})) for axis in ("tensor", "pipeline", "data")],
     *[("qwen3_moe", layout) for layout in (DP2, PP2_VPP2, PP2_DP2)],
-    ("glm4_moe", DP2),
+    *[(family, DP2) for family in ("glm4_moe", "deepseek_v3")],
 ]
 """Tensor-parallel ranks do not divide experts. TP4 is as many ranks as the models have key-value heads."""
 ALGORITHM = AlgorithmConfig(kl_coef=0.05)
@@ -153,18 +155,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
     @cache
     def model(family: str, layers: int) -> Path:
-        windows: dict[str, object] = {}
+        fields: dict[str, object] = {}
         if family == "gemma3_text":
-            windows["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
+            fields["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
+        if family == DENSE_DEEPSEEK:
+            fields["first_k_dense_replace"] = layers
+        model_type = family.partition(" ")[0]
         return make_family_model(
             folder / f"{family}-{layers}",
-            family,
+            model_type,
             num_hidden_layers=layers,
             num_attention_heads=8,
-            num_key_value_heads=4,
+            num_key_value_heads=8 if model_type == "deepseek_v3" else 4,
             head_dim=16,
             tie_word_embeddings=family in ("gemma3_text", "llama", "qwen2"),
-            **windows,
+            **fields,
         )
 
     return model

@@ -200,6 +200,20 @@ def test_the_weights_of_the_chosen_experts(pool: RankPool, tmp_path: Path, norma
     assert gap < BOUND, name
 
 
+def test_latent_attention_with_queries_of_the_hidden_state(pool: RankPool, tmp_path: Path) -> None:
+    """As Moonlight has it, whose experts are in no groups either."""
+    model = make_family_model(
+        tmp_path / "model", "deepseek_v3", q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None
+    )
+    trainer = pool.build(model, train=EXACT)
+    batch = random_batch(1)
+    trainer.train(batch)
+    (step,) = trainer.steps()
+    expected = Reference(model).gradients(batch, AlgorithmConfig(), old=None, reference=None)
+    gap, name = worst(step.gradients, expected)
+    assert gap < BOUND, name
+
+
 @pytest.mark.parametrize("given", ["", "{{ messages[0].content }}"])
 def test_a_saved_model_has_the_template_that_it_was_trained_with(
     pool: RankPool, tmp_path: Path, given: str

@@ -284,6 +284,14 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "SGLang computes attention over all",
         "max_position_embeddings",
     ),
+    (
+        "no engine on a CPU",
+        model_json("config.json", model_type="deepseek_v3"),
+        "engine for the model",
+        FAILED,
+        "no latent attention (MLA) on CPU",
+        "--debug-train-only",
+    ),
     ("no agent", flag(rollout_function_path="nobody:f"), "rollout function", FAILED, "no module", "module"),
     (
         "signature",
@@ -354,6 +362,21 @@ def test_a_planted_fault_is_found(
     assert "itself raised" not in "".join(str(each) for several in found.values() for each in several)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "more"),
+    [(1, ()), (0, ("--debug-train-only", "--load-rollout-data", "saved"))],
+    ids=["gpu", "trainer alone"],
+)
+def test_a_family_without_an_engine_on_cpus_is_not_refused_where_none_starts_on_one(
+    plot: Plot, gpus: int, more: tuple[str, ...]
+) -> None:
+    model_json("config.json", model_type="deepseek_v3")(plot)
+    plot.more = more
+    plot.machine = replace(plot.machine, gpus=gpus)
+    findings = by_check(diagnose(plot.arguments, plot.machine)).get("engine for the model", [])
+    assert [finding.status for finding in findings] == ([] if more else [Status.OK])
+
+
 def test_what_needs_the_model_folder_is_not_checked_where_that_is_broken(
     plot: Plot, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,8 +385,8 @@ def test_what_needs_the_model_folder_is_not_checked_where_that_is_broken(
     findings = by_check(diagnose(plot.arguments, plot.machine))
     assert findings["model folder"][0].status is FAILED
     skipped = [check for check, [finding] in findings.items() if finding.status is Status.SKIPPED]
-    needing = ["trainable model", "reference model", "servable model", "row length", "megatron options"]
-    assert skipped == ["chat template", *needing, "longest conversation"]
+    needing = ["trainable model", "reference model", "servable model", "engine for the model", "row length"]
+    assert skipped == ["chat template", *needing, "megatron options", "longest conversation"]
     assert cli.main(["doctor", *plot.arguments]) == 1
     assert (
         "skipped  chat template: not checked: the check of the model folder failed\n"

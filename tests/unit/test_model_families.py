@@ -231,7 +231,10 @@ def test_an_unsupported_family_is_refused_with_the_list_and_the_nearest(
     [
         ({"norm_topk_prob": False}, "norm_topk_prob"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok"),
-        ({"n_group": 4, "topk_group": 3, "num_experts_per_tok": 8}, "topk_group"),
+        ({"n_group": 3}, "n_group"),
+        ({"n_group": 128}, "n_group"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group"),
+        ({"n_group": 32, "topk_group": 1}, "topk_group"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
     ],
 )
@@ -249,6 +252,28 @@ def test_a_rate_for_a_bias_that_a_family_lacks_is_refused(family: str, reason: s
     assert caught.value.field == "train.moe_router_bias_update_rate"
     TrainConfig().check_model(parse_hf_config(config(model_type=family)))
     balanced.check_model(parse_hf_config(config(model_type="glm4_moe")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_interleave": False}, "rope_interleave"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+    ],
+)
+def test_a_deepseek_that_is_not_computed_is_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hf_config(config(model_type="deepseek_v3", **fields))
+    assert caught.value.field == f"config.json: {named}"
+
+
+def test_a_deepseek_s_head_is_as_large_as_a_query() -> None:
+    """transformers writes the size of its turned part into head_dim."""
+    parsed = parse_hf_config(config(model_type="deepseek_v3", head_dim=64))
+    assert (parsed.head_dim, parsed.rotary_dim) == (192, 64)
 
 
 def test_layers_behind_the_model_s_own_are_left_out() -> None:
@@ -325,6 +350,25 @@ def test_a_gemma_that_is_not_computed_is_refused(fields: dict[str, Any], named: 
     assert caught.value.field == f"config.json: {named}"
 
 
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+}
+"""What SGLang needs."""
+DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+UNSERVED_DEEPSEEK = [
+    ({"topk_method": None}, "topk_method"),
+    ({"moe_layer_freq": None}, "moe_layer_freq"),
+    ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
+    ({"rope_scaling": DEEPSEEK_YARN | {"attention_factor": 2.0}}, "rope_parameters"),
+    ({"rope_scaling": DEEPSEEK_YARN | {"truncate": False}}, "rope_parameters"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 1.0}}, "rope_parameters"),
+]
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -332,6 +376,7 @@ def test_a_gemma_that_is_not_computed_is_refused(fields: dict[str, Any], named: 
         ({"model_type": "qwen2", "head_dim": 24}, "head_dim"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "mlp_only_layers"),
+        *[(DEEPSEEK | fields, named) for fields, named in UNSERVED_DEEPSEEK],
     ],
 )
 def test_what_sglang_computes_otherwise_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
@@ -342,7 +387,8 @@ def test_what_sglang_computes_otherwise_is_refused_by_name(fields: dict[str, Any
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_an_ordinary_model_of_each_family_is_served(model_type: str) -> None:
-    parse_hf_config(config(model_type=model_type)).check_served()
+    fields = DEEPSEEK | {"rope_scaling": DEEPSEEK_YARN} if model_type == "deepseek_v3" else {}
+    parse_hf_config(config(**{"model_type": model_type, **fields})).check_served()
 
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])

@@ -12,6 +12,7 @@ import torch
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter
+from invrl.weights.buckets import BucketSender
 from invrl.weights.in_engine import LoaderRequest, plan, read_reply, run
 from invrl.weights.tensor_spec import checksum
 
@@ -97,6 +98,36 @@ def test_load_puts_every_part_in_its_rows_and_digest_reads_them_back(tmp_path: P
     reply = ask(parameters, tmp_path, digest=True)
     assert reply.checksums == {name: checksum(tensor) for name, tensor in values().items()}
     assert reply.checksums == dict(staged.checksums)
+
+
+def test_what_an_engine_derives_from_its_weights_is_derived_from_the_new_ones(tmp_path: Path) -> None:
+    """SGLang's own loader calls this hook of a model after it has loaded; so does ours."""
+    parameters = engine()
+    derived = []
+
+    def post_load_weights() -> None:
+        derived.append(parameters["model.norm.weight"].clone())
+
+    staged = ArenaWriter(tuple(SPECS)).stage(WeightVersion(1), values().items())
+    request = LoaderRequest(
+        reply_path=str(tmp_path / "reply"),
+        tensors=tuple(SPECS),
+        arena=msgspec.json.decode(staged.handle, type=ArenaHandle),
+    )
+    served = model(parameters)
+    served.post_load_weights = post_load_weights
+    run(served, [(msgspec.json.encode(request).decode(), torch.empty(0))])
+    read_reply(request.reply_path)
+    assert torch.equal(torch.stack(derived), values()["model.norm.weight"][None])
+
+
+def test_what_sglang_fuses_in_one_call_is_in_one_bucket() -> None:
+    """SGLang waits for both parts of a fused projection, and forgets the first with its call."""
+    attention = "model.layers.0.self_attn"
+    names = [f"{attention}.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
+    specs = tuple(TensorSpec(name=name, shape=(4,), dtype="float32") for name in names)
+    buckets = BucketSender(specs, bucket_bytes=16)
+    assert buckets._bucket_names() == [names[:2], names[2:]]
 
 
 @pytest.mark.parametrize("name", list(SHAPES))

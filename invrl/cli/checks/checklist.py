@@ -73,6 +73,12 @@ CHECKS = (
         "reference model", model_checks.check_reference, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL
     ),
     _of_settings("servable model", model_checks.check_servable, TRAIN, needs=_TRAINABLE_MODEL),
+    Check(
+        name="engine for the model",
+        look=model_checks.check_engine_here,
+        commands=EVERY,
+        needs=_MODEL_FOLDER,
+    ),
     _of_settings("rollout function", settings_checks.check_rollout_function, ROLLOUTS),
     _of_settings("reward function", settings_checks.check_reward_function, ROLLOUTS),
     _of_settings("row length", settings_checks.check_row_length, TRAIN, needs=_MODEL_FOLDER),

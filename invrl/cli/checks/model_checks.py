@@ -4,6 +4,7 @@
 
 from pathlib import Path
 
+from invrl.cli.checks.machine import Machine
 from invrl.errors import ConfigError, InvrlError
 from invrl.gateway.config import GatewayConfig
 from invrl.run.config import Config
@@ -81,6 +82,18 @@ def check_servable(config: Config) -> None:
     from invrl.train.hf_config import read_hf_config
 
     read_hf_config(config.model.folder).check_served()
+
+
+def check_engine_here(config: Config, machine: Machine) -> None:
+    """SGLang can serve the family on this machine's GPU or CPU."""
+    from invrl.model_folder import read_model_type
+    from invrl.train.families.registry import FAMILIES
+
+    model_type = str(read_model_type(config.model.folder))
+    reason = FAMILIES[model_type].not_served_on_cpu
+    if reason and machine.gpus == 0:
+        fix = "use a machine with a GPU, or train on saved batches with --debug-train-only"
+        raise ConfigError("model.model_path", model_type, reason, fix)
 
 
 def check_template(config: Config) -> None:

@@ -34,14 +34,20 @@ class Family:
     """The module of `sglang.srt.models` that has the class."""
     gguf_architecture: str
     """`general.architecture` in a GGUF file of the family."""
+    not_served_on_cpu: str = ""
+    """Why SGLang cannot serve it on a CPU; empty: it can."""
 
     config: type[HuggingFaceConfig] = HuggingFaceConfig
     """What its config.json may say, and what its model computes."""
 
     before: tuple[Parameter, ...]
     """Parameters before the decoder layers."""
+    low_rank_query: tuple[Parameter, ...] = ()
+    """Of a layer with latent attention whose queries come from a small vector too."""
+    full_rank_query: tuple[Parameter, ...] = ()
+    """Of a layer with latent attention whose queries come from the hidden state."""
     layer: tuple[Parameter, ...]
-    """Parameters of one decoder layer, without its MLP and what follows here."""
+    """Parameters of one decoder layer, without its MLP and what stands around here."""
     qkv_biases: tuple[Parameter, ...]
     """Of a layer, where the configuration has them."""
     qk_norms: tuple[Parameter, ...]
@@ -75,7 +81,11 @@ class Family:
 
     def _of_layer(self, config: HuggingFaceConfig, layer: int) -> list[Parameter]:
         """The entries of the tables that the layer has."""
-        entries = list(self.layer)
+        entries: list[Parameter] = []
+        if config.latent_attention is not None:
+            has_rank = config.latent_attention.query_rank is not None
+            entries += self.low_rank_query if has_rank else self.full_rank_query
+        entries += self.layer
         if config.qkv_bias:
             entries += self.qkv_biases
         if config.qk_norm:

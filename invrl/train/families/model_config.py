@@ -51,6 +51,23 @@ class Experts:
     """The router's logits are computed in float32, whatever dtype the model has."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Attention in which the keys and values of all heads come from one small vector of each token
+    (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    query_rank: int | None
+    """Size of the vector that queries come from; None: they come from the hidden state itself."""
+    key_value_rank: int
+    plain_dim: int
+    """Dimensions of a query and a key that positions do not turn."""
+    rotary_dim: int
+    """Those that positions turn. A key's are the same for all heads."""
+    value_dim: int
+    norm_eps: float
+    """Of the norms of both vectors."""
+
+
 class HuggingFaceConfig(BaseModel):
     """A decoder with grouped-query attention, rotary positions, RMS norms and gated MLPs.
 
@@ -123,6 +140,11 @@ class HuggingFaceConfig(BaseModel):
     def qk_norm(self) -> bool:
         """Whether each head of q and k is normalised."""
         return False
+
+    @property
+    def latent_attention(self) -> LatentAttention | None:
+        """None: queries, keys and values are projections of the hidden state."""
+        return None
 
     @property
     def experts(self) -> Experts | None:

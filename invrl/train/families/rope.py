@@ -1,9 +1,10 @@
 """Rotary positions as config.json describes them: the base frequency, and how it is scaled for long contexts.
 
-Data only; `train/rotary.py` computes the frequencies. A scaling that the trainer does not compute is refused
+`train/rotary.py` computes the frequencies. A scaling that the trainer does not compute is refused
 here by name. Imports no torch.
 """
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -54,6 +55,24 @@ class YarnRope(Rope, frozen=True):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """How much YaRN sharpens attention over a context that is `factor` times as long."""
+    if factor <= 1:
+        return 1.0
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def attention_factor(rope: Rope) -> float:
+    """The factor of queries and of keys that comes with the scaling; 1 for all but YaRN."""
+    if not isinstance(rope, YarnRope):
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_magnitude(rope.factor, rope.mscale) / yarn_magnitude(rope.factor, rope.mscale_all_dim)
+    return yarn_magnitude(rope.factor)
 
 
 ROPES: dict[str, type[Rope]] = {rope.kind: rope for rope in (Rope, LinearRope, Llama3Rope, YarnRope)}
