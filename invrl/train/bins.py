@@ -4,12 +4,17 @@ Rows sorted by their tokens are the leaves of a tree: those that share the first
 form a subtree at depth d. The tree is climbed from its leaves. At each subtree the bundles of rows that its
 children could not fill are put together, largest first, each into the bundle that it fills best (best fit
 decreasing). Two bundles that meet at depth d share d tokens. So rows come together first with those that they
-share most with, and a subtree is split only if it is larger than a bin. Pure.
+share most with, and a subtree is split only if it is larger than a bin.
+
+Bins filled in this way are few, but the last ones may be nearly empty. `even_bins` then spreads their
+subtrees so that the bins take equally long. Pure.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 
 @dataclass(slots=True)
@@ -80,3 +85,70 @@ def _combined(subtree: _Subtree, capacity: int) -> list[_Bundle]:
             combined[index].rows += bundle.rows
         insort(free, (capacity - combined[index].num_tokens, index))
     return combined
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Rows of one bin that share more than all rows of all bins do. They stay together."""
+
+    rows: list[int]
+    num_tokens: int
+    """Distinct tokens, without those that all rows of all bins share."""
+    work: float
+
+
+def even_bins(
+    bins: Sequence[list[int]],
+    lengths: Sequence[int],
+    num_shared: Sequence[int],
+    *,
+    capacity: int,
+    work: Callable[[int, int], float],
+) -> list[list[int]]:
+    """As many bins of about equal work, or those given where the units do not fit so.
+
+    `bins`, `lengths`, `num_shared` and `capacity`: of `fill_bins`. `work`: of a row (its place) after so many
+    tokens of it. The costliest unit left goes into the bin with the least work that has room for it.
+    """
+    if len(bins) < 2:
+        return list(bins)
+    common = min(num_shared[1:])
+    units_by_bin = [_units(rows, lengths, num_shared, common, work) for rows in bins]
+    units = sorted((unit for bin_units in units_by_bin for unit in bin_units), key=lambda unit: -unit.work)
+    work_B = np.zeros(len(bins))
+    tokens_B = np.zeros(len(bins), np.int64)
+    even: list[list[int]] = [[] for _ in bins]
+    for unit in units:
+        has_room_B = (tokens_B + unit.num_tokens <= capacity - common) | (tokens_B == 0)
+        if not has_room_B.any():
+            return list(bins)
+        place = int(np.where(has_room_B, work_B, np.inf).argmin())
+        work_B[place] += unit.work
+        tokens_B[place] += unit.num_tokens
+        even[place] += unit.rows
+    given = max(sum(unit.work for unit in bin_units) for bin_units in units_by_bin)
+    if work_B.max() >= given:
+        return list(bins)
+    return sorted(sorted(rows) for rows in even)
+
+
+def _units(
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    num_shared: Sequence[int],
+    common: int,
+    work: Callable[[int, int], float],
+) -> list[_Unit]:
+    """Of a bin, whose rows ascend."""
+    units: list[_Unit] = []
+    for index, row in enumerate(rows):
+        start = common
+        if index:
+            start = min(num_shared[rows[index - 1] + 1 : row + 1])
+        if index == 0 or start == common:
+            units.append(_Unit([], 0, 0.0))
+        unit = units[-1]
+        unit.rows.append(row)
+        unit.num_tokens += lengths[row] - start
+        unit.work += work(row, start)
+    return units

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.train.bins import fill_bins
+from invrl.train.bins import even_bins, fill_bins
 from invrl.train.micro_batch import EMPTY_MICRO_BATCH, UNKNOWN_EXPERT, AttentionBlock, MicroBatch, Row
+from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
 
 DENSE_TREE_TOKENS = 256
 """A branching tree of at most this many tokens is one attention call under a mask of tokens^2. A larger
@@ -27,8 +28,11 @@ QUERY_CHUNK = 1024
 """Queries of one masked call: bounds the mask of a long branch."""
 
 
-def pack(rows: Sequence[Row], *, max_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens, as few as `fill_bins` finds.
+def pack(
+    rows: Sequence[Row], *, max_tokens: int, share_prefixes: bool, cost: ComputeCost = UNKNOWN_MODEL
+) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` packed tokens, as few as `fill_bins` finds, and evened by their
+    cost. `cost`: of the model's forward pass.
 
     A row that needs more stands alone. Rows in which nothing is wanted are left out. There is at least one
     micro-batch: a rank without data takes part in the step with an empty one. The result depends on nothing
@@ -42,8 +46,15 @@ def pack(rows: Sequence[Row], *, max_tokens: int, share_prefixes: bool) -> list[
         for place in range(1, len(order)):
             num_shared[place] = common_prefix(computed[place - 1], computed[place])
     lengths = [rows[index].num_computed for index in order]
+
+    def work(place: int, start: int) -> float:
+        row = rows[order[place]]
+        num_projected = int(np.count_nonzero(row.wanted_N > start))
+        return cost.tokens(start, row.num_computed) + num_projected * cost.projection
+
+    bins = fill_bins(lengths, num_shared, capacity=max_tokens)
     micro_batches: list[MicroBatch] = []
-    for places in fill_bins(lengths, num_shared, capacity=max_tokens):
+    for places in even_bins(bins, lengths, num_shared, capacity=max_tokens, work=work):
         layout = _Layout(share_prefixes)
         for place in places:
             layout.add(order[place], rows[order[place]])

@@ -27,6 +27,7 @@ from invrl.train.hf_config import read_hf_config
 from invrl.train.megatron_args import parse_megatron_options
 from invrl.train.memory import MemoryBudget
 from invrl.train.micro_batch import Row
+from invrl.train.model_size import ComputeCost
 from invrl.train.rank_settings import RankSettings
 from invrl.train.sharding import Shard
 from invrl.types import FileEntries, WeightVersion
@@ -109,6 +110,7 @@ class TrainRank:
             layout=settings.layout,
             train=train,
             algorithm=settings.algorithm,
+            cost=ComputeCost.of_model(Path(settings.model_path)),
             masks=self._masks,
             routing=routing,
             expert_routers=expert_routers,

@@ -38,6 +38,7 @@ from invrl.train.config import TrainConfig
 from invrl.train.expert_load import ExpertRouters
 from invrl.train.grammar_masks import GrammarMasks
 from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
+from invrl.train.model_size import ComputeCost
 from invrl.train.optimizer import apply_gradients
 from invrl.train.packing import pack
 from invrl.train.parallel.layout import ParallelLayout
@@ -92,6 +93,7 @@ class TrainStep:
     layout: ParallelLayout
     train: TrainConfig
     algorithm: AlgorithmConfig
+    cost: ComputeCost
     masks: GrammarMasks
     routing: RoutingRecorder | None
     """Where the experts of the pass for the old log-probs are recorded. None: no routing is replayed."""
@@ -202,6 +204,7 @@ class TrainStep:
             rows,
             max_tokens=self.train.microbatch_tokens,
             share_prefixes=self.train.share_prefixes,
+            cost=self.cost,
         )
         if self.layout.virtual_pipeline > 1:
             # The interleaved schedule takes as many micro-batches at a time as there are stages.

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 
-from invrl.train.bins import fill_bins
+from invrl.train.bins import even_bins, fill_bins
 from invrl.train.hf_config import read_hf_config
 from invrl.train.micro_batch import Row, rows_of
 from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost, ModelSize
@@ -112,6 +112,53 @@ def test_groups_that_fit_are_computed_once(system: int) -> None:
     again = computed - distinct - system * (len(micro_batches) - 1)
     assert 0 <= again < 100  # prompts that happen to begin alike
     assert computed / (len(micro_batches) * 16_384) > 0.9
+
+
+# ------------------------------------------------------------------ even micro-batches
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), min_size=2, max_size=10),
+    capacity=st.integers(1, 25),
+    prefix=st.integers(0, 2),
+)
+@settings(max_examples=500, deadline=None)
+def test_evened_bins_hold_the_same_rows_and_are_not_costlier(
+    rows: list[Tokens], capacity: int, prefix: int
+) -> None:
+    rows = sorted((0,) * prefix + row for row in rows)
+    lengths = [len(row) for row in rows]
+    shared = shared_lengths(rows)
+
+    def work(place: int, start: int) -> float:
+        return SMOLLM2.tokens(start, lengths[place])
+
+    def cost(places: list[int]) -> float:
+        inner = [0, *(min(shared[a + 1 : b + 1]) for a, b in itertools.pairwise(places))]
+        return sum(work(place, start) for place, start in zip(places, inner, strict=True))
+
+    bins = fill_bins(lengths, shared, capacity=capacity)
+    even = even_bins(bins, lengths, shared, capacity=capacity, work=work)
+    assert len(even) == len(bins)
+    assert sorted(itertools.chain(*even)) == list(range(len(rows)))
+    for places in even:
+        assert distinct_tokens([rows[place] for place in places]) <= capacity or len(places) == 1
+    assert max(map(cost, even)) <= max(map(cost, bins)) * (1 + 1e-9)
+
+
+def micro_batch_costs(rows: list[Row], max_tokens: int) -> list[float]:
+    micro_batches = pack(rows, max_tokens=max_tokens, share_prefixes=True, cost=SMOLLM2)
+    return [work([rows[index] for index, _ in batch.rows], SMOLLM2) for batch in micro_batches]
+
+
+@pytest.mark.parametrize("system", [0, 500], ids=["no system prompt", "a system prompt"])
+@pytest.mark.parametrize("seed", range(3))
+def test_micro_batches_take_equally_long(seed: int, system: int) -> None:
+    """Of full ones, the last would have the rest: the slowest would take 1.26 times the mean."""
+    rows = group_rows(np.random.default_rng(seed), 40, 8, system=system)
+    costs = micro_batch_costs(rows, 32_768)
+    assert len(costs) == 5
+    assert max(costs) <= 1.03 * sum(costs) / len(costs)
 
 
 # ------------------------------------------------------------------ ranks
