@@ -10,6 +10,7 @@ instead. Megatron is imported inside functions only.
 
 import contextlib
 import difflib
+import importlib.util
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -48,13 +49,18 @@ _BY_FLAG = {
     "num_distributed_optimizer_instances": "--data-parallel-size",
 }
 """Fields that invrl sets itself -> the flag to use instead."""
+_REFUSED = {
+    "overlap_param_gather": "the weights go to the engines when a step ends, so there is no forward pass "
+    "beside which they could be gathered",
+}
+"""Fields that are refused -> the reason."""
 _ACCEPTED = """
     recompute_granularity recompute_method recompute_num_layers recompute_modules fp32_residual_connection
     deterministic_mode disable_bf16_reduced_precision_matmul bias_dropout_fusion barrier_with_L1_time
-    config_logger_dir bucket_size grad_reduce_in_fp32 check_for_nan_in_grad check_for_large_grads
-    pad_buckets_for_high_nccl_busbw suggested_communication_unit_size reduce_scatter_with_fp32_accumulation
-    nccl_ub disable_symmetric_registration adam_eps decoupled_weight_decay apply_wd_to_qk_layernorm
-    log_num_zeros_in_grad
+    config_logger_dir overlap_grad_reduce bucket_size grad_reduce_in_fp32 check_for_nan_in_grad
+    check_for_large_grads pad_buckets_for_high_nccl_busbw suggested_communication_unit_size
+    reduce_scatter_with_fp32_accumulation nccl_ub disable_symmetric_registration adam_eps
+    decoupled_weight_decay apply_wd_to_qk_layernorm log_num_zeros_in_grad
 """.split()
 """The fields that may be set. Every other field decides what is computed (config.json does that), is fixed by
 the training step and its layers, would be ignored silently, needs a library or a parallel layout that the
@@ -70,9 +76,13 @@ class MegatronOptions:
     optimizer: dict[str, object]
 
 
-def check_megatron_options(options: Mapping[str, Scalar], *, num_layers: int = 1024) -> None:
+def check_megatron_options(
+    options: Mapping[str, Scalar], *, num_layers: int = 1024, layers_of_chunk: int | None = None
+) -> None:
     """Raises ConfigError for the first option that is unknown, owned by invrl, or of the wrong type, and
-    where Megatron's classes refuse the combination of options for a model with that many layers."""
+    where Megatron's classes refuse the combination of options for a model with that many layers.
+
+    `layers_of_chunk`: those that one chunk of a pipeline stage has; None: not known yet."""
     if not options:
         return
     with warnings.catch_warnings():
@@ -86,6 +96,30 @@ def check_megatron_options(options: Mapping[str, Scalar], *, num_layers: int = 1
                 fix = "change or add the options that it names, or leave these out"
                 reason = f"Megatron refuses this: {error}"
                 raise ConfigError("--megatron-*", dict(options), reason, fix) from error
+    _check_recomputation(parsed.transformer, layers_of_chunk)
+
+
+def _check_recomputation(options: Mapping[str, Any], layers_of_chunk: int | None) -> None:
+    """Raises ConfigError for what Megatron finds out in the first step only."""
+    granularity = options.get("recompute_granularity")
+    if granularity == "full":
+        num_layers = options["recompute_num_layers"]
+        if num_layers < 1:
+            raise _error("recompute_num_layers", num_layers, "no layer would be recomputed", "set 1 or more")
+        is_uniform = options["recompute_method"] == "uniform"
+        if is_uniform and layers_of_chunk is not None and layers_of_chunk % num_layers:
+            raise _error(
+                "recompute_num_layers",
+                num_layers,
+                f"units of so many layers do not divide the {layers_of_chunk} layers of a rank's chunk",
+                f"use a number that divides {layers_of_chunk}, or --megatron-recompute-method block",
+            )
+    elif granularity == "selective":
+        modules: list[str] = options.get("recompute_modules") or []
+        if "layernorm" in modules and importlib.util.find_spec("transformer_engine") is None:
+            reason = "Megatron recomputes norms with TransformerEngine, which is not installed"
+            fix = "leave layernorm out, or set --megatron-recompute-granularity full"
+            raise _error("recompute_modules", ",".join(modules), reason, fix)
 
 
 def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
@@ -142,6 +176,8 @@ def _check_may_be_set(name: str, value: Scalar, known_names: set[str]) -> None:
     """Raises ConfigError unless the option may be set. `known_names`: the fields that Megatron has."""
     if name in _BY_FLAG:
         raise _error(name, value, "invrl sets this field itself", f"use {_BY_FLAG[name]}")
+    if name in _REFUSED:
+        raise _error(name, value, _REFUSED[name], "leave it out")
     if name not in known_names:
         settable = sorted(known_names.intersection(_ACCEPTED))
         nearest = difflib.get_close_matches(name, settable, n=1)

@@ -59,6 +59,11 @@ def distribute(
     for chunk in chunks:
         wrapped = Float16Module(transformer, chunk) if transformer.bf16 else chunk
         distributed.append(DistributedDataParallel(transformer, ddp_config, wrapped))
+    if ddp_config.overlap_grad_reduce:
+        # Within these contexts no gradient is reduced; Megatron's schedules leave them for the backward pass
+        # of a chunk's last micro-batch.
+        contexts: Any = [chunk.no_sync for chunk in distributed]
+        transformer.no_sync_func = contexts if len(distributed) > 1 else contexts[0]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(**optimizer_fields), cast(list[MegatronModule], distributed)
     )

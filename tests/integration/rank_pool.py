@@ -256,6 +256,10 @@ class RankProcess:
     def _buffers(self) -> list[Any]:
         return [buffer for chunk in self._rank._step.chunks for buffer in chunk.buffers]
 
+    def buckets(self, _: None) -> int:
+        """In how many parts the gradients of the rank's first chunk are reduced."""
+        return len(self._rank._step.chunks[0].bucket_groups)
+
     def optimizer_state(self, name: str) -> Arrays:
         import torch
 

@@ -84,9 +84,12 @@ def title(layout: ParallelLayout) -> str:
     return "".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "one"
 
 
-def settings(*, sharded: bool = True) -> TrainConfig:
+def settings(*, sharded: bool = True, max_tokens: int = 41) -> TrainConfig:
     return TrainConfig(
-        train_dtype="float32", lr=1e-3, max_tokens_per_microbatch=41, use_distributed_optimizer=sharded
+        train_dtype="float32",
+        lr=1e-3,
+        max_tokens_per_microbatch=max_tokens,
+        use_distributed_optimizer=sharded,
     )
 
 
@@ -216,6 +219,32 @@ def pool_calls(trainer: Trainer) -> Callable[[str, object], object]:
     ranks = trainer.layout.replica(0)
     first_replica = trainer.part(ranks)
     return lambda method, argument: first_replica.each(method, argument)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "sharded"),
+    [
+        ("qwen3", DP2, True),
+        ("qwen3", PP2_VPP2_DP2, True),
+        ("qwen3", TP2_DP2, False),
+        ("qwen3_moe", CP2, True),
+    ],
+    ids=lambda value: title(value) if isinstance(value, ParallelLayout) else str(value),
+)
+def test_gradients_may_be_reduced_beside_the_backward_pass(
+    pool: RankPool, models: Models, alone: Alone, family: str, layout: ParallelLayout, sharded: bool
+) -> None:
+    """In several buckets (on later stages in one, as Megatron has it), from the second step on. In each step
+    a rank has another number of micro-batches, and only the last of them reduces."""
+    trainer = pool.build(
+        models(family, layers_for(layout)),
+        layout=layout,
+        train=settings(sharded=sharded, max_tokens=16),
+        algorithm=ALGORITHM,
+        megatron=SMOOTH | {"overlap_grad_reduce": True, "bucket_size": 5000},
+    )
+    assert trainer.each("buckets")[0] > 1
+    check_equal(train_all(trainer), alone(family, layers_for(layout)))
 
 
 def test_a_grammar_may_allow_tokens_of_any_ranks(pool: RankPool, models: Models) -> None:

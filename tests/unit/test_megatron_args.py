@@ -43,7 +43,7 @@ def test_values_take_the_fields_own_types() -> None:
         ("hidden_dropout", 0.1, "config.json"),
         ("softmax_type", "off-by-one", "config.json"),
         ("calculate_per_token_loss", False, "training step"),
-        ("overlap_grad_reduce", True, "training step"),
+        ("overlap_param_gather", True, "go to the engines"),
         ("tensor_model_parallel_size", 2, "--tensor-model-parallel-size"),
         ("sequence_parallel", True, "--tensor-model-parallel-size"),
         ("pipeline_model_parallel_size", 2, "--pipeline-model-parallel-size"),
@@ -126,6 +126,34 @@ def test_what_passes_builds_megatrons_classes_or_says_what_they_miss() -> None:
     with pytest.raises(ConfigError, match="recompute_method") as caught:
         check_megatron_options({"recompute_granularity": "full"})
     assert caught.value.fix
+
+
+UNIFORM: dict[str, Scalar] = {"recompute_granularity": "full", "recompute_method": "uniform"}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (UNIFORM | {"recompute_num_layers": 0}, "no layer would be recomputed"),
+        (UNIFORM | {"recompute_num_layers": 4}, "the 6 layers of a rank's chunk"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": "core_attn,layernorm"},
+            "TransformerEngine",
+        ),
+        ({"recompute_granularity": "selective", "recompute_modules": "moe_act"}, "moe_grouped_gemm"),
+    ],
+)
+def test_recomputation_that_would_fail_in_the_first_step_is_refused(
+    options: dict[str, Scalar], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_megatron_options(options, num_layers=12, layers_of_chunk=6)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 6])
+def test_units_of_recomputation_that_divide_a_chunk_are_accepted(num_layers: int) -> None:
+    check_megatron_options(UNIFORM | {"recompute_num_layers": num_layers}, num_layers=12, layers_of_chunk=6)
 
 
 def test_a_field_that_invrl_sets_names_a_flag_that_exists() -> None:

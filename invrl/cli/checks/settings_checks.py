@@ -149,7 +149,12 @@ def check_megatron_options(config: Config) -> None:
         megatron_args.check_megatron_options(config.megatron)
         return
     layers = read_hf_config(config.model.folder).num_hidden_layers
-    megatron_args.check_megatron_options(config.megatron, num_layers=layers)
+    layout = config.train.layout
+    megatron_args.check_megatron_options(
+        config.megatron,
+        num_layers=layers,
+        layers_of_chunk=layers // (layout.pipeline * layout.virtual_pipeline),
+    )
 
 
 def check_gateway_port(config: Config) -> None:
