@@ -11,8 +11,8 @@ import pytest
 import torch
 from family_models import make_family_model
 from numpy.typing import NDArray
+from pool_sender import PoolSender, folder_checksums
 from rank_pool import RankPool, Trainer
-from safetensors.torch import load_file
 from train_reference import random_batch
 from transformers import AutoModelForCausalLM
 
@@ -20,39 +20,18 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.routed_experts import ExpertsShape
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
-from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.interfaces import StagedWeights
 from invrl.model_folder import tensor_files
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
+from invrl.train.parallel.layout import ParallelLayout
 from invrl.types import Sampling, WeightVersion
-from invrl.weights.tensor_spec import checksum
 from invrl.weights.transaction import CanaryBound, WeightTransaction
 
 PROMPTS = [list(range(20, 50)), [5, 400, 33, 33, 90, 100, 511, 7, 9, 300, 301, 302]]
 """Longer than the windows of the small models."""
-
-
-class PoolSender:
-    """The trainer's end of weight updates, over ranks in the pool."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    async def layout(self) -> WeightLayout:
-        return self._trainer.each("layout")[0]
-
-    async def stage(self, version: WeightVersion) -> StagedWeights:
-        return self._trainer.each("stage", version)[0]
-
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        return self._trainer.logprobs(prompts)
-
-
-def checksums_of(model: Path) -> dict[str, str]:
-    """Of the tensors of a folder whose weights are in several files, by name."""
-    files = set(tensor_files(model).values())
-    assert len(files) > 1
-    return {name: checksum(tensor) for file in files for name, tensor in load_file(file).items()}
+MOE_LAYOUTS = [ParallelLayout(pipeline=2), ParallelLayout(data=2), ParallelLayout(pipeline=2, data=2)]
+"""Those in which a model with experts sends its weights too."""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +65,8 @@ async def test_an_engine_computes_what_the_trainer_computes(
     trainer.train(random_batch(0))
     exported = tmp_path / "exported"
     trainer.each("export", str(exported))
-    assert trainer.each("staged", 0)[0] == checksums_of(exported)
+    assert len(set(tensor_files(exported).values())) > 1
+    assert trainer.each("staged", 0)[0] == folder_checksums(exported)
     expected = trainer.logprobs(PROMPTS)
     config = EngineConfig(
         engine_dtype="float32", engine_start_timeout_s=500.0, engine_health_interval_s=86_400.0
@@ -112,8 +92,34 @@ async def test_an_engine_computes_what_the_trainer_computes(
             update = await transaction.run(WeightVersion(version))
             assert update.lost_engines == {}
             assert update.canary_max_gap <= 1e-4
+        if family == "qwen3_moe":
+            for number, layout in enumerate(MOE_LAYOUTS):
+                trainer = pool.build(model, layout=layout, train=train)
+                folder = tmp_path / f"export-{number}"
+                first_version = 4 + 3 * number
+                await check_engine_holds_export(trainer, fleet, folder, first_version=first_version)
     finally:
         await fleet.stop()
+
+
+async def check_engine_holds_export(
+    trainer: Trainer, fleet: Fleet, folder: Path, *, first_version: int
+) -> None:
+    """Three updates from these ranks leave the bytes of their own export in the engine."""
+    [receiver] = await fleet.receivers()
+    transaction = WeightTransaction(
+        PoolSender(trainer),
+        fleet.receivers,
+        canary_prompts=PROMPTS,
+        bound=CanaryBound.for_dtypes("float32", "float32"),
+    )
+    for version in range(first_version, first_version + 3):
+        trainer.train(random_batch(version))
+        update = await transaction.run(WeightVersion(version))
+        assert update.canary_max_gap <= 1e-4
+    trainer.part(trainer.layout.replica(0)).each("export", str(folder))
+    staged = StagedWeights(version=WeightVersion(0), handle="", checksums={}, num_bytes=0)
+    assert await receiver.checksums(staged) == folder_checksums(folder)
 
 
 async def check_recorded_experts(fleet: Fleet, model: Path) -> None:

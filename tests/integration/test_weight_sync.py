@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from pool_sender import PoolSender, folder_checksums
+from rank_pool import RankPool
 from streamed import collect
 from torch_trainer import Tensors, TorchSender
+from train_reference import random_batch
 
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, GenerateResult, SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver, BucketReceiver, EngineReceiver
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightReceiver
+from invrl.train.config import TrainConfig
+from invrl.train.parallel.layout import ParallelLayout
 from invrl.types import Sampling, WeightVersion
 from invrl.weights.arena import ArenaHandle
 from invrl.weights.transaction import CanaryBound, WeightTransaction
@@ -28,17 +33,23 @@ CANARY = [[1, 20, 35, 70, 300, 410, 9, 2], [5, 400, 33, 33, 90, 100, 511]]
 FP32 = CanaryBound.for_dtypes("float32", "float32")
 
 
+def receivers_of(*receivers: WeightReceiver) -> Callable[[], Awaitable[Sequence[WeightReceiver]]]:
+    async def fixed() -> Sequence[WeightReceiver]:
+        return receivers
+
+    return fixed
+
+
 class Update:
     """One transaction after another against the shared engine, versions counting on."""
 
     version = 0
 
     def __init__(self, sender: TorchSender, receivers: Sequence[WeightReceiver]) -> None:
-        async def fixed() -> Sequence[WeightReceiver]:
-            return receivers
-
         self.sender = sender
-        self.transaction = WeightTransaction(sender, fixed, canary_prompts=CANARY, bound=FP32)
+        self.transaction = WeightTransaction(
+            sender, receivers_of(*receivers), canary_prompts=CANARY, bound=FP32
+        )
 
     async def run(self):
         version = WeightVersion(Update.version + 1)
@@ -60,7 +71,7 @@ async def update(tiny_model: Path, receiver: EngineReceiver) -> Update:
     return update
 
 
-def held(receiver: EngineReceiver, sender: TorchSender):
+def held(receiver: EngineReceiver):
     staged = StagedWeights(version=WeightVersion(0), handle="", checksums={}, num_bytes=0)
     return receiver.checksums(staged)
 
@@ -81,7 +92,7 @@ async def test_twenty_updates_leave_the_trainers_bytes(update: Update, receiver:
         update.sender.train(seed)
         done = await update.run()
         assert done.canary_max_gap <= 1e-3
-    assert await held(receiver, update.sender) == update.sender.checksums()
+    assert await held(receiver) == update.sender.checksums()
     assert done.lost_engines == {}
 
 
@@ -131,7 +142,35 @@ async def test_buckets_carry_the_same_bytes(
         sender.train(seed)
         await update.run()
     assert len(json.loads((await sender.stage(WeightVersion(99))).handle)) > 3
-    assert await held(bucket, sender) == sender.checksums()
+    assert await held(bucket) == sender.checksums()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tensor=2),
+        ParallelLayout(pipeline=2),
+        ParallelLayout(context=2),
+        ParallelLayout(data=2),
+        ParallelLayout(tensor=2, pipeline=2),
+    ],
+    ids=["tp2", "pp2", "cp2", "dp2", "tp2pp2"],
+)
+async def test_three_updates_of_any_layout_leave_the_bytes_of_its_own_export(
+    pool: RankPool, tiny_model: Path, receiver: EngineReceiver, tmp_path: Path, layout: ParallelLayout
+) -> None:
+    """The canary proves that these are the weights that the ranks trained."""
+    trainer = pool.build(tiny_model, layout=layout, train=TrainConfig(train_dtype="float32", lr=5e-3))
+    transaction = WeightTransaction(
+        PoolSender(trainer), receivers_of(receiver), canary_prompts=CANARY, bound=FP32
+    )
+    for seed in range(3):
+        trainer.train(random_batch(seed))
+        Update.version = WeightVersion(Update.version + 1)
+        update = await transaction.run(Update.version)
+        assert update.canary_max_gap <= 1e-4
+    trainer.part(layout.replica(0)).each("export", str(tmp_path / "export"))
+    assert await held(receiver) == folder_checksums(tmp_path / "export")
 
 
 class TestRefusedBeforeAByteMoved:
@@ -139,7 +178,7 @@ class TestRefusedBeforeAByteMoved:
     async def test_layout(
         self, fault: str, update: Update, tiny_model: Path, receiver: EngineReceiver
     ) -> None:
-        before = await held(receiver, update.sender)
+        before = await held(receiver)
         wrong = TorchSender(tiny_model)
         specs = list(wrong.tensors)
         at = next(i for i, spec in enumerate(specs) if "o_proj" in spec.name)
@@ -158,7 +197,7 @@ class TestRefusedBeforeAByteMoved:
         wrong.mistake = lambda _: staging
         with pytest.raises(LayoutError, match=r"o_proj"):
             await Update(wrong, [receiver]).run()
-        assert await held(receiver, update.sender) == before
+        assert await held(receiver) == before
         assert await receiver.logprobs(CANARY)
 
 
@@ -224,7 +263,7 @@ class TestMutationsTrip:
         update.sender.spoil = swapped
         with pytest.raises(ChecksumError, match="2 of 25"):
             await update.run()
-        assert await held(receiver, update.sender) == before  # the old weights are back
+        assert await held(receiver) == before  # the old weights are back
         assert await receiver.logprobs(CANARY)
 
     async def test_a_skipped_update_trips_the_checksum(self, update: Update, tiny_fleet: Fleet) -> None:
@@ -250,9 +289,9 @@ class TestMutationsTrip:
         with pytest.raises(ChecksumError) as raised:
             await update.run()
         assert raised.value.unrestored == ()
-        assert await held(dropping, sender) == before
+        assert await held(dropping) == before
         await update.run()
-        assert await held(dropping, sender) == sender.checksums()
+        assert await held(dropping) == sender.checksums()
 
 
 async def test_an_arena_that_is_gone_is_an_error_not_a_dead_engine(
