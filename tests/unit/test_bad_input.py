@@ -411,6 +411,37 @@ def test_a_port_that_is_taken(refused: Refused) -> None:
             "every rank needs one",
             "lower --data-parallel-size to",
         ),
+        (
+            ["--context-parallel-size", "5000"],
+            "train.context_parallel_size",
+            "one copy of the model has 5000",
+            "lower --context-parallel-size, so that",
+        ),
+        (
+            ["--tensor-model-parallel-size", "3"],
+            "train.tensor_model_parallel_size",
+            "num_attention_heads 4, num_key_value_heads 2",
+            "may be 1 or 2",
+        ),
+        (
+            ["--pipeline-model-parallel-size", "3"],
+            "train.pipeline_model_parallel_size",
+            "2 layers",
+            "may be 1 or 2",
+        ),
+        (
+            ["--virtual-pipeline-model-parallel-size", "2"],
+            "train.virtual_pipeline_model_parallel_size",
+            "only one pipeline stage",
+            "set --pipeline-model-parallel-size",
+        ),
+        (
+            ["--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "2"],
+            "train.virtual_pipeline_model_parallel_size",
+            "the 1 layers of a pipeline stage",
+            "may be only 1",
+        ),
+        (["--max-row-tokens", "8"], "rollout.max_new_tokens", "a conversation holds 8", "--max-row-tokens"),
         (["--gateway-host", "192.0.2.1"], "gateway.gateway_host", "cannot listen", "of this machine"),
         # contradictions
         (["--session-ttl-s", "9"], "gateway.session_ttl_s", "rollout_timeout_s = 300", "--session-ttl-s"),

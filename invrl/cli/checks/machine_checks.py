@@ -95,13 +95,18 @@ def check_processors(config: Config, machine: Machine) -> str:
     noun = "GPUs" if machine.gpus else "CPUs"
     if layout.world_size > available and not os.environ.get("RAY_ADDRESS"):
         reason = f"this machine has {available} {noun}, and every rank needs one of its own"
-        ranks_of_a_copy = layout.tensor * layout.context * layout.pipeline
+        sizes = {
+            "tensor_model_parallel_size": layout.tensor,
+            "context_parallel_size": layout.context,
+            "pipeline_model_parallel_size": layout.pipeline,
+        }
+        ranks_of_a_copy = math.prod(sizes.values())
         if ranks_of_a_copy > available:
-            fix = (
-                "lower --tensor-model-parallel-size, --context-parallel-size or "
-                f"--pipeline-model-parallel-size, so that their product is {available} or less"
-            )
-            raise ConfigError("train.tensor_model_parallel_size", layout.tensor, reason, fix)
+            largest = max(sizes, key=lambda name: sizes[name])
+            flags = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size > 1]
+            fix = f"lower {' or '.join(flags)}, so that one copy of the model has {available} ranks or fewer"
+            reason = f"{reason}; one copy of the model has {ranks_of_a_copy}"
+            raise ConfigError(f"train.{largest}", sizes[largest], reason, fix)
         fix = f"lower --data-parallel-size to {available // ranks_of_a_copy} or less"
         raise ConfigError("train.data_parallel_size", layout.data, reason, fix)
     if machine.cpus < 2:
