@@ -53,9 +53,11 @@ class TrainActor:
         self._listener = listen(self._settings.master_addr)
         return self._listener.getsockname()[1]
 
-    async def start(self, port: int) -> None:
-        """Joins the other ranks and builds the model. `port`: the one on which rank 0 listens."""
+    async def start(self, port: int) -> Pulse:
+        """Joins the other ranks and builds the model. `port`: the one on which rank 0 listens. Returns which
+        process this is."""
         await self._in_worker(self._build, port)
+        return pulse()
 
     async def train(self, shard: Shard) -> StepResult:
         return await self._in_worker(self._rank.train, shard)

@@ -14,8 +14,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.errors import ActorDiedError, DeadlineError, InvrlError, TrainError
+from invrl.errors import ActorDiedError, DeadlineError, InvrlError, ServerError, TrainError
 from invrl.host.actor import ActorHandle
+from invrl.host.actor_heartbeat import Pulse
+from invrl.host.actor_log import last_lines
 from invrl.host.ray_memory import killed_for_memory
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
 from invrl.metrics import merge
@@ -54,6 +56,8 @@ class TrainHandle:
         self._cost = cost
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
+        self._processes: Mapping[int, Pulse] = {}
+        """By rank, once it has started."""
 
     async def start(self) -> None:
         """Returns once every rank has joined and holds the model. Raises ConfigError, TrainError,
@@ -61,17 +65,23 @@ class TrainHandle:
         timeout_s = self._start_timeout_s
         listening = self._actors[0].call(TrainActor.listen, _call_deadline(timeout_s))
         ports = await self._wait("listen", {0: listening}, timeout_s)
-        await self._call_all(TrainActor.start, ports[0], timeout_s)
+        self._processes = await self._call_all(TrainActor.start, ports[0], timeout_s)
 
     async def watch(self) -> None:
         """Once all ranks have started. Never returns; raises ServerError that names a rank which does not
-        answer."""
-        watches = [asyncio.create_task(actor.watch(self._heartbeat_timeout_s)) for actor in self._actors]
+        answer, with the last lines of its log."""
+        watches = [asyncio.create_task(self._watch_rank(rank)) for rank in range(len(self._actors))]
         try:
             await asyncio.gather(*watches)
         finally:
             for watch in watches:
                 watch.cancel()
+
+    async def _watch_rank(self, rank: int) -> None:
+        try:
+            await self._actors[rank].watch(self._heartbeat_timeout_s)
+        except ServerError as error:
+            raise ServerError(f"{error}{last_lines(self._processes.get(rank))}") from error
 
     async def train(self, batch: TrainBatch) -> StepResult:
         """Metrics are merged over the replicas, seconds are those of the slowest rank. Raises TrainError,
@@ -213,7 +223,8 @@ class TrainHandle:
                 self.stop()
             if failures:
                 rank = _first_cause(failures)
-                raise _train_error(failures[rank], rank, method) from failures[rank]
+                log = last_lines(self._processes.get(rank))
+                raise _train_error(failures[rank], rank, method, log) from failures[rank]
             if unfinished:
                 raise DeadlineError(
                     f"{len(unfinished)} of {len(calls)} trainer ranks to finish {method}", timeout_s
@@ -252,12 +263,13 @@ def _first_cause(failures: dict[int, BaseException | None]) -> int:
     return min(failures)
 
 
-def _train_error(error: BaseException | None, rank: int, method: str) -> Exception:
-    """The rank's own error if it is an InvrlError, else a TrainError that says what it was."""
+def _train_error(error: BaseException | None, rank: int, method: str, log: str) -> Exception:
+    """The rank's own error if it is an InvrlError, else a TrainError that says what it was. `log`: what the
+    rank's process printed last."""
     if isinstance(error, ActorDiedError):
         killed = killed_for_memory(error.__cause__, f"trainer rank {rank}")
         if killed:
             return TrainError(killed)
     elif isinstance(error, InvrlError):
         return error
-    return TrainError(f"trainer rank {rank} failed in {method}: {type(error).__name__}: {error}")
+    return TrainError(f"trainer rank {rank} failed in {method}: {type(error).__name__}: {error}{log}")

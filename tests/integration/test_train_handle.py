@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,6 +62,16 @@ def processes_of(actors: Sequence[ActorHandle[TrainActor]]) -> list[psutil.Proce
     return [psutil.Process(pid) for pid in pids]
 
 
+LAST_WORDS = "Last lines of worker-.*.err .*the last words of a rank"
+
+
+def say_last_words(actor: ActorHandle[TrainActor]) -> None:
+    def say(_: object) -> None:
+        print("the last words of a rank", file=sys.stderr, flush=True)
+
+    ray.get(actor.ray_handle.__ray_call__.remote(say), timeout=120)
+
+
 def rank_actors(model: Path, layout: ParallelLayout = DP2) -> list[ActorHandle[TrainActor]]:
     return [
         start_actor(
@@ -114,12 +125,13 @@ async def test_two_ranks_train_and_the_death_of_one_is_an_error(
     assert np.abs(alone.logprobs([prompt])[0] - logprobs).max() < 1e-4
 
     processes = processes_of(actors)
+    say_last_words(actors[1])
     long = random_batch(1, groups=12, rollouts=40, prompt=300)
     training = asyncio.create_task(handle.train(long))
     await asyncio.sleep(0.1)
     assert not training.done()
     processes[1].kill()
-    with pytest.raises(TrainError, match="trainer rank 1 failed in train"):
+    with pytest.raises(TrainError, match=f"(?s)trainer rank 1 failed in train.*{LAST_WORDS}"):
         await training
     assert still_running(processes, within_s=60) == []
 
@@ -200,9 +212,11 @@ async def test_a_rank_that_is_stopped_is_named_while_it_works_and_while_it_waits
     watch = asyncio.create_task(handle.watch())
     await handle.train(random_batch(0))
     assert not watch.done(), "a rank that works is alive"
+    say_last_words(actors[1])
     processes[1].suspend()
     working = asyncio.create_task(handle.train(random_batch(1)))
-    with pytest.raises(ServerError, match=r"trainer rank 1 \(process \d+ on .*\) has not answered for 3"):
+    silent = r"(?s)trainer rank 1 \(process \d+ on .*\) has not answered for 3.*"
+    with pytest.raises(ServerError, match=silent + LAST_WORDS):
         await asyncio.wait_for(watch, 120)
     with pytest.raises(TrainError, match="trainer rank 1"):
         await working

@@ -1,0 +1,37 @@
+"""The last lines that an actor's process printed: what a person reads first when it has died."""
+
+import os
+from pathlib import Path
+
+import ray
+
+from invrl.host.actor_heartbeat import Pulse
+
+_NUM_LINES = 12
+_TAIL_BYTES = 16_384
+
+
+def last_lines(pulse: Pulse | None) -> str:
+    """For the end of an error: the process's last lines, and the file that has them. Empty if it has printed
+    nothing, ran on another machine, or never said who it is."""
+    if pulse is None or pulse.host != os.uname().nodename:
+        return ""
+    for log in sorted(_ray_logs().glob(f"worker-*-{pulse.pid}.err")):
+        lines = [line for line in _tail(log).splitlines() if line.strip()]
+        if lines:
+            return f". Last lines of {log.name} (in logs/ray):\n" + "\n".join(lines[-_NUM_LINES:])
+    return ""
+
+
+def _ray_logs() -> Path:
+    """Where Ray's processes write while they run; `ray_setup.py` copies it into the run's folder."""
+    node = ray._private.worker.global_worker.node  # pyright: ignore[reportAttributeAccessIssue]
+    if node is None:
+        return Path("/nonexistent")
+    return Path(node.get_session_dir_path()) / "logs"
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        return file.read().decode(errors="replace")
