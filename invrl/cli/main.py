@@ -53,6 +53,7 @@ COMMANDS = {
     "samples": Command("samples", "samples", "show what the model said in a run: prompts, replies, rewards"),
     "ledger": Command("ledger", "ledger", "say what became of every rollout of a run"),
     "replay": Command("replay", "replay", "repeat one training step of a run, with every token's numbers"),
+    "bench": Command("bench", "bench", "measure the trainer beside plain Hugging Face, on this machine"),
     "report": Command("report", "report", "draw the reward curve of a run folder"),
 }
 INNER_COMMANDS = {
@@ -62,7 +63,6 @@ INNER_COMMANDS = {
 }
 """What a supervisor starts as its driver; not for users."""
 MOVED_COMMANDS = {
-    "bench": "from a source checkout, run `python tests/run_bench.py loop`, or gateway",
     "soak": "from a source checkout, run `python tests/soak.py --minutes M [flags of invrl train]`",
 }
 """Commands of earlier versions, and what takes their place."""

@@ -101,6 +101,8 @@ class TrainStep:
     """None: no layer has experts."""
     _bad_losses: list[float] = field(default_factory=list, init=False)
     """Losses of the mini-batch on this rank that are not finite."""
+    _loss_seconds: float = field(default=0.0, init=False)
+    """Spent on the losses of the mini-batch."""
     _nonfinite_in_a_row: int = field(default=0, init=False)
     """Steps since the last one that was finite."""
 
@@ -114,7 +116,8 @@ class TrainStep:
         """
         start = time.monotonic()
         seconds: dict[str, float] = {}
-        packed = [self._pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
+        with timed(seconds, "objective"):
+            packed = [self._pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
         reference_by_step = self._reference_logprobs(packed, seconds)
         old_by_step = self._old_logprobs(shard, packed, seconds)
         metrics: dict[str, Metric] = {}
@@ -124,12 +127,15 @@ class TrainStep:
         for mini_batch, packed_rows, old, reference in zip(
             shard, packed, old_by_step, reference_by_step, strict=True
         ):
-            work = [
-                _loss_work(mini_batch, micro_batch, old, reference)
-                for micro_batch in packed_rows.micro_batches
-            ]
+            with timed(seconds, "objective"):
+                work = [
+                    _loss_work(mini_batch, micro_batch, old, reference)
+                    for micro_batch in packed_rows.micro_batches
+                ]
             with _timed(seconds, "forward_backward"):
                 loss_metrics = self._forward_backward(work)
+            seconds["forward_backward"] -= self._loss_seconds
+            seconds["objective"] += self._loss_seconds
             learning_rate = float(self.optimizer.param_groups[0]["lr"])
             with _timed(seconds, "optimizer"):
                 grad_norm = math.nan
@@ -295,6 +301,7 @@ class TrainStep:
         Returns the metrics of each micro-batch.
         """
         self._bad_losses.clear()
+        self._loss_seconds = 0.0
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -332,9 +339,13 @@ class TrainStep:
 
         def compute_loss(current_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
             """Returns (loss to sum, Megatron's token count, which we do not use, metrics)."""
+            if device.on_cuda():
+                torch.cuda.synchronize()  # the forward pass is not the loss's time
+            started = time.monotonic()
             inputs = item.loss_inputs(current_N=current_N, entropy_N=entropy_N)
             outputs = policy_loss(inputs, self.algorithm)
             value = float(outputs.loss.detach())
+            self._loss_seconds += time.monotonic() - started
             if not math.isfinite(value):
                 self._bad_losses.append(value)
             return outputs.loss, torch.tensor(1, dtype=torch.int), dict(outputs.metrics)

@@ -37,9 +37,9 @@ from tiny_model import make_tiny_model
 from tokenizers import Tokenizer
 
 from bench.load import Ask, Load, Measured, Script, arrivals, closed_loop, open_loop
-from bench.ratios import Speeds
 from bench.record import RESULTS, add_options, keep
 from bench.rig import Rig
+from invrl.bench.ratios import Speeds
 from invrl.engines.sglang_client import EngineLimits
 from invrl.errors import ServerError
 

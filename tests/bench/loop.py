@@ -20,8 +20,8 @@ from typing import Any
 
 from tiny_model import make_tiny_model
 
-from bench.ratios import TARGETS, Speeds
 from bench.record import RESULTS, ROOT, add_options, keep
+from invrl.bench.ratios import TARGETS, Speeds
 from invrl.cli.flags import parse_flags
 from invrl.host.ray_setup import prepare_ray
 from invrl.run.config import resolve

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.ratios import Entry, append_history, falls, missed, read_history
+from invrl.bench.ratios import Entry, append_history, falls, missed, read_history
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"

@@ -18,8 +18,8 @@ from uuid import uuid4
 import aiohttp
 import numpy as np
 
-from bench.ratios import Speeds
 from invrl.algorithms.advantages import advantage_function
+from invrl.bench.ratios import Speeds
 from invrl.buffer.training_samples import build_batch
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.reasons import FailureReason

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from bench.ratios import TARGETS
+from tiny_model import make_tiny_model
 
-from e2e.runs import DEADLINE_S, run_bench
+from e2e.runs import DEADLINE_S, invrl, run_bench
+from invrl.bench import trainer
+from invrl.bench.ratios import TARGETS, read_history
 
 
 @pytest.mark.timeout(DEADLINE_S)
@@ -26,3 +28,20 @@ def test_the_bench_measures_every_ratio_and_every_process(tmp_path: Path) -> Non
     assert all(
         roles[role]["peak_pss_mb"] > 0 for role in ours
     )  # others may be seen when they have just begun
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_the_trainer_is_measured_by_a_command(tmp_path: Path) -> None:
+    """It fails if the gradient of our step has not the norm of Hugging Face's."""
+    model = make_tiny_model(tmp_path / "model")
+    flags = "--tokens 512 --max-tokens-per-microbatch 256 --repetitions 1 --cores 2 --results results".split()
+    invrl(tmp_path, "bench", "train", "--model-path", str(model), *flags)
+    result = json.loads((tmp_path / "results" / "train.json").read_text())
+    [entry] = read_history(tmp_path / "results" / "history.jsonl")
+    assert entry.ratios == result["ratios"]
+    layouts = {"data_parallel_2", "tensor_parallel_2"}
+    others = {"shared_prompts", "model_flops_utilization", "minimum_memory"}
+    assert result["ratios"].keys() == trainer.TARGETS.keys() | layouts | others
+    assert all(ratio > 0 for ratio in result["ratios"].values())
+    for share in ("compute_share", "model_flops_utilization", "minimum_memory"):
+        assert result["ratios"][share] < 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import run_bench
 from bench.live_run import role_of, step_shares
-from bench.ratios import Entry, Speeds, append_history, falls, missed, read_history
 
+from invrl.bench.ratios import Entry, Speeds, append_history, falls, missed, read_history
 from invrl.cli.main import main as invrl
 
 
@@ -70,7 +70,7 @@ def test_an_unknown_bench_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "run_bench.py loop" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["bench", "soak"])
+@pytest.mark.parametrize("name", ["soak"])
 def test_commands_of_earlier_versions_are_answered_with_their_scripts(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,8 +78,8 @@ def falls(now: Entry, history: Sequence[Entry]) -> list[Fall]:
 
 
 def missed(ratios: Mapping[str, float], targets: Mapping[str, float] = TARGETS) -> list[str]:
-    """The ratios that are below their target."""
-    return [name for name, value in ratios.items() if value < targets[name]]
+    """The ratios that are below their target, if they have one."""
+    return [name for name, value in ratios.items() if value < targets.get(name, 0.0)]
 
 
 def read_history(path: Path) -> list[Entry]:

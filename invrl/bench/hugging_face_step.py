@@ -1,0 +1,121 @@
+"""A training step with a plain Hugging Face model, as someone who knows it would write it.
+
+Rows are sorted by length and padded, as many in a micro-batch as ours holds tokens; SDPA; logits only where a
+row has something to train; autocast over float32 weights where ours computes in bfloat16 over float32 master
+weights; fused AdamW. The loss is ours.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.losses import LossInputs, policy_loss
+from invrl.train import device
+from invrl.train.config import TrainConfig
+from invrl.types import TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PaddedRows:
+    """A micro-batch of B rows, and its N trained tokens."""
+
+    ids_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    trained_BT: torch.Tensor
+    rollout_N: torch.Tensor
+    advantages_N: torch.Tensor
+    temperature_B11: torch.Tensor
+
+
+class HuggingFaceStep:
+    """`prepare` pads a batch once; `run` is one step with it."""
+
+    def __init__(self, model_path: str, train: TrainConfig, algorithm: AlgorithmConfig) -> None:
+        self._train = train
+        self._algorithm = algorithm
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self._model = model.to(device.device()).train()  # pyright: ignore[reportArgumentType]
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=train.lr,
+            betas=(train.adam_beta1, train.adam_beta2),
+            weight_decay=train.weight_decay,
+            fused=True,
+        )
+
+    def prepare(self, batch: TrainBatch) -> None:
+        self._denominator = float(batch.total_tokens)
+        rows = list(range(len(batch.samples)))
+        rows.sort(key=lambda row: len(batch.samples[row].tokens_T))
+        micro_batches: list[list[int]] = [[]]
+        for row in rows:
+            length = len(batch.samples[row].tokens_T)
+            if (len(micro_batches[-1]) + 1) * length > self._train.max_tokens_per_microbatch:
+                micro_batches.append([])
+            micro_batches[-1].append(row)
+        self._padded = [_pad(batch, micro_batch) for micro_batch in micro_batches if micro_batch]
+
+    def run(self) -> float:
+        """The gradient's norm."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for rows in self._padded:
+            self._backward(rows)
+        bound = self._train.clip_grad or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), bound)
+        self._optimizer.step()
+        return float(norm)
+
+    def _backward(self, rows: _PaddedRows) -> None:
+        first = int(rows.trained_BT.any(0).nonzero()[0])
+        keep = torch.arange(first - 1, rows.ids_BT.shape[1] - 1, device=device.device())
+        with self._autocast():
+            output = self._model(input_ids=rows.ids_BT, attention_mask=rows.mask_BT, logits_to_keep=keep)
+        logprobs = (output.logits.float() / rows.temperature_B11).log_softmax(-1)
+        picked_BT = logprobs.gather(-1, rows.ids_BT[:, first:, None])[..., 0]
+        current_N = picked_BT[rows.trained_BT[:, first:]]
+        inputs = LossInputs(
+            current_N=current_N,
+            old_N=current_N.detach(),
+            rollout_N=rows.rollout_N,
+            advantages_N=rows.advantages_N,
+            reference_N=None,
+            entropy_N=None,
+            denominator=self._denominator,
+        )
+        policy_loss(inputs, self._algorithm).loss.backward()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast(
+            device.device().type, torch.bfloat16, enabled=self._train.train_dtype == "bfloat16"
+        )
+
+
+def _pad(batch: TrainBatch, rows: list[int]) -> _PaddedRows:
+    samples = [batch.samples[row] for row in rows]
+    shape = (len(rows), max(len(sample.tokens_T) for sample in samples))
+    ids_BT = np.zeros(shape, np.int64)
+    mask_BT = np.zeros(shape, np.int64)
+    trained_BT = np.zeros(shape, np.bool_)
+    for place, sample in enumerate(samples):
+        length = len(sample.tokens_T)
+        ids_BT[place, :length] = sample.tokens_T
+        mask_BT[place, :length] = 1
+        trained_BT[place, :length] = sample.loss_mask_T
+    rollout = [sample.rollout_logprobs_T[sample.loss_mask_T] for sample in samples]
+    advantages = [batch.advantages[row][batch.samples[row].loss_mask_T] for row in rows]
+    temperatures = np.array([sample.temperature for sample in samples], np.float32)
+    target = device.device()
+    return _PaddedRows(
+        ids_BT=torch.from_numpy(ids_BT).to(target),
+        mask_BT=torch.from_numpy(mask_BT).to(target),
+        trained_BT=torch.from_numpy(trained_BT).to(target),
+        rollout_N=torch.from_numpy(np.concatenate(rollout)).to(target),
+        advantages_N=torch.from_numpy(np.concatenate(advantages)).to(target),
+        temperature_B11=torch.from_numpy(temperatures[:, None, None]).to(target),
+    )

@@ -1,0 +1,226 @@
+"""`invrl bench train`: the trainer's ratios, measured in processes that are started one after the other.
+
+Imports neither torch nor Megatron, so that the processes set both up themselves.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from invrl.bench.ratios import Speeds
+from invrl.errors import DeadlineError, TrainError
+from invrl.host.process import random_key
+from invrl.train.config import TrainConfig
+from invrl.train.memory import MemoryBudget
+
+TARGETS = {
+    "equal_lengths": 0.95,
+    "long_tailed": 1.5,
+    "compute_share": 0.97,
+}
+"""Ratio -> the least it should be. The other ratios are on record only."""
+GPU_TARGETS = {"model_flops_utilization": 0.40}
+"""For a model of 4B parameters and more at 16,384 packed tokens."""
+_LAYOUTS = {
+    "data_parallel_2": {"data_parallel_size": 2},
+    "tensor_parallel_2": {"tensor_model_parallel_size": 2},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    model_path: str
+    train: TrainConfig
+    num_tokens: int
+    """Row tokens of a step."""
+    repetitions: int
+    cores: int
+    """For the ratios of layouts: one process with all of them, or ranks that share them; 1: no layouts."""
+    deadline_s: float
+    """Of each process."""
+
+
+class _StepResult(BaseModel):
+    """What `step_program.py` writes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    speeds: dict[str, dict[str, list[float]]]
+    phases: list[dict[str, float]]
+    operations_per_s: list[float]
+    matmul_operations_per_s: float
+
+
+class _LayoutResult(BaseModel):
+    """What `rank_program.py` writes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    seconds: list[float]
+    peak_memory_gb: float
+    largest_micro_batch: int
+    row_tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.row_tokens / median(self.seconds)
+
+
+def measure_trainer(settings: BenchSettings) -> tuple[dict[str, float], dict[str, Any]]:
+    """Ratios, and what they come from. Raises TrainError, DeadlineError."""
+    with tempfile.TemporaryDirectory(prefix="invrl-bench-") as folder:
+        steps = _measure_steps(settings, Path(folder))
+        ratios, details = _ratios_of_steps(steps)
+        one = _measure_layout(settings, Path(folder), "one_process", {}, threads=settings.cores)
+        minimum = _analytic_minimum(settings, one.largest_micro_batch)
+        ratios["minimum_memory"] = minimum / one.peak_memory_gb
+        details["memory_gb"] = {"minimum": minimum, "peak": one.peak_memory_gb}
+        if settings.cores > 1:
+            details["layouts_tokens_per_s"] = {"one_process": one.tokens_per_s}
+            for name, sizes in _LAYOUTS.items():
+                layout = _measure_layout(settings, Path(folder), name, sizes, threads=settings.cores // 2)
+                ratios[name] = layout.tokens_per_s / one.tokens_per_s
+                details["layouts_tokens_per_s"][name] = layout.tokens_per_s
+    return {name: round(ratio, 4) for name, ratio in ratios.items()}, details
+
+
+def _ratios_of_steps(steps: _StepResult) -> tuple[dict[str, float], dict[str, Any]]:
+    ratios: dict[str, float] = {}
+    details: dict[str, Any] = {"speeds": {}, "phases": steps.phases}
+    for workload, speeds in steps.speeds.items():
+        summary = Speeds(**speeds).summary()
+        details["speeds"][workload] = summary
+        ratios[workload] = summary["ratio"]
+    # Of the time of a step: forward, backward and optimizer. The rest is the objective's.
+    ratios["compute_share"] = median(
+        (phases["forward_backward"] + phases["optimizer"]) / phases["total"] for phases in steps.phases
+    )
+    ratios["model_flops_utilization"] = median(steps.operations_per_s) / steps.matmul_operations_per_s
+    details["operations_per_s"] = {
+        "trainer": median(steps.operations_per_s),
+        "matmul": steps.matmul_operations_per_s,
+    }
+    return ratios, details
+
+
+def _analytic_minimum(settings: BenchSettings, num_tokens: int) -> float:
+    """GB of one rank: weights, gradients, optimizer, and what a step must keep."""
+    budget = MemoryBudget.of(
+        settings.train,
+        Path(settings.model_path),
+        has_reference=False,
+        served_dtype=settings.train.train_dtype,
+        megatron={},
+        on_cuda=_on_cuda(),
+    )
+    estimate = budget.largest(num_tokens)
+    return (estimate.weights + estimate.gradients + estimate.optimizer + estimate.step) / 1e9
+
+
+def _on_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _measure_steps(settings: BenchSettings, folder: Path) -> _StepResult:
+    out = folder / "steps.json"
+    program = _Program("invrl.bench.step_program", folder / "steps.log")
+    program.start(
+        {
+            "model_path": settings.model_path,
+            "train": settings.train.model_dump(),
+            "num_tokens": settings.num_tokens,
+            "repetitions": settings.repetitions,
+            "out": str(out),
+        }
+    )
+    _wait([program], settings.deadline_s)
+    return _StepResult.model_validate_json(out.read_text())
+
+
+def _measure_layout(
+    settings: BenchSettings, folder: Path, name: str, sizes: Mapping[str, int], *, threads: int
+) -> _LayoutResult:
+    train = settings.train.model_copy(update=dict(sizes))
+    store_key = random_key()
+    programs: list[_Program] = []
+    outs: list[Path] = []
+    for rank in range(train.layout.world_size):
+        outs.append(folder / f"{name}-{rank}.json")
+        program = _Program("invrl.bench.rank_program", folder / f"{name}-{rank}.log", threads=threads)
+        program.start(
+            {
+                "rank": rank,
+                "train": train.model_dump(),
+                "threads": threads,
+                "model_path": settings.model_path,
+                "workload": "equal_lengths",
+                "num_tokens": settings.num_tokens,
+                "repetitions": settings.repetitions,
+                "port_file": str(folder / f"{name}.port"),
+                "store_key": store_key,
+                "deadline_s": settings.deadline_s,
+                "out": str(outs[-1]),
+            }
+        )
+        programs.append(program)
+    _wait(programs, settings.deadline_s)
+    return _LayoutResult.model_validate_json(outs[0].read_text())
+
+
+class _Program:
+    """A process of the measurement. `log` takes what it prints."""
+
+    def __init__(self, module: str, log: Path, *, threads: int = 1) -> None:
+        self._module = module
+        self._log = log
+        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self._process: subprocess.Popen[str]
+
+    def start(self, settings: Mapping[str, object]) -> None:
+        """`settings` are its standard input."""
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                text=True,
+            )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(settings))
+        self._process.stdin.close()
+
+    def wait(self, seconds: float) -> None:
+        """Raises TrainError if it failed."""
+        try:
+            exit_code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineError(f"{self._module} to end", seconds) from error
+        if exit_code:
+            last_lines = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
+            raise TrainError(f"{self._module} ended with exit code {exit_code}:\n{last_lines}")
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _wait(programs: Sequence[_Program], seconds: float) -> None:
+    try:
+        for program in programs:
+            program.wait(seconds)
+    finally:
+        for program in programs:
+            program.stop()
