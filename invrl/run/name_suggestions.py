@@ -57,6 +57,7 @@ _FOREIGN_NAMES: dict[str, str] = {
     "data_parallel_size": "world_size dp_size nproc_per_node num_processes",
     "tensor_model_parallel_size": "tp tp_size train_tp",
     "context_parallel_size": "cp cp_size sequence_parallel_size ulysses_sequence_parallel_size",
+    "expert_model_parallel_size": "ep ep_size train_ep expert_parallel_size",
     "pipeline_model_parallel_size": "pp pp_size train_pp",
     "routing_replay": "router_replay r2 r3 use_routing_replay use_rollout_routing_replay",
     "reference_model_path": "ref_model ref_model_path ref_model_name reference_model ref_load sft_model_path",

@@ -40,6 +40,11 @@ class TrainConfig(Section):
         description="chunks of layers that each stage has, so that stages wait less for each other "
         "(Megatron's interleaved schedule)",
     )
+    expert_model_parallel_size: PositiveInt = Field(
+        1,
+        description="ranks, among the tensor-, context- and data-parallel ones of a pipeline stage, that "
+        "divide the experts of every layer and send each other their tokens",
+    )
     train_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="compute precision; master weights are float32 always"
     )
@@ -149,4 +154,5 @@ class TrainConfig(Section):
             data=self.data_parallel_size,
             pipeline=self.pipeline_model_parallel_size,
             virtual_pipeline=self.virtual_pipeline_model_parallel_size,
+            expert=self.expert_model_parallel_size,
         )

@@ -42,10 +42,10 @@ _BY_FLAG = {
     "virtual_pipeline_model_parallel_size": "--virtual-pipeline-model-parallel-size",
     "context_parallel_size": "--context-parallel-size",
     "moe_enable_routing_replay": "--routing-replay",
+    "expert_model_parallel_size": "--expert-model-parallel-size",
     "moe_router_bias_update_rate": "--moe-router-bias-update-rate",
     # The sizes of layouts that the trainer does not have yet.
-    "expert_model_parallel_size": "--data-parallel-size",
-    "expert_tensor_parallel_size": "--data-parallel-size",
+    "expert_tensor_parallel_size": "--expert-model-parallel-size",
     "num_distributed_optimizer_instances": "--data-parallel-size",
 }
 """Fields that invrl sets itself -> the flag to use instead."""

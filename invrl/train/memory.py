@@ -106,15 +106,21 @@ class MemoryBudget:
         layout = self.train.layout
         is_first = stage == 0
         is_last = stage == layout.pipeline - 1
-        # A tensor-parallel rank has its part of everything; norms, which it has whole, are negligible.
-        parameters = self._parameters(stage) / layout.tensor
+        # A tensor-parallel rank has its part of everything but the experts, which it has whole; so are the
+        # norms, which are negligible.
+        of_experts = sum(self.size.experts_by_layer[layer] for layer in self._layers(stage))
+        dense = (self._parameters(stage) - of_experts) / layout.tensor
+        experts = of_experts / layout.expert
+        parameters = dense + experts
         # In float32 the weights are their own master weights.
-        optimizer = parameters * (12 if self._item == 2 else 8)
+        state_bytes = 12 if self._item == 2 else 8
+        optimizer = parameters * state_bytes
         loading = 0.0
         copies = layout.data * layout.context
-        if self.train.use_distributed_optimizer and copies > 1:
+        copies_of_experts = copies * layout.tensor / layout.expert
+        if self.train.use_distributed_optimizer and max(copies, copies_of_experts) > 1:
             loading = optimizer  # held whole once while a checkpoint is loaded
-            optimizer /= copies
+            optimizer = state_bytes * (dense / copies + experts / copies_of_experts)
         step = self._activations(stage, num_tokens)
         gradients = parameters * 4
         if is_last:

@@ -270,6 +270,8 @@ def _expert_fields(config: HuggingFaceConfig) -> dict[str, Any]:
         return {}
     return {
         "num_moe_experts": experts.count,
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": 1,
         "moe_router_topk": experts.chosen,
         "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_layer_freq": [int(config.has_experts(layer)) for layer in range(config.num_hidden_layers)],

@@ -5,6 +5,7 @@ torch nor transformers.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,6 +30,8 @@ class ModelSize:
     """Everything but embedding and projection."""
     by_layer: tuple[int, ...]
     """Of each decoder layer."""
+    experts_by_layer: tuple[int, ...]
+    """Those of each decoder layer that belong to one of its experts (shared ones do not count)."""
     active: float
     """Those of `layers` that compute one token: of a layer's experts, the share that is chosen."""
 
@@ -38,21 +41,27 @@ class ModelSize:
         counts = {name: prod(shape) for name, shape in shapes.items() if not config.leaves_out(name)}
         of_vocabulary = ("embed_tokens.weight", "lm_head.weight")
         in_layers = {name: count for name, count in counts.items() if not name.endswith(of_vocabulary)}
+        of_experts = {name: count for name, count in in_layers.items() if ".experts." in name}
         active = float(sum(in_layers.values()))
         if config.experts is not None:
-            of_experts = sum(count for name, count in in_layers.items() if ".experts." in name)
-            active -= of_experts * (1 - config.experts.chosen / config.experts.count)
+            active -= sum(of_experts.values()) * (1 - config.experts.chosen / config.experts.count)
         return ModelSize(
             total=sum(counts.values()),
             vocabulary=config.vocab_size * config.hidden_size,
             vocabulary_size=config.vocab_size,
             layers=sum(in_layers.values()),
-            by_layer=tuple(
-                sum(count for name, count in in_layers.items() if f".layers.{layer}." in name)
-                for layer in range(config.num_hidden_layers)
-            ),
+            by_layer=_by_layer(in_layers, config),
+            experts_by_layer=_by_layer(of_experts, config),
             active=active,
         )
+
+
+def _by_layer(counts: Mapping[str, int], config: HuggingFaceConfig) -> tuple[int, ...]:
+    """Sums, from the numbers of parameters by tensor."""
+    return tuple(
+        sum(count for name, count in counts.items() if f".layers.{layer}." in name)
+        for layer in range(config.num_hidden_layers)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ Imported after `device.prepare()`.
 import os
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -30,8 +31,17 @@ def any_rank(flag: bool) -> bool:
 
 def largest_of_ranks(value: float) -> float:
     """All ranks call it together."""
+    return _largest(value, None)
+
+
+def largest_of_expert_ranks(value: float) -> float:
+    """The ranks that divide the experts of a layer call it together."""
+    return _largest(value, parallel_state.get_expert_model_parallel_group())
+
+
+def _largest(value: float, group: Any) -> float:
     values = torch.tensor(value, dtype=torch.float64, device=device.device())
-    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=group)
     return float(values)
 
 
@@ -67,6 +77,8 @@ def join_process_group(settings: RankSettings, port: int, listener: socket.socke
         context_parallel_size=layout.context,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
     )
     # On GPUs the store stays open, because communicators connect when they are first used.
     if listener is not None and not device.groups_connect_late():

@@ -4,7 +4,7 @@
 
 Invariant: every rank makes the same calls in the same order, because the ranks meet in collectives. Only
 `layout` and `batches_trained` run on one rank alone; `logprobs`, `stage` and `export_hugging_face` run on all
-ranks of the first replica.
+ranks that hold the first copy of the model.
 `device.prepare()` must run before Megatron is imported, so modules that import Megatron are imported inside
 functions.
 """

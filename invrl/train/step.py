@@ -42,7 +42,7 @@ from invrl.train.model_size import ComputeCost
 from invrl.train.optimizer import apply_gradients
 from invrl.train.packing import pack
 from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.process_group import any_rank
+from invrl.train.process_group import any_rank, largest_of_expert_ranks
 from invrl.train.reference import FrozenReference
 from invrl.train.routing_replay import RoutingRecorder
 from invrl.train.sharding import Shard
@@ -212,10 +212,14 @@ class TrainStep:
             share_prefixes=self.train.share_prefixes,
             cost=self.cost,
         )
+        number = len(micro_batches)
+        if self.layout.expert > 1:
+            # In each layer the ranks that divide its experts wait for each other's tokens.
+            number = int(largest_of_expert_ranks(number))
         if self.layout.virtual_pipeline > 1:
             # The interleaved schedule takes as many micro-batches at a time as there are stages.
-            num_more = -len(micro_batches) % self.layout.pipeline
-            micro_batches += [EMPTY_MICRO_BATCH] * num_more
+            number += -number % self.layout.pipeline
+        micro_batches += [EMPTY_MICRO_BATCH] * (number - len(micro_batches))
         return _Packed(rows, micro_batches)
 
     def logprobs(self, rows: Sequence[Row]) -> _SampleLogprobs:

@@ -100,7 +100,7 @@ class TrainHandle:
         )
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        answers = await self._call_replica(TrainActor.logprobs, prompts)
+        answers = await self._call_model_copy(TrainActor.logprobs, prompts)
         return answers[self._layout.reporter(0)]
 
     async def token_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
@@ -118,9 +118,9 @@ class TrainHandle:
         return await self._call_first(TrainActor.layout)
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
-        answers = await self._call_replica(TrainActor.stage, version)
-        staged = answers[self._layout.replica(0)[0]]
-        assert staged is not None, "the first rank of a replica collects its weights"
+        answers = await self._call_model_copy(TrainActor.stage, version)
+        staged = answers[self._layout.model_copy(0)[0]]
+        assert staged is not None, "the first rank of a copy collects its weights"
         return staged
 
     async def save_checkpoint(self, path: str) -> FileEntries:
@@ -135,8 +135,8 @@ class TrainHandle:
         return await self._call_first(TrainActor.batches_trained)
 
     async def export_hugging_face(self, path: str) -> FileEntries:
-        entries = await self._call_replica(TrainActor.export_hugging_face, path)
-        return entries[self._layout.replica(0)[0]]
+        entries = await self._call_model_copy(TrainActor.export_hugging_face, path)
+        return entries[self._layout.model_copy(0)[0]]
 
     def stop(self) -> None:
         for actor in self._actors:
@@ -172,11 +172,11 @@ class TrainHandle:
         ranks = range(self._layout.world_size)
         return await self._call_ranks(method, dict.fromkeys(ranks, argument), timeout_s)
 
-    async def _call_replica(
+    async def _call_model_copy(
         self, method: Callable[[TrainActor, Argument], Awaitable[Answer]], argument: Argument
     ) -> dict[int, Answer]:
-        """Calls a method on the ranks of the first replica, with the same argument."""
-        return await self._call_ranks(method, dict.fromkeys(self._layout.replica(0), argument))
+        """Calls a method on the ranks that hold the first copy of the model, with the same argument."""
+        return await self._call_ranks(method, dict.fromkeys(self._layout.model_copy(0), argument))
 
     async def _call_with_shards(
         self, method: Callable[[TrainActor, Shard], Awaitable[Answer]], shards: Sequence[Shard]

@@ -1,8 +1,8 @@
 """Weights between a Hugging Face folder, Megatron's parameters, and the engines.
 
-A rank reads only the layers of its pipeline stage, and its own part of a tensor that tensor-parallel ranks
-divide. To export, the ranks of one replica send their parts to its first rank, bucket by bucket, so that no
-process ever holds a second model.
+A rank reads only the layers of its pipeline stage, the experts that it has, and its own part of a tensor
+that tensor-parallel ranks divide. To export, the ranks that hold one copy of the model send their parts to
+the first of them, bucket by bucket, so that no process ever holds a second model.
 
 Invariant: what is exported right after loading is what was loaded, byte for byte, under the same names.
 Imported after `device.prepare()`.
@@ -71,7 +71,7 @@ def read_weights(
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
     for parameter in table:
         if parameter.megatron not in own_parameters:
-            continue  # on another pipeline stage
+            continue  # on another pipeline stage, or another rank's expert
         shape = own_parameters[parameter.megatron].shape
         tensors = [
             _own_part(opened[files[name]], name, parameter.divided_dimension)
@@ -105,7 +105,7 @@ def _own_groups(config: HuggingFaceConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """Which ranks of a replica have a parameter."""
+    """Which ranks of a copy of the model have a parameter."""
 
     ranks: tuple[int, ...]
     """In the order of their parts; one rank if it has all of it."""
@@ -117,11 +117,11 @@ class ReplicaWeights:
     """The weights of one copy of the model, which all its ranks offer together under Hugging Face names."""
 
     def __init__(self, chunks: Sequence[GPTModel], config: HuggingFaceConfig, layout: ParallelLayout) -> None:
-        """Called on all ranks together. Raises TrainError for a parameter that no rank of the replica has."""
+        """Called on all ranks together. Raises TrainError for a parameter that no rank of the copy has."""
         self._config = config
         self._own_parameters = parameters_of(chunks)
         self._rank = torch.distributed.get_rank()
-        self._ranks = layout.replica(layout.coordinates(self._rank).data)
+        self._ranks = layout.model_copy(layout.coordinates(self._rank).data)
         self._holdings = self._exchange_holdings(layout)
 
     @property
@@ -160,19 +160,15 @@ class ReplicaWeights:
         own_shapes = {name: tuple(parameter.shape) for name, parameter in self._own_parameters.items()}
         shapes_by_rank: list[Any] = [None] * layout.world_size
         torch.distributed.all_gather_object(shapes_by_rank, own_shapes)
-        # Context-parallel ranks have the same weights.
-        senders = [rank for rank in self._ranks if layout.coordinates(rank).context == 0]
         holdings: dict[str, _Holding] = {}
         for parameter in parameters(self._config):
             name = parameter.megatron
-            holders = [rank for rank in senders if name in shapes_by_rank[rank]]
+            holders = [rank for rank in self._ranks if name in shapes_by_rank[rank]]
             if not holders:
                 raise TrainError(f"{self._config.model_type}: the family file has {name}, the model does not")
-            if parameter.divided_dimension is None:
-                ranks = holders[:1]
-            else:  # a tied embedding is on the last stage as well
-                stage = layout.coordinates(holders[0]).pipeline
-                ranks = [rank for rank in holders if layout.coordinates(rank).pipeline == stage]
+            ranks = holders[:1]
+            if parameter.divided_dimension is not None:
+                ranks = layout.tensor_group(holders[0])
             holdings[name] = _Holding(tuple(ranks), shapes_by_rank[ranks[0]][name])
         return holdings
 

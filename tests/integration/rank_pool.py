@@ -254,7 +254,8 @@ class RankProcess:
         return self._rank._step.chunks[0].ddp_config.use_distributed_optimizer
 
     def _buffers(self) -> list[Any]:
-        return [buffer for chunk in self._rank._step.chunks for buffer in chunk.buffers]
+        chunks = self._rank._step.chunks
+        return [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def buckets(self, _: None) -> int:
         """In how many parts the gradients of the rank's first chunk are reduced."""
@@ -263,16 +264,18 @@ class RankProcess:
     def optimizer_state(self, name: str) -> Arrays:
         import torch
 
-        [part] = self._rank._step.optimizer.chained_optimizers
+        parts = self._rank._step.optimizer.chained_optimizers
 
         def whole(parameter: Any) -> Any:
             if not self._is_sharded():
-                return part.optimizer.state[parameter][name]
+                [state] = [part.optimizer.state[parameter] for part in parts if _trains(part, parameter)]
+                return state[name]
             state = torch.zeros(parameter.numel())
-            if parameter in part.model_param_gbuf_map:
-                share = part._get_model_param_range_map(parameter)["param"]
-                own = part._get_main_param_and_optimizer_states(parameter)[name]
-                state[share.start : share.end] = own.view(-1)
+            for part in parts:
+                if parameter in part.model_param_gbuf_map:
+                    share = part._get_model_param_range_map(parameter)["param"]
+                    own = part._get_main_param_and_optimizer_states(parameter)[name]
+                    state[share.start : share.end] = own.view(-1)
             [buffer] = [buffer for buffer in self._buffers() if parameter in buffer.param_index_map]
             torch.distributed.all_reduce(state, group=buffer.data_parallel_group)
             return state.view(parameter.shape)
@@ -298,6 +301,11 @@ class RankProcess:
     def leave_unreduced(self, name: str) -> None:
         """Plants an error: the gradient of this parameter is not summed over tensor-parallel ranks."""
         self._rank._weights._own_parameters[name].sequence_parallel = False
+
+    def leave_experts_unreduced(self, _: None) -> None:
+        """Plants an error: the experts' gradients are not summed over the ranks that have them."""
+        for chunk in self._rank._step.chunks:
+            chunk.expert_parallel_bucket_groups.clear()
 
     def weights_in_reference(self, _: None) -> Arrays:
         """The model's weights between two layers of the reference's pass."""
@@ -483,6 +491,11 @@ def _raise(*_: object) -> None:
 def take_image(folder: Path, images: Path, cut: str) -> None:
     """Copies the folder as kill -9 of its writer would leave it now. Images are numbered in their order."""
     shutil.copytree(folder, images / f"{len(list(images.iterdir())):03d}-{cut}")
+
+
+def _trains(part: Any, parameter: Any) -> bool:
+    """Whether an optimizer has the parameter."""
+    return any(parameter is own for group in part.optimizer.param_groups for own in group["params"])
 
 
 def resident(name: str) -> int:

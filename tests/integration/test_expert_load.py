@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(trainer: Trainer, folder: Path) -> Path:
-    trainer.part(trainer.layout.replica(0)).each("export", str(folder))
+    trainer.part(trainer.layout.model_copy(0)).each("export", str(folder))
     return folder
 
 
@@ -132,11 +132,13 @@ def test_experts_are_balanced_in_time(pool: RankPool, model: Path) -> None:
     "layout",
     [
         ParallelLayout(data=2),
+        ParallelLayout(data=2, expert=2),
+        ParallelLayout(tensor=2),
         ParallelLayout(context=2),
         ParallelLayout(pipeline=2),
         ParallelLayout(pipeline=2, virtual_pipeline=2),
     ],
-    ids=["dp2", "cp2", "pp2", "pp2vpp2"],
+    ids=["dp2", "ep2", "tp2", "cp2", "pp2", "pp2vpp2"],
 )
 def test_every_layout_balances_like_one_process(
     pool: RankPool, model: Path, tmp_path: Path, layout: ParallelLayout

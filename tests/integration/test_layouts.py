@@ -35,6 +35,7 @@ TP4 = ParallelLayout(tensor=4)
 TP2_DP2 = ParallelLayout(tensor=2, data=2)
 DP2 = ParallelLayout(data=2)
 CP2 = ParallelLayout(context=2)
+ONE = ParallelLayout()
 PP2 = ParallelLayout(pipeline=2)
 PP4 = ParallelLayout(pipeline=4)
 PP2_VPP2 = ParallelLayout(pipeline=2, virtual_pipeline=2)
@@ -42,6 +43,13 @@ PP2_DP2 = ParallelLayout(pipeline=2, data=2)
 PP2_VPP2_DP2 = ParallelLayout(pipeline=2, virtual_pipeline=2, data=2)
 TP2_PP2 = ParallelLayout(tensor=2, pipeline=2)
 DENSE_DEEPSEEK = "deepseek_v3 without experts"
+EP2 = ParallelLayout(data=2, expert=2)
+EP2_OF_DP4 = ParallelLayout(data=4, expert=2)
+EP4 = ParallelLayout(data=4, expert=4)
+EP2_PP2 = ParallelLayout(data=2, pipeline=2, expert=2)
+EP2_CP2 = ParallelLayout(context=2, expert=2)
+TP2_EP2 = ParallelLayout(tensor=2, expert=2)
+TP2_EP2_DP2 = ParallelLayout(tensor=2, data=2, expert=2)
 CASES = [
     # Every family, on what divides its layers, their heads, and a row.
     *[(family, layout) for family in FAMILIES for layout in (TP2, PP2, CP2)],
@@ -53,9 +61,11 @@ CASES = [
     ("qwen3", ParallelLayout(tensor=2, pipeline=2, virtual_pipeline=2)),
     *[("qwen3", ParallelLayout(context=2, **{axis: 2})) for axis in ("tensor", "pipeline", "data")],
     *[("qwen3_moe", layout) for layout in (DP2, PP2_VPP2, PP2_DP2)],
-    *[(family, DP2) for family in ("glm4_moe", "deepseek_v3")],
+    *[("qwen3_moe", layout) for layout in (TP2, EP2, EP2_OF_DP4, EP4, EP2_PP2, TP2_EP2_DP2)],
+    *[("glm4_moe", layout) for layout in (DP2, TP2, EP2, TP2_EP2, EP2_CP2)],
+    *[("deepseek_v3", layout) for layout in (DP2, TP2_EP2)],
 ]
-"""Tensor-parallel ranks do not divide experts. TP4 is as many ranks as the models have key-value heads."""
+"""TP4 is as many ranks as the models have key-value heads."""
 ALGORITHM = AlgorithmConfig(kl_coef=0.05)
 BATCHES = [random_batch(seed, groups=2) for seed in range(3)]
 NUMBERS = (
@@ -80,8 +90,15 @@ def title(layout: ParallelLayout) -> str:
         "pp": layout.pipeline,
         "vpp": layout.virtual_pipeline,
         "dp": layout.data,
+        "ep": layout.expert,
     }
     return "".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "one"
+
+
+def case_title(value: object) -> str:
+    if isinstance(value, ParallelLayout):
+        return title(value)
+    return value if isinstance(value, str) else f"sharded={value}"
 
 
 def settings(*, sharded: bool = True, max_tokens: int = 41) -> TrainConfig:
@@ -215,10 +232,9 @@ def test_a_layout_takes_the_steps_of_one_process(
 
 
 def pool_calls(trainer: Trainer) -> Callable[[str, object], object]:
-    """Calls a method on the ranks of the first replica; the answer of the rank that collects weights."""
-    ranks = trainer.layout.replica(0)
-    first_replica = trainer.part(ranks)
-    return lambda method, argument: first_replica.each(method, argument)[0]
+    """Calls a method on the ranks of the first copy; the answer of the rank that collects weights."""
+    first_copy = trainer.part(trainer.layout.model_copy(0))
+    return lambda method, argument: first_copy.each(method, argument)[0]
 
 
 @pytest.mark.parametrize(
@@ -266,22 +282,26 @@ def test_a_grammar_may_allow_tokens_of_any_ranks(pool: RankPool, models: Models)
 
 
 @pytest.mark.parametrize(
-    ("layout", "sharded"),
+    ("family", "layout", "sharded"),
     [
-        (TP2, True),
-        (TP2_DP2, True),
-        (TP2_DP2, False),
-        (TP2_PP2, True),
-        (PP2_VPP2, True),
-        (PP2_DP2, False),
+        ("qwen2", TP2, True),
+        ("qwen2", TP2_DP2, True),
+        ("qwen2", TP2_DP2, False),
+        ("qwen2", TP2_PP2, True),
+        ("qwen2", PP2_VPP2, True),
+        ("qwen2", PP2_DP2, False),
+        ("qwen3_moe", EP2_OF_DP4, True),
+        ("qwen3_moe", EP2_OF_DP4, False),
+        ("qwen3_moe", TP2_EP2_DP2, True),
+        ("qwen3_moe", TP2, False),
     ],
-    ids=lambda value: title(value) if isinstance(value, ParallelLayout) else f"sharded={value}",
+    ids=case_title,
 )
 def test_equal_gradients_give_equal_updates(
-    pool: RankPool, models: Models, tmp_path: Path, layout: ParallelLayout, sharded: bool
+    pool: RankPool, models: Models, tmp_path: Path, family: str, layout: ParallelLayout, sharded: bool
 ) -> None:
     """Moments, clipping by the norm over all ranks, and weights, whatever computed the gradients."""
-    model = models("qwen2", 4)
+    model = models(family, 4)
     random = torch.Generator().manual_seed(1)
     gradients = [write_gradients(model, tmp_path / str(step), random) for step in range(3)]
     single = pool.build(model, train=settings(sharded=False))
@@ -363,46 +383,86 @@ def test_a_shard_that_is_skipped_is_found(pool: RankPool, models: Models, alone:
         check_same_steps(trainer.steps(), alone("qwen3", 2).steps[:2])
 
 
-ONE = ParallelLayout()
+@pytest.mark.parametrize("layout", [TP2, EP2_OF_DP4], ids=title)
+def test_experts_whose_gradients_are_not_reduced_are_found(
+    pool: RankPool, models: Models, alone: Alone, layout: ParallelLayout
+) -> None:
+    """Over the ranks that have the same experts."""
+    model = models("qwen3_moe", 2)
+    trainer = pool.build(model, layout=layout, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH)
+    trainer.each("leave_experts_unreduced")
+    trainer.train(BATCHES[0], steps=2)
+    with pytest.raises(AssertionError, match=r"gradients of step 0: model.layers.1.mlp.experts"):
+        check_same_steps(trainer.steps(), alone("qwen3_moe", 2).steps[:2])
+
+
+def test_a_replica_without_rows_computes_the_tokens_of_others(
+    pool: RankPool, models: Models, alone: Alone
+) -> None:
+    """It takes part in as many micro-batches as the ranks with which it divides the experts."""
+    model = models("qwen3_moe", 2)
+    trainer = pool.build(model, layout=EP2, train=settings(), algorithm=ALGORITHM, megatron=SMOOTH)
+    [everything] = shard_batch(BATCHES[0], ranks=1, steps=2)
+    nothing = tuple(replace(mini_batch, samples=(), advantages=()) for mini_batch in everything)
+    trainer.train_shards([nothing, everything])
+    check_same_steps(trainer.steps(), alone("qwen3_moe", 2).steps[:2])
 
 
 @pytest.mark.parametrize(
-    ("saving", "loading", "sharded"),
+    ("family", "saving", "loading", "sharded"),
     [
-        (TP2, TP2, True),
-        (TP2, TP2, False),
-        (TP2, DP2, True),
-        (ONE, TP2_DP2, True),
-        (TP2_DP2, ONE, False),
-        (PP2_VPP2, PP2_VPP2, True),
-        (PP2_VPP2, TP4, True),
-        (TP2_PP2, PP2_DP2, True),
-        (ONE, PP2_VPP2, False),
-        (CP2, CP2, True),
-        (CP2, PP2_DP2, True),
+        ("qwen2", TP2, TP2, True),
+        ("qwen2", TP2, TP2, False),
+        ("qwen2", TP2, DP2, True),
+        ("qwen2", ONE, TP2_DP2, True),
+        ("qwen2", TP2_DP2, ONE, False),
+        ("qwen2", PP2_VPP2, PP2_VPP2, True),
+        ("qwen2", PP2_VPP2, TP4, True),
+        ("qwen2", TP2_PP2, PP2_DP2, True),
+        ("qwen2", ONE, PP2_VPP2, False),
+        ("qwen2", CP2, CP2, True),
+        ("qwen2", CP2, PP2_DP2, True),
+        ("qwen3_moe", EP2, EP2, True),
+        ("qwen3_moe", DP2, EP2, True),
+        ("qwen3_moe", EP2, ONE, True),
+        ("qwen3_moe", EP2_OF_DP4, TP2_EP2, True),
+        ("qwen3_moe", TP2, EP4, False),
     ],
-    ids=lambda value: title(value) if isinstance(value, ParallelLayout) else f"sharded={value}",
+    ids=case_title,
 )
 def test_a_checkpoint_is_loaded_by_any_layout(
     pool: RankPool,
     models: Models,
     tmp_path: Path,
+    family: str,
     saving: ParallelLayout,
     loading: ParallelLayout,
     sharded: bool,
 ) -> None:
     """Bit for bit by the same one."""
     train = settings(sharded=sharded)
-    trainer = pool.build(models("qwen2", 4), layout=saving, train=train, megatron=SMOOTH)
+    trainer = pool.build(models(family, 4), layout=saving, train=train, megatron=SMOOTH)
     trainer.train(BATCHES[0], steps=2)
     trainer.each("save", str(tmp_path / "saved"))
     trainer.train(BATCHES[1], steps=2)
     expected = trainer.weights()
-    resumed = pool.build(models("qwen2", 4), layout=loading, train=train, megatron=SMOOTH)
+    resumed = pool.build(models(family, 4), layout=loading, train=train, megatron=SMOOTH)
     resumed.each("load", str(tmp_path / "saved"))
     resumed.train(BATCHES[1], steps=2)
     gap, name = worst(resumed.weights(), expected)
     assert gap < (BOUND if saving != loading else 1e-12), name
+
+
+def test_collecting_experts_takes_the_memory_of_a_bucket(pool: RankPool, tmp_path: Path) -> None:
+    model = make_family_model(
+        tmp_path / "model", "qwen3_moe", num_experts=32, moe_intermediate_size=512, num_hidden_layers=4
+    )
+    size = (model / "model.safetensors").stat().st_size
+    trainer = pool.build(model, layout=EP2, train=settings())
+    trainer.train(BATCHES[0])
+    trainer.each("bucket_bytes", 1 << 20)
+    grown = trainer.each("growth", ("export", str(tmp_path / "exported")))
+    assert max(grown) < size / 4
 
 
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=title)

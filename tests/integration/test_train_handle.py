@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from family_models import make_family_model
 from rank_pool import RankPool
 from tiny_model import make_tiny_model
 from train_reference import random_batch
@@ -95,13 +96,16 @@ def rank_actors(model: Path, layout: ParallelLayout = DP2) -> list[ActorHandle[T
 
 @pytest.mark.parametrize(
     "layout",
-    [DP2, ParallelLayout(tensor=2), ParallelLayout(pipeline=2)],
-    ids=["data", "tensor", "pipeline"],
+    [DP2, ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(data=2, expert=2)],
+    ids=["data", "tensor", "pipeline", "expert"],
 )
 async def test_two_ranks_train_and_the_death_of_one_is_an_error(
     pool: RankPool, tmp_path: Path, layout: ParallelLayout
 ) -> None:
-    model = make_tiny_model(tmp_path / "model")
+    if layout.expert > 1:
+        model = make_family_model(tmp_path / "model", "qwen3_moe")
+    else:
+        model = make_tiny_model(tmp_path / "model")
     actors = rank_actors(model, layout)
     handle = handle_of(actors, steps=2, layout=layout)
     await handle.start()

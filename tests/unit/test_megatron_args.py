@@ -46,6 +46,8 @@ def test_values_take_the_fields_own_types() -> None:
         ("overlap_param_gather", True, "go to the engines"),
         ("tensor_model_parallel_size", 2, "--tensor-model-parallel-size"),
         ("sequence_parallel", True, "--tensor-model-parallel-size"),
+        ("expert_model_parallel_size", 2, "--expert-model-parallel-size"),
+        ("moe_router_bias_update_rate", 0.1, "--moe-router-bias-update-rate"),
         ("pipeline_model_parallel_size", 2, "--pipeline-model-parallel-size"),
         ("moe_router_topk", 2, "not built"),
         ("fp8", "hybrid", "not built"),

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from family_models import make_family_model
+from safetensors.torch import load_file
 from tiny_model import make_tiny_model
 
 from invrl.train import device, logprobs, memory
@@ -63,6 +65,22 @@ def test_ranks_divide_what_they_share(model: Path) -> None:
     assert tensor.weights == one.weights / 2
     assert tensor.optimizer == one.optimizer / 2
     assert tensor.step < one.step
+
+
+def test_experts_are_divided_by_expert_parallel_ranks_alone(tmp_path: Path) -> None:
+    model = make_family_model(tmp_path / "model", "glm4_moe", num_hidden_layers=3)
+    sizes = {name: tensor.numel() for name, tensor in load_file(model / "model.safetensors").items()}
+    experts = 2 * 8 * 3 * 48 * 64  # layers, experts, their matrices
+    rest = sum(sizes.values()) - experts
+    assert estimated(model, data_parallel_size=4).optimizer == 12 * (rest + experts) / 4
+    divided = estimated(
+        model, tensor_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=4
+    )
+    assert divided.weights == 2 * (rest / 2 + experts / 4)
+    assert divided.optimizer == 12 * (rest / 2 / 2 + experts / 4)
+    halves = estimated(model, data_parallel_size=4, expert_model_parallel_size=2)
+    assert halves.weights == 2 * (rest + experts / 2)
+    assert halves.optimizer == 12 * (rest / 4 + experts / 2 / 2)
 
 
 def test_context_ranks_divide_the_tokens_but_not_the_keys(model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,10 +43,16 @@ def test_context_parallel_ranks_share_a_micro_batch() -> None:
 
 
 def test_coordinates_count_tensor_then_context_then_data_then_pipeline() -> None:
-    layout = ParallelLayout(tensor=2, context=2, data=3, pipeline=2)
+    layout = ParallelLayout(tensor=2, context=2, data=3, pipeline=2, expert=6)
     coordinates = [layout.coordinates(rank) for rank in range(layout.world_size)]
     assert coordinates == [
-        Coordinates(tensor=tensor, context=context, data=data, pipeline=pipeline)
+        Coordinates(
+            tensor=tensor,
+            context=context,
+            data=data,
+            pipeline=pipeline,
+            expert=(tensor + 2 * context + 4 * data) % 6,
+        )
         for pipeline in range(2)
         for data in range(3)
         for context in range(2)
@@ -62,6 +69,48 @@ def test_every_rank_is_in_the_replica_of_its_data_coordinate() -> None:
         assert layout.reporter(data) in ranks
         assert layout.coordinates(layout.reporter(data)).pipeline == 1
     assert sorted(rank for data in range(3) for rank in layout.replica(data)) == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("layout", "copies"),
+    [
+        (ParallelLayout(tensor=2, data=2, expert=2), [[0, 1], [2, 3]]),
+        (ParallelLayout(data=4, expert=2), [[0, 1], [2, 3]]),
+        (ParallelLayout(tensor=2, data=2, expert=4), [[0, 1, 2, 3]]),
+        (ParallelLayout(data=2, pipeline=2, expert=2), [[0, 1, 2, 3]]),
+        (ParallelLayout(data=2, pipeline=2), [[0, 2], [1, 3]]),
+    ],
+)
+def test_ranks_that_divide_experts_hold_one_copy(layout: ParallelLayout, copies: list[list[int]]) -> None:
+    for data in range(layout.data):
+        [copy] = [copy for copy in copies if layout.replica(data)[0] in copy]
+        assert list(layout.model_copy(data)) == copy
+        stages = [[rank for rank in copy if layout.coordinates(rank).pipeline == stage] for stage in range(2)]
+        for ranks in stages[: layout.pipeline]:
+            assert {layout.coordinates(rank).expert for rank in ranks} == set(range(layout.expert))
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "reason", "fix"),
+    [
+        (ParallelLayout(data=2, expert=2), "qwen3", "no experts", "leave --expert-model-parallel-size out"),
+        (ParallelLayout(data=3, expert=3), "qwen3_moe", "8 experts", "may be only 1"),
+        (ParallelLayout(data=4, expert=8), "qwen3_moe", "4 ranks of a pipeline stage", "1, 2 or 4"),
+        (ParallelLayout(tensor=4, data=3, expert=6), "qwen3_moe", "the 4 of them", "1, 2, 4 or 12"),
+    ],
+)
+def test_expert_parallel_ranks_that_do_not_fit_are_refused(
+    tmp_path: Path, layout: ParallelLayout, family: str, reason: str, fix: str
+) -> None:
+    fields: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    if family == "qwen3_moe":
+        fields["num_experts"] = 12 if layout.expert == 6 else 8
+    shape = read_hf_config(make_family_model(tmp_path / "model", family, **fields))
+    with pytest.raises(ConfigError) as refused:
+        layout.check(shape)
+    assert refused.value.field == "train.expert_model_parallel_size"
+    assert reason in refused.value.reason
+    assert fix in refused.value.fix
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (3, 1), (2, 3), (3, 2)])
@@ -109,13 +158,6 @@ def test_a_layout_that_does_not_is_refused_with_the_numbers_that_would_fit(
     assert refused.value.value == tensor
     assert reason in refused.value.reason
     assert refused.value.fix == "--tensor-model-parallel-size may be 1, 2 or 4"
-
-
-def test_experts_are_not_divided_over_tensor_parallel_ranks(tmp_path: Path) -> None:
-    model = read_hf_config(make_family_model(tmp_path, "qwen3_moe", num_attention_heads=8))
-    ParallelLayout(data=2).check(model)
-    with pytest.raises(ConfigError, match="does not add up the experts' gradients"):
-        ParallelLayout(tensor=2).check(model)
 
 
 def test_a_model_that_nothing_divides(tmp_path: Path) -> None:

@@ -47,12 +47,9 @@ EXPERT = (
         "mlp.experts.{expert}.gate_proj.weight",
         "mlp.experts.{expert}.up_proj.weight",
         fusion="stack",
-        sharding="rows",
     ),
     layer_parameter(
-        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-        "mlp.experts.{expert}.down_proj.weight",
-        sharding="columns",
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.{expert}.down_proj.weight"
     ),
 )
 ENGINE_EXPERTS = {"w13_weight": ("gate_proj.weight", "up_proj.weight"), "w2_weight": ("down_proj.weight",)}

@@ -26,6 +26,7 @@ class Coordinates:
     context: int
     data: int
     pipeline: int
+    expert: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,11 @@ class ParallelLayout:
     """Chunks of neighbouring layers that each stage has. With more than one, a micro-batch passes all stages
     as often, and stages wait less for each other (Megatron's interleaved schedule)."""
 
+    expert: int = 1
+    """Ranks that divide the experts of every layer, and send each other the tokens that these compute. They
+    are neighbours among the tensor-, context- and data-parallel ranks of a pipeline stage, to whose number
+    they do not add. No rank divides a single expert."""
+
     @property
     def world_size(self) -> int:
         return self.tensor * self.context * self.data * self.pipeline
@@ -57,14 +63,28 @@ class ParallelLayout:
             context=rank // self.tensor % self.context,
             data=rank // (self.tensor * self.context) % self.data,
             pipeline=rank // (self.tensor * self.context * self.data),
+            expert=rank % self.expert,
         )
 
     def replica(self, data: int) -> Sequence[int]:
-        """The ranks that compute a shard of a batch together, in ascending order. They hold one copy of the
-        model, or under context parallelism as many as have each a part of the tokens. The first collects the
-        weights."""
+        """The ranks that compute a shard of a batch together, in ascending order."""
         ranks = range(self.world_size)
         return tuple(rank for rank in ranks if self.coordinates(rank).data == data)
+
+    def model_copy(self, data: int) -> Sequence[int]:
+        """The ranks that hold one copy of the model together, in ascending order: those of a replica, or of
+        neighbouring ones whose ranks divide the experts. (Under context parallelism several ranks have the
+        same weights.) They take part in each other's forward passes. The first collects the weights."""
+        num_replicas = max(1, self.expert // (self.tensor * self.context))
+        first = data - data % num_replicas
+        replicas = range(first, first + num_replicas)
+        return tuple(rank for rank in range(self.world_size) if self.coordinates(rank).data in replicas)
+
+    def tensor_group(self, rank: int) -> Sequence[int]:
+        """The ranks that divide the rank's heads, MLPs and part of the vocabulary with it, in the order of
+        their parts."""
+        first = rank - self.coordinates(rank).tensor
+        return range(first, first + self.tensor)
 
     def reporter(self, data: int) -> int:
         """The rank that answers for a replica: one of its last stage, which has loss and log-probs."""
@@ -82,13 +102,6 @@ class ParallelLayout:
     def check(self, model: HuggingFaceConfig) -> None:
         """Raises ConfigError where the layout does not divide the model, with the numbers that would fit, and
         where the installed Megatron would compute it wrongly."""
-        if model.experts is not None and self.tensor > 1:
-            raise ConfigError(
-                "train.tensor_model_parallel_size",
-                self.tensor,
-                "Megatron 0.16.1 does not add up the experts' gradients over tensor-parallel ranks",
-                "leave --tensor-model-parallel-size at 1 for a model with experts",
-            )
         divided = {
             "num_attention_heads": model.num_attention_heads,
             "num_key_value_heads": model.num_key_value_heads,
@@ -104,6 +117,33 @@ class ParallelLayout:
                 f"--tensor-model-parallel-size may be {_divisors(gcd(*divided.values()))}",
             )
         self._check_stages(model.num_hidden_layers)
+        self._check_experts(model)
+
+    def _check_experts(self, model: HuggingFaceConfig) -> None:
+        if self.expert == 1:
+            return
+        field = "train.expert_model_parallel_size"
+        if model.experts is None:
+            reason = f"a {model.model_type} model has no experts"
+            raise ConfigError(field, self.expert, reason, "leave --expert-model-parallel-size out")
+        ranks_of_replica = self.tensor * self.context
+        ranks_of_stage = ranks_of_replica * self.data
+        fitting = [
+            size
+            for size in range(1, gcd(model.experts.count, ranks_of_stage) + 1)
+            if model.experts.count % size == 0
+            and ranks_of_stage % size == 0
+            and (ranks_of_replica % size == 0 or size % ranks_of_replica == 0)
+        ]
+        if self.expert not in fitting:
+            raise ConfigError(
+                field,
+                self.expert,
+                f"it must divide the {model.experts.count} experts of a layer and the {ranks_of_stage} ranks "
+                f"of a pipeline stage, and divide the {ranks_of_replica} of them that compute a shard "
+                "together, or be a multiple of these",
+                f"--expert-model-parallel-size may be {_in_words(fitting)}",
+            )
 
     def _check_stages(self, num_layers: int) -> None:
         if self.virtual_pipeline > 1 and self.pipeline == 1:
@@ -132,7 +172,12 @@ class ParallelLayout:
 
 def _divisors(number: int) -> str:
     """All divisors, in words."""
-    divisors = [str(candidate) for candidate in range(1, number + 1) if number % candidate == 0]
-    if len(divisors) == 1:
-        return f"only {divisors[0]}"
-    return f"{', '.join(divisors[:-1])} or {divisors[-1]}"
+    return _in_words([candidate for candidate in range(1, number + 1) if number % candidate == 0])
+
+
+def _in_words(numbers: Sequence[int]) -> str:
+    """Those that would fit."""
+    words = [str(number) for number in numbers]
+    if len(words) == 1:
+        return f"only {words[0]}"
+    return f"{', '.join(words[:-1])} or {words[-1]}"
