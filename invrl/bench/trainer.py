@@ -17,9 +17,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from invrl.bench.ratios import Speeds
-from invrl.errors import DeadlineError, TrainError
+from invrl.errors import ConfigError, DeadlineError, TrainError
 from invrl.host.process import random_key
 from invrl.train.config import TrainConfig
+from invrl.train.hf_config import read_hf_config
 from invrl.train.memory import MemoryBudget
 
 TARGETS = {
@@ -87,6 +88,10 @@ def measure_trainer(settings: BenchSettings) -> tuple[dict[str, float], dict[str
         if settings.cores > 1:
             details["layouts_tokens_per_s"] = {"one_process": one.tokens_per_s}
             for name, sizes in _LAYOUTS.items():
+                refusal = _refusal(settings, sizes)
+                if refusal:
+                    details.setdefault("refused_layouts", {})[name] = refusal
+                    continue
                 layout = _measure_layout(settings, Path(folder), name, sizes, threads=settings.cores // 2)
                 ratios[name] = layout.tokens_per_s / one.tokens_per_s
                 details["layouts_tokens_per_s"][name] = layout.tokens_per_s
@@ -146,6 +151,15 @@ def _measure_steps(settings: BenchSettings, folder: Path) -> _StepResult:
     )
     _wait([program], settings.deadline_s)
     return _StepResult.model_validate_json(out.read_text())
+
+
+def _refusal(settings: BenchSettings, sizes: Mapping[str, int]) -> str:
+    """Why the model cannot be divided so; "" where it can."""
+    try:
+        settings.train.model_copy(update=dict(sizes)).check_model(read_hf_config(settings.model_path))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _measure_layout(

@@ -19,7 +19,12 @@ from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
 from invrl.types import TrainBatch
 
-_NOT_COMPARED = ("train/time/", "train/tokens_per_s")
+_NOT_COMPARED = (
+    "train/time/",
+    "train/tokens_per_s",
+    "train/peak_memory_gb",  # since the process started
+    "train/estimated_memory_gb",
+)
 LogProbs = Sequence[NDArray[np.float32]]
 """One array per training row, with an entry per token."""
 

@@ -48,7 +48,7 @@ def steps_in(metrics: Path) -> int:
 
 def same(row: dict[str, float]) -> dict[str, float]:
     """What a step computes, without what it took."""
-    timed = ("train/time/", "train/tokens_per_s")
+    timed = ("train/time/", "train/tokens_per_s", "train/peak_memory_gb", "train/estimated_memory_gb")
     told = ("train/", "rollout/reward", "rollout/response_length", "sync/canary_max_gap")
     return {n: v for n, v in row.items() if n.startswith(told) and not n.startswith(timed)}
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from tiny_model import make_tiny_model
 
-from invrl.bench.trainer import _ratios_of_steps, _StepResult
+from invrl.bench.trainer import BenchSettings, _ratios_of_steps, _refusal, _StepResult
 from invrl.bench.workloads import make_batch
 from invrl.cli.main import main
+from invrl.train.config import TrainConfig
 from invrl.train.micro_batch import rows_of
 from invrl.train.packing import pack
 
@@ -53,6 +54,20 @@ def test_the_objective_is_what_is_neither_model_nor_optimizer() -> None:
     assert ratios == pytest.approx(
         {"equal_lengths": 1.05, "compute_share": 0.85, "model_flops_utilization": 0.5}
     )
+
+
+def test_a_layout_that_does_not_divide_the_model_is_not_measured(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", heads=3, kv_heads=3, head_dim=16)
+    settings = BenchSettings(
+        model_path=str(model),
+        train=TrainConfig.model_validate({}),
+        num_tokens=512,
+        repetitions=1,
+        cores=2,
+        deadline_s=60.0,
+    )
+    assert "num_attention_heads 3" in _refusal(settings, {"tensor_model_parallel_size": 2})
+    assert _refusal(settings, {"data_parallel_size": 2}) == ""
 
 
 @pytest.mark.parametrize(
