@@ -121,6 +121,20 @@ _MAY_CHANGE = frozenset(
     }
 )
 """Settings of a run that may differ when it resumes: none changes what a step computes."""
+_MAY_CHANGE_ROUNDING = frozenset(
+    {
+        "data_parallel_size",
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "max_tokens_per_microbatch",
+        "share_prefixes",
+        "reference_placement",
+    }
+)
+"""Settings that may differ too, so that a run can go on with other ranks or less memory: a checkpoint is
+loaded by any layout. They change in which order numbers are added."""
 
 
 def _fixed_settings(config: Config) -> dict[str, object]:
@@ -131,6 +145,6 @@ def _fixed_settings(config: Config) -> dict[str, object]:
             fixed[table] = section
             continue
         for key, value in section.items():
-            if key not in _MAY_CHANGE:
+            if key not in _MAY_CHANGE | _MAY_CHANGE_ROUNDING:
                 fixed[f"{table}.{key}"] = value
     return fixed

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from invrl.run.config import Config, Source, load_resolved, resolve
 from invrl.run.folder import check_run_folder, hold_run_folder, make_run_folder
 
 
-def config(root: Path, name: str = "", **train: float) -> Config:
+def config(root: Path, name: str = "", **train: Any) -> Config:
     return resolve(
         Source(name="test", tables={"run": {"run_root": str(root), "run_name": name}, "train": train})
     )
@@ -86,6 +87,20 @@ def test_what_changes_no_result_may_differ(tmp_path: Path) -> None:
         )
     )
     make_run_folder(longer)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"tensor_model_parallel_size": 2, "data_parallel_size": 3, "context_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        {"max_tokens_per_microbatch": 100, "reference_placement": "cpu_by_layer", "share_prefixes": False},
+    ],
+    ids=["layout", "stages", "memory"],
+)
+def test_a_run_may_go_on_with_other_ranks_and_less_memory(tmp_path: Path, train: dict[str, object]) -> None:
+    make_run_folder(config(tmp_path, "first"))
+    make_run_folder(config(tmp_path, "first", **train))
 
 
 @contextmanager
