@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -242,6 +243,12 @@ def test_no_file_names_a_registry_or_the_machine_it_was_written_on() -> None:
         if pattern.search(line)
     ]
     assert found == []
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports test files by their names alone, so two of one name end the whole suite."""
+    names = Counter(path.name for path in ROOT.glob("tests/**/test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_wildcard_and_no_bare_except() -> None:
