@@ -19,12 +19,13 @@ from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
 from invrl.types import TrainBatch
 
-_NOT_COMPARED = (
+MEASURED = (
     "train/time/",
     "train/tokens_per_s",
     "train/peak_memory_gb",  # since the process started
     "train/estimated_memory_gb",
 )
+"""Metrics of a step that are measured. All others of `train/` are equal where a step is made again."""
 LogProbs = Sequence[NDArray[np.float32]]
 """One array per training row, with an entry per token."""
 
@@ -51,7 +52,7 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
         for row in _token_rows(batch, before, after, tokenizer):
             file.write(json.dumps(row) + "\n")
     recorded = _recorded_metrics(folder, step)
-    compared = [name for name in recorded if name in metrics and not name.startswith(_NOT_COMPARED)]
+    compared = [name for name in recorded if name in metrics and not name.startswith(MEASURED)]
     different = [name for name in compared if metrics[name] != recorded[name]]
     result = {"step": step, "metrics": metrics, "recorded": recorded, "differ": different}
     (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from e2e.runs import DEADLINE_S, ROOT, STEPS, invrl, steps_of, train
+from invrl.run.replay import MEASURED
 from invrl.store.batch_file import batch_path, load_batch
 
 INTERVAL = 4
@@ -36,9 +37,10 @@ def saved(learned: Path) -> int:
 
 
 def train_metrics(row: dict[str, float]) -> dict[str, float]:
-    timed = ("train/time/", "train/tokens_per_s")
     return {
-        name: value for name, value in row.items() if name.startswith("train/") and not name.startswith(timed)
+        name: value
+        for name, value in row.items()
+        if name.startswith("train/") and not name.startswith(MEASURED)
     }
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from e2e.runs import DEADLINE_S, ROOT, flags, steps_of, train
 from invrl.buffer.ledger_store import read_incarnations
+from invrl.run.replay import MEASURED
 from invrl.store.batch_file import batch_path, load_batch
 from invrl.store.run_folder import RunFolder
 
@@ -48,9 +49,8 @@ def steps_in(metrics: Path) -> int:
 
 def same(row: dict[str, float]) -> dict[str, float]:
     """What a step computes, without what it took."""
-    timed = ("train/time/", "train/tokens_per_s", "train/peak_memory_gb", "train/estimated_memory_gb")
     told = ("train/", "rollout/reward", "rollout/response_length", "sync/canary_max_gap")
-    return {n: v for n, v in row.items() if n.startswith(told) and not n.startswith(timed)}
+    return {n: v for n, v in row.items() if n.startswith(told) and not n.startswith(MEASURED)}
 
 
 @pytest.mark.timeout(DEADLINE_S)
