@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from stored_rollouts import finish_lease
 
@@ -91,7 +93,9 @@ async def test_an_actor_that_does_not_answer_is_a_deadline(handle: BufferHandle)
 
 
 async def test_a_dead_actor_is_a_server_error(handle: BufferHandle) -> None:
+    process = psutil.Process((await handle.actor.beat()).pid)
     handle.actor.kill()
+    await asyncio.to_thread(process.wait, timeout=60)  # on a busy machine it may answer for a while
     with pytest.raises(ServerError, match="the buffer died"):
         await handle.lease()
 
@@ -99,8 +103,6 @@ async def test_a_dead_actor_is_a_server_error(handle: BufferHandle) -> None:
 async def test_the_handle_travels(handle: BufferHandle) -> None:
     @ray.remote
     def lease(handle: BufferHandle) -> str:
-        import asyncio
-
         lease = asyncio.run(handle.lease())
         return lease.group_id if lease else ""
 

@@ -5,9 +5,11 @@ written out from the papers, autograd for the gradient. Knows neither packing no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
@@ -26,9 +28,6 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
-        for module in self.model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.forward = _norm(module)  # transformers computes it in float32
         self.model.get_input_embeddings().padding_idx = (
             None  # it would take the padding's row out of the gradient
         )
@@ -43,7 +42,8 @@ class Reference:
     def logprobs(self, sample: TrainSample) -> torch.Tensor:
         """Of the trained tokens [N], under the sample's temperature; with gradient."""
         tokens_T = torch.from_numpy(sample.tokens_T.astype(np.int64))
-        logits_TV = self.model(tokens_T[None]).logits[0, :-1] / sample.temperature
+        with _float64_everywhere():
+            logits_TV = self.model(tokens_T[None]).logits[0, :-1] / sample.temperature
         picked_T = logits_TV.log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
         return picked_T[torch.from_numpy(sample.loss_mask_T[1:])]
 
@@ -111,13 +111,14 @@ def _saved_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
             yield f"{experts}.{expert}.{last_name}.weight", rows
 
 
-def _norm(module: torch.nn.Module):
-    weight = module.weight
-    if type(module).__name__.startswith("Gemma"):
-        eps = module.eps
-        return lambda x: (1.0 + weight) * x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    eps = module.variance_epsilon
-    return lambda x: weight * x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+@contextmanager
+def _float64_everywhere() -> Iterator[None]:
+    """transformers computes norms, angles, attention's softmax and routers in float32, whatever the weights
+    are. Here what asks for float32 gets float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
 
 
 def relative(

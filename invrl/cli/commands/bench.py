@@ -36,9 +36,10 @@ _DEFAULTS = {
 def bench(arguments: Sequence[str]) -> None:
     """usage: invrl bench train --model-path MODEL [flags]
 
-    Measures the trainer beside a plain Hugging Face step on the same rows, in turns, and two ranks beside
-    one process with the same cores. Prints ratios, writes them with all details to RESULTS/train.json, and
-    adds them to RESULTS/history.jsonl. Exit code 1 if one fell by more than 10 % of the history's median.
+    Measures the trainer beside a plain Hugging Face step on the same rows, in turns, and two ranks
+    beside one process with the same cores. Prints ratios, writes them with all details to
+    RESULTS/train.json, and adds them to RESULTS/history.jsonl. Exit code 1 if one fell by more than
+    10 % below the median of the history.
 
     --train-dtype D                 bfloat16 (default) or float32
     --tokens N                      row tokens of a step (default: 2048)
